@@ -1,0 +1,136 @@
+"""What a backbone *is*: an ordered chain of layers with named skips and conditioning.
+
+This module imports neither torch nor Megatron: a backbone can be described, checked and
+partitioned without building a single tensor. Modules are built later, layer by layer, through
+``Layer.build``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+COMPUTE = "compute"
+"""The dtype name that stands for the run's parameter dtype (fp32, or bf16 under ``--bf16``)."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape of one tensor of a microbatch, without its batch dimension.
+
+    ``batch_dim`` says where the batch dimension is inserted: 0 for images ``[b, c, h, w]``,
+    1 for token streams in Megatron's order ``[s, b, h]``. ``dtype`` is ``"compute"`` or the name
+    of a torch dtype (``"float32"``, ``"int64"``).
+    """
+
+    shape: tuple[int, ...]
+    batch_dim: int = 0
+    dtype: str = COMPUTE
+
+    def full_shape(self, micro_batch_size: int) -> tuple[int, ...]:
+        """The shape with the batch dimension inserted."""
+        return (*self.shape[: self.batch_dim], micro_batch_size, *self.shape[self.batch_dim :])
+
+    @property
+    def numel_per_sample(self) -> int:
+        """Number of elements per sample."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One link of the chain: the smallest piece that a stage can begin or end at.
+
+    The module that ``build`` returns is called as
+    ``module(inputs, skips, conditioning) -> tuple`` where ``inputs`` is the tuple of boundary
+    tensors (as in ``inputs``), ``skips`` maps each name in ``pops`` to its tensor, and
+    ``conditioning`` maps each name in ``uses`` to its tensor. It returns the boundary tensors of
+    ``outputs`` followed by the tensors of ``provides``, in order.
+
+    ``pushes`` maps a skip's name to the index of the *boundary output* that it is (in every known
+    backbone a skip is the output of a layer; see torchgpipe's stash/pop). ``provides`` are
+    conditioning tensors that this layer computes for any later layer (a timestep embedding).
+    ``name`` is the prefix of the layer's parameters in checkpoints.
+    """
+
+    name: str
+    build: Callable[[Any], Any]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    pushes: Mapping[str, int] = field(default_factory=dict)
+    pops: Mapping[str, TensorSpec] = field(default_factory=dict)
+    provides: Mapping[str, TensorSpec] = field(default_factory=dict)
+    uses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A named edge from the layer at index ``source`` to the layer at index ``destination``."""
+
+    name: str
+    source: int
+    destination: int
+    output_index: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """A tensor that layer ``source`` computes and the layers ``consumers`` use."""
+
+    name: str
+    source: int
+    consumers: tuple[int, ...]
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """An ordered chain of layers.
+
+    ``batch_fields`` are conditioning tensors that come with the batch (timesteps, labels, text
+    states); every device reads them from its own data loader, so they are never sent.
+    ``record`` is what rebuilds this backbone (``{"name": ..., "options": {...}}``); it is stored
+    in checkpoints and compared on load.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    batch_fields: Mapping[str, TensorSpec] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def input_spec(self) -> TensorSpec:
+        """The noisy sample that the first layer takes."""
+        return self.layers[0].inputs[0]
+
+    @property
+    def output_spec(self) -> TensorSpec:
+        """The prediction that the last layer returns."""
+        return self.layers[-1].outputs[0]
+
+    @property
+    def skips(self) -> tuple[Skip, ...]:
+        """All skip edges, in order of their sources. Assumes a checked backbone."""
+        popped = {name: i for i, layer in enumerate(self.layers) for name in layer.pops}
+        return tuple(
+            Skip(name, i, popped[name], index, layer.outputs[index])
+            for i, layer in enumerate(self.layers)
+            for name, index in layer.pushes.items()
+        )
+
+    @property
+    def conditioning(self) -> tuple[Conditioning, ...]:
+        """All conditioning edges whose source is a layer (not the batch)."""
+        return tuple(
+            Conditioning(
+                name,
+                i,
+                tuple(j for j, user in enumerate(self.layers) if name in user.uses),
+                spec,
+            )
+            for i, layer in enumerate(self.layers)
+            for name, spec in layer.provides.items()
+        )

@@ -1,0 +1,186 @@
+"""Checks a backbone before anything is planned or built, and lists every fault at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+
+_LAYER_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+
+
+class BackboneError(ValueError):
+    """A backbone that cannot be run; ``faults`` lists why."""
+
+    def __init__(self, backbone: str, faults: list[str]) -> None:
+        self.faults = faults
+        lines = "".join(f"\n  - {fault}" for fault in faults)
+        super().__init__(f"backbone {backbone!r} has {len(faults)} fault(s):{lines}")
+
+
+def require_valid(backbone: Backbone) -> None:
+    """Raise BackboneError with the whole list unless ``check_backbone`` finds nothing."""
+    if faults := check_backbone(backbone):
+        raise BackboneError(backbone.name, faults)
+
+
+def check_backbone(backbone: Backbone) -> list[str]:
+    """Every fault of the chain's names, boundaries, skips and conditioning; [] if it is sound."""
+    if not backbone.layers:
+        return ["the chain is empty; a backbone needs at least one layer"]
+    return [
+        *_names(backbone.layers),
+        *_tensors(backbone),
+        *_boundaries(backbone.layers),
+        *_skips(backbone.layers),
+        *_conditioning(backbone),
+    ]
+
+
+def _names(layers: tuple[Layer, ...]) -> Iterator[str]:
+    first: dict[str, int] = {}
+    for i, layer in enumerate(layers):
+        if not _LAYER_NAME.fullmatch(layer.name):
+            yield (
+                f"layer {i}: {layer.name!r} cannot prefix parameter names; use letters, digits, "
+                "underscores and single dots, as in 'down_blocks.0.resnets.0'"
+            )
+        if layer.name in first:
+            yield f"layer {i}: the name {layer.name!r} is already that of layer {first[layer.name]}"
+        else:
+            first[layer.name] = i
+    for name, i in first.items():
+        parts = name.split(".")
+        for cut in range(1, len(parts)):
+            outer = ".".join(parts[:cut])
+            if outer in first:
+                yield (
+                    f"layer {i}: {name!r} lies inside layer {first[outer]} ({outer!r}), so their "
+                    "parameters could collide"
+                )
+
+
+def _describe(spec: TensorSpec) -> str:
+    dims = [str(d) for d in spec.shape]
+    return f"{spec.dtype}[{', '.join([*dims[: spec.batch_dim], 'b', *dims[spec.batch_dim :]])}]"
+
+
+def _tensors(backbone: Backbone) -> Iterator[str]:
+    """Specs that describe no tensor, and ends of the chain that are not one tensor."""
+    first, last = backbone.layers[0], backbone.layers[-1]
+    if len(first.inputs) != 1:
+        yield (
+            f"layer 0 ({first.name}): takes {len(first.inputs)} boundary tensors; the first layer "
+            "takes exactly one, the noisy sample"
+        )
+    if len(last.outputs) != 1:
+        yield (
+            f"layer {len(backbone.layers) - 1} ({last.name}): returns {len(last.outputs)} boundary "
+            "tensors; the last layer returns exactly one, the prediction"
+        )
+    specs = [("batch field", name, spec) for name, spec in backbone.batch_fields.items()]
+    for layer in backbone.layers:
+        specs += [(f"{layer.name}: input", str(i), spec) for i, spec in enumerate(layer.inputs)]
+        specs += [(f"{layer.name}: output", str(i), spec) for i, spec in enumerate(layer.outputs)]
+        specs += [(f"{layer.name}: popped skip", name, spec) for name, spec in layer.pops.items()]
+        specs += [(f"{layer.name}: provided", name, spec) for name, spec in layer.provides.items()]
+    for where, name, spec in specs:
+        if any(d < 1 for d in spec.shape):
+            yield f"{where} {name}: the shape {spec.shape} has a dimension below 1"
+        if not 0 <= spec.batch_dim <= len(spec.shape):
+            yield f"{where} {name}: batch_dim {spec.batch_dim} is outside the shape {spec.shape}"
+
+
+def _boundaries(layers: tuple[Layer, ...]) -> Iterator[str]:
+    for i, (before, after) in enumerate(zip(layers[:-1], layers[1:], strict=True)):
+        where = f"boundary {i}|{i + 1} ({before.name} -> {after.name})"
+        if len(before.outputs) != len(after.inputs):
+            yield f"{where}: {len(before.outputs)} tensors leave, {len(after.inputs)} are expected"
+            continue
+        for k, (out, into) in enumerate(zip(before.outputs, after.inputs, strict=True)):
+            if out != into:
+                yield f"{where}: tensor {k} is {_describe(out)}, expected {_describe(into)}"
+
+
+def _skips(layers: tuple[Layer, ...]) -> Iterator[str]:
+    pushed: dict[str, int] = {}
+    popped: dict[str, int] = {}
+    for i, layer in enumerate(layers):
+        for name, index in layer.pushes.items():
+            if name in pushed:
+                yield (
+                    f"skip {name!r}: pushed by layer {pushed[name]} ({layers[pushed[name]].name}) "
+                    f"and again by layer {i} ({layer.name})"
+                )
+            pushed.setdefault(name, i)
+            if not 0 <= index < len(layer.outputs):
+                yield (
+                    f"skip {name!r}: layer {i} ({layer.name}) pushes output {index}, but has "
+                    f"{len(layer.outputs)} boundary output(s)"
+                )
+        for name in layer.pops:
+            if name in popped:
+                yield (
+                    f"skip {name!r}: popped by layer {popped[name]} ({layers[popped[name]].name}) "
+                    f"and again by layer {i} ({layer.name})"
+                )
+            popped.setdefault(name, i)
+    for name, i in pushed.items():
+        if name not in popped:
+            yield f"skip {name!r}: pushed by layer {i} ({layers[i].name}) but never popped"
+    for name, j in popped.items():
+        if name not in pushed:
+            yield f"skip {name!r}: popped by layer {j} ({layers[j].name}) but never pushed"
+            continue
+        i = pushed[name]
+        if j <= i:
+            yield (
+                f"skip {name!r}: popped by layer {j} ({layers[j].name}), which does not come after "
+                f"layer {i} ({layers[i].name}) that pushes it"
+            )
+        index = layers[i].pushes[name]
+        if 0 <= index < len(layers[i].outputs):
+            source, expected = layers[i].outputs[index], layers[j].pops[name]
+            if source != expected:
+                yield (
+                    f"skip {name!r}: layer {i} ({layers[i].name}) pushes {_describe(source)}, "
+                    f"layer {j} ({layers[j].name}) expects {_describe(expected)}"
+                )
+
+
+def _conditioning(backbone: Backbone) -> Iterator[str]:
+    layers = backbone.layers
+    provided: dict[str, int] = {}
+    for i, layer in enumerate(layers):
+        for name in layer.provides:
+            if name in backbone.batch_fields:
+                yield (
+                    f"conditioning {name!r}: provided by layer {i} ({layer.name}), but also a "
+                    "batch field; rename one"
+                )
+            if name in provided:
+                first = provided[name]
+                yield (
+                    f"conditioning {name!r}: provided by layer {first} ({layers[first].name}) and "
+                    f"again by layer {i} ({layer.name})"
+                )
+            provided.setdefault(name, i)
+    used = {name for layer in layers for name in layer.uses}
+    for name, i in provided.items():
+        if name not in used:
+            yield f"conditioning {name!r}: provided by layer {i} ({layers[i].name}) but never used"
+    for i, layer in enumerate(layers):
+        for name in layer.uses:
+            if name in backbone.batch_fields:
+                continue
+            if name not in provided:
+                yield (
+                    f"conditioning {name!r}: used by layer {i} ({layer.name}), but neither a batch "
+                    "field nor provided by an earlier layer"
+                )
+            elif provided[name] >= i:
+                yield (
+                    f"conditioning {name!r}: used by layer {i} ({layer.name}) before layer "
+                    f"{provided[name]} ({layers[provided[name]].name}) provides it"
+                )

@@ -1,0 +1,23 @@
+"""What a layer needs from the run to build its module. Imports neither torch nor Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Argument of ``Layer.build``.
+
+    ``config`` is the run's configuration: parallel sizes, dtypes, recompute, implementation.
+    Its model sizes (hidden size, heads, number of layers) are ignored: every family derives its
+    own copy. ``pg_collection`` holds at least ``tp`` and ``cp``; None means Megatron's globals.
+    """
+
+    config: TransformerConfig
+    pg_collection: ProcessGroupCollection | None = None

@@ -1,0 +1,112 @@
+"""A folder of images, with classes as subfolders or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megatron_pulse.data.dataset import DataError, DiffusionDataset
+from megatron_pulse.diffusion.noise import Stream, philox
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+class ImageFolder(DiffusionDataset):
+    """``root/CLASS/**/*.png`` (classes numbered in order of name), or images in ``root`` alone.
+
+    Images are cropped to their central square, resized (bicubic, antialiased) to ``image_size``
+    and scaled to [-1, 1]. ``flip`` mirrors half of the visits, chosen by (``seed``, index, draw).
+    ``verify`` decodes every file at once and lists all that cannot be read; otherwise a bad file
+    raises DataError with its name when it is reached.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        image_size: int,
+        channels: int = 3,
+        flip: bool = False,
+        seed: int = 0,
+        verify: bool = False,
+    ) -> None:
+        self.root = Path(root)
+        self.image_shape = (channels, image_size, image_size)
+        self.flip = flip
+        self.seed = seed
+        self.classes, self.files, self.labels = _scan(self.root)
+        self.num_classes = len(self.classes)
+        if verify and (faults := [fault for i in range(len(self)) if (fault := self._fault(i))]):
+            raise DataError(f"image folder {self.root}", faults, "Replace or remove these files.")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def label(self, index: int) -> int:
+        return self.labels[index]
+
+    def image(self, index: int, draw: int = 0) -> Tensor:
+        channels, size, _ = self.image_shape
+        try:
+            with Image.open(self.files[index]) as file:
+                image = file.convert("L" if channels == 1 else "RGB")
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise DataError(
+                f"image folder {self.root}",
+                [f"{self.files[index]}: {_reason(error)}"],
+                "Replace or remove this file; verifying on opening lists all such files.",
+            ) from error
+        side = min(image.size)
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        box = (left, top, left + side, top + side)
+        pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
+        if self.flip and self._flipped(index, draw):
+            pixels = pixels[:, ::-1]
+        planes = pixels.reshape(size, size, channels).transpose(2, 0, 1)
+        return torch.from_numpy(planes.astype(np.float32) / 127.5 - 1)
+
+    def _flipped(self, index: int, draw: int) -> bool:
+        return bool(int(philox(self.seed, Stream.AUGMENTATION, index, draw).random_raw()) & 1)
+
+    def _fault(self, index: int) -> str | None:
+        try:
+            with Image.open(self.files[index]) as file:
+                file.load()
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            return f"{self.files[index]}: {_reason(error)}"
+        return None
+
+
+def _scan(root: Path) -> tuple[list[str], list[Path], list[int]]:
+    what = f"image folder {root}"
+    wanted = f"{', '.join(SUFFIXES)} files in it, or in one subfolder per class"
+    if not root.is_dir():
+        raise DataError(what, ["it is not a folder"], f"Give a folder with {wanted}.")
+    flat = sorted(p for p in root.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
+    folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+    by_class = {
+        folder.name: sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+        for folder in folders
+    }
+    if flat and any(by_class.values()):
+        raise DataError(
+            what,
+            [f"{len(flat)} images beside {len(by_class)} class folders; their class is unclear"],
+            "Move the images into class folders, or the folders elsewhere.",
+        )
+    if flat:
+        return [root.name], flat, [0] * len(flat)
+    faults = [f"class folder {name} has no images" for name, files in by_class.items() if not files]
+    if faults or not by_class:
+        raise DataError(what, faults or ["it has no images"], f"There must be {wanted}.")
+    files = [file for files in by_class.values() for file in files]
+    labels = [label for label, files in enumerate(by_class.values()) for _ in files]
+    return list(by_class), files, labels
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    return "not an image" if "cannot identify" in text else text or type(error).__name__

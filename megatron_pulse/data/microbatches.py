@@ -1,0 +1,134 @@
+"""From samples to the tensors of a microbatch: noise, timesteps, dropped classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_pulse.data.dataset import DiffusionDataset
+from megatron_pulse.data.sampler import Item, MicrobatchSampler
+from megatron_pulse.diffusion.noise import Stream, draw
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+
+
+class Split(StrEnum):
+    """Training draws anew at every visit and drops classes; validation does neither."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+
+
+def make_microbatch(
+    dataset: DiffusionDataset,
+    items: Sequence[Item],
+    process: DiffusionProcess,
+    seed: int,
+    drop_probability: float = 0.0,
+    null_label: int | None = None,
+    split: Split = Split.TRAIN,
+    needs_image: bool = True,
+) -> dict[str, Tensor]:
+    """One microbatch of b = ``len(items)``, on the CPU.
+
+    ``noisy`` and ``target`` float32 ``[b, c, h, w]``, ``timesteps`` float32 ``[b]``, ``labels``
+    int64 ``[b]`` (``null_label`` where the class is dropped), ``context`` float32 ``[b, n, d]`` if
+    the dataset has one (zeros where dropped), ``index`` int64 ``[b]``. Without ``needs_image``
+    (a device in the middle of the pipeline) ``noisy`` and ``target`` are left out, no image is
+    read and no noise drawn; the other fields are the same bit for bit.
+
+    Each row is a function of its item alone. Raises ValueError for a drop without ``null_label``.
+    """
+    if drop_probability > 0 and null_label is None:
+        raise ValueError("dropping classes needs null_label, the label that means 'no class'")
+    training = split == Split.TRAIN
+    stream = Stream.TRAIN if training else Stream.VALIDATION
+    shape = dataset.image_shape if needs_image else None
+    rows = [draw(seed, i, p if training else 0, shape, stream) for i, p in items]
+    dropped = [training and row.drop < drop_probability for row in rows]
+    timesteps = torch.tensor([process.timestep(row.u) for row in rows], dtype=torch.float32)
+    labels = [
+        null_label if drop and null_label is not None else dataset.label(index)
+        for drop, (index, _) in zip(dropped, items, strict=True)
+    ]
+    batch = {
+        "timesteps": timesteps,
+        "labels": torch.tensor(labels, dtype=torch.int64),
+        "index": torch.tensor([index for index, _ in items], dtype=torch.int64),
+    }
+    if dataset.context_shape is not None:
+        batch["context"] = torch.stack(
+            [
+                torch.zeros(dataset.context_shape) if drop else _context(dataset, index)
+                for drop, (index, _) in zip(dropped, items, strict=True)
+            ]
+        )
+    if needs_image:
+        images = torch.stack([dataset.image(i, p if training else 0) for i, p in items])
+        noise = torch.stack([row.noise for row in rows if row.noise is not None])
+        batch["noisy"], batch["target"] = process.noised(images, noise, timesteps)
+    return batch
+
+
+def _context(dataset: DiffusionDataset, index: int) -> Tensor:
+    context = dataset.context(index)
+    assert context is not None
+    return context
+
+
+@dataclass(frozen=True)
+class DiffusionLoader:
+    """An endless iterable of microbatches; a plain value that can be pickled.
+
+    Every iterator starts at ``sampler.consumed_samples``. With ``num_workers`` the same
+    microbatches, in the same order, are made by torch DataLoader processes.
+    """
+
+    dataset: DiffusionDataset
+    sampler: MicrobatchSampler
+    process: DiffusionProcess
+    seed: int
+    drop_probability: float = 0.0
+    null_label: int | None = None
+    split: Split = Split.TRAIN
+    needs_image: bool = True
+    num_workers: int = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        if self.num_workers == 0:
+            return (self.microbatch(items) for items in self.sampler)
+        return iter(
+            DataLoader(
+                _Microbatches(self),
+                batch_size=None,
+                sampler=self.sampler,  # type: ignore[arg-type]
+                num_workers=self.num_workers,
+            )
+        )
+
+    def microbatch(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        """The microbatch of these items (see make_microbatch)."""
+        return make_microbatch(
+            self.dataset,
+            items,
+            self.process,
+            self.seed,
+            self.drop_probability,
+            self.null_label,
+            self.split,
+            self.needs_image,
+        )
+
+
+class _Microbatches(Dataset[dict[str, Tensor]]):
+    """Lets a torch DataLoader ask for microbatches by their items."""
+
+    def __init__(self, loader: DiffusionLoader) -> None:
+        self.loader = loader
+
+    def __getitem__(self, items: Sequence[Item]) -> dict[str, Tensor]:
+        return self.loader.microbatch(items)

@@ -1,0 +1,80 @@
+"""Which samples each microbatch holds: shuffled, resumable, and the same for every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_pulse.data.dataset import permutation
+
+Item = tuple[int, int]
+"""(sample index, global position): the position counts all samples before it in the run."""
+
+
+class MicrobatchSampler:
+    """Yields the microbatches of one data-parallel rank without end, each a list of ``Item``.
+
+    Position p of the run is sample ``permutation_e[p % n]`` of epoch ``e = p // n``. Microbatch m
+    of rank r holds the positions ``consumed + m * mbs * dp + r * mbs ...`` (Megatron's layout), so
+    a global batch is a slice of positions, whatever the data-parallel and microbatch sizes; at an
+    epoch's end it runs on into the next, and no sample is dropped.
+
+    ``period`` makes positions start again after that many (a multiple of mbs * dp), so that every
+    evaluation sees the same samples although its iterator goes on.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        seed: int,
+        shuffle: bool = True,
+        period: int | None = None,
+    ) -> None:
+        faults = []
+        for name, value, least in (
+            ("num_samples", num_samples, 1),
+            ("consumed_samples", consumed_samples, 0),
+            ("micro_batch_size", micro_batch_size, 1),
+            ("data_parallel_size", data_parallel_size, 1),
+        ):
+            if value < least:
+                faults.append(f"{name} is {value}; it must be {least} or more")
+        if not 0 <= data_parallel_rank < data_parallel_size:
+            faults.append(f"data_parallel_rank {data_parallel_rank} is not below its size")
+        self._stride = micro_batch_size * data_parallel_size
+        if period is not None and (period < 1 or period % max(self._stride, 1)):
+            faults.append(f"period {period} is no multiple of mbs * dp = {self._stride}")
+        if faults:
+            raise ValueError("microbatch sampler:" + "".join(f"\n  - {f}" for f in faults))
+        self.num_samples = num_samples
+        self.consumed_samples = consumed_samples
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_rank = data_parallel_rank
+        self.seed = seed
+        self.shuffle = shuffle
+        self.period = period
+        self._cached: tuple[int, np.ndarray] | None = None
+
+    def item(self, position: int) -> Item:
+        """The sample at a global position."""
+        epoch, place = divmod(position, self.num_samples)
+        if not self.shuffle:
+            return place, position
+        if self._cached is None or self._cached[0] != epoch:
+            self._cached = epoch, permutation(self.num_samples, self.seed, epoch)
+        return int(self._cached[1][place]), position
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        start = self.consumed_samples
+        while True:
+            first = start + self.data_parallel_rank * self.micro_batch_size
+            positions = range(first, first + self.micro_batch_size)
+            if self.period is not None:
+                positions = [position % self.period for position in positions]
+            yield [self.item(position) for position in positions]
+            start += self._stride

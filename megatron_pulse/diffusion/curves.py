@@ -1,0 +1,101 @@
+"""The loss curve of a run, from its TensorBoard files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_pulse.diffusion.files import replacing
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values of one scalar at the steps at which it was written."""
+
+    steps: list[int]
+    values: list[float]
+
+
+def read_scalars(directory: str | Path) -> dict[str, Curve]:
+    """Every scalar in the event files of ``directory``, by tag, all points kept.
+
+    Raises FileNotFoundError if there is no event file.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = Path(directory)
+    if not any(directory.glob("*tfevents*")):
+        raise FileNotFoundError(
+            f"{directory} has no TensorBoard event files; train with --tensorboard-dir {directory}"
+        )
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    events.Reload()
+    curves = {}
+    for tag in events.Tags()["scalars"]:
+        points = events.Scalars(tag)
+        curves[tag] = Curve([p.step for p in points], [p.value for p in points])
+    return curves
+
+
+def draw_loss_curve(
+    directory: str | Path,
+    path: str | Path,
+    train_tag: str = "loss",
+    validation_tag: str = "loss validation",
+    title: str = "Loss",
+) -> dict[str, dict[str, list]]:
+    """Draw training and validation loss over iterations as a PNG, and write the values as JSON.
+
+    The JSON file lies beside ``path`` with the suffix ``.json`` and holds what is returned:
+    ``{"training": {"steps", "values"}, "validation": {...}}``; validation is left out if the run
+    has none. Raises KeyError, listing the tags there are, if ``train_tag`` is missing.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    path = Path(path)
+    scalars = read_scalars(directory)
+    if train_tag not in scalars:
+        raise KeyError(f"no scalar {train_tag!r} in {directory}; it has: {sorted(scalars)}")
+    curves = {"training": scalars[train_tag]}
+    if validation_tag in scalars:
+        curves["validation"] = scalars[validation_tag]
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    train = curves["training"]
+    axes.plot(train.steps, train.values, color="tab:blue", alpha=0.3, linewidth=0.8)
+    axes.plot(train.steps, _smoothed(train.values), color="tab:blue", label="training (smoothed)")
+    if "validation" in curves:
+        validation = curves["validation"]
+        axes.plot(
+            validation.steps,
+            validation.values,
+            "o-",
+            color="tab:orange",
+            markersize=4,
+            label="validation",
+        )
+    axes.set(xlabel="iteration", ylabel="mean squared error", title=title, yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(frameon=False)
+    with replacing(path) as beside:
+        figure.savefig(beside, dpi=150)
+    pyplot.close(figure)
+
+    values = {name: asdict(curve) for name, curve in curves.items()}
+    with replacing(path.with_suffix(".json")) as beside:
+        beside.write_text(json.dumps(values, indent=1) + "\n")
+    return values
+
+
+def _smoothed(values: list[float], weight: float = 0.95) -> list[float]:
+    """Exponential smoothing without the bias of its start (as TensorBoard's)."""
+    result, running, norm = [], 0.0, 0.0
+    for value in values:
+        running = weight * running + (1 - weight) * value
+        norm = weight * norm + (1 - weight)
+        result.append(running / norm)
+    return result

@@ -1,0 +1,79 @@
+"""Exponential moving average of parameters, kept in fp32 beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+class ExponentialMovingAverage:
+    """Averages named parameters; ``state`` maps each name to its fp32 average.
+
+    ``warmup`` limits the decay of step n (from 0) to (1 + n) / (10 + n), so that the random
+    initial weights are forgotten soon (as in TensorFlow's ``ExponentialMovingAverage``).
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        decay: float = 0.9999,
+        warmup: bool = True,
+    ) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA decay is {decay}; it must be in [0, 1), such as 0.9999")
+        self.decay = decay
+        self.warmup = warmup
+        self.state: dict[str, Tensor] = {
+            name: value.detach().to(torch.float32, copy=True) for name, value in named_parameters
+        }
+
+    def decay_at(self, step: int) -> float:
+        """The decay that the update after ``step`` earlier ones uses."""
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+    @torch.no_grad()
+    def update(self, named_parameters: Iterable[tuple[str, Tensor]], step: int) -> None:
+        """Move each average towards its parameter; ``step`` counts earlier updates, from 0.
+
+        Raises KeyError if the names are not those of ``state``.
+        """
+        values = dict(named_parameters)
+        if values.keys() != self.state.keys():
+            raise KeyError(_difference(values.keys(), self.state.keys()))
+        weight = 1 - self.decay_at(step)
+        for name, average in self.state.items():
+            average.lerp_(values[name].detach().to(average.dtype), weight)
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Copy saved averages in place; raises ValueError listing every name or shape that differs."""
+        faults = []
+        if state.keys() != self.state.keys():
+            faults.append(_difference(state.keys(), self.state.keys()))
+        faults += [
+            f"{name}: saved {tuple(state[name].shape)}, expected {tuple(average.shape)}"
+            for name, average in self.state.items()
+            if name in state and state[name].shape != average.shape
+        ]
+        if faults:
+            raise ValueError("EMA state does not fit:" + "".join(f"\n  - {f}" for f in faults))
+        for name, average in self.state.items():
+            average.copy_(state[name])
+
+    @torch.no_grad()
+    def copy_to(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Overwrite each parameter with its average, cast to the parameter's dtype."""
+        for name, parameter in named_parameters:
+            parameter.copy_(self.state[name])
+
+
+def _difference(found: Iterable[str], expected: Iterable[str]) -> str:
+    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    parts = [
+        f"{kind}: {', '.join(names)}"
+        for kind, names in (("missing", missing), ("unknown", unknown))
+        if names
+    ]
+    return "; ".join(parts)

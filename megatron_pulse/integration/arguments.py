@@ -1,0 +1,192 @@
+"""The ``pulse`` group of flags beside Megatron's own, and the defaults that Megatron needs here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
+from megatron_pulse.planner.schedule.registry import SCHEDULES
+
+
+@dataclass(frozen=True)
+class PulseOptions:
+    """The ``--pulse-*`` flags as one typed value; see their help texts."""
+
+    backbone: str
+    options: dict[str, str]
+    placement: str
+    num_chunks: int
+    schedule: str
+    activation_cap: int | None
+    timeout_s: float
+    data: str
+    objective: str
+    noise_schedule: str
+    class_dropout: float
+    ema_decay: float
+    progress: bool
+
+    def make_placement(self, num_devices: int) -> Placement:
+        """The placement on ``num_devices`` pipeline devices."""
+        return make_placement(self.placement, num_devices, self.num_chunks)
+
+
+def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``pulse`` group to Megatron's parser and set defaults that diffusion needs."""
+    group = parser.add_argument_group(
+        "pulse", "Skip-aware pipeline parallelism for diffusion backbones."
+    )
+    group.add_argument(
+        "--pulse-backbone",
+        metavar="NAME",
+        help="a named backbone such as uvit-s or unet-sd; 'pulse backbones' lists them",
+    )
+    group.add_argument(
+        "--pulse-option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override one field of the backbone's configuration, e.g. depth=8 (repeatable)",
+    )
+    group.add_argument(
+        "--pulse-placement",
+        choices=[kind.value for kind in PlacementKind],
+        default="fold",
+        help="fold keeps both ends of every skip on one device (default); sequential is one "
+        "stage per device; interleaved loops several stages over the devices",
+    )
+    group.add_argument(
+        "--pulse-num-chunks",
+        type=int,
+        default=2,
+        metavar="V",
+        help="stages per device under fold and interleaved (default 2; a fold of two waves has 4)",
+    )
+    group.add_argument(
+        "--pulse-schedule",
+        choices=list(SCHEDULES),
+        default="auto",
+        help="auto: the wave under fold, 1F1B under sequential, interleaved 1F1B under interleaved",
+    )
+    group.add_argument(
+        "--pulse-activation-cap",
+        type=int,
+        metavar="N",
+        help="at most N live stage activations per device (default: what 1F1B would hold)",
+    )
+    group.add_argument(
+        "--pulse-timeout-s",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="longest wait for a message of another device before the run stops with a message "
+        "that names it (default 600)",
+    )
+    group.add_argument(
+        "--pulse-data",
+        metavar="SPEC",
+        default="mnist",
+        help="mnist, digits8, folder:PATH (images), or latents:PATH (see 'pulse data')",
+    )
+    group.add_argument(
+        "--pulse-objective",
+        choices=["epsilon", "v", "flow"],
+        default="flow",
+        help="what the backbone predicts: the noise, the velocity, or the flow (default)",
+    )
+    group.add_argument(
+        "--pulse-noise-schedule",
+        choices=["scaled_linear", "linear", "cosine"],
+        default="scaled_linear",
+        help="noise schedule of the epsilon and v objectives (default scaled_linear)",
+    )
+    group.add_argument(
+        "--pulse-class-dropout",
+        type=float,
+        default=0.1,
+        metavar="P",
+        help="share of labels replaced by the null label, for classifier-free guidance",
+    )
+    group.add_argument(
+        "--pulse-ema-decay",
+        type=float,
+        default=0.9999,
+        metavar="D",
+        help="decay of the exponential moving average of the weights; 0 keeps none",
+    )
+    group.add_argument(
+        "--pulse-no-progress", action="store_true", help="no progress bar on the last rank"
+    )
+    parser.set_defaults(**_defaults())
+    return parser
+
+
+def _defaults() -> dict[str, Any]:
+    """Megatron's defaults are for language models; these are what diffusion backbones need."""
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    defaults: dict[str, Any] = {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_gelu_fusion": False,
+        "bias_swiglu_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+        "no_persist_layer_norm": True,
+        "use_cpu_initialization": True,
+        "transformer_impl": "transformer_engine" if has_te else "local",
+        "dataloader_type": "external",
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": 128,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "lr_decay_style": "constant",
+        "eval_interval": 1000,
+        "eval_iters": 10,
+        "rerun_mode": "disabled",
+    }
+    if not torch.cuda.is_available():
+        defaults["distributed_backend"] = "gloo"
+    return defaults
+
+
+def pulse_options(args: argparse.Namespace) -> PulseOptions:
+    """The typed value of the ``--pulse-*`` flags; raises ValueError for a malformed option."""
+    malformed = [text for text in args.pulse_option if "=" not in text]
+    if malformed:
+        raise ValueError(f"--pulse-option takes KEY=VALUE, not {', '.join(map(repr, malformed))}")
+    return PulseOptions(
+        backbone=args.pulse_backbone,
+        options=dict(text.split("=", 1) for text in args.pulse_option),
+        placement=args.pulse_placement,
+        num_chunks=args.pulse_num_chunks,
+        schedule=args.pulse_schedule,
+        activation_cap=args.pulse_activation_cap,
+        timeout_s=args.pulse_timeout_s,
+        data=args.pulse_data,
+        objective=args.pulse_objective,
+        noise_schedule=args.pulse_noise_schedule,
+        class_dropout=args.pulse_class_dropout,
+        ema_decay=args.pulse_ema_decay,
+        progress=not args.pulse_no_progress,
+    )
+
+
+def set_model_arguments(args: argparse.Namespace, placement: Placement) -> None:
+    """Fill Megatron's model flags, which its validation wants and no backbone reads.
+
+    The number of layers only has to divide over the virtual stages; widths come from the
+    backbone's own configuration.
+    """
+    args.num_layers = placement.num_stages
+    args.num_attention_heads = 8 * args.tensor_model_parallel_size
+    args.hidden_size = 64 * args.num_attention_heads
+    args.seq_length = 64
+    args.max_position_embeddings = 64
+    if placement.num_chunks > 1:
+        args.num_virtual_stages_per_pipeline_rank = placement.num_chunks

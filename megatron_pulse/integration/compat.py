@@ -1,0 +1,258 @@
+"""Lets the released Megatron run unmodified on CPU with gloo, and mends what its wheel breaks.
+
+``install()`` must run before the first ``import megatron``: it replaces the ``torch.cuda``
+functions that Megatron calls unconditionally, and redirects tensors that name a CUDA device to
+the CPU. With a CUDA device present it does nothing. ``patch_megatron()`` runs after
+``import megatron.training``; three of its patches are needed on GPUs as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim._functional import adam as functional_adam
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+TESTED_MEGATRON = ("0.19.",)
+
+
+class UnsupportedMegatron(ImportError):
+    """The installed megatron-core is not a version that this package was tested with."""
+
+
+def require_tested_megatron() -> None:
+    """Raise UnsupportedMegatron unless megatron-core 0.19.x is installed."""
+    version = importlib.metadata.version("megatron-core")
+    if not version.startswith(TESTED_MEGATRON):
+        raise UnsupportedMegatron(
+            f"megatron_pulse was tested with megatron-core 0.19.x, but {version} is installed; "
+            "install it with: pip install 'megatron-core[training]>=0.19.2,<0.20'"
+        )
+
+
+def _names_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.split(":")[0] == "cuda"
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Redirects every torch call that names a CUDA device to the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and _names_cuda(kwargs["device"]):
+            kwargs = {**kwargs, "device": CPU}
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron's optimizers compare with 'torch.cuda.FloatTensor' and the like.
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+class _NullStream:
+    """Stands in for torch.cuda.Stream and torch.cuda.Event."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _NullStream:
+        return self
+
+    def __exit__(self, *exc: object) -> bool:
+        return False
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    wait_stream = wait_event = record = wait = synchronize = record_event = _nothing
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+class _Zeros(dict[str, int]):
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
+def _make_nothing() -> Callable[..., None]:
+    """A new function each time: torch._dynamo refuses one object under two torch.cuda names."""
+    return lambda *args, **kwargs: None
+
+
+def _replace_torch_cuda() -> None:
+    default = torch.random.default_generator
+    stream = _NullStream()
+    properties = types.SimpleNamespace(name="cpu", major=10, minor=0, total_memory=0)
+    replacements: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "device_count": lambda: 1,
+        "Stream": _NullStream,
+        "Event": _NullStream,
+        "current_stream": lambda *args, **kwargs: stream,
+        "default_stream": lambda *args, **kwargs: stream,
+        "stream": lambda stream=None: contextlib.nullcontext(),
+        "get_device_properties": lambda *args, **kwargs: properties,
+        "memory_stats": lambda *args, **kwargs: _Zeros(),
+        "manual_seed": lambda seed: default.manual_seed(int(seed)),
+        "manual_seed_all": lambda seed: default.manual_seed(int(seed)),
+        "get_rng_state": lambda device=None: torch.random.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.random.set_rng_state(state),
+    }
+    for name in (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "set_stream",
+        "reset_peak_memory_stats",
+    ):
+        replacements[name] = _make_nothing()
+    for name, value in replacements.items():
+        setattr(torch.cuda, name, value)
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    torch.cuda.random.set_rng_state = torch.cuda.set_rng_state
+
+
+def _identity_compile(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """``torch.compile`` without inductor: Megatron compiles small kernels at import."""
+    return fn if fn is not None else (lambda inner: inner)
+
+
+_redirect: _CudaToCpu | None = None
+_patched = False
+
+
+def install() -> None:
+    """Make Megatron importable and runnable here. Does nothing where CUDA is available."""
+    global _redirect
+    require_tested_megatron()
+    if _redirect is not None or torch.cuda.is_available():
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron_pulse.integration.compat.install() must run before megatron")
+    _replace_torch_cuda()
+    torch.compile = _identity_compile
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
+    _redirect = _CudaToCpu()
+    _redirect.__enter__()
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW with Apex's interface in plain torch: ``step`` lives in the parameter group.
+
+    Megatron's distributed optimizer cannot resume ``torch.optim.AdamW`` (it expects one step per
+    group), so this stands in where neither Transformer Engine nor Apex is installed.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        **unused: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One AdamW update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            functional_adam(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [torch.tensor(float(group["step"] - 1)) for _ in params],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                decoupled_weight_decay=self.adam_w_mode,
+            )
+
+
+def _use_fused_adam() -> None:
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam = distributed.Adam = FusedAdam
+        optimizer.USING_PYTORCH_OPTIMIZER = False
+        distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
+
+
+def patch_megatron() -> None:
+    """Apply what needs ``megatron.training`` to be imported. Runs once per process."""
+    global _patched
+    if _patched:
+        return
+    _patched = True
+    import megatron.core.datasets.utils as dataset_utils
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    # The wheel ships compiled dataset helpers but no Makefile, and `make` failing exits.
+    if not os.path.exists(os.path.join(os.path.dirname(dataset_utils.__file__), "Makefile")):
+        dataset_utils.compile_helpers = lambda: None
+    # Loading fp32 parameters copies into a view of a leaf that requires grad.
+    optimizer_class = distributed.DistributedOptimizer
+    optimizer_class._set_main_param_and_optimizer_states = torch.no_grad()(
+        optimizer_class._set_main_param_and_optimizer_states
+    )
+    _use_fused_adam()
+    if _redirect is None:
+        return
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
+    import megatron.core.tensor_parallel.random as parallel_random
+    import megatron.training.training as training
+
+    def set_rng_state(state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+        torch.random.set_rng_state(state)
+
+    parallel_random._set_cuda_rng_state = set_rng_state
+    # A spawned manager would import torch again: 10 s instead of 0.2 s for the first save.
+    filesystem.get_write_results_queue = functools.partial(
+        filesystem.get_write_results_queue, "fork"
+    )
+    training.initialize_megatron = functools.partial(
+        training.initialize_megatron, allow_no_cuda=True
+    )

@@ -1,0 +1,65 @@
+"""Builds the stages of this rank for Megatron's ``model_provider`` hook."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.argument_utils import core_transformer_config_from_args
+
+from megatron_pulse.planner.plan import Plan
+from megatron_pulse.runtime.stage import Stage
+
+
+class StageFloat16Module(Float16Module):
+    """Megatron's half-precision wrapper without its casts.
+
+    The original casts the input of one rank's first chunk and upcasts the output of another's
+    last, by rules that a folded placement breaks; it would also cast timesteps to bf16. The
+    executor casts every tensor by its declared dtype instead.
+    """
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+
+def make_model_provider(
+    plan: Plan, args: argparse.Namespace
+) -> Callable[..., MegatronModule]:
+    """The provider that ``megatron.training.pretrain`` calls once per virtual stage."""
+
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: TransformerConfig | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> MegatronModule:
+        assert pg_collection is not None
+        device = pg_collection.pp.rank()
+        stage = Stage(
+            config or core_transformer_config_from_args(args),
+            plan.backbone,
+            plan.routes,
+            plan.placement.stages_of_device(device)[vp_stage or 0],
+            args.seed,
+            pg_collection,
+            recompute=args.recompute_granularity == "full",
+        )
+        if args.pulse_ema_decay:
+            stage.start_ema()
+        return stage
+
+    return provide
+
+
+def unwrap(chunk: torch.nn.Module) -> Stage:
+    """The stage inside Megatron's DDP and half-precision wrappers."""
+    while not isinstance(chunk, Stage):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk

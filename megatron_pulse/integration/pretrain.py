@@ -1,0 +1,235 @@
+"""``pretrain_diffusion``: Megatron's ``pretrain`` with a plan, an executor and diffusion data."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import megatron.training.training as training
+import torch
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.global_vars import set_global_variables
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.check import BackboneError
+from megatron_pulse.integration.arguments import (
+    PulseOptions,
+    add_pulse_arguments,
+    pulse_options,
+    set_model_arguments,
+)
+from megatron_pulse.integration.checkpoints import check_checkpoint
+from megatron_pulse.integration.checks import FlagError, check_flags, check_world
+from megatron_pulse.integration.compat import patch_megatron
+from megatron_pulse.integration.data import DiffusionData
+from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
+from megatron_pulse.integration.schedule import PulseSchedule
+from megatron_pulse.integration.step import wrap_train_step
+from megatron_pulse.planner.partition import PartitionError
+from megatron_pulse.planner.plan import Plan, PlanError, make_plan
+from megatron_pulse.profile.parameters import count_parameters
+from megatron_pulse.runtime.failures import FailureBoard, PulseError, default_board
+from model_specs import load_backbone
+
+
+def main() -> None:
+    """Train; ends the process with status 1 and one clear message if anything fails."""
+    board: FailureBoard | None = None
+    try:
+        start = time.time()
+        args, options = _parse()
+        plan, data = _prepare(args, options)
+        _connect(args)
+        check_world(args)
+        board = default_board()
+        _train(args, options, plan, data, board, start)
+    except SystemExit:
+        sys.stdout.flush()
+        raise
+    except BaseException as error:
+        _stop(error, board)
+    dist.destroy_process_group()
+
+
+def _parse() -> tuple[argparse.Namespace, PulseOptions]:
+    args = parse_args(add_pulse_arguments)
+    if not args.pulse_backbone:
+        raise FlagError(["--pulse-backbone must name a backbone; 'pulse backbones' lists them"])
+    try:
+        return args, pulse_options(args)
+    except ValueError as error:
+        raise FlagError([str(error)]) from error
+
+
+def _prepare(
+    args: argparse.Namespace, options: PulseOptions
+) -> tuple[Plan, DiffusionData]:
+    """Backbone, plan and data from the flags alone; raises FlagError with every fault found."""
+    faults = check_flags(args, options)
+    backbone = plan = data = None
+    try:
+        backbone = load_backbone(options.backbone, options.options)
+    except (ValueError, BackboneError) as error:
+        faults.append(str(error))
+    if backbone is not None:
+        args.pulse_record = dict(backbone.record)
+        if args.load is not None:
+            faults += check_checkpoint(
+                args.load, backbone.record, options.ema_decay, args.ckpt_step
+            )
+        try:
+            data = DiffusionData(options, backbone, args.seed)
+        except (ValueError, OSError) as error:
+            faults.append(str(error))
+        if not faults or args.pipeline_model_parallel_size >= 1:
+            plan = _plan(args, options, backbone, faults)
+    if faults:
+        raise FlagError(faults)
+    assert plan is not None and data is not None
+    set_model_arguments(args, plan.placement)
+    if args.recompute_granularity == "full":
+        args.recompute_method, args.recompute_num_layers = "uniform", 1
+    return plan, data
+
+
+def _plan(
+    args: argparse.Namespace, options: PulseOptions, backbone: Backbone, faults: list[str]
+) -> Plan | None:
+    if faults:
+        return None
+    replicas = args.world_size // (
+        args.pipeline_model_parallel_size * args.tensor_model_parallel_size
+    )
+    num_microbatches = (args.global_batch_size or args.micro_batch_size * replicas) // (
+        args.micro_batch_size * replicas
+    )
+    try:
+        placement = options.make_placement(args.pipeline_model_parallel_size)
+        plan = make_plan(
+            backbone,
+            count_parameters(backbone),
+            placement,
+            options.schedule if placement.num_stages > 1 else "auto",
+            options.activation_cap,
+        )
+        plan.step(num_microbatches)
+        return plan
+    except (PartitionError, PlanError, ValueError) as error:
+        faults.append(str(error))
+        return None
+
+
+def _connect(args: argparse.Namespace) -> None:
+    """Join the job's process group before Megatron does, so that flags can be compared first."""
+    backend = args.distributed_backend
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    device_id = None
+    if torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local_rank)
+        device_id = torch.device("cuda", local_rank)
+    if "MASTER_ADDR" not in os.environ:  # started without torchrun: one process
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group(
+        backend, timeout=timeout, device_id=device_id if backend == "nccl" else None
+    )
+
+
+def _train(
+    args: argparse.Namespace,
+    options: PulseOptions,
+    plan: Plan,
+    data: DiffusionData,
+    board: FailureBoard,
+    start: float,
+) -> None:
+    validate_args(args, {})
+    set_global_variables(args)
+    patch_megatron()
+    schedule = PulseSchedule(plan, data.loss, board, options.timeout_s)
+    if args.rank == 0:
+        _describe(plan)
+    training.set_startup_timestamps(program_start=start, main_entry=time.time())
+    with _hooks(
+        get_forward_backward_func=lambda *a, **k: schedule,
+        Float16Module=StageFloat16Module,
+        num_floating_point_operations=lambda *a, **k: 0,
+        train_step=wrap_train_step(training.train_step, args, options),
+    ):
+        training.pretrain(
+            pretrain_cfg_container_from_args(args, None),
+            _make_dataset_provider(args, plan, data),
+            ModelType.encoder_or_decoder,
+            _forward_step,
+            model_provider=make_model_provider(plan, args),
+            get_embedding_ranks=lambda ranks, *rest: [ranks[0]],
+            get_position_embedding_ranks=lambda ranks, *rest: [ranks[0]],
+        )
+
+
+def _forward_step(*args: Any) -> None:
+    """Megatron wants a forward step; the executor runs the stages itself."""
+    raise PulseError("Megatron called forward_step: its own schedule is running, not the plan's")
+
+
+@contextmanager
+def _hooks(**replacements: Any) -> Iterator[None]:
+    """Replace names that Megatron's training loop looks up in its own module."""
+    originals = {name: getattr(training, name) for name in replacements}
+    try:
+        for name, value in replacements.items():
+            setattr(training, name, value)
+        yield
+    finally:
+        for name, value in originals.items():
+            setattr(training, name, value)
+
+
+def _make_dataset_provider(
+    args: argparse.Namespace, plan: Plan, data: DiffusionData
+) -> Callable[..., tuple[Any, Any, Any]]:
+    def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        return (*data.iterators(args, plan.placement), None)
+
+    provide.is_distributed = True  # type: ignore[attr-defined]
+    return provide
+
+
+def _describe(plan: Plan) -> None:
+    backbone, placement = plan.backbone, plan.placement
+    print(
+        f"plan: {backbone.name}, {len(backbone.layers)} layers, {len(backbone.skips)} skips; "
+        f"{placement.kind.value} on {placement.num_devices} device(s), schedule "
+        f"{plan.schedule_name}"
+    )
+    for device in range(placement.num_devices):
+        for stage in placement.stages_of_device(device):
+            names = [backbone.layers[i].name for i in plan.partition.layers_of_stage(stage)]
+            shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+            print(f"  device {device}, stage {stage}: {shown} ({len(names)} layers)")
+    sys.stdout.flush()
+
+
+def _stop(error: BaseException, board: FailureBoard | None) -> None:
+    """Say what happened, here and in the rest of the job, and end the process now.
+
+    A normal exit could wait for collectives that the other ranks will never join.
+    """
+    traceback.print_exception(error)
+    rank = os.environ.get("RANK", "0")
+    if board is not None:
+        first = board.report(f"{type(error).__name__}: {error}")
+        print(f"rank {rank} stops; first failure in this job: {first}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)

@@ -1,0 +1,156 @@
+"""The forward-backward function that Megatron's training loop calls for every step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor, nn
+
+from megatron_pulse.planner.communication import Message
+from megatron_pulse.planner.plan import Plan
+from megatron_pulse.runtime.executor import Executor, LossFunction, RunSettings, message_spec
+from megatron_pulse.runtime.failures import FailureBoard, PulseError
+from megatron_pulse.runtime.links import Links, Traffic
+
+
+class PulseSchedule:
+    """Runs ``plan`` in the place of Megatron's pipeline schedules.
+
+    Called with the keyword arguments of ``megatron.core.pipeline_parallel`` schedules; returns
+    one ``{"loss": tensor}`` per microbatch on every rank, averaged over data-parallel replicas.
+    """
+
+    def __init__(
+        self, plan: Plan, loss: LossFunction, board: FailureBoard, timeout_s: float
+    ) -> None:
+        self._plan = plan
+        self._loss = loss
+        self._board = board
+        self._timeout_s = timeout_s
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._links: Links | None = None
+        self._settings: RunSettings | None = None
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this device has sent so far."""
+        return self._links.traffic if self._links is not None else Traffic()
+
+    def __call__(
+        self,
+        *,
+        data_iterator: Any,
+        model: list[nn.Module] | nn.Module,
+        num_microbatches: int,
+        micro_batch_size: int,
+        forward_only: bool = False,
+        force_all_reduce: bool = False,
+        collect_non_loss_data: bool = False,
+        **unused: Any,
+    ) -> list[dict[str, Tensor]]:
+        if collect_non_loss_data:
+            raise PulseError("collecting non-loss data is not supported by this schedule")
+        chunks = model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        groups = get_attr_wrapped_model(chunks[0], "pg_collection")
+        settings = self._settings = RunSettings(
+            micro_batch_size=micro_batch_size,
+            dtype=config.params_dtype,
+            device=next(chunks[0].parameters()).device,
+            loss=self._loss,
+            grad_scale=config.grad_scale_func,
+        )
+        executor = self._executor(chunks, config, groups.pp, num_microbatches, forward_only)
+        batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        losses = executor.run(iter(batches), settings, forward_only=forward_only)
+        if not forward_only and config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func(
+                chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce
+            )
+        return self._share_losses(losses, num_microbatches, groups, settings.device)
+
+    def _executor(
+        self,
+        chunks: list[nn.Module],
+        config: Any,
+        pipeline: dist.ProcessGroup,
+        num_microbatches: int,
+        forward_only: bool,
+    ) -> Executor:
+        key = (num_microbatches, forward_only)
+        if key not in self._executors:
+            plan, device = self._plan, pipeline.rank()
+            step = plan.step(num_microbatches, forward_only=forward_only)
+            stages = dict(zip(plan.placement.stages_of_device(device), chunks, strict=True))
+            if self._links is None and pipeline.size() > 1:
+                self._links = Links(pipeline, self._make_buffer, self._board, self._timeout_s)
+            self._executors[key] = Executor(
+                plan.backbone,
+                plan.routes,
+                step.schedule,
+                step.programs[device],
+                device,
+                stages,
+                self._links,
+                self._board,
+                _no_sync(config.no_sync_func, stages),
+            )
+        return self._executors[key]
+
+    def _make_buffer(self, message: Message) -> Tensor:
+        assert self._settings is not None
+        return self._settings.make_empty(message_spec(self._plan.routes, message))
+
+    def _share_losses(
+        self, losses: list[Tensor], num_microbatches: int, groups: Any, device: torch.device
+    ) -> list[dict[str, Tensor]]:
+        """Average over replicas, tell the whole pipeline: Megatron reads them on its last rank."""
+        owner = self._plan.placement.device_of_stage[-1]
+        values = torch.zeros(num_microbatches, dtype=torch.float64, device=device)
+        if groups.pp.rank() == owner:
+            values = torch.stack(losses).double()
+            dist.all_reduce(values, group=groups.dp_cp)
+            values /= groups.dp_cp.size()
+        if groups.pp.size() > 1:
+            dist.broadcast(values, src=dist.get_global_rank(groups.pp, owner), group=groups.pp)
+        if not math.isfinite(values.sum().item()):
+            raise PulseError(
+                f"the loss is not finite ({values.tolist()}): lower --lr, check the data, or "
+                "use --bf16 instead of --fp16"
+            )
+        return [{"loss": value} for value in values.float()]
+
+
+def _no_sync(
+    no_sync_func: Any, stages: dict[int, nn.Module]
+) -> dict[int, Callable[[], contextlib.AbstractContextManager[object]]]:
+    """Megatron sets one function, or one per model chunk, or none."""
+    if no_sync_func is None:
+        return {}
+    functions = no_sync_func if isinstance(no_sync_func, list) else [no_sync_func] * len(stages)
+    return dict(zip(stages, functions, strict=True))
+
+
+class RepeatingValidation(Iterator[Any]):
+    """Yields the same ``num_microbatches`` first microbatches over and over.
+
+    Every evaluation reads exactly that many, so validation losses are comparable.
+    """
+
+    def __init__(self, make_loader: Callable[[], Iterator[Any]], num_microbatches: int) -> None:
+        self._make_loader = make_loader
+        self._num_microbatches = num_microbatches
+        self._read = 0
+        self._loader = make_loader()
+
+    def __next__(self) -> Any:
+        if self._read == self._num_microbatches:
+            self._loader, self._read = self._make_loader(), 0
+        self._read += 1
+        return next(self._loader)

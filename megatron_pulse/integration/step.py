@@ -1,0 +1,56 @@
+"""What happens around each of Megatron's training steps: averaged weights and progress."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from megatron_pulse.diffusion.ema import ema_decay_at
+from megatron_pulse.integration.arguments import PulseOptions
+from megatron_pulse.integration.model import unwrap
+
+
+@torch.no_grad()
+def update_ema(model: list[torch.nn.Module], decay: float, step: int) -> None:
+    """Move every stage's averages towards its parameters."""
+    rate = 1.0 - ema_decay_at(step, decay)
+    for chunk in model:
+        stage = unwrap(chunk)
+        assert stage.ema is not None
+        for name, parameter in stage.named_parameters():
+            average = stage.ema[name]
+            if average.device != parameter.device:
+                average = stage.ema[name] = average.to(parameter.device)
+            average.lerp_(parameter.detach().float(), rate)
+
+
+def wrap_train_step(
+    train_step: Callable[..., Any], args: argparse.Namespace, options: PulseOptions
+) -> Callable[..., Any]:
+    """Megatron's ``train_step``, followed by the average's update and the progress bar."""
+    bar: tqdm[Any] | None = None
+
+    def step(
+        forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
+        nonlocal bar
+        result = train_step(forward_step_func, data_iterator, model, *rest, **kwargs)
+        losses, skipped = result[0], result[1]
+        done = args.curr_iteration + 1
+        if options.ema_decay and not skipped:
+            update_ema(model, options.ema_decay, done)
+        if options.progress and args.rank == args.world_size - 1:
+            if bar is None:
+                bar = tqdm(total=args.train_iters, initial=done - 1, unit="step", desc="training")
+            if "loss" in losses:
+                bar.set_postfix(loss=f"{losses['loss'].item():.4f}", refresh=False)
+            bar.update()
+            if done == args.train_iters:
+                bar.close()
+        return result
+
+    return step

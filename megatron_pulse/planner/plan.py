@@ -1,0 +1,113 @@
+"""A plan: what runs where and when, compiled and proven before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.check import require_valid
+from megatron_pulse.planner.communication import (
+    CommunicationPlan,
+    compile_communication,
+    compile_program,
+)
+from megatron_pulse.planner.nccl_check import check_events
+from megatron_pulse.planner.partition import Partition, balanced_partition
+from megatron_pulse.planner.placement import Placement
+from megatron_pulse.planner.program import Event
+from megatron_pulse.planner.routes import Routes, trace_routes
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.validate import validate
+
+
+class PlanError(ValueError):
+    """A plan that would not run correctly; the message lists every fault."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Everything about one step: the schedule, its messages, and each device's events."""
+
+    schedule: Schedule
+    communication: CommunicationPlan
+    programs: tuple[tuple[Event, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A partitioned backbone and the schedule that runs it, for any number of microbatches.
+
+    ``cap`` bounds the live stage activations of a device (None: the schedule's own default).
+    """
+
+    backbone: Backbone
+    partition: Partition
+    schedule_name: str = "auto"
+    cap: int | None = None
+
+    @cached_property
+    def routes(self) -> Routes:
+        """How skips and conditioning travel."""
+        return trace_routes(self.backbone, self.partition)
+
+    @property
+    def placement(self) -> Placement:
+        """The placement of the stages."""
+        return self.partition.placement
+
+    def step(self, num_microbatches: int, *, forward_only: bool = False) -> StepPlan:
+        """The compiled and proven step for that many microbatches."""
+        return _compile_step(self, num_microbatches, forward_only)
+
+    def summary(self) -> dict[str, Any]:
+        """What defines the plan, as JSON-able values; equal on all ranks of a job."""
+        return {
+            "backbone": dict(self.backbone.record),
+            "placement": self.placement.kind.value,
+            "device_of_stage": list(self.placement.device_of_stage),
+            "stages": [
+                [self.backbone.layers[i].name for i in self.partition.layers_of_stage(s)]
+                for s in range(self.placement.num_stages)
+            ],
+            "schedule": self.schedule_name,
+            "cap": self.cap,
+        }
+
+
+def make_plan(
+    backbone: Backbone,
+    weights: Sequence[float],
+    placement: Placement,
+    schedule_name: str = "auto",
+    cap: int | None = None,
+) -> Plan:
+    """Partition ``backbone`` by ``weights`` (one per layer) and choose its schedule."""
+    require_valid(backbone)
+    return Plan(backbone, balanced_partition(backbone, weights, placement), schedule_name, cap)
+
+
+@lru_cache(maxsize=64)
+def _schedule(name: str, placement: Placement, num_microbatches: int, cap: int | None) -> Schedule:
+    return make_schedule(name, placement, num_microbatches, cap=cap)
+
+
+@lru_cache(maxsize=64)
+def _compile_step(plan: Plan, num_microbatches: int, forward_only: bool) -> StepPlan:
+    schedule = _schedule(plan.schedule_name, plan.placement, num_microbatches, plan.cap)
+    if forward_only:
+        schedule = schedule.forward_only()
+    communication = compile_communication(plan.routes, schedule)
+    programs = tuple(
+        compile_program(schedule, communication, d) for d in range(plan.placement.num_devices)
+    )
+    faults = [
+        *validate(schedule, plan.partition, communication.messages),
+        *check_events(programs),
+    ]
+    if faults:
+        raise PlanError("this plan would not run:\n" + "\n".join(f"- {f}" for f in faults))
+    return StepPlan(schedule, communication, programs)

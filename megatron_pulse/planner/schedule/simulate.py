@@ -1,0 +1,154 @@
+"""Event simulation: when every operation of a schedule runs, and where devices idle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+
+
+class DeadlockError(RuntimeError):
+    """The schedule cannot be executed; the message names what waits for what, and the grid."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule with times, in the unit of the durations it was simulated with.
+
+    ``busy[d]`` is the time that device d computes; ``bubble[d]`` the rest of the makespan.
+    """
+
+    schedule: Schedule
+    start: Mapping[Operation, float]
+    end: Mapping[Operation, float]
+    makespan: float
+    busy: tuple[float, ...]
+    bubble: tuple[float, ...]
+
+
+def dependency(operation: Operation, num_stages: int) -> Operation | None:
+    """The operation whose result ``operation`` takes: the chain forward, then back."""
+    kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
+    if kind is Kind.FORWARD:
+        return Operation(kind, stage - 1, microbatch) if stage else None
+    if stage == num_stages - 1:
+        return Operation(Kind.FORWARD, stage, microbatch)
+    return Operation(kind, stage + 1, microbatch)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Device ``device`` is at ``operation``, which waits for what never finishes."""
+
+    device: int
+    operation: Operation
+    waits_for: tuple[Operation, ...]
+
+    def __str__(self) -> str:
+        missing = ", ".join(map(str, self.waits_for))
+        return f"device {self.device} is at {self.operation}, which waits for {missing}"
+
+
+def play(
+    schedule: Schedule,
+    needs: Callable[[Operation], Iterable[Operation]],
+    duration: Callable[[Operation], float],
+    link: float = 0.0,
+) -> tuple[dict[Operation, float], dict[Operation, float], list[Waiting]]:
+    """Execute every device's order; return starts, ends, and who is stuck at the end.
+
+    ``needs(op)`` are the operations whose results ``op`` takes; ``link`` is added when one of
+    them ran on another device.
+    """
+    start: dict[Operation, float] = {}
+    end: dict[Operation, float] = {}
+    ran_on: dict[Operation, int] = {}
+    position = [0] * len(schedule.order)
+    clock = [0.0] * len(schedule.order)
+    progress = True
+    while progress:
+        progress = False
+        for device, order in enumerate(schedule.order):
+            while position[device] < len(order):
+                operation = order[position[device]]
+                required = tuple(needs(operation))
+                if any(r not in end for r in required):
+                    break
+                arrivals = (end[r] + (link if ran_on[r] != device else 0.0) for r in required)
+                start[operation] = max(clock[device], *arrivals, 0.0)
+                clock[device] = end[operation] = start[operation] + duration(operation)
+                ran_on[operation] = device
+                position[device] += 1
+                progress = True
+    stuck = [
+        Waiting(d, order[p], tuple(r for r in needs(order[p]) if r not in end))
+        for d, (order, p) in enumerate(zip(schedule.order, position, strict=True))
+        if p < len(order)
+    ]
+    return start, end, stuck
+
+
+def simulate(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], link: float = 0.0
+) -> Timeline:
+    """Run the schedule's orders as early as data and devices allow.
+
+    ``forward[s]`` and ``backward[s]`` are the durations of stage s, ``link`` the time of a boundary
+    between two devices, all in one unit. Raises DeadlockError naming the waiting operations, and
+    ValueError when a stage has no duration.
+    """
+    num_stages = schedule.placement.num_stages
+    if len(forward) != num_stages or len(backward) != num_stages:
+        raise ValueError(
+            f"{num_stages} stages need {num_stages} forward and backward durations each; "
+            f"got {len(forward)} and {len(backward)}"
+        )
+
+    def duration(operation: Operation) -> float:
+        return (forward if operation.kind is Kind.FORWARD else backward)[operation.stage]
+
+    def needs(operation: Operation) -> tuple[Operation, ...]:
+        required = dependency(operation, num_stages)
+        return () if required is None else (required,)
+
+    start, end, stuck = play(schedule, needs, duration, link)
+    if stuck:
+        lines = "\n".join(f"  {waiting}" for waiting in stuck)
+        raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")
+    makespan = max(end.values(), default=0.0)
+    busy = tuple(sum(duration(op) for op in order) for order in schedule.order)
+    return Timeline(schedule, start, end, makespan, busy, tuple(makespan - b for b in busy))
+
+
+def logical_times(schedule: Schedule) -> dict[Operation, int]:
+    """Finish slot (1, 2, ...) of every operation when each takes one slot and links none.
+
+    Messages are grouped into rounds by it. Raises DeadlockError.
+    """
+    ones = [1.0] * schedule.placement.num_stages
+    return {op: round(time) for op, time in simulate(schedule, ones, ones).end.items()}
+
+
+def grid(schedule: Schedule | Timeline) -> str:
+    """A table with one line per device: orders of a schedule, or slots of a timeline.
+
+    A column of a timeline is one unit of time; ``-`` continues an operation, ``.`` is idle.
+    """
+    if isinstance(schedule, Timeline):
+        rows = [_slots(schedule, order) for order in schedule.schedule.order]
+    else:
+        rows = [[str(op) for op in order] for order in schedule.order]
+    width = max((len(cell) for row in rows for cell in row), default=1)
+    return "\n".join(
+        f"device {d:>2} | " + " ".join(cell.ljust(width) for cell in row).rstrip()
+        for d, row in enumerate(rows)
+    )
+
+
+def _slots(timeline: Timeline, order: Sequence[Operation]) -> list[str]:
+    row = ["."] * round(timeline.makespan)
+    for operation in order:
+        first, last = round(timeline.start[operation]), round(timeline.end[operation])
+        row[first:last] = [str(operation), *["-"] * (last - first - 1)][: last - first]
+    return row

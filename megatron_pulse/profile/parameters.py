@@ -1,0 +1,66 @@
+"""Number of parameters of each layer, without allocating any."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.context import LayerContext
+
+_counted: dict[str, tuple[int, ...]] = {}
+
+
+class _SingleRank:
+    """Stands in for a process group of one rank, whatever groups this process is really in."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def meta_context() -> LayerContext:
+    """A context in which layers build whole (no tensor parallelism) and without initialisation.
+
+    Use under ``torch.device("meta")``. Needs no process group, and ignores those there are.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    groups = ProcessGroupCollection()
+    groups.tp = groups.cp = _SingleRank()
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        transformer_impl="local",
+    )
+    return LayerContext(config, groups)
+
+
+def count_parameters(backbone: Backbone) -> tuple[int, ...]:
+    """Parameters of each layer of the whole model, i.e. at tensor-parallel size 1.
+
+    Layers are built on the meta device, once per process and backbone (by its record). Works
+    inside a distributed run of any layout as well as without one.
+    """
+    key = json.dumps([backbone.record, [layer.name for layer in backbone.layers]])
+    if not backbone.record or key not in _counted:
+        _counted[key] = _count(backbone)
+    return _counted[key]
+
+
+def _count(backbone: Backbone) -> tuple[int, ...]:
+    import torch
+
+    context = meta_context()
+    with torch.device("meta"):
+        return tuple(_numel(layer.build(context)) for layer in backbone.layers)
+
+
+def _numel(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

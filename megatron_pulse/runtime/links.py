@@ -1,0 +1,170 @@
+"""Point-to-point transfers between pipeline devices, in the plan's order and with bounded waits.
+
+The order of messages is the plan's, so nothing is tagged and no shape travels. On gloo a wait
+blocks the host and is bounded there; on NCCL it orders streams, so the host polls the end of the
+step's transfers against the same limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_pulse.planner.communication import Message
+from megatron_pulse.runtime.failures import FailureBoard, PulseError
+
+
+@dataclass
+class _Transfer:
+    message: Message
+    tensor: torch.Tensor
+    work: dist.Work
+
+
+@dataclass
+class Traffic:
+    """What a device has sent: bytes and messages, forward and gradients apart."""
+
+    forward_bytes: int = 0
+    gradient_bytes: int = 0
+    skip_bytes: int = 0
+    num_messages: int = 0
+
+
+class Links:
+    """All transfers of one pipeline device.
+
+    ``group`` is the pipeline's process group, whose rank i is pipeline device i. ``make_buffer``
+    returns an empty tensor of a message's shape and dtype.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        make_buffer: Callable[[Message], torch.Tensor],
+        board: FailureBoard,
+        timeout_s: float,
+    ) -> None:
+        self._group = group
+        self._make_buffer = make_buffer
+        self._board = board
+        self._timeout_s = timeout_s
+        self._blocking = dist.get_backend(group) == "gloo"
+        self._sends: list[_Transfer] = []
+        self._receives: dict[Message, _Transfer] = {}
+        self.traffic = Traffic()
+
+    def issue(
+        self, ops: Sequence[tuple[bool, Message]], outgoing: dict[Message, torch.Tensor]
+    ) -> None:
+        """Start one round: every send of ``outgoing`` and every receive, as one group."""
+        p2p, transfers = [], []
+        for is_send, message in ops:
+            tensor = outgoing.pop(message).contiguous() if is_send else self._make_buffer(message)
+            if is_send:
+                self._count(message, tensor)
+            peer = dist.get_global_rank(
+                self._group, message.destination if is_send else message.source
+            )
+            p2p.append(dist.P2POp(dist.isend if is_send else dist.irecv, tensor, peer, self._group))
+            transfers.append((is_send, message, tensor))
+        try:
+            works = dist.batch_isend_irecv(p2p)
+        except RuntimeError as error:
+            self._fail(f"starting {', '.join(str(m) for _, m in ops)}", ops[0][1], error)
+        # NCCL answers a group with one handle, gloo with one per transfer.
+        if len(works) != len(transfers):
+            works = works * len(transfers)
+        for (is_send, message, tensor), work in zip(transfers, works, strict=True):
+            transfer = _Transfer(message, tensor, work)
+            if is_send:
+                self._sends.append(transfer)
+            else:
+                self._receives[message] = transfer
+
+    def wait(self, message: Message) -> torch.Tensor:
+        """The received tensor of ``message``, which must have been issued."""
+        transfer = self._receives.pop(message)
+        self._wait(transfer, "receiving")
+        return transfer.tensor
+
+    def release(self, is_complete: Callable[[Message], bool]) -> None:
+        """Let go of sends that the plan proves complete (their wait returns at once)."""
+        kept = []
+        for transfer in self._sends:
+            if is_complete(transfer.message):
+                self._wait(transfer, "sending")
+            else:
+                kept.append(transfer)
+        self._sends = kept
+
+    def drain(self) -> None:
+        """Wait, within the time limit, for everything that is still under way."""
+        pending = [*self._sends, *self._receives.values()]
+        for transfer in pending:
+            self._wait(transfer, "sending" if transfer in self._sends else "receiving")
+        if not self._blocking:
+            self._poll(pending)
+        self._sends.clear()
+        self._receives.clear()
+
+    def abandon(self) -> None:
+        """Forget everything under way (after an error)."""
+        self._sends.clear()
+        self._receives.clear()
+
+    def _count(self, message: Message, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if message.producer.kind.value == "F":
+            self.traffic.forward_bytes += size
+        else:
+            self.traffic.gradient_bytes += size
+        if message.payload.value == "skip":
+            self.traffic.skip_bytes += size
+        self.traffic.num_messages += 1
+
+    def _wait(self, transfer: _Transfer, doing: str) -> None:
+        try:
+            if self._blocking:
+                transfer.work.wait(timedelta(seconds=self._timeout_s))
+            else:
+                transfer.work.wait()
+        except RuntimeError as error:
+            self._fail(doing, transfer.message, error)
+
+    def _poll(self, pending: Sequence[_Transfer]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        for transfer in pending:
+            while not transfer.work.is_completed():
+                if time.monotonic() > deadline:
+                    error = RuntimeError(f"Timed out after {self._timeout_s:g} s")
+                    self._fail("completing", transfer.message, error)
+                if failure := self._board.first_failure():
+                    raise PulseError(f"stopped, because another rank failed: {failure}")
+                time.sleep(0.001)
+
+    def _fail(self, doing: str, message: Message, error: RuntimeError) -> None:
+        own = self._group.rank()
+        sending = message.source == own
+        peer = message.destination if sending else message.source
+        peer_rank = dist.get_global_rank(self._group, peer)
+        op = message.producer if sending else message.consumer
+        where = (
+            f"{doing} {message.payload.value} {message.name} "
+            f"({message.producer} to {message.consumer}; operation {op}, stage {op.stage}, "
+            f"microbatch {op.microbatch}) {'to' if sending else 'from'} pipeline device {peer} "
+            f"(rank {peer_rank})"
+        )
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            reason = f"no answer within {self._timeout_s:g} s"
+        else:
+            reason = f"rank {peer_rank} closed the connection (it died or failed): {text[:200]}"
+        # A peer that failed reports before it exits, so its own words come first.
+        cause = self._board.first_failure(wait_s=0.5) or self._board.report(f"{where}: {reason}")
+        raise PulseError(f"{where}: {reason}\nfirst failure in this job: {cause}") from error

@@ -1,0 +1,57 @@
+"""Sharded state of a stage: tensor-parallel layers below plain containers, and the EMA."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import nn
+
+
+def sharded_module_state(
+    module: nn.Module, prefix: str, metadata: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The sharded state of everything below ``module``.
+
+    Modules that know how they are sharded (Megatron's layers) are asked; plain torch modules are
+    walked, because Megatron's default treats all that is below them as replicated.
+    """
+    state: dict[str, Any] = {}
+    for name, child in module.named_children():
+        child_prefix = f"{prefix}{name}."
+        if hasattr(child, "sharded_state_dict"):
+            state.update(child.sharded_state_dict(child_prefix, (), metadata))
+        else:
+            state.update(sharded_module_state(child, child_prefix, metadata))
+    own = {
+        name: tensor
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and name not in module._non_persistent_buffers_set
+    }
+    if own:
+        state.update(
+            make_sharded_tensors_for_checkpoint(
+                own, prefix, dp_cp_group=(metadata or {}).get("dp_cp_group")
+            )
+        )
+    return state
+
+
+def ema_entries(
+    module: nn.Module, state: dict[str, Any], prefix: str, ema: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Entries ``ema.<name>`` sharded as the parameters are."""
+    entries = {}
+    for name, average in ema.items():
+        sharded = state[prefix + name]
+        key = f"ema.{sharded.key}"
+        if isinstance(sharded, ShardedTensorFactory):
+            entries[f"{prefix}ema.{name}"] = dataclasses.replace(sharded, key=key, data=average)
+        elif isinstance(sharded, ShardedTensor):
+            entries[f"{prefix}ema.{name}"] = dataclasses.replace(
+                sharded, key=key, data=average, dtype=average.dtype
+            )
+    return entries

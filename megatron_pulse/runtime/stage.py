@@ -1,0 +1,145 @@
+"""One stage of a partitioned backbone as a Megatron module."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.planner.routes import Carrier, Routes
+from megatron_pulse.runtime.sharded_state import ema_entries, sharded_module_state
+
+Tensors = dict[str, Tensor]
+
+
+def layer_seed(seed: int, layer_name: str) -> int:
+    """The seed of a layer's initial weights: a function of its name, never of its rank."""
+    digest = hashlib.sha256(f"{seed}/{layer_name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class Stage(MegatronModule):
+    """Layers ``routes.partition.layers_of_stage(stage)`` of ``backbone``.
+
+    Parameters are named by their layer's global name, so a checkpoint does not depend on where
+    the chain was cut. ``recompute`` recomputes each layer's activations in the backward pass.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        backbone: Backbone,
+        routes: Routes,
+        stage: int,
+        seed: int,
+        pg_collection: ProcessGroupCollection | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(config)
+        self.stage = stage
+        self.recompute = recompute
+        self.ema: Tensors | None = None
+        # What Megatron's training loop reads from every model chunk.
+        self.pg_collection = pg_collection
+        self.pre_process = stage == 0
+        self.post_process = stage == routes.partition.placement.num_stages - 1
+        self.share_embeddings_and_output_weights = False
+
+        self._specs = [backbone.layers[i] for i in routes.partition.layers_of_stage(stage)]
+        self._boundary_skips = {
+            r.name: r.output_index
+            for r in routes.skips_into(stage)
+            if r.carrier is Carrier.BOUNDARY
+        }
+        self._skips_out = tuple(r.name for r in routes.skips_out_of(stage))
+        self._provides = tuple(c.name for c in routes.conditioning_out_of(stage))
+        context = LayerContext(config=config, pg_collection=pg_collection)
+        modules = []
+        for spec in self._specs:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(layer_seed(seed, spec.name))
+                module = spec.build(context)
+            _add_nested(self, spec.name, module)
+            modules.append(module)
+        self._chain = tuple(modules)  # a tuple: the modules are registered under their names
+
+    def forward(
+        self, inputs: tuple[Tensor, ...], skips: Tensors, conditioning: Tensors
+    ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
+        """Run the stage's layers on one microbatch.
+
+        ``inputs`` are the boundary tensors, ``skips`` those popped here and pushed in another
+        stage, ``conditioning`` what the layers use and do not compute here. Returns the boundary
+        tensors, the skips that leave, and the conditioning that leaves.
+        """
+        skips = {**skips, **{name: inputs[i] for name, i in self._boundary_skips.items()}}
+        conditioning = dict(conditioning)
+        for spec, module in zip(self._specs, self._chain, strict=True):
+            popped = {name: _alias(skips.pop(name)) for name in spec.pops}
+            used = {name: _alias(conditioning[name]) for name in spec.uses}
+            inputs = tuple(_alias(tensor) for tensor in inputs)
+            if self.recompute and torch.is_grad_enabled():
+                results = checkpoint(module, inputs, popped, used, use_reentrant=False)
+            else:
+                results = module(inputs, popped, used)
+            inputs = results[: len(spec.outputs)]
+            conditioning.update(zip(spec.provides, results[len(spec.outputs) :], strict=True))
+            skips.update((name, inputs[i]) for name, i in spec.pushes.items())
+        return (
+            inputs,
+            {name: skips[name] for name in self._skips_out},
+            {name: conditioning[name] for name in self._provides},
+        )
+
+    def start_ema(self) -> None:
+        """Keep fp32 averages of the parameters, beginning at their present values."""
+        self.ema = {name: p.detach().clone().float() for name, p in self.named_parameters()}
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Required by Megatron's wrappers; the executor passes inputs to forward."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Parameters (and the EMA, when there is one) keyed by global layer name."""
+        state = sharded_module_state(self, prefix, metadata)
+        if self.ema is not None:
+            state.update(ema_entries(self, state, prefix, self.ema))
+        return state
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load parameters, and the EMA where the state has one."""
+        own = {k: v for k, v in state_dict.items() if not k.startswith("ema.")}
+        if self.ema is not None:
+            for name, value in self.ema.items():
+                if f"ema.{name}" in state_dict:
+                    value.copy_(state_dict[f"ema.{name}"])
+        return super().load_state_dict(own, strict=strict, assign=assign)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same tensor behind an autograd node of its own.
+
+    All that a layer contributes to its input's gradient is summed at this node first. A tensor
+    that is boundary and skip then always adds two terms, wherever the chain is cut: sums are
+    associated the same way under every placement, so gradients are equal bit for bit.
+    """
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+
+def _add_nested(root: nn.Module, name: str, module: nn.Module) -> None:
+    """Register ``module`` under a dotted name, making plain containers on the way."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root._modules[part]  # type: ignore[assignment]
+    root.add_module(leaf, module)

@@ -1,0 +1,62 @@
+"""Backbone families, found by name. Neither torch nor Megatron is imported until a layer builds.
+
+A family is one module of this package with two names: ``CONFIGS``, its named configurations, and
+``build_backbone(name, config)``, which returns the chain. Dropping such a file here is all it
+takes to add one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
+
+from megatron_pulse.backbone.chain import Backbone
+from model_specs._options import Config, Value, resolve, to_record
+
+_NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
+
+
+@functools.cache
+def _families() -> dict[str, ModuleType]:
+    """Each configuration's name and the module of its family."""
+    found: dict[str, ModuleType] = {}
+    for info in pkgutil.iter_modules(__path__):
+        if info.ispkg or info.name.startswith("_"):
+            continue
+        family = importlib.import_module(f"{__name__}.{info.name}")
+        for name in getattr(family, "CONFIGS", {}):
+            if name in found:
+                raise ValueError(f"{name!r} is defined by {found[name].__name__} and {info.name}")
+            found[name] = family
+    return found
+
+
+def available() -> dict[str, Config]:
+    """The named configurations of all families."""
+    return {name: family.CONFIGS[name] for name, family in _families().items()}
+
+
+def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Backbone:
+    """The chain of the configuration ``name`` with some of its fields overridden.
+
+    ``options`` are fields of the family's config; strings are converted (``"320,640"``,
+    ``"true"``, ``"none"``). ``record`` of the result rebuilds it:
+    ``load_backbone(record["name"], record["options"])``. Raises ValueError for an unknown name
+    (with close matches) or for faulty options (with all faults and the legal keys).
+    """
+    families = _families()
+    if name not in families:
+        close = difflib.get_close_matches(name, families, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(
+            f"no backbone is called {name!r}; {hint}available: {', '.join(sorted(families))}"
+        )
+    config = resolve(name, families[name].CONFIGS[name], options)
+    backbone: Backbone = families[name].build_backbone(name, config)
+    record = {"name": name, "options": to_record(config)}
+    return dataclasses.replace(backbone, record=record)

@@ -1,0 +1,1 @@
+"""The torch modules behind the families, composed from Megatron-Core parts by ``ModuleSpec``."""

@@ -1,0 +1,104 @@
+"""One family's ``TransformerConfig``, derived from the run's."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+InitMethod = Callable[[torch.Tensor], Any]
+
+
+def truncated_normal_init(weight: torch.Tensor) -> torch.Tensor:
+    """N(0, 0.02) cut at +-2: the initialisation of U-ViT's linears and positions."""
+    return torch.nn.init.trunc_normal_(weight, std=0.02)
+
+
+def uniform_init(weight: torch.Tensor) -> torch.Tensor:
+    """PyTorch's default for linears, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), as diffusers' UNets."""
+    return torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def transformer_config(
+    base: TransformerConfig,
+    *,
+    hidden_size: int,
+    num_attention_heads: int,
+    ffn_hidden_size: int,
+    init_method: InitMethod,
+    gated_linear_unit: bool = False,
+    layernorm_epsilon: float = 1e-5,
+    sequence_parallel: bool | None = None,
+) -> TransformerConfig:
+    """A copy of ``base`` with one family's sizes and plain, exact transformer arithmetic.
+
+    Parallel sizes, dtypes, recompute and the implementation stay ``base``'s; everything that
+    ``TransformerConfig`` derives from the model's size is derived again, so that neither
+    ``base.num_layers`` nor the pipeline size has any influence (Megatron scales output layers'
+    initialisation with the number of layers). Weights are drawn on the CPU from the default
+    generator, whole and then sliced: the layout does not change them. ``sequence_parallel``
+    overrides the run's flag for families whose tensors between layers are not sequences.
+
+    Raises ValueError where heads or widths do not divide by the tensor-parallel size.
+    """
+    tensor_parallel = base.tensor_model_parallel_size
+    faults = [
+        f"{what} {size} is not divisible by the tensor-parallel size {tensor_parallel}"
+        for what, size in (
+            ("number of attention heads", num_attention_heads),
+            ("feed-forward width", ffn_hidden_size),
+        )
+        if size % tensor_parallel
+    ]
+    if base.context_parallel_size != 1:
+        faults.append(f"context parallel size is {base.context_parallel_size}, only 1 is supported")
+    if faults:
+        raise ValueError("; ".join(faults))
+    config = copy.copy(base)
+    overrides: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_attention_heads,
+        "num_query_groups": num_attention_heads,
+        "kv_channels": hidden_size // num_attention_heads,
+        "ffn_hidden_size": ffn_hidden_size,
+        "init_method": init_method,
+        "output_layer_init_method": init_method,
+        "use_cpu_initialization": True,
+        "normalization": "LayerNorm",
+        "layernorm_epsilon": layernorm_epsilon,
+        "layernorm_zero_centered_gamma": False,
+        "add_bias_linear": True,
+        "add_qkv_bias": False,
+        "gated_linear_unit": gated_linear_unit,
+        "activation_func": F.gelu,
+        "activation_func_clamp_value": None,
+        "glu_linear_offset": 0.0,
+        "use_te_activation_func": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "softmax_scale": None,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        "apply_query_key_layer_scaling": False,
+        "attention_output_gate": False,
+        "qk_layernorm": False,
+        "qk_l2_norm": False,
+        "no_rope_freq": None,
+        "fused_single_qkv_rope": False,
+        "num_moe_experts": None,
+        "use_mup": False,
+    }
+    if sequence_parallel is not None:
+        overrides["sequence_parallel"] = sequence_parallel
+    for name, value in overrides.items():
+        if not hasattr(config, name):
+            raise AttributeError(f"TransformerConfig has no field {name!r}")
+        setattr(config, name, value)
+    return config

@@ -1,0 +1,112 @@
+"""Every kind of fault is found, named, and listed together with the others."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.check import BackboneError, check_backbone, require_valid
+
+X = TensorSpec((4, 8, 8))
+Y = TensorSpec((8, 4, 4))
+
+
+def layer(name, inputs=(X,), outputs=(X,), **fields):
+    return Layer(name, lambda context: None, tuple(inputs), tuple(outputs), **fields)
+
+
+def sound():
+    """a pushes to d; b provides temb for c and d, who read the batch's context too."""
+    return Backbone(
+        "sound",
+        (
+            layer("a", pushes={"s": 0}, uses=("timesteps",)),
+            layer("b.0", provides={"temb": TensorSpec((16,))}),
+            layer("b.1", uses=("temb", "context")),
+            layer("d", pops={"s": X}, uses=("temb", "context")),
+        ),
+        {"timesteps": TensorSpec((), dtype="float32"), "context": TensorSpec((7, 16))},
+    )
+
+
+def changed(index, **fields):
+    backbone = sound()
+    layers = list(backbone.layers)
+    layers[index] = replace(layers[index], **fields)
+    return replace(backbone, layers=tuple(layers))
+
+
+def test_sound():
+    assert check_backbone(sound()) == []
+    require_valid(sound())
+
+
+@pytest.mark.parametrize(
+    ("backbone", "words"),
+    [
+        (Backbone("none", ()), ["chain is empty"]),
+        (changed(2, name="a"), ["layer 2", "'a'", "already that of layer 0"]),
+        (changed(2, name=""), ["layer 2", "cannot prefix"]),
+        (changed(2, name="b..1"), ["cannot prefix"]),
+        (changed(2, name="b."), ["cannot prefix"]),
+        (changed(2, name=".b"), ["cannot prefix"]),
+        (changed(2, name="b 1"), ["cannot prefix"]),
+        (changed(2, name="a.1"), ["'a.1' lies inside layer 0 ('a')"]),
+        (changed(0, name="b.1.x"), ["'b.1.x' lies inside layer 2 ('b.1')"]),
+        (changed(0, pushes={}), ["'s'", "popped by layer 3 (d) but never pushed"]),
+        (changed(3, pops={}), ["'s'", "pushed by layer 0 (a) but never popped"]),
+        (changed(1, pushes={"s": 0}), ["'s'", "pushed by layer 0 (a) and again by layer 1 (b.0)"]),
+        (changed(2, pops={"s": X}), ["'s'", "popped by layer 2 (b.1) and again by layer 3 (d)"]),
+        (changed(0, pushes={"s": 1}), ["'s'", "pushes output 1, but has 1"]),
+        (changed(0, pushes={"s": -1}), ["'s'", "pushes output -1"]),
+        (changed(3, pops={"s": Y}), ["'s'", "compute[b, 4, 8, 8]", "compute[b, 8, 4, 4]"]),
+        (changed(3, pops={"s": replace(X, dtype="float32")}), ["float32[b, 4, 8, 8]"]),
+        (changed(3, pops={"s": replace(X, batch_dim=1)}), ["compute[4, b, 8, 8]"]),
+        (changed(1, outputs=(Y,)), ["boundary 1|2 (b.0 -> b.1)", "[b, 8, 4, 4]"]),
+        (changed(1, outputs=(replace(X, dtype="float32"),)), ["boundary 1|2", "float32"]),
+        (changed(1, outputs=(replace(X, batch_dim=1),)), ["boundary 1|2", "[4, b, 8, 8]"]),
+        (changed(1, outputs=(X, X)), ["boundary 1|2", "2 tensors leave, 1 are expected"]),
+        (changed(0, uses=("mask",)), ["'mask'", "used by layer 0 (a)", "neither a batch field"]),
+        (changed(0, uses=("temb",)), ["'temb'", "before layer 1 (b.0) provides it"]),
+        (changed(1, uses=("temb",)), ["'temb'", "used by layer 1 (b.0) before layer 1"]),
+        (changed(2, provides={"temb": X}), ["'temb'", "layer 1 (b.0) and again by layer 2 (b.1)"]),
+        (changed(2, provides={"z": X}), ["'z'", "provided by layer 2 (b.1) but never used"]),
+        (changed(0, provides={"context": X}), ["'context'", "also a batch field"]),
+        (changed(0, inputs=(X, X)), ["layer 0 (a)", "exactly one, the noisy sample"]),
+        (changed(3, outputs=(X, X)), ["layer 3 (d)", "exactly one, the prediction"]),
+        (changed(3, outputs=(TensorSpec((4, 0)),)), ["d: output 0", "dimension below 1"]),
+        (changed(3, outputs=(TensorSpec((4,), batch_dim=2),)), ["d: output 0", "batch_dim 2"]),
+    ],
+)
+def test_one_fault(backbone, words):
+    faults = check_backbone(backbone)
+    assert any(all(word in fault for word in words) for fault in faults), faults
+    with pytest.raises(BackboneError) as error:
+        require_valid(backbone)
+    assert error.value.faults == faults
+
+
+def test_a_skip_may_not_be_popped_before_it_is_pushed():
+    backbone = Backbone("early", (layer("a", pops={"s": X}), layer("b", pushes={"s": 0})))
+    assert check_backbone(backbone) == [
+        "skip 's': popped by layer 0 (a), which does not come after layer 1 (b) that pushes it"
+    ]
+    same = Backbone("same", (layer("a", pops={"s": X}, pushes={"s": 0}),))
+    assert len(check_backbone(same)) == 1
+
+
+def test_all_faults_at_once():
+    backbone = Backbone(
+        "bad",
+        (
+            layer("a", pushes={"s": 0, "t": 3}, outputs=(Y,)),
+            layer("a", uses=("temb",)),
+            layer("c.", pops={"u": X}, provides={"z": X}),
+        ),
+    )
+    faults = check_backbone(backbone)
+    assert len(faults) == 9
+    with pytest.raises(BackboneError) as error:
+        require_valid(backbone)
+    assert all(fault in str(error.value) for fault in faults)
+    assert "'bad' has 9 fault(s)" in str(error.value)

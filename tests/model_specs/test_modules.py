@@ -1,0 +1,57 @@
+"""The parts that blocks are made of."""
+
+import pytest
+import torch
+
+from model_specs.modules import attention
+from model_specs.modules.config import transformer_config, uniform_init
+from tests.model_specs.chains import make_context
+
+SIZES = {"hidden_size": 48, "num_attention_heads": 3, "ffn_hidden_size": 96}
+
+
+def test_transformer_engine_only_where_it_is_asked_for_and_imports(monkeypatch, one_rank):
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    for asked, imports, expected in (
+        ("local", True, ColumnParallelLinear),
+        ("transformer_engine", False, ColumnParallelLinear),
+        ("transformer_engine", True, attention.TEColumnParallelLinear),
+    ):
+        config = make_context().config
+        config.transformer_impl = asked
+        monkeypatch.setattr(attention, "HAVE_TE", imports)
+        assert attention.parts(config).column is expected
+
+
+def test_a_familys_config_is_its_own(one_rank):
+    """Sizes are the family's, parallelism and dtype the run's; the run's config stays as it was."""
+    base = make_context(torch.bfloat16).config
+    before = dict(vars(base))
+    config = transformer_config(base, **SIZES, init_method=uniform_init, gated_linear_unit=True)
+    assert vars(base) == before
+    assert (config.kv_channels, config.num_query_groups) == (16, 3)
+    assert config.output_layer_init_method is config.init_method is uniform_init
+    assert config.params_dtype == torch.bfloat16
+    assert config.hidden_dropout == config.attention_dropout == 0
+    assert config.gated_linear_unit and not config.bias_activation_fusion
+
+
+def test_every_reason_against_a_layout_is_given(one_rank):
+    base = make_context().config
+    base.tensor_model_parallel_size, base.context_parallel_size = 5, 2
+    with pytest.raises(ValueError, match="heads 3 .*width 96 .*context parallel size is 2"):
+        transformer_config(base, **SIZES, init_method=uniform_init)
+
+
+def test_attention_takes_no_mask(one_rank):
+    from megatron.core.transformer.enums import AttnMaskType
+
+    config = transformer_config(make_context().config, **SIZES, init_method=uniform_init)
+    with pytest.raises(ValueError, match="neither masks nor dropout"):
+        attention.SdpaCoreAttention(config, 1, AttnMaskType.causal, "self")
+    core = attention.SdpaCoreAttention(config, 1, AttnMaskType.no_mask, "self")
+    query, key = torch.randn(5, 2, 3, 16), torch.randn(7, 2, 3, 16)
+    assert core(query, key, key, None).shape == (5, 2, 48)
+    with pytest.raises(ValueError, match="takes no mask"):
+        core(query, key, key, torch.ones(1, dtype=torch.bool))

@@ -1,0 +1,16 @@
+"""Imported once by the server that test ranks are forked from: all that is slow to import."""
+
+import warnings
+
+warnings.filterwarnings("ignore")
+
+from megatron_pulse.integration import compat  # noqa: E402
+
+compat.install()
+
+import megatron.training.training  # noqa: E402, F401
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402, F401
+import torch.distributed.checkpoint  # noqa: E402, F401
+
+torch.set_num_threads(1)

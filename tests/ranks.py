@@ -1,0 +1,129 @@
+"""Runs a function on several ranks, forked from one server that has imported torch and Megatron.
+
+    results = run_ranks(4, train, config, timeout_s=60)
+
+``train(config)`` runs in four processes with the usual environment (RANK, WORLD_SIZE,
+MASTER_ADDR, ...); its return values come back in rank order. If a rank fails, ``RanksFailed``
+holds what every rank said. Nothing outlives the call.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = [
+    "tests.preload",
+]
+
+
+class RanksFailed(AssertionError):
+    """At least one rank did not finish; ``outputs`` and ``exit_codes`` are in rank order."""
+
+    def __init__(self, message: str, outputs: list[str], exit_codes: list[int | None]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
+        self.exit_codes = exit_codes
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _main(
+    function: Callable[..., Any], args: tuple[Any, ...], folder: str, env: dict[str, str]
+) -> None:
+    os.environ.update(env)
+    rank = env["RANK"]
+    log = os.open(f"{folder}/log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    code = 1
+    try:
+        result = function(*args)
+        Path(f"{folder}/result.{rank}").write_bytes(pickle.dumps(result))
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        print(error, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        import multiprocessing.util
+
+        multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def start_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, folder: str
+) -> list[Any]:
+    """Start the ranks and return their processes; their output goes to ``folder/log.<rank>``."""
+    port = free_port()
+    processes = []
+    for rank in range(num_ranks):
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "disabled",
+        }
+        process = _context().Process(target=_main, args=(function, args, folder, env))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+) -> list[Any]:
+    """Run ``function(*args)`` on every rank and return the results in rank order."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start_ranks(num_ranks, function, *args, folder=folder)
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [r for r, p in enumerate(processes) if p.is_alive()]
+        for rank in late:
+            os.kill(processes[rank].pid, signal.SIGKILL)
+            processes[rank].join()
+        codes = [p.exitcode for p in processes]
+        logs = [Path(f"{folder}/log.{r}") for r in range(num_ranks)]
+        outputs = [log.read_text() if log.exists() else "" for log in logs]
+        if any(codes):
+            shown = "\n".join(
+                f"--- rank {r} (exit code {code}{', timed out' if r in late else ''})\n"
+                + output[-4000:]
+                for r, (code, output) in enumerate(zip(codes, outputs, strict=True))
+            )
+            raise RanksFailed(f"ranks failed\n{shown}", outputs, codes)
+        return [
+            pickle.loads(Path(f"{folder}/result.{r}").read_bytes()) for r in range(num_ranks)
+        ]

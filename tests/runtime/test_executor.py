@@ -1,0 +1,204 @@
+"""The executor against the one-process run, on real processes: bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import RanksFailed, run_ranks
+from tests.runtime.equality import Case, Outcome, differences, merge, train
+from tests.toys import SIDE, TOKENS, nested, toy_backbone
+
+CHAIN = {
+    "nested": lambda: toy_backbone(9, nested(9, 4)),
+    "uneven": lambda: toy_backbone(11, [(0, 10), (1, 8), (3, 7)]),
+    "crossing": lambda: toy_backbone(9, [(0, 5), (1, 8), (2, 6)]),
+    "conditioned": lambda: toy_backbone(9, nested(9, 4), conditioned=(1, 3, 4, 7, 8)),
+    "no skips": lambda: toy_backbone(8, []),
+}
+
+
+def _config() -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+
+
+def run_cases(cases: list[tuple[str, Case]]) -> list[Outcome]:
+    """Several cases in one group of ranks: starting processes is what takes time."""
+    import torch.distributed as dist
+
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    outcomes = [train(CHAIN[chain](), case, _config(), group) for chain, case in cases]
+    dist.barrier()
+    return outcomes
+
+
+def reference(cases: list[tuple[str, Case]]) -> list[Outcome]:
+    """The same cases on one process."""
+    (outcomes,) = run_ranks(1, run_cases, cases)
+    return outcomes
+
+
+def _all_cases(num_devices: int) -> list[tuple[str, Case]]:
+    cases = []
+    for chain in CHAIN:
+        for placement, schedule in (
+            ("fold", "wave"),
+            ("fold", "gpipe"),
+            ("sequential", "1f1b"),
+            ("sequential", "gpipe"),
+            ("interleaved", "interleaved"),
+        ):
+            if chain == "crossing" and placement == "fold":
+                continue  # crossing skips cannot all be at home
+            for m in (num_devices - 1 or 1, num_devices, 2 * num_devices + 1):
+                cases.append((chain, Case(placement, m, schedule, steps=2)))
+    return cases
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_every_placement_equals_one_process(num_devices: int) -> None:
+    cases = [c for c in _all_cases(num_devices) if _is_legal(c, num_devices)]
+    expected = reference(cases)
+    ranks = run_ranks(num_devices, run_cases, cases, timeout_s=240)
+    for i, (chain, case) in enumerate(cases):
+        got = merge([outcomes[i] for outcomes in ranks])
+        name = f"{chain} {case}"
+        assert got.losses == expected[i].losses, name
+        different = differences(got.parameters, expected[i].parameters)
+        if chain == "conditioned":  # sums over stages are associated differently
+            different = {n: d for n, d in different.items() if d > 1e-12}
+        assert not different, f"{name}: {different}"
+
+
+def _is_legal(case: tuple[str, Case], num_devices: int) -> bool:
+    from megatron_pulse.planner.partition import PartitionError
+    from megatron_pulse.planner.placement import make_placement
+    from megatron_pulse.planner.plan import make_plan
+
+    chain, settings = case
+    backbone = CHAIN[chain]()
+    try:
+        make_plan(
+            backbone,
+            [1.0] * len(backbone.layers),
+            make_placement(settings.placement, num_devices),
+            settings.schedule,
+        )
+    except PartitionError:
+        return False
+    return True
+
+
+def test_recomputation_changes_nothing() -> None:
+    cases = [
+        ("conditioned", Case("fold", 4, recompute=r, dtype="float32")) for r in (False, True)
+    ]
+    for outcomes in run_ranks(2, run_cases, cases):
+        assert outcomes[0].losses == outcomes[1].losses
+        assert not differences(outcomes[0].parameters, outcomes[1].parameters)
+
+
+def test_bytes_are_the_formula() -> None:
+    """Fold: 2(P-1) boundaries and no skip; sequential: P-1 boundaries and every skip once."""
+    m, steps, b = 3, 2, 2
+    boundary = (TOKENS.numel_per_sample + SIDE.numel_per_sample) * b * 8
+    skip = TOKENS.numel_per_sample * b * 8
+    for num_devices in (2, 4):
+        cases = [("nested", Case("fold", m, steps=steps)), ("nested", Case("sequential", m, steps=steps))]
+        ranks = run_ranks(num_devices, run_cases, cases)
+        fold, sequential = (merge([r[i] for r in ranks]) for i in range(2))
+        assert fold.forward_bytes == 2 * (num_devices - 1) * boundary * m * steps
+        assert fold.gradient_bytes == fold.forward_bytes
+        assert fold.skip_bytes == 0
+        crossing = _direct_skips(num_devices)
+        assert crossing > 0
+        expected = ((num_devices - 1) * boundary + crossing * skip) * m * steps
+        assert sequential.forward_bytes == expected
+        assert sequential.skip_bytes == 2 * crossing * skip * m * steps
+
+
+def _direct_skips(num_devices: int) -> int:
+    from megatron_pulse.planner.placement import sequential
+    from megatron_pulse.planner.plan import make_plan
+    from megatron_pulse.planner.routes import Carrier
+
+    backbone = CHAIN["nested"]()
+    plan = make_plan(backbone, [1.0] * len(backbone.layers), sequential(num_devices))
+    return sum(route.carrier is Carrier.DIRECT for route in plan.routes.skips)
+
+
+def run_failing() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    backbone = toy_backbone(9, nested(9, 4), failing=6)
+    train(backbone, Case("fold", 4), _config(), dist.group.WORLD)
+
+
+def test_an_exception_in_a_stage_reaches_every_rank() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(4, run_failing, timeout_s=60)
+    assert time.monotonic() - start < 45
+    assert all(code == 1 for code in failure.value.exit_codes)
+    for output in failure.value.outputs:
+        assert "this layer fails on purpose" in output, output
+
+
+def run_dying(victim: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    backbone = toy_backbone(9, nested(9, 4))
+    case = Case("fold", 4, steps=1)
+    train(backbone, case, _config(), dist.group.WORLD)
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(backbone, case, _config(), dist.group.WORLD)
+
+
+def test_a_rank_that_dies_is_named_by_all_others() -> None:
+    victim = 2
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(4, run_dying, victim, timeout_s=60)
+    assert time.monotonic() - start < 45
+    assert failure.value.exit_codes[victim] == -signal.SIGKILL
+    for rank, output in enumerate(failure.value.outputs):
+        if rank != victim:
+            assert f"rank {victim} closed the connection" in output, (rank, output)
+
+
+def run_silent(victim: int) -> None:
+    import torch.distributed as dist
+
+    from tests.runtime import equality
+
+    dist.init_process_group("gloo")
+    backbone = toy_backbone(9, nested(9, 4))
+    case = Case("fold", 4, steps=1)
+    train(backbone, case, _config(), dist.group.WORLD)
+    if dist.get_rank() == victim:
+        time.sleep(8)
+        return
+    original = equality.Links
+    equality.Links = lambda g, m, b, t: original(g, m, b, 3.0)  # type: ignore[assignment,misc]
+    train(backbone, case, _config(), dist.group.WORLD)
+
+
+def test_a_silent_rank_is_a_timeout_that_names_it() -> None:
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(2, run_silent, 1, timeout_s=60)
+    output = failure.value.outputs[0]
+    assert "no answer within 3 s" in output
+    assert "pipeline device 1 (rank 1)" in output
+    assert "stage" in output and "microbatch" in output
