@@ -31,6 +31,8 @@ def open_dataset(
     for image folders; only training images are flipped. Raises DataError for an unknown ``spec``,
     listing the options, and for images that the backbone cannot take.
     """
+    train: DiffusionDataset
+    validation: DiffusionDataset
     kind, _, path = spec.partition(":")
     if spec in DIGIT_SOURCES:
         train, validation = open_digits(spec, image_size, validation_fraction)

@@ -74,7 +74,5 @@ class MicrobatchSampler:
         while True:
             first = start + self.data_parallel_rank * self.micro_batch_size
             positions = range(first, first + self.micro_batch_size)
-            if self.period is not None:
-                positions = [position % self.period for position in positions]
-            yield [self.item(position) for position in positions]
+            yield [self.item(p % self.period if self.period else p) for p in positions]
             start += self._stride

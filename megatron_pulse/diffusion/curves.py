@@ -44,7 +44,7 @@ def draw_loss_curve(
     train_tag: str = "loss",
     validation_tag: str = "loss validation",
     title: str = "Loss",
-) -> dict[str, dict[str, list]]:
+) -> dict[str, dict[str, list[float]]]:
     """Draw training and validation loss over iterations as a PNG, and write the values as JSON.
 
     The JSON file lies beside ``path`` with the suffix ``.json`` and holds what is returned:

@@ -43,12 +43,14 @@ class ExponentialMovingAverage:
         if values.keys() != self.state.keys():
             raise KeyError(_difference(values.keys(), self.state.keys()))
         weight = 1 - self.decay_at(step)
-        for name, average in self.state.items():
-            average.lerp_(values[name].detach().to(average.dtype), weight)
+        for name, value in values.items():
+            # The averages are made before the model moves to its device; they follow it here.
+            average = self.state[name] = self.state[name].to(value.device)
+            average.lerp_(value.detach().to(average.dtype), weight)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy saved averages in place; raises ValueError listing every name or shape that differs."""
+        """Copy saved averages in place; raises ValueError listing each name or shape amiss."""
         faults = []
         if state.keys() != self.state.keys():
             faults.append(_difference(state.keys(), self.state.keys()))

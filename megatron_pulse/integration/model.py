@@ -12,6 +12,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.planner.plan import Plan
 from megatron_pulse.runtime.stage import Stage
 
@@ -52,7 +53,9 @@ def make_model_provider(
             recompute=args.recompute_granularity == "full",
         )
         if args.pulse_ema_decay:
-            stage.start_ema()
+            stage.ema = ExponentialMovingAverage(
+                stage.named_parameters(), args.pulse_ema_decay
+            )
         return stage
 
     return provide

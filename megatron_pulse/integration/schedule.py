@@ -68,7 +68,7 @@ class PulseSchedule:
         )
         executor = self._executor(chunks, config, groups.pp, num_microbatches, forward_only)
         batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        losses = executor.run(iter(batches), settings, forward_only=forward_only)
+        losses = executor.run(batches, settings, forward_only=forward_only)
         if not forward_only and config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
                 chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce

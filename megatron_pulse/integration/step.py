@@ -6,26 +6,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from megatron_pulse.diffusion.ema import ema_decay_at
 from megatron_pulse.integration.arguments import PulseOptions
 from megatron_pulse.integration.model import unwrap
-
-
-@torch.no_grad()
-def update_ema(model: list[torch.nn.Module], decay: float, step: int) -> None:
-    """Move every stage's averages towards its parameters."""
-    rate = 1.0 - ema_decay_at(step, decay)
-    for chunk in model:
-        stage = unwrap(chunk)
-        assert stage.ema is not None
-        for name, parameter in stage.named_parameters():
-            average = stage.ema[name]
-            if average.device != parameter.device:
-                average = stage.ema[name] = average.to(parameter.device)
-            average.lerp_(parameter.detach().float(), rate)
 
 
 def wrap_train_step(
@@ -42,7 +26,10 @@ def wrap_train_step(
         losses, skipped = result[0], result[1]
         done = args.curr_iteration + 1
         if options.ema_decay and not skipped:
-            update_ema(model, options.ema_decay, done)
+            for chunk in model:
+                stage = unwrap(chunk)
+                if stage.ema is not None:
+                    stage.ema.update(stage.named_parameters(), done - 1)
         if options.progress and args.rank == args.world_size - 1:
             if bar is None:
                 bar = tqdm(total=args.train_iters, initial=done - 1, unit="step", desc="training")

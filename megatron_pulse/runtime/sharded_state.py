@@ -41,7 +41,7 @@ def sharded_module_state(
 
 
 def ema_entries(
-    module: nn.Module, state: dict[str, Any], prefix: str, ema: dict[str, torch.Tensor]
+    state: dict[str, Any], prefix: str, ema: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Entries ``ema.<name>`` sharded as the parameters are."""
     entries = {}

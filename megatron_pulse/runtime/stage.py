@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.planner.routes import Carrier, Routes
 from megatron_pulse.runtime.sharded_state import ema_entries, sharded_module_state
 
@@ -46,7 +47,7 @@ class Stage(MegatronModule):
         super().__init__(config)
         self.stage = stage
         self.recompute = recompute
-        self.ema: Tensors | None = None
+        self.ema: ExponentialMovingAverage | None = None
         # What Megatron's training loop reads from every model chunk.
         self.pg_collection = pg_collection
         self.pre_process = stage == 0
@@ -99,10 +100,6 @@ class Stage(MegatronModule):
             {name: conditioning[name] for name in self._provides},
         )
 
-    def start_ema(self) -> None:
-        """Keep fp32 averages of the parameters, beginning at their present values."""
-        self.ema = {name: p.detach().clone().float() for name, p in self.named_parameters()}
-
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Required by Megatron's wrappers; the executor passes inputs to forward."""
 
@@ -112,16 +109,16 @@ class Stage(MegatronModule):
         """Parameters (and the EMA, when there is one) keyed by global layer name."""
         state = sharded_module_state(self, prefix, metadata)
         if self.ema is not None:
-            state.update(ema_entries(self, state, prefix, self.ema))
+            state.update(ema_entries(state, prefix, self.ema.state))
         return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load parameters, and the EMA where the state has one."""
         own = {k: v for k, v in state_dict.items() if not k.startswith("ema.")}
         if self.ema is not None:
-            for name, value in self.ema.items():
-                if f"ema.{name}" in state_dict:
-                    value.copy_(state_dict[f"ema.{name}"])
+            self.ema.load_state(
+                {k.removeprefix("ema."): v for k, v in state_dict.items() if k.startswith("ema.")}
+            )
         return super().load_state_dict(own, strict=strict, assign=assign)
 
 

@@ -44,7 +44,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         forward=draw(st.none() | durations),
         backward=draw(st.none() | durations),
         link=draw(st.sampled_from([0.0, 0.5, 3.0])),
-        effort=draw(st.integers(1, 3)),
+        effort=draw(st.integers(1, 2)),
     )
 
 

@@ -109,8 +109,8 @@ def test_capped_wave_comes_within_two_slots_of_the_optimum() -> None:
 
 
 def test_default_cap_is_the_peak_of_1f1b() -> None:
-    assert max(peak_activations(wave(fold(4), 8))) <= 8
-    assert wave(fold(4), 8) == wave(fold(4), 8, 8)
+    assert max(peak_activations(wave(fold(4), 8, effort=5))) == 8
+    assert wave(fold(4), 8, effort=5) == wave(fold(4), 8, 8, effort=5)
 
 
 def test_wave_is_deterministic() -> None:
@@ -198,7 +198,7 @@ def test_schedules_that_cannot_work_say_why() -> None:
         make_schedule("wave", fold(2), 4, forward=[1.0, 0.0, 1.0, 1.0])
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(schedules())
 def test_every_schedule_is_valid_and_simulates(schedule: Schedule) -> None:
     assert validate(schedule) == []
@@ -228,6 +228,15 @@ def test_wave_keeps_its_cap(m: int, cap: int) -> None:
     schedule = wave(fold(4), m, cap, effort=10)
     assert validate(schedule, cap=cap) == []
     assert max(peak_activations(schedule)) <= cap
+
+
+@pytest.mark.parametrize("placement", [fold(3, 2), interleaved(3, 3), fold(2, 3)])
+@pytest.mark.parametrize("slack", [0, 1, 2, 5])
+def test_tight_caps_never_deadlock(placement: Placement, slack: int) -> None:
+    """Several stages per device: safety must hold for every open microbatch, not one."""
+    cap = placement.num_chunks + slack
+    for m in (2, 3, 6):
+        assert validate(wave(placement, m, cap, effort=16), cap=cap) == []
 
 
 def test_links_count_between_devices_only() -> None:

@@ -175,11 +175,11 @@ def test_messages_need_both_ends() -> None:
 
     assert validate(schedule, messages=[message(f0, f1, 0, 1)]) == []
     faults = validate(schedule, messages=[message(f0, f9, 0, 1), message(f0, f1, 1, 0)])
-    assert [fault.split(": ", 1)[1] for fault in faults] == [
-        "its consumer F1:9 is not in the schedule",
-        "its producer F0:0 runs on device 0, not on device 1",
-        "its consumer F1:0 runs on device 1, not on device 0",
-    ] or len(faults) == 3
+    assert [fault.rsplit(": its ", 1)[1] for fault in faults] == [
+        "consumer F1:9 is not in the schedule",
+        "producer F0:0 runs on device 0, not on device 1",
+        "consumer F1:0 runs on device 1, not on device 0",
+    ]
     assert any(
         "both ends are on one device" in f
         for f in validate(schedule, messages=[message(f0, f0, 0, 0)])

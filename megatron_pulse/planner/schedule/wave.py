@@ -156,8 +156,9 @@ def _list_schedule(
 ) -> list[int]:
     """Start times: whenever a device is free it takes the ready operation of lowest rank.
 
-    A forward is admitted only if afterwards the oldest unfinished microbatch can still get all
-    the activations that it needs on the device (the banker's rule), so a cap never deadlocks.
+    A forward is admitted only if afterwards the unfinished microbatches, the oldest first, can
+    each still get all the activations that they need on the device from what is spare and what
+    the older ones give back (the banker's rule), so a cap never deadlocks.
     Microbatch m enters the first stage no earlier than ``pace * load * (m - burst + 1)``.
     """
     placement, count = problem.placement, problem.num_microbatches
@@ -176,7 +177,7 @@ def _list_schedule(
     start, end = [-1] * len(problem.duration), [-1] * len(problem.duration)
     free, live, oldest = [0] * devices, [0] * devices, [0] * devices
     to_allocate = [[chunks] * count for _ in range(devices)]
-    to_finish = [[chunks] * count for _ in range(devices)]
+    to_free = [[chunks] * count for _ in range(devices)]
     links = {lag for edges in problem.before for _, lag in edges} | {0}
     events = sorted(set(release))
 
@@ -186,9 +187,18 @@ def _list_schedule(
             return False
         if any(end[j] < 0 or end[j] + lag > now for j, lag in problem.before[k * count + m]):
             return False
-        first = oldest[device]
-        reserved = to_allocate[device][first] - (first == m)
-        return k >= num or live[device] + 1 + reserved <= problem.cap
+        return k >= num or is_safe(device, m)
+
+    def is_safe(device: int, admitted: int) -> bool:
+        spare = problem.cap - live[device] - 1
+        for m in range(oldest[device], count):
+            needs = to_allocate[device][m] - (m == admitted)
+            if needs > spare:
+                return False
+            if m >= admitted and needs == chunks:
+                break
+            spare += to_free[device][m] - needs
+        return True
 
     while events:
         now = heapq.heappop(events)
@@ -212,8 +222,8 @@ def _list_schedule(
             if k < num:
                 to_allocate[device][m] -= 1
                 continue
-            to_finish[device][m] -= 1
-            while oldest[device] < count - 1 and not to_finish[device][oldest[device]]:
+            to_free[device][m] -= 1
+            while oldest[device] < count - 1 and not to_free[device][oldest[device]]:
                 oldest[device] += 1
     return start
 
