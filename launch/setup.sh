@@ -39,6 +39,9 @@ pulse_setup() {
         echo "Setting up .venv with $("$python" --version) ..."
         "$python" -m venv "$pulse_root/.venv"
     fi
+    if ! "$pulse_root/.venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        "$pulse_root/.venv/bin/python" -m ensurepip >/dev/null # a venv made by uv has no pip
+    fi
     "$pulse_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
     "$pulse_root/.venv/bin/uv" pip install --quiet --python "$pulse_root/.venv/bin/python" \
         --constraint "$pulse_root/constraints.txt" \

@@ -32,6 +32,7 @@ from megatron_pulse.integration.checkpoints import check_checkpoint
 from megatron_pulse.integration.checks import FlagError, check_flags, check_world
 from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.integration.data import DiffusionData
+from megatron_pulse.integration.grad_norm import use_layout_independent_grad_norm
 from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
 from megatron_pulse.integration.schedule import PulseSchedule
 from megatron_pulse.integration.step import wrap_train_step
@@ -156,6 +157,7 @@ def _train(
     validate_args(args, {})
     set_global_variables(args)
     patch_megatron()
+    use_layout_independent_grad_norm()
     schedule = PulseSchedule(plan, data.loss, board, options.timeout_s)
     if args.rank == 0:
         _describe(plan)

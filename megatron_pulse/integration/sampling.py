@@ -44,9 +44,14 @@ class TrainedModel:
     folder: Path
 
     @property
-    def null_label(self) -> int:
-        """The label that stands for "no class"."""
-        return int(self.backbone.record["options"].get("num_classes", 0))
+    def null_label(self) -> int | None:
+        """The label that stands for "no class"; None for an unconditional backbone."""
+        return int(self.backbone.record["options"].get("num_classes") or 0) or None
+
+    @property
+    def makes_pixels(self) -> bool:
+        """Whether it was trained on pixels in [-1, 1] (else on latents)."""
+        return not self.arguments.pulse_data.startswith("latents:")
 
 
 def one_process_groups() -> None:
@@ -72,6 +77,11 @@ def load_model(load: str | Path, iteration: int | None = None, *, averaged: bool
     patch_megatron()
     one_process_groups()
     backbone = load_backbone(args.pulse_record["name"], args.pulse_record["options"])
+    if unknown := set(backbone.batch_fields) - {"timesteps", "labels"}:
+        raise CheckpointError(
+            f"{folder} holds {backbone.name}, which also reads {', '.join(sorted(unknown))}: "
+            "only class-conditional and unconditional backbones can be sampled here"
+        )
     plan = make_plan(backbone, [1.0] * len(backbone.layers), sequential(1))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = TransformerConfig(
@@ -81,11 +91,11 @@ def load_model(load: str | Path, iteration: int | None = None, *, averaged: bool
     stage = Stage(config, backbone, plan.routes, 0, args.seed, groups).to(device)
     load_weights(stage, folder, averaged=averaged)
     stage.eval()
-    (spec,) = plan.routes.boundaries[0]
 
     @torch.no_grad()
     def predict(noisy: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        conditioning = {"timesteps": timesteps.to(device).float(), "labels": labels.to(device)}
+        given = {"timesteps": timesteps.float(), "labels": labels}
+        conditioning = {name: given[name].to(device) for name in backbone.batch_fields}
         outputs, _, _ = stage((noisy.to(device).float(),), {}, conditioning)
         return outputs[0].to(noisy.device)
 
@@ -102,7 +112,7 @@ def sample_images(
     batch_size: int = 100,
     progress: bool = True,
 ) -> Tensor:
-    """Images ``[n, c, h, w]`` in [-1, 1] of the asked classes."""
+    """Samples ``[n, c, h, w]`` of the asked classes: pixels in [-1, 1], or latents."""
     from megatron_pulse.diffusion.sampling import sample
 
     process = make_process(pulse_options(model.arguments))
@@ -113,13 +123,15 @@ def sample_images(
             sample(
                 model.predict,
                 process,
-                (len(part), *model.backbone.input_spec.shape),
+                model.backbone.input_spec.shape,
                 part,
                 num_steps=num_steps,
                 guidance_scale=guidance,
-                seed=seed + first,
+                seed=seed,
                 null_label=model.null_label,
                 progress=progress,
+                clip=1.0 if model.makes_pixels else None,
+                first_index=first,
             )
         )
     return torch.cat(images)

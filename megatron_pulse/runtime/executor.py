@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,10 @@ class _Saved:
 
 
 def message_spec(routes: Routes, message: Message) -> TensorSpec:
-    """Shape and dtype of what ``message`` carries (a gradient has its tensor's)."""
+    """Shape and dtype of what ``message`` carries.
+
+    A gradient has its tensor's, except conditioning's, which is a sum in fp64 (see Stage).
+    """
     match message.payload:
         case Payload.BOUNDARY:
             later = max(message.producer.stage, message.consumer.stage)
@@ -70,7 +73,9 @@ def message_spec(routes: Routes, message: Message) -> TensorSpec:
         case Payload.SKIP:
             return next(r.spec for r in routes.skips if r.name == message.name)
         case Payload.CONDITIONING:
-            return next(c.spec for c in routes.conditioning if c.name == message.name)
+            spec = next(c.spec for c in routes.conditioning if c.name == message.name)
+            is_gradient = message.producer.kind is Kind.BACKWARD
+            return replace(spec, dtype="float64") if is_gradient else spec
 
 
 class Executor:
@@ -273,6 +278,8 @@ class Executor:
                 saved.edges[payload, name] = (
                     get_gradient_edge(tensor) if tensor.requires_grad else None
                 )
+            if payload is Payload.CONDITIONING:
+                tensor = tensor.to(self._settings.dtype)
             for to_stage in self._takers(stage, payload, name):
                 self._deliver(op, to_stage, payload, name, tensor.detach())
         if self._training:
@@ -294,7 +301,7 @@ class Executor:
             if r.carrier is not Carrier.BOUNDARY
         }
         conditioning = {
-            c.name: self._leaf(self._store.take(op, Payload.CONDITIONING, c.name))
+            c.name: self._leaf(self._store.take(op, Payload.CONDITIONING, c.name).double())
             for c in routes.conditioning_into(op.stage)
         }
         return _Saved(inputs, skips, conditioning)

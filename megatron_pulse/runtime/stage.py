@@ -60,6 +60,7 @@ class Stage(MegatronModule):
             for r in routes.skips_into(stage)
             if r.carrier is Carrier.BOUNDARY
         }
+        self._computed = {edge.name for edge in backbone.conditioning}
         self._skips_out = tuple(r.name for r in routes.skips_out_of(stage))
         self._provides = tuple(c.name for c in routes.conditioning_out_of(stage))
         context = LayerContext(config=config, pg_collection=pg_collection)
@@ -78,27 +79,39 @@ class Stage(MegatronModule):
         """Run the stage's layers on one microbatch.
 
         ``inputs`` are the boundary tensors, ``skips`` those popped here and pushed in another
-        stage, ``conditioning`` what the layers use and do not compute here. Returns the boundary
-        tensors, the skips that leave, and the conditioning that leaves.
+        stage, ``conditioning`` what the layers use and do not compute here (fp64 where another
+        layer computed it). Returns the boundary tensors, the skips that leave, and the
+        conditioning that leaves (fp64).
         """
         skips = {**skips, **{name: inputs[i] for name, i in self._boundary_skips.items()}}
         conditioning = dict(conditioning)
         for spec, module in zip(self._specs, self._chain, strict=True):
             popped = {name: _alias(skips.pop(name)) for name in spec.pops}
-            used = {name: _alias(conditioning[name]) for name in spec.uses}
+            used = {name: self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
             if self.recompute and torch.is_grad_enabled():
                 results = checkpoint(module, inputs, popped, used, use_reentrant=False)
             else:
                 results = module(inputs, popped, used)
             inputs = results[: len(spec.outputs)]
-            conditioning.update(zip(spec.provides, results[len(spec.outputs) :], strict=True))
+            for name, tensor in zip(spec.provides, results[len(spec.outputs) :], strict=True):
+                conditioning[name] = tensor.double()
             skips.update((name, inputs[i]) for name, i in spec.pushes.items())
         return (
             inputs,
             {name: skips[name] for name in self._skips_out},
             {name: conditioning[name] for name in self._provides},
         )
+
+    def _use(self, name: str, tensor: Tensor) -> Tensor:
+        """Conditioning as a layer uses it.
+
+        What a layer of the chain computed has many users, and their gradients are summed in fp64
+        and rounded once: the sum is then the same however the users are spread over stages.
+        """
+        if name not in self._computed:
+            return tensor
+        return _alias(tensor).to(next(self.parameters()).dtype)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Required by Megatron's wrappers; the executor passes inputs to forward."""

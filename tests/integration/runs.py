@@ -10,7 +10,12 @@ from typing import Any
 from tests.ranks import run_ranks
 
 TINY = {
-    "uvit": ["--pulse-backbone", "uvit-tiny", "--pulse-option", "in_channels=1"],
+    "uvit": [
+        "--pulse-backbone", "uvit-tiny",
+        "--pulse-option", "in_channels=1",
+        "--pulse-option", "depth=8",
+        "--pulse-option", "embed_dim=32",
+    ],
     "unet": [
         "--pulse-backbone", "unet-tiny",
         "--pulse-option", "sample_size=8",

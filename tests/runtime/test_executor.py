@@ -59,8 +59,10 @@ def _all_cases(num_devices: int) -> list[tuple[str, Case]]:
         ):
             if chain == "crossing" and placement == "fold":
                 continue  # crossing skips cannot all be at home
+            # Sums of conditioning are in fp64 and rounded once, which shows in fp32.
+            dtype = "float32" if chain == "conditioned" else "float64"
             for m in (num_devices - 1 or 1, num_devices, 2 * num_devices + 1):
-                cases.append((chain, Case(placement, m, schedule, steps=2)))
+                cases.append((chain, Case(placement, m, schedule, steps=2, dtype=dtype)))
     return cases
 
 
@@ -74,8 +76,6 @@ def test_every_placement_equals_one_process(num_devices: int) -> None:
         name = f"{chain} {case}"
         assert got.losses == expected[i].losses, name
         different = differences(got.parameters, expected[i].parameters)
-        if chain == "conditioned":  # sums over stages are associated differently
-            different = {n: d for n, d in different.items() if d > 1e-12}
         assert not different, f"{name}: {different}"
 
 

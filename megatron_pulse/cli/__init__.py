@@ -1,0 +1,57 @@
+"""``pulse``: looks at backbones and data, draws curves, and samples from checkpoints.
+
+One module per command; what is slow to import is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_pulse.cli import backbones, curve, data, sample
+from megatron_pulse.cli.errors import UserError
+
+_EPILOG = """\
+Training is started with torchrun and launch/pretrain_diffusion.py. A first tour:
+
+  bash launch/quickstart.sh                            train on digits, then all of the below
+  pulse backbones                                      what can be trained, and how far it folds
+  pulse data info mnist                                what a dataset holds
+  pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
+  pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
+
+'pulse COMMAND --help' explains a command and shows examples.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets ``run``, which takes the parsed arguments."""
+    parser = argparse.ArgumentParser(
+        prog="pulse",
+        description="Companion of launch/pretrain_diffusion.py: backbones, data, curves, samples.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (backbones, sample, curve, data):
+        command.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 on success, 2 for what the user can mend, 130 when interrupted."""
+    args = make_parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"pulse {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\npulse {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

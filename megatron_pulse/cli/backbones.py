@@ -1,0 +1,86 @@
+"""``pulse backbones``: the named backbones and how far each can be folded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+
+from megatron_pulse.cli.errors import UserError, add_parser, require
+from megatron_pulse.cli.megatron import prepare_megatron
+
+_DESCRIPTION = """\
+The largest P is the most pipeline devices over which a backbone folds with both ends of
+every skip on one device; beyond it, use --pulse-placement sequential or interleaved.
+The input is one sample: channels x height x width.
+
+examples:
+  pulse backbones
+  pulse backbones uvit-s unet-sd --json
+"""
+
+
+@dataclass(frozen=True)
+class BackboneRow:
+    """One row of the table; ``reads`` is what comes with each sample, besides the sample."""
+
+    name: str
+    num_parameters: int
+    num_layers: int
+    num_skips: int
+    largest_fold: int
+    input_shape: tuple[int, ...]
+    reads: tuple[str, ...]
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``backbones``."""
+    parser = add_parser(commands, "backbones", "list the named backbones", _DESCRIPTION)
+    parser.add_argument("names", metavar="NAME", nargs="*", help="only these (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run, command="backbones")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the table."""
+    from model_specs import available
+
+    names = args.names or list(available())
+    unknown = [name for name in names if name not in available()]
+    known = ", ".join(available())
+    require([f"no backbone is called {name!r}; there are: {known}" for name in unknown])
+    prepare_megatron()
+    rows = [_row(name) for name in names]
+    if args.json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+        return
+    print(
+        f"{'backbone':14s}{'parameters':>12s}{'layers':>8s}{'skips':>7s}{'largest P':>11s}  input"
+    )
+    for row in rows:
+        shape = "x".join(map(str, row.input_shape))
+        print(
+            f"{row.name:14s}{row.num_parameters / 1e6:>10.1f} M{row.num_layers:>8d}"
+            f"{row.num_skips:>7d}{row.largest_fold:>11d}  {shape}, {', '.join(row.reads)}"
+        )
+
+
+def _row(name: str) -> BackboneRow:
+    from megatron_pulse.backbone.check import BackboneError
+    from megatron_pulse.planner.partition import largest_fold
+    from megatron_pulse.profile.parameters import count_parameters
+    from model_specs import load_backbone
+
+    try:
+        backbone = load_backbone(name)
+    except BackboneError as error:
+        raise UserError(str(error)) from error
+    return BackboneRow(
+        name,
+        sum(count_parameters(backbone)),
+        len(backbone.layers),
+        len(backbone.skips),
+        largest_fold(backbone),
+        backbone.input_spec.shape,
+        tuple(backbone.batch_fields),
+    )

@@ -1,0 +1,56 @@
+"""``pulse curve``: the loss of a run as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megatron_pulse.cli.errors import add_parser, check_file, mending, require
+
+_DESCRIPTION = """\
+Reads the TensorBoard files that training wrote under --tensorboard-dir. The values lie beside
+the picture as JSON (loss.png and loss.json); --json prints them too.
+
+example:
+  pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``curve``."""
+    parser = add_parser(
+        commands, "curve", "draw the training and validation loss of a run", _DESCRIPTION
+    )
+    parser.add_argument(
+        "--tensorboard-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the folder that training was given as --tensorboard-dir",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write"
+    )
+    parser.add_argument("--title", default="Loss", help="heading of the picture (default: Loss)")
+    parser.add_argument("--json", action="store_true", help="print the values as JSON")
+    parser.set_defaults(run=run, command="curve")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Draw the picture and say what is on it."""
+    faults = check_file(args.output, "--output", ".png")
+    if not args.tensorboard_dir.is_dir():
+        faults.append(f"--tensorboard-dir {args.tensorboard_dir} is not a folder")
+    require(faults)
+    from megatron_pulse.diffusion.curves import draw_loss_curve
+
+    with mending(OSError, KeyError):
+        values = draw_loss_curve(args.tensorboard_dir, args.output, title=args.title)
+    if args.json:
+        print(json.dumps(values))
+        return
+    for name, curve in values.items():
+        first, last = curve["values"][0], curve["values"][-1]
+        print(f"{name} loss: {first:.4f} -> {last:.4f} at iteration {curve['steps'][-1]}")
+    print(f"{args.output} and {args.output.with_suffix('.json')}")

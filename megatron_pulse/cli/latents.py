@@ -1,0 +1,176 @@
+"""``pulse data write-latents``: encode a dataset once, ahead of training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import (
+    UserError,
+    add_parser,
+    at_least,
+    check_folder,
+    mending,
+    require,
+)
+
+if TYPE_CHECKING:
+    from megatron_pulse.data.dataset import DiffusionDataset
+    from megatron_pulse.diffusion.autoencoder import Autoencoder
+
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+_DESCRIPTION = """\
+Without --vae the pixels themselves are the latents; with it they are the mean of a diffusers
+AutoencoderKL's posterior, times its scaling factor. Files are written in whole shards: an
+interrupted command goes on where it stopped when it is given again. Train on the result with
+--pulse-data latents:DIR.
+
+{specs}
+examples:
+  pulse data write-latents --from mnist --image-size 16 -o runs/mnist16
+  pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o runs/latents
+"""
+
+
+def add_write_latents(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], specs: str
+) -> None:
+    """Add ``write-latents``."""
+    parser = add_parser(
+        commands,
+        "data write-latents",
+        "write a dataset as memory-mapped latents",
+        _DESCRIPTION.format(specs=specs),
+    )
+    add = parser.add_argument
+    add("--from", dest="source", required=True, metavar="SPEC", help="the dataset to encode")
+    add("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write")
+    add("--image-size", type=int, metavar="N", help="resize images to NxN before encoding")
+    add("--channels", type=int, choices=[1, 3], default=3, help="of a folder's images (3)")
+    add("--dtype", choices=list(_DTYPES), default="fp16", help="type on disk (default fp16)")
+    add("--vae", type=Path, metavar="PATH", help="a local diffusers AutoencoderKL folder")
+    add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
+    add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
+    add("--verify", action="store_true", help="read every image once before beginning")
+    parser.set_defaults(run=run, command="data write-latents")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Encode what is not yet in the folder."""
+    require(_check(args))
+    from megatron_pulse.data.build import open_dataset
+    from megatron_pulse.data.dataset import DataError
+    from megatron_pulse.data.latents import LatentLayout, LatentType, LatentWriter
+
+    with mending(DataError, OSError):
+        dataset, _ = open_dataset(
+            args.source,
+            args.image_size,
+            args.channels,
+            validation_fraction=0.0,
+            verify=args.verify,
+        )
+    autoencoder = _open_autoencoder(args.vae, dataset)
+    shape = dataset.image_shape
+    if autoencoder is not None:
+        side = tuple(size // autoencoder.factor for size in shape[1:])
+        shape = (autoencoder.latent_channels, *side)
+    layout = LatentLayout(
+        shape=shape,
+        num_classes=dataset.num_classes,
+        dtype=LatentType(_DTYPES[args.dtype]),
+        context_shape=dataset.context_shape,
+        shard_size=args.shard_size,
+        source=_source(args, dataset, autoencoder),
+    )
+    with mending(DataError, OSError):
+        writer = LatentWriter(args.output, layout)
+        if writer.complete:
+            print(f"{args.output} is already complete: {writer.num_written} samples")
+            return
+        if writer.num_written:
+            print(f"resuming after {writer.num_written} of {len(dataset)} samples")
+        _write(writer, dataset, autoencoder, args.batch_size)
+    print(
+        f"{len(dataset)} samples of {'x'.join(map(str, shape))} ({args.dtype}): "
+        f"train on them with --pulse-data latents:{args.output}"
+    )
+
+
+def _write(
+    writer: object, dataset: DiffusionDataset, autoencoder: Autoencoder | None, batch_size: int
+) -> None:
+    import torch
+    from tqdm import tqdm
+
+    from megatron_pulse.data.latents import LatentWriter
+
+    assert isinstance(writer, LatentWriter)
+    done = writer.num_written
+    bar = tqdm(
+        total=len(dataset), initial=done, unit="image", desc="encoding", disable=not _is_terminal()
+    )
+    with writer, bar:
+        for first in range(done, len(dataset), batch_size):
+            indices = range(first, min(first + batch_size, len(dataset)))
+            images = torch.stack([dataset.image(i) for i in indices])
+            latents = images if autoencoder is None else autoencoder.encode(images)
+            for i, latent in zip(indices, latents, strict=True):
+                writer.add(latent, dataset.label(i), dataset.context(i))
+            bar.update(len(indices))
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()
+
+
+def _check(args: argparse.Namespace) -> list[str]:
+    faults = check_folder(args.output, "--output")
+    faults += at_least(
+        1, image_size=args.image_size, batch_size=args.batch_size, shard_size=args.shard_size
+    )
+    if args.source.startswith("latents:"):
+        faults.append(f"--from {args.source}: these are latents already")
+    if args.vae and not (args.vae / "config.json").is_file():
+        faults.append(f"--vae {args.vae} holds no config.json of a diffusers AutoencoderKL")
+    if args.output.is_dir() and not (args.output / "meta.json").exists():
+        if any(args.output.iterdir()):
+            faults.append(f"--output {args.output} holds other files; name a new folder")
+    return faults
+
+
+def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencoder | None:
+    if vae is None:
+        return None
+    from megatron_pulse.diffusion.autoencoder import Autoencoder, AutoencoderError
+
+    with mending(AutoencoderError):
+        autoencoder = Autoencoder(vae)
+    channels, height, _ = dataset.image_shape
+    faults = []
+    if channels != autoencoder.in_channels:
+        faults.append(f"--vae {vae} takes {autoencoder.in_channels} channels, not {channels}")
+    if height % autoencoder.factor:
+        faults.append(
+            f"images of {height} pixels cannot be encoded: --image-size must be a multiple of "
+            f"{autoencoder.factor}"
+        )
+    if faults:
+        raise UserError("; ".join(faults))
+    return autoencoder
+
+
+def _source(
+    args: argparse.Namespace, dataset: DiffusionDataset, autoencoder: Autoencoder | None
+) -> str:
+    """What a resumed command must have in common with the one that began the folder."""
+    kind, _, path = args.source.partition(":")
+    name = f"{kind}:{Path(path).resolve()}" if path else kind
+    size = "x".join(map(str, dataset.image_shape))
+    text = f"{len(dataset)} images {size} of {name}"
+    if autoencoder is None:
+        return f"{text}, pixels"
+    return f"{text}, means of {args.vae.resolve()}, scaling {autoencoder.scaling_factor}"

@@ -1,0 +1,20 @@
+"""Megatron, imported without the dozen warnings about what a laptop does not have."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+from megatron_pulse.cli.errors import mending
+
+
+def prepare_megatron() -> None:
+    """Make Megatron importable here; call before whatever imports it."""
+    os.environ.setdefault("WANDB_MODE", "disabled")
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    from megatron_pulse.integration import compat
+
+    with mending(compat.UnsupportedMegatron):
+        compat.install()

@@ -1,0 +1,194 @@
+"""``pulse sample``: pictures from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.cli.errors import UserError, add_parser, at_least, check_file, mending, require
+from megatron_pulse.cli.megatron import prepare_megatron
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_pulse.integration.sampling import TrainedModel
+
+MIN_SIDE = 56
+"""Smaller images are enlarged to at least this many pixels, so that people can see them."""
+
+_DESCRIPTION = """\
+Runs on one process (a GPU if there is one), whatever the layout of the run that wrote the
+checkpoint. The picture has one row per class. --score asks a classifier that was fitted to
+real digits whether each image is the digit asked for.
+
+examples:
+  pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
+  pulse sample --load runs/a --iteration 4000 --raw --classes 3,5 --guidance 1.5 -o raw.png
+  pulse sample --load runs/latents --classes 0-9 --vae sd-vae-ft-mse -o birds.png
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``sample``."""
+    parser = add_parser(commands, "sample", "draw samples from a checkpoint", _DESCRIPTION)
+    add = parser.add_argument
+    add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
+    add("-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write")
+    add("--classes", help="such as 0-9 or 3,5 (default: the first ten, or all if fewer)")
+    add("--per-class", type=int, default=8, metavar="N", help="images of each class (default 8)")
+    add("--steps", type=int, default=50, metavar="N", help="sampler steps (default 50)")
+    add(
+        "--guidance",
+        type=float,
+        default=2.0,
+        metavar="W",
+        help="classifier-free guidance; 1 is none (default 2)",
+    )
+    add("--seed", type=int, default=0, help="of the starting noise (default 0)")
+    add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
+    add("--raw", action="store_true", help="the weights as trained, not their moving average")
+    add("--vae", type=Path, metavar="PATH", help="decode latents with this AutoencoderKL folder")
+    add(
+        "--score",
+        choices=["mnist", "digits8"],
+        help="share of images that a classifier of these real digits takes for the digit asked",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write settings and score there")
+    parser.set_defaults(run=run, command="sample")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load, sample, score, write."""
+    require(_check(args))
+    prepare_megatron()
+    import torch
+
+    from megatron_pulse.data.score import digit_score
+    from megatron_pulse.diffusion.grid import save_grid
+    from megatron_pulse.integration.checkpoints import CheckpointError
+    from megatron_pulse.integration.sampling import load_model, sample_images
+
+    with mending(CheckpointError):
+        model = load_model(args.load, args.iteration, averaged=not args.raw)
+    classes = _classes(args, model)
+    require(_check_model(args, model, classes))
+    decode = _decoder(args.vae, model)
+    labels = [label for label in classes for _ in range(args.per_class)]
+    with mending(ValueError):
+        images = sample_images(
+            model,
+            labels,
+            num_steps=args.steps,
+            guidance=args.guidance if model.null_label is not None else 1.0,
+            seed=args.seed,
+            progress=sys.stderr.isatty(),
+        )
+    images = decode(images)
+    report: dict[str, Any] = {
+        "checkpoint": str(model.folder),
+        "backbone": model.backbone.name,
+        "weights": "raw" if args.raw else "averaged",
+        "num_steps": args.steps,
+        "guidance": args.guidance,
+        "seed": args.seed,
+        "labels": labels,
+    }
+    if args.score:
+        score = digit_score(images, torch.tensor(labels), args.score)
+        report["score"] = score.to_dict()
+        print(score)
+    scale = math.ceil(MIN_SIDE / images.shape[-1])
+    with mending(OSError):
+        save_grid(images, args.output, args.per_class, labels, scale)
+        if args.json:
+            _write_json(args.json, report)
+    print(f"{len(labels)} samples of {model.folder}: {args.output}")
+
+
+def _check(args: argparse.Namespace) -> list[str]:
+    faults = check_file(args.output, "--output", ".png")
+    if args.json:
+        faults += check_file(args.json, "--json", ".json")
+    faults += at_least(1, per_class=args.per_class, steps=args.steps)
+    faults += at_least(0, seed=args.seed, iteration=args.iteration)
+    if not (math.isfinite(args.guidance) and args.guidance >= 0):
+        faults.append(f"--guidance is {args.guidance}; it must be 0 or more")
+    if args.classes is not None:
+        try:
+            parse_classes(args.classes)
+        except UserError as error:
+            faults.append(str(error))
+    if not args.load.is_dir():
+        faults.append(f"--load {args.load} is not a folder; give what training had as --save")
+    if args.vae and not (args.vae / "config.json").is_file():
+        faults.append(f"--vae {args.vae} holds no config.json of a diffusers AutoencoderKL")
+    return faults
+
+
+def parse_classes(text: str) -> list[int]:
+    """``"0-9"``, ``"3,5"`` or ``"0-2,7"`` as a list, each class once."""
+    classes: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UserError(f"--classes {text!r}: write classes as 0-9 or 3,5")
+        if dash and int(last) < int(first):
+            raise UserError(f"--classes {text!r}: {part.strip()} runs backwards")
+        classes += range(int(first), int(last if dash else first) + 1)
+    return list(dict.fromkeys(classes))
+
+
+def _classes(args: argparse.Namespace, model: TrainedModel) -> list[int]:
+    if args.classes is not None:
+        return parse_classes(args.classes)
+    return list(range(min(model.null_label or 1, 10)))
+
+
+def _check_model(args: argparse.Namespace, model: TrainedModel, classes: list[int]) -> list[str]:
+    faults = []
+    count = model.null_label
+    if count is None and classes != [0]:
+        faults.append(f"{model.backbone.name} is unconditional: leave --classes out")
+    if count is not None and (beyond := [c for c in classes if c >= count]):
+        shown = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
+        faults.append(f"--classes: the model has classes 0-{count - 1}, not {shown}")
+    if args.vae and model.makes_pixels:
+        faults.append("--vae decodes latents, but the model was trained on pixels")
+    channels = model.backbone.input_spec.shape[0]
+    if not args.vae and channels not in (1, 3):
+        faults.append(f"the samples are latents of {channels} channels: decode them with --vae")
+    if args.score and (channels != 1 or args.vae):
+        faults.append("--score needs a model of grey digits (1 channel, no --vae)")
+    if args.score and any(c > 9 for c in classes):
+        faults.append("--score knows the classes 0-9 only")
+    return faults
+
+
+def _decoder(vae: Path | None, model: TrainedModel) -> Any:
+    if vae is None:
+        return lambda latents: latents
+    from megatron_pulse.diffusion.autoencoder import Autoencoder, AutoencoderError
+
+    with mending(AutoencoderError):
+        autoencoder = Autoencoder(vae)
+    channels, wanted = model.backbone.input_spec.shape[0], autoencoder.latent_channels
+    if channels != wanted:
+        raise UserError(f"--vae {vae} decodes {wanted} channels, the model makes {channels}")
+
+    def decode(latents: Tensor) -> Tensor:
+        import torch
+
+        return torch.cat([autoencoder.decode(part) for part in latents.split(8)])
+
+    return decode
+
+
+def _write_json(path: Path, report: dict[str, Any]) -> None:
+    from megatron_pulse.diffusion.files import replacing
+
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(report, indent=1) + "\n")

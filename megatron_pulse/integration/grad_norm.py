@@ -1,0 +1,39 @@
+"""A gradient norm that does not depend on where the pipeline was cut.
+
+Megatron adds fp32 sums of squares rank by rank, so the last bit of the norm, and with clipping
+the last bit of every weight, depends on the layout. Adding in fp64 and rounding once to fp32
+makes runs of every placement equal bit for bit (decision 7 of the architecture).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import megatron.core.optimizer.optimizer as optimizer
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_megatron_grad_norm = optimizer.get_grad_norm_fp32
+
+
+def get_grad_norm(
+    grads_for_norm: list[Tensor] | Tensor,
+    norm_type: int | float = 2,
+    grad_stats_parallel_group: dist.ProcessGroup | None = None,
+) -> Any:
+    """The norm of all gradients of the model, as Megatron's ``get_grad_norm_fp32`` returns it."""
+    if norm_type != 2:
+        return _megatron_grad_norm(grads_for_norm, norm_type, grad_stats_parallel_group)
+    grads = [grads_for_norm] if isinstance(grads_for_norm, Tensor) else grads_for_norm
+    total = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
+    if grads:
+        norms = torch._foreach_norm(grads, 2, dtype=torch.float64)
+        total += torch.stack(norms).square().sum()
+    dist.all_reduce(total, group=grad_stats_parallel_group)
+    return total.sqrt().float().item()
+
+
+def use_layout_independent_grad_norm() -> None:
+    """Make Megatron's optimizers call ``get_grad_norm``."""
+    optimizer.get_grad_norm_fp32 = get_grad_norm

@@ -1,0 +1,126 @@
+"""``pulse data`` and ``pulse backbones``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from megatron_pulse.cli import main
+from megatron_pulse.data.digits import load_digits
+from megatron_pulse.data.latents import LatentFolder, LatentWriter
+
+
+def test_backbones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["backbones", "uvit-s", "unet-sd"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["backbone", "uvit-s", "unet-sd"]
+    assert main(["backbones", "uvit-s", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["num_skips"] == 6 and row["num_layers"] == 15 and row["largest_fold"] == 7
+    assert 44e6 < row["num_parameters"] < 45e6, "Table 1 of the U-ViT paper"
+
+
+def test_all_backbones_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    from model_specs import available
+
+    assert main(["backbones", "--json"]) == 0
+    assert {row["name"] for row in json.loads(capsys.readouterr().out)} == set(available())
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "info", "digits8", "--image-size", "16", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_training"] + report["num_validation"] == 1797
+    assert report["shape"] == [1, 16, 16]
+    assert sum(report["samples_per_class"].values()) == 1797
+    assert main(["data", "info", "digits8"]) == 0
+    assert "1x8x8" in capsys.readouterr().out
+
+
+def test_verify_lists_every_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for i in range(2):
+            Image.new("RGB", (9, 9)).save(tmp_path / name / f"{i}.png")
+        (tmp_path / name / "bad.png").write_text("no image")
+    argv = ["data", "info", f"folder:{tmp_path}", "--image-size", "8"]
+    assert main(argv) == 0
+    assert main([*argv, "--verify"]) == 2
+    err = capsys.readouterr().err
+    assert "a/bad.png: not an image" in err and "b/bad.png: not an image" in err
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_pixels_as_latents(dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "latents"
+    argv = ["data", "write-latents", "--from", "digits8", "-o", str(folder), "--dtype", dtype]
+    assert main(argv) == 0
+    written = LatentFolder(folder, verify=True)
+    images, labels = load_digits("digits8")
+    assert len(written) == len(images)
+    assert [written.label(i) for i in range(50)] == labels[:50].tolist()
+    tolerance = {"fp16": 1e-3, "bf16": 1e-2, "fp32": 0}[dtype]
+    for i in (0, 1023, 1024, 1796):
+        torch.testing.assert_close(
+            written.image(i), torch.from_numpy(images[i]), rtol=0, atol=tolerance
+        )
+    assert main(argv) == 0
+    assert "already complete" in capsys.readouterr().out
+    assert main(["data", "info", f"latents:{folder}", "--verify"]) == 0
+    other = [*argv[:-1], "fp16" if dtype != "fp16" else "fp32"]
+    assert main(other) == 2, "the same folder with another type"
+    assert "dtype" in capsys.readouterr().err
+
+
+def test_interrupted_writing_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["data", "write-latents", "--from", "digits8", "--shard-size", "500", "-o"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert main([*argv, str(whole)]) == 0
+    with monkeypatch.context() as patch:
+        add = LatentWriter.add
+        calls = iter(range(1200))
+
+        def failing_add(self: LatentWriter, *sample: object) -> None:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            add(self, *sample)  # type: ignore[arg-type]
+
+        patch.setattr(LatentWriter, "add", failing_add)
+        assert main([*argv, str(resumed)]) == 130
+    assert main(["data", "info", f"latents:{resumed}"]) == 2
+    assert "not finished: 1000 samples" in capsys.readouterr().err
+    assert main([*argv, str(resumed)]) == 0
+    assert "resuming after 1000 of 1797" in capsys.readouterr().out
+    for file in whole.iterdir():
+        assert (resumed / file.name).read_bytes() == file.read_bytes()
+
+
+def test_vae(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    vae = AutoencoderKL(
+        in_channels=1, out_channels=1, latent_channels=2, norm_num_groups=4,
+        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2, scaling_factor=0.5,
+    )  # fmt: skip
+    vae.save_pretrained(tmp_path / "vae")
+    folder = tmp_path / "latents"
+    argv = ["data", "write-latents", "--from", "digits8", "--vae", str(tmp_path / "vae")]
+    assert main([*argv, "-o", str(folder), "--dtype", "fp32"]) == 0
+    written = LatentFolder(folder)
+    assert written.image_shape == (2, 4, 4)
+    images, _ = load_digits("digits8")
+    with torch.no_grad():
+        expected = vae.encode(torch.from_numpy(images[:1])).latent_dist.mean[0] * 0.5
+    torch.testing.assert_close(written.image(0), expected, rtol=1e-4, atol=1e-5)
+    odd = [*argv, "--image-size", "9", "-o", str(tmp_path / "odd")]
+    assert main(odd) == 2
+    assert "multiple of 2" in capsys.readouterr().err
+    assert not (tmp_path / "odd").exists()

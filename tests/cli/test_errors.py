@@ -1,0 +1,89 @@
+"""Bad input: one clear message with every fault, exit code 2, and no file left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_pulse.cli import main
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+SAMPLE = ["sample", "--load", "run", "-o", "grid.png"]
+CASES = {
+    "missing checkpoint folder": ([*SAMPLE], ["--load run is not a folder"]),
+    "bad classes": ([*SAMPLE, "--classes", "a-3"], ["write classes as 0-9 or 3,5"]),
+    "backward classes": ([*SAMPLE, "--classes", "9-0"], ["runs backwards"]),
+    "several at once": (
+        [*SAMPLE[:3], "-o", "grid.gif", "--steps", "0", "--per-class", "0", "--guidance", "nan"],
+        ["must end in .png", "--steps is 0", "--per-class is 0", "--guidance is nan", "5 faults"],
+    ),
+    "no vae": ([*SAMPLE, "--vae", "nowhere"], ["--vae nowhere holds no config.json"]),
+    "report name": ([*SAMPLE, "--json", "report.txt"], ["--json report.txt", ".json"]),
+    "unknown dataset": (["data", "info", "imagenet"], ["no dataset 'imagenet'", "digits8"]),
+    "missing image folder": (
+        ["data", "info", "folder:nowhere", "--image-size", "8"],
+        ["it is not a folder"],
+    ),
+    "no image size": (["data", "info", "folder:."], ["needs an image size"]),
+    "image size": (["data", "info", "mnist", "--image-size", "0"], ["--image-size is 0"]),
+    "latents of latents": (
+        ["data", "write-latents", "--from", "latents:a", "-o", "b", "--batch-size", "0"],
+        ["latents already", "--batch-size is 0"],
+    ),
+    "write unknown dataset": (["data", "write-latents", "--from", "cifar", "-o", "b"], ["'cifar'"]),
+    "unknown backbone": (["backbones", "uvit-xxl"], ["'uvit-xxl'", "uvit-h"]),
+    "no events": (["curve", "--tensorboard-dir", ".", "-o", "l.png"], ["no TensorBoard event"]),
+    "no tensorboard folder": (
+        ["curve", "--tensorboard-dir", "tb", "-o", "l.jpg"],
+        ["tb is not a folder", "must end in .png"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_refused(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv, expected = CASES[case]
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pulse ") and ": error: " in err and "Traceback" not in err
+    for text in expected:
+        assert text in err
+    assert list(here.iterdir()) == []
+
+
+def test_empty_checkpoint_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "run").mkdir()
+    assert main(SAMPLE) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+    assert not (here / "grid.png").exists()
+
+
+def test_unwritable_outputs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file in the place of the output's folder; permissions do not bind root."""
+    (here / "file").touch()
+    for argv in (
+        ["sample", "--load", ".", "-o", "file/grid.png"],
+        ["curve", "--tensorboard-dir", ".", "-o", "file/loss.png"],
+        ["data", "write-latents", "--from", "digits8", "-o", "file/latents"],
+    ):
+        assert main(argv) == 2
+        assert "file is a file, not a folder" in capsys.readouterr().err
+    assert [path.name for path in here.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("command", [[], ["sample"], ["curve"], ["data"], ["data", "info"],
+                                     ["data", "write-latents"], ["backbones"]])  # fmt: skip
+def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert f"pulse {' '.join(command)}".strip() in capsys.readouterr().out.split("\n\n", 1)[1]

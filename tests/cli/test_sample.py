@@ -1,0 +1,81 @@
+"""``pulse sample`` and ``pulse curve`` on a tiny run that two ranks trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megatron_pulse.cli import main
+from tests.integration.runs import pipeline, run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fold over two ranks, two steps long, with averaged weights."""
+    folder = tmp_path_factory.mktemp("run")
+    run(
+        2,
+        *pipeline(2),
+        *("--global-batch-size", "4", "--train-iters", "2", "--save-interval", "2"),
+        *("--save", str(folder / "checkpoints"), "--tensorboard-dir", str(folder / "tb")),
+        *("--tensorboard-log-interval", "1", "--eval-interval", "2"),
+    )
+    return folder
+
+
+def sample(trained: Path, *more: str) -> int:
+    """``pulse sample`` in two steps."""
+    return main(["sample", "--load", str(trained / "checkpoints"), "--steps", "2", *more])
+
+
+def test_grid_and_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid, report = tmp_path / "new" / "grid.png", tmp_path / "report.json"
+    assert sample(
+        trained, "-o", str(grid), "--classes", "3,5-7", "--per-class", "2",
+        "--score", "digits8", "--json", str(report),
+    ) == 0  # fmt: skip
+    image = Image.open(grid)
+    assert image.width == 2 * (8 * 7 + 2) + 2, "two columns of 8x8 enlarged to 56"
+    assert 4 * 56 < image.height < 4 * 80, "a row for each of the four classes"
+    content = json.loads(report.read_text())
+    assert content["labels"] == [3, 3, 5, 5, 6, 6, 7, 7]
+    assert content["score"]["num_images"] == 8
+    assert "generated digits are the digit asked for" in capsys.readouterr().out
+
+
+def test_same_seed_same_picture(trained: Path, tmp_path: Path) -> None:
+    def picture(name: str, *more: str) -> bytes:
+        path = tmp_path / name
+        assert sample(trained, "-o", str(path), "--classes", "1", "--per-class", "2", *more) == 0
+        return path.read_bytes()
+
+    first = picture("a.png")
+    assert picture("b.png") == first
+    assert picture("c.png", "--seed", "1") != first
+    assert picture("d.png", "--raw", "--iteration", "2") != first
+
+
+def test_what_the_checkpoint_cannot_do(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = tmp_path / "grid.png"
+    assert sample(trained, "-o", str(grid), "--classes", "8-12") == 2
+    assert "the model has classes 0-9, not 10, 11, 12" in capsys.readouterr().err
+    assert sample(trained, "-o", str(grid), "--iteration", "7") == 2
+    assert "iter_0000007 is not a complete" in capsys.readouterr().err
+    assert sample(trained, "-o", str(grid), "--steps", "2000") == 2
+    assert "use 1 to 1000" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_curve(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "loss.png"
+    argv = ["curve", "--tensorboard-dir", str(trained / "tb"), "-o", str(picture), "--json"]
+    assert main(argv) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["training"]["steps"] == [1, 2]
+    assert values["validation"]["steps"][-1] == 2
+    assert Image.open(picture).width > 500

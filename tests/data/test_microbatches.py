@@ -1,0 +1,101 @@
+import pickle
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.data.dataset import ArrayDataset
+from megatron_pulse.data.microbatches import DiffusionLoader, Split, make_microbatch
+from megatron_pulse.data.sampler import MicrobatchSampler
+from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective, TimestepDensity
+
+PROCESSES = [
+    DiffusionProcess(Objective.V),
+    DiffusionProcess(Objective.EPSILON),
+    DiffusionProcess(Objective.FLOW, density=TimestepDensity.LOGIT_NORMAL),
+]
+
+
+class WithContext(ArrayDataset):
+    context_shape = (2, 3)
+
+    def context(self, index):
+        return torch.full((2, 3), float(index + 1))
+
+
+IMAGES = np.random.default_rng(0).uniform(-1, 1, (20, 1, 5, 5))
+DATASET = WithContext(IMAGES, np.arange(20) % 4, num_classes=4)
+FIELDS = {"noisy", "target", "timesteps", "labels", "context", "index"}
+
+
+def batch(items, process=PROCESSES[0], **options):
+    options = {"drop_probability": 0.3, "null_label": 4} | options
+    return make_microbatch(DATASET, items, process, 42, **options)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.sampled_from(PROCESSES), st.sampled_from(Split))
+def test_rows_do_not_depend_on_the_split_into_microbatches(data, process, split):
+    items = data.draw(
+        st.lists(st.tuples(st.integers(0, 19), st.integers(0, 10**6)), min_size=2, max_size=12)
+    )
+    cut = data.draw(st.integers(1, len(items) - 1))
+    whole = batch(items, process, split=split)
+    parts = [batch(part, process, split=split) for part in (items[:cut], items[cut:])]
+    assert whole.keys() == FIELDS
+    for name, value in whole.items():
+        assert torch.equal(value, torch.cat([part[name] for part in parts])), name
+
+
+def test_a_device_without_images_sees_the_same_conditioning():
+    items = [(i % 20, 100 + i) for i in range(50)]
+    full, cheap = batch(items), batch(items, needs_image=False)
+    assert cheap.keys() == FIELDS - {"noisy", "target"}
+    assert all(torch.equal(value, full[name]) for name, value in cheap.items())
+
+
+def test_types_and_shapes():
+    found = batch([(0, 0), (3, 1), (2, 5)])
+    assert found["noisy"].shape == found["target"].shape == (3, 1, 5, 5)
+    assert found["timesteps"].dtype == torch.float32 and found["timesteps"].shape == (3,)
+    assert found["labels"].dtype == found["index"].dtype == torch.int64
+
+
+def test_classes_are_dropped_with_their_context():
+    found = batch([(i % 20, i) for i in range(600)])
+    dropped = found["labels"] == 4
+    assert 0.24 < dropped.float().mean() < 0.36
+    assert (found["context"][dropped] == 0).all()
+    assert torch.equal(found["labels"][~dropped], found["index"][~dropped] % 4)
+    with pytest.raises(ValueError, match="null_label"):
+        batch([(0, 0)], null_label=None)
+
+
+def test_another_visit_has_other_noise_but_not_in_validation():
+    first, second = batch([(5, 5)]), batch([(5, 25)])
+    assert not torch.equal(first["noisy"], second["noisy"])
+    held = [batch([(5, position)], split=Split.VALIDATION) for position in (5, 25)]
+    assert all(torch.equal(held[0][name], held[1][name]) for name in FIELDS)
+    assert held[0]["labels"].item() == 1
+    assert not torch.equal(held[0]["noisy"], first["noisy"])
+
+
+def test_the_target_belongs_to_the_image():
+    found = batch([(7, 7)], PROCESSES[2])
+    t = found["timesteps"] / 1000
+    torch.testing.assert_close(found["noisy"] - t * found["target"], DATASET.image(7)[None])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_resumes_pickled_and_with_workers(num_workers):
+    def loader(consumed, workers=0):
+        sampler = MicrobatchSampler(20, consumed, 3, 0, 1, seed=1)
+        return DiffusionLoader(DATASET, sampler, PROCESSES[0], 42, 0.3, 4, num_workers=workers)
+
+    whole = list(islice(loader(0), 10))
+    resumed = list(islice(pickle.loads(pickle.dumps(loader(12, num_workers))), 6))
+    for expected, found in zip(whole[4:], resumed, strict=True):
+        assert all(torch.equal(expected[name], found[name]) for name in FIELDS)

@@ -1,0 +1,39 @@
+import json
+
+import pytest
+from PIL import Image
+
+from megatron_pulse.diffusion.curves import draw_loss_curve, read_scalars
+from megatron_pulse.diffusion.files import replacing
+
+
+def test_curves_are_read_and_drawn(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        for step in range(1, 41):
+            writer.add_scalar("loss", 1 / step, step)
+            if step % 10 == 0:
+                writer.add_scalar("loss validation", 2 / step, step)
+    values = draw_loss_curve(tmp_path, tmp_path / "loss.png")
+    assert values["training"]["steps"] == list(range(1, 41))
+    assert values["validation"]["values"] == pytest.approx([0.2, 0.1, 2 / 30, 0.05])
+    assert json.loads((tmp_path / "loss.json").read_text()) == values
+    with Image.open(tmp_path / "loss.png") as image:
+        assert image.width > 500
+    with pytest.raises(KeyError, match="loss validation"):
+        draw_loss_curve(tmp_path, tmp_path / "x.png", train_tag="nothing")
+
+
+def test_no_event_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--tensorboard-dir"):
+        read_scalars(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(RuntimeError), replacing(path) as beside:
+        beside.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,99 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_pulse.diffusion.objectives import (
+    DiffusionProcess,
+    NoiseSchedule,
+    Objective,
+    TimestepDensity,
+)
+
+X0, NOISE = torch.randn(2, 5, 3, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
+STEPS = torch.tensor([0.0, 1.0, 250.0, 500.0, 999.0])
+
+
+def scaled_linear_alpha_bar(start=0.00085, end=0.012, num=1000):
+    betas = torch.linspace(start**0.5, end**0.5, num, dtype=torch.float64) ** 2
+    return torch.cumprod(1 - betas, 0)
+
+
+@pytest.mark.parametrize("objective", [Objective.EPSILON, Objective.V])
+def test_discrete_objectives_follow_their_formulas(objective):
+    noisy, target = DiffusionProcess(objective).noised(X0, NOISE, STEPS)
+    alpha_bar = scaled_linear_alpha_bar()[STEPS.long()].view(-1, 1, 1, 1)
+    signal, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+    expected = NOISE if objective == Objective.EPSILON else signal * NOISE - sigma * X0
+    torch.testing.assert_close(noisy.double(), signal * X0 + sigma * NOISE, rtol=0, atol=1e-5)
+    torch.testing.assert_close(target.double(), expected.double(), rtol=0, atol=1e-5)
+
+
+def test_flow_goes_straight_from_sample_to_noise():
+    noisy, target = DiffusionProcess(Objective.FLOW).noised(X0, NOISE, STEPS)
+    t = (STEPS / 1000).view(-1, 1, 1, 1)
+    torch.testing.assert_close(noisy, X0 + t * (NOISE - X0))
+    assert torch.equal(target, NOISE - X0)
+
+
+def test_cosine_schedule_is_nichol_and_dhariwals():
+    process = DiffusionProcess(Objective.V, NoiseSchedule.COSINE)
+    noisy, _ = process.noised(
+        torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1), torch.tensor([499.0])
+    )
+
+    def bar(t):
+        return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
+
+    assert noisy.item() ** 2 == pytest.approx(bar(0.5) / bar(0), rel=1e-3)
+
+
+def test_zero_terminal_snr_ends_in_pure_noise():
+    process = DiffusionProcess(Objective.V, zero_terminal_snr=True)
+    noisy, _ = process.noised(X0[:1], NOISE[:1], torch.tensor([999.0]))
+    torch.testing.assert_close(noisy, NOISE[:1])
+
+
+@given(st.floats(0, 1, exclude_max=True), st.sampled_from(Objective))
+def test_timesteps_are_in_range(u, objective):
+    timestep = DiffusionProcess(objective).timestep(u)
+    assert 0 <= timestep < 1000
+    if objective != Objective.FLOW:
+        assert timestep == math.floor(timestep)
+
+
+def test_logit_normal_density():
+    process = DiffusionProcess(Objective.FLOW, density=TimestepDensity.LOGIT_NORMAL, logit_mean=0.5)
+    assert process.timestep(0.5) == pytest.approx(1000 / (1 + math.exp(-0.5)))
+    logits = torch.logit(
+        torch.tensor([process.timestep((i + 0.5) / 2000) for i in range(2000)]) / 1e3
+    )
+    assert logits.mean().item() == pytest.approx(0.5, abs=0.01)
+    assert logits.std().item() == pytest.approx(1.0, abs=0.01)
+
+
+def test_loss_is_fp32_mean_squared_error():
+    prediction = torch.full((4, 8), 256.0, dtype=torch.bfloat16)
+    loss = DiffusionProcess(Objective.FLOW).loss(prediction, torch.full((4, 8), 255.5))
+    assert loss.dtype == torch.float32 and loss.item() == 0.25
+
+
+def test_noised_rows_do_not_depend_on_the_batch():
+    for objective in Objective:
+        process = DiffusionProcess(objective)
+        whole = process.noised(X0, NOISE, STEPS)
+        for i in range(5):
+            row = process.noised(X0[i : i + 1], NOISE[i : i + 1], STEPS[i : i + 1])
+            assert all(torch.equal(a[i : i + 1], b) for a, b in zip(whole, row, strict=True))
+
+
+def test_process_is_a_value_and_lists_all_faults():
+    process = DiffusionProcess("v", "cosine")
+    assert process.objective is Objective.V
+    assert DiffusionProcess(**process.to_dict()) == process
+    with pytest.raises(ValueError) as error:
+        DiffusionProcess("sigma", num_timesteps=1, beta_start=2.0, logit_std=0)
+    for part in ("epsilon, v, flow", "num_timesteps", "betas", "logit_std"):
+        assert part in str(error.value)

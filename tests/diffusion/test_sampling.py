@@ -1,0 +1,125 @@
+"""Samples of models known in closed form."""
+
+import pytest
+import torch
+from PIL import Image
+
+from megatron_pulse.diffusion.grid import save_grid
+from megatron_pulse.diffusion.objectives import DiffusionProcess, NoiseSchedule, Objective
+from megatron_pulse.diffusion.sampling import sample
+
+SHAPE = (1, 4, 4)
+PROCESSES = [
+    DiffusionProcess(Objective.EPSILON),
+    DiffusionProcess(Objective.V),
+    DiffusionProcess(Objective.V, NoiseSchedule.COSINE),
+    DiffusionProcess(Objective.V, zero_terminal_snr=True),
+    DiffusionProcess(Objective.FLOW),
+]
+
+
+def gaussian_model(process, mean, std):
+    """The exact prediction for data ~ N(mean(label), std^2), from E[x_0 | x_t]."""
+
+    def model(x, timesteps, labels):
+        assert timesteps.dtype == torch.float32 and labels.dtype == torch.int64
+        assert timesteps.shape == labels.shape == x.shape[:1]
+        one, zero = torch.ones(len(x), 1, 1, 1), torch.zeros(len(x), 1, 1, 1)
+        signal = process.noised(one, zero, timesteps)[0].double()
+        sigma = process.noised(zero, one, timesteps)[0].double()
+        mu = mean(labels).view(-1, 1, 1, 1).double()
+        variance = signal**2 * std**2 + sigma**2
+        residual = (x.double() - signal * mu) / variance
+        x0, noise = mu + signal * std**2 * residual, sigma * residual
+        return {
+            Objective.EPSILON: noise,
+            Objective.V: signal * noise - sigma * x0,
+            Objective.FLOW: noise - x0,
+        }[process.objective].float()
+
+    return model
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=lambda p: f"{p.objective}-{p.schedule}")
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+def test_a_gaussian_is_recovered(process, eta):
+    if eta and process.objective == Objective.FLOW:
+        pytest.skip("Euler is deterministic")
+    labels = torch.arange(512) % 2
+    model = gaussian_model(process, lambda y: 0.5 - y, std=0.3)
+    x = sample(model, process, SHAPE, labels, 100, seed=3, eta=eta, progress=False)
+    for label, mean in ((0, 0.5), (1, -0.5)):
+        assert x[labels == label].mean().item() == pytest.approx(mean, abs=0.03)
+        assert x[labels == label].std().item() == pytest.approx(0.3, abs=0.03)
+
+
+@pytest.mark.parametrize("process", PROCESSES, ids=lambda p: f"{p.objective}-{p.schedule}")
+def test_one_point_is_reached(process):
+    model = gaussian_model(process, lambda y: 0.1 * y, std=0.0)
+    labels = torch.tensor([3, 7])
+    x = sample(model, process, SHAPE, labels, 25, progress=False)
+    torch.testing.assert_close(x, (0.1 * labels).view(2, 1, 1, 1).expand_as(x), rtol=0, atol=0.02)
+
+
+def test_guidance_extrapolates_from_the_null_label():
+    """With one-point data both branches agree but for their point, which guidance extrapolates."""
+    process = DiffusionProcess(Objective.FLOW)
+    model = gaussian_model(process, lambda y: torch.where(y == 10, 0.0, 0.2), std=0.0)
+    x = sample(
+        model,
+        process,
+        SHAPE,
+        torch.tensor([1]),
+        10,
+        guidance_scale=3.0,
+        null_label=10,
+        progress=False,
+    )
+    torch.testing.assert_close(x, torch.full_like(x, 0.6), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("eta", [0.0, 1.0])
+def test_chunks_sample_the_same(eta):
+    process = DiffusionProcess(Objective.V)
+    model = gaussian_model(process, lambda y: 0.1 * y, std=0.5)
+    labels = torch.arange(6)
+
+    def run(labels, first):
+        return sample(
+            model, process, SHAPE, labels, 10, seed=1, eta=eta, first_index=first, progress=False
+        )
+
+    assert torch.equal(run(labels, 0), torch.cat([run(labels[:2], 0), run(labels[2:], 2)]))
+
+
+def test_clip_bounds_the_result():
+    process = DiffusionProcess(Objective.EPSILON)
+    model = gaussian_model(process, lambda y: 5.0 * torch.ones_like(y), std=0.1)
+    assert sample(model, process, SHAPE, torch.zeros(2), 20, clip=1.0, progress=False).max() <= 1
+
+
+def test_faults_are_listed():
+    with pytest.raises(ValueError) as error:
+        sample(
+            None,
+            DiffusionProcess(Objective.FLOW),
+            SHAPE,
+            torch.zeros(1),
+            0,
+            guidance_scale=2.0,
+            eta=1,
+        )
+    for part in ("num_steps", "null_label", "eta"):
+        assert part in str(error.value)
+
+
+def test_grid(tmp_path):
+    images = torch.linspace(-1, 1, 6).view(6, 1, 1, 1).expand(6, 1, 8, 8)
+    path = save_grid(images, tmp_path / "new" / "grid.png", 3, labels=torch.arange(6), scale=2)
+    with Image.open(path) as grid:
+        assert grid.size == (3 * 18 + 2, 2 * 30 + 2)
+        assert grid.getpixel((5, 5)) == (0, 0, 0)
+        assert grid.getpixel((2 * 18 + 5, 30 + 5)) == (255, 255, 255)
+    assert [p.name for p in path.parent.iterdir()] == ["grid.png"]
+    with pytest.raises(ValueError, match="decode latents"):
+        save_grid(torch.zeros(1, 4, 8, 8), tmp_path / "x.png", 1)
