@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
-from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.runtime.stage import Stage
 
@@ -77,19 +77,26 @@ def check_checkpoint(
             f"{record['name']}): {'; '.join(different)}"
         )
     if ema_decay and not args.pulse_ema_decay:
-        faults.append(
-            f"--load {load} holds no averaged weights: continue with --pulse-ema-decay 0"
-        )
+        faults.append(f"--load {load} holds no averaged weights: continue with --pulse-ema-decay 0")
     return faults
 
 
 def load_weights(stage: Stage, folder: Path, *, averaged: bool) -> None:
-    """Fill ``stage`` from a checkpoint, with the averaged weights if ``averaged``."""
-    parameters: dict[str, Tensor] = dict(stage.state_dict())
-    state = {k: v for k, v in stage.sharded_state_dict().items() if k in parameters}
+    """Fill ``stage`` from a checkpoint, with the averaged weights if ``averaged``.
+
+    Raises CheckpointError if the files are damaged or hold other weights.
+    """
+    # Extra states belong to Transformer Engine's fp8 recipes; weights do not depend on them.
+    names = {name for name in stage.state_dict() if not name.endswith("_extra_state")}
+    state = {name: entry for name, entry in stage.sharded_state_dict().items() if name in names}
     if averaged:
-        for name, sharded in state.items():
-            sharded.key = f"ema.{sharded.key}"
-            state[name] = sharded
-    loaded = dist_checkpointing.load({"model": state}, str(folder))
-    stage.load_state_dict(loaded["model"], strict=True)
+        for name, _ in stage.named_parameters():
+            state[name].key = f"ema.{state[name].key}"
+    try:
+        loaded = dist_checkpointing.load({"model": state}, str(folder))["model"]
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"the weights in {folder} cannot be read: {reason}") from error
+    stage.load_state_dict(loaded, strict=False)
+    if missing := names - set(loaded):
+        raise CheckpointError(f"{folder} lacks {', '.join(sorted(missing))}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+import os
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -33,52 +34,96 @@ BASE = [
 
 @dataclass
 class Run:
-    """What a run printed: losses as the exact floats of every step, and its gradient norms."""
+    """What a run computed: exact losses, gradient norms, validation losses and final weights."""
 
     losses: list[float]
     grad_norms: list[float]
     validation: list[float]
-    output: str
+    weights: dict[str, Any]
+    averages: dict[str, Any]
 
 
-def train(argv: list[str]) -> dict[str, Any]:
-    """One rank's part of a run; records every step's exact loss and gradient norm."""
+@dataclass
+class Kill:
+    """SIGKILL ``rank`` in the middle of training step ``step`` (counted from 1)."""
+
+    rank: int
+    step: int
+
+
+def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
+    """One rank's part of a run; records what ``Run`` holds."""
     import torch
 
     torch.use_deterministic_algorithms(True)
     import megatron.training.training as training
 
     from megatron_pulse.integration import pretrain
+    from megatron_pulse.integration.model import unwrap
 
-    losses: list[float] = []
-    norms: list[float] = []
-    validation: list[float] = []
+    seen: dict[str, Any] = {"losses": [], "norms": [], "validation": []}
     original_step, original_evaluate = training.train_step, training.evaluate
 
-    def step(*args: Any, **kwargs: Any) -> Any:
-        result = original_step(*args, **kwargs)
-        if "loss" in result[0]:
-            losses.append(result[0]["loss"].item())
-            norms.append(float(result[5]))
+    def step(forward_step: Any, data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if kill is not None and int(os.environ["RANK"]) == kill.rank:
+            _kill_in_step(kill.step - len(seen["losses"]))
+        result = original_step(forward_step, data, model, *args, **kwargs)
+        if result[0]:
+            seen["losses"].append(result[0]["loss"].item())
+        else:
+            seen["losses"].append(None)
+        seen["norms"].append(float(result[5]))
+        seen["model"] = model
         return result
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         result = original_evaluate(*args, **kwargs)
         if result[0]:
-            validation.append(result[0]["loss"].item())
+            seen["validation"].append(result[0]["loss"].item())
         return result
 
     training.train_step, training.evaluate = step, evaluate
     sys.argv = ["pretrain_diffusion.py", *argv]
     pretrain.main()
-    return {"losses": losses, "norms": norms, "validation": validation}
+    weights, averages = {}, {}
+    for chunk in seen.pop("model"):
+        stage = unwrap(chunk)
+        weights.update({n: p.detach().float().clone() for n, p in stage.named_parameters()})
+        averages.update(stage.ema.state if stage.ema is not None else {})
+    return {**seen, "weights": weights, "averages": averages}
 
 
-def run(num_ranks: int, *argv: str, backbone: str = "uvit", timeout_s: float = 120) -> Run:
+def _kill_in_step(steps_left: int) -> None:
+    from megatron_pulse.runtime.executor import Executor
+
+    if steps_left != 1:
+        return
+    original = Executor._backward
+
+    def backward(self: Executor, op: Any) -> None:
+        if op.microbatch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, op)
+
+    Executor._backward = backward  # type: ignore[method-assign]
+
+
+def run(
+    num_ranks: int,
+    *argv: str,
+    backbone: str = "uvit",
+    kill: Kill | None = None,
+    timeout_s: float = 180,
+) -> Run:
     """A run on ``num_ranks``; Megatron's last rank is asked for the losses."""
-    results = run_ranks(num_ranks, train, [*TINY[backbone], *BASE, *argv], timeout_s=timeout_s)
+    flags = [*TINY[backbone], *BASE, *argv]
+    results = run_ranks(num_ranks, train, flags, kill, timeout_s=timeout_s)
     last = results[-1]
-    return Run(last["losses"], last["norms"], last["validation"], "")
+    weights, averages = {}, {}
+    for result in results:
+        weights.update(result["weights"])
+        averages.update(result["averages"])
+    return Run(last["losses"], last["norms"], last["validation"], weights, averages)
 
 
 def pipeline(num_devices: int, *more: str) -> list[str]:
@@ -86,6 +131,14 @@ def pipeline(num_devices: int, *more: str) -> list[str]:
     return ["--pipeline-model-parallel-size", str(num_devices), *more]
 
 
-def faults(output: str) -> list[str]:
-    """The faults that a refused run listed."""
-    return re.findall(r"^  - (.*)$", output, re.MULTILINE)
+def assert_same(got: Run, expected: Run) -> None:
+    """Bit for bit the same losses, norms, validation, weights and averages."""
+    import torch
+
+    assert got.losses == expected.losses
+    assert got.grad_norms == expected.grad_norms
+    assert got.validation == expected.validation
+    for mine, theirs in ((got.weights, expected.weights), (got.averages, expected.averages)):
+        assert mine.keys() == theirs.keys()
+        different = [name for name in mine if not torch.equal(mine[name], theirs[name])]
+        assert not different, different

@@ -1,0 +1,143 @@
+"""Every kind of bad input: one clear error before anything starts, and no file touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_pulse.integration.checks import FlagError
+from tests.integration.runs import BASE, TINY, pipeline, run
+from tests.ranks import RanksFailed, run_ranks
+
+GOOD = [*TINY["uvit"], *BASE, "--global-batch-size", "8", "--train-iters", "5"]
+
+# (ranks, flags that are added to a good run, what the error must say)
+BAD: dict[str, tuple[int, list[str], str]] = {
+    "too many devices": (8, pipeline(8), "largest legal P"),
+    "ranks do not divide": (3, pipeline(2), "cannot be divided into pipeline 2"),
+    "batch does not divide": (2, ["--global-batch-size", "7"], "not a positive multiple"),
+    "eval batch does not divide": (2, ["--eval-global-batch-size", "7"], "eval-global-batch-size"),
+    "unknown backbone": (1, ["--pulse-backbone", "uvit-xs"], "uvit-s"),
+    "unknown option": (1, ["--pulse-option", "dept=8"], "dept"),
+    "bad option value": (1, ["--pulse-option", "depth=many"], "depth"),
+    "inconsistent option": (1, ["--pulse-option", "depth=7"], "even"),
+    "malformed option": (1, ["--pulse-option", "depth"], "KEY=VALUE"),
+    "unknown data": (1, ["--pulse-data", "cifar"], "digits8"),
+    "missing folder": (1, ["--pulse-data", "folder:/does/not/exist"], "/does/not/exist"),
+    "missing latents": (1, ["--pulse-data", "latents:/does/not/exist"], "/does/not/exist"),
+    "data of another shape": (1, ["--pulse-option", "in_channels=3"], "3x8x8"),
+    "too few classes": (1, ["--pulse-option", "num_classes=5"], "num_classes=10"),
+    "1F1B on a fold": (2, pipeline(2, "--pulse-schedule", "1f1b"), "1f1b"),
+    "odd fold": (2, pipeline(2, "--pulse-num-chunks", "3"), "a fold has 2 stages"),
+    "cap too small": (2, pipeline(2, "--pulse-activation-cap", "1"), "cap"),
+    "dropout": (1, ["--attention-dropout", "0.1"], "--attention-dropout"),
+    "sequence parallel": (2, ["--sequence-parallel"], "--sequence-parallel"),
+    "context parallel": (2, ["--context-parallel-size", "2"], "--context-parallel-size"),
+    "own layout": (2, pipeline(2, "--pipeline-model-parallel-layout", "t|t"), "the partition"),
+    "checkpoint format": (1, ["--ckpt-format", "torch"], "torch_dist"),
+    "no learning rate": (1, ["--lr", "0"], "--lr"),
+    "no steps": (1, ["--train-iters", "0"], "--train-iters"),
+    "class dropout": (1, ["--pulse-class-dropout", "1.5"], "--pulse-class-dropout"),
+    "ema decay": (1, ["--pulse-ema-decay", "2"], "--pulse-ema-decay"),
+    "recompute part": (1, ["--recompute-granularity", "selective"], "granularity full"),
+    "time limit": (1, ["--pulse-timeout-s", "-1"], "--pulse-timeout-s"),
+    "save interval alone": (1, ["--save-interval", "5"], "without --save"),
+}
+
+
+def refuse(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, flags: list[str]
+) -> list[str]:
+    """The faults that a run with these flags is refused for, before any process group exists."""
+    from megatron_pulse.integration import pretrain
+
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *flags])
+    with pytest.raises(FlagError) as error:
+        pretrain._prepare(*pretrain._parse())
+    return error.value.faults
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_refused_with_the_reason(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_ranks, flags, reason = BAD[kind]
+    faults = refuse(monkeypatch, num_ranks, flags)
+    assert len(faults) == 1, faults
+    assert reason in faults[0]
+
+
+def test_all_faults_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = refuse(
+        monkeypatch, 2, ["--global-batch-size", "7", "--lr", "0", "--pulse-option", "depth=7"]
+    )
+    assert len(faults) == 3, faults
+
+
+def test_unwritable_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    faults = refuse(
+        monkeypatch, 1, ["--save", str(file / "x"), "--tensorboard-dir", str(file)]
+    )
+    assert len(faults) == 2 and all("is a file" in fault for fault in faults)
+    assert file.read_text() == "mine" and os.listdir(tmp_path) == ["file"]
+
+
+def test_corrupt_latents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text("{not json")
+    (fault,) = refuse(monkeypatch, 1, ["--pulse-data", f"latents:{tmp_path}"])
+    assert "meta.json" in fault
+    assert (tmp_path / "meta.json").read_text() == "{not json"
+
+
+def test_checkpoints_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = ["--global-batch-size", "8", "--train-iters", "1", "--save-interval", "1"]
+    run(1, *flags, "--save", str(tmp_path), "--pulse-ema-decay", "0")
+    before = sorted(p for p in tmp_path.rglob("*"))
+    load = ["--load", str(tmp_path)]
+    (fault,) = refuse(
+        monkeypatch, 1, [*load, "--pulse-option", "embed_dim=64", "--pulse-ema-decay", "0"]
+    )
+    assert "another backbone" in fault and "embed_dim is 32 there and 64 here" in fault
+    (fault,) = refuse(monkeypatch, 1, load)
+    assert "no averaged weights" in fault
+    (fault,) = refuse(monkeypatch, 1, [*load, "--ckpt-step", "7", "--pulse-ema-decay", "0"])
+    assert "iter_0000007 is not a complete" in fault
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("???")
+    (fault,) = refuse(monkeypatch, 1, [*load, "--pulse-ema-decay", "0"])
+    assert "does not name an iteration" in fault
+    assert sorted(p for p in tmp_path.rglob("*")) == before
+
+
+def differ() -> None:
+    from tests.integration.runs import train
+
+    lr = "1e-3" if os.environ["RANK"] == "0" else "1e-4"
+    train([*GOOD, *pipeline(2), "--lr", lr])
+
+
+def test_ranks_with_different_flags() -> None:
+    with pytest.raises(RanksFailed) as error:
+        run_ranks(2, differ, timeout_s=90)
+    for output in error.value.outputs:
+        assert "rank 1 was started with --lr 0.0001, rank 0 with 0.001" in output
+
+
+def test_a_backbone_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_pulse.integration import pretrain
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", "--train-iters", "1"])
+    with pytest.raises(FlagError, match="--pulse-backbone"):
+        pretrain._parse()
+
+
+def test_the_record_is_json() -> None:
+    from model_specs import load_backbone
+
+    record = load_backbone("uvit-tiny", {"depth": "8"}).record
+    assert json.loads(json.dumps(record))["options"]["depth"] == 8

@@ -1,0 +1,79 @@
+"""Whole Megatron runs: the same numbers under every layout."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.integration.runs import Run, assert_same, pipeline, run
+
+STEPS = ["--global-batch-size", "8", "--train-iters", "5"]
+
+
+@functools.lru_cache(maxsize=8)
+def one_process(backbone: str, *more: str) -> Run:
+    """The run that all others are compared with."""
+    return run(1, *STEPS, *more, backbone=backbone)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "num_devices", "flags"),
+    [
+        ("uvit", 4, []),
+        ("uvit", 2, ["--pulse-placement", "sequential"]),
+        ("uvit", 2, ["--pulse-placement", "interleaved", "--recompute-granularity", "full"]),
+        ("unet", 4, ["--recompute-granularity", "full"]),
+        ("unet", 2, ["--pulse-placement", "sequential", "--pulse-schedule", "gpipe"]),
+        ("unet", 2, ["--pulse-placement", "interleaved"]),
+    ],
+)
+def test_placements_are_bit_identical(
+    backbone: str, num_devices: int, flags: list[str]
+) -> None:
+    got = run(num_devices, *STEPS, *pipeline(num_devices, *flags), backbone=backbone)
+    assert len(got.losses) == 5 and len(got.validation) >= 1
+    assert_same(got, one_process(backbone))
+
+
+def test_bf16_is_bit_identical_too() -> None:
+    assert_same(run(2, *STEPS, *pipeline(2, "--bf16")), one_process("uvit", "--bf16"))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "tolerance"),
+    [
+        (4, pipeline(2), 1e-6),  # data parallel 2: gradients are averaged in another order
+        (4, pipeline(2, "--use-distributed-optimizer", "--overlap-grad-reduce"), 1e-6),
+        (
+            4,
+            pipeline(
+                2,
+                "--use-distributed-optimizer",
+                "--overlap-grad-reduce",
+                "--overlap-param-gather",
+                "--pulse-ema-decay",
+                "0",
+            ),
+            1e-6,
+        ),
+        (2, ["--tensor-model-parallel-size", "2"], 1e-5),  # partial sums of split matrices
+        (4, pipeline(2, "--tensor-model-parallel-size", "2"), 1e-5),
+    ],
+    ids=["dp2", "dp2-distopt-overlap", "dp2-param-gather", "tp2", "tp2-pp2"],
+)
+def test_data_and_tensor_parallelism(
+    num_ranks: int, flags: list[str], tolerance: float
+) -> None:
+    for backbone in ("uvit", "unet"):
+        got = run(num_ranks, *STEPS, *flags, backbone=backbone)
+        expected = one_process(backbone)
+        assert got.losses == pytest.approx(expected.losses, rel=tolerance)
+        assert got.grad_norms == pytest.approx(expected.grad_norms, rel=10 * tolerance)
+        assert got.validation == pytest.approx(expected.validation, rel=tolerance)
+        assert set(got.weights) == set(expected.weights)
+
+
+def test_training_learns() -> None:
+    result = run(2, "--global-batch-size", "16", "--train-iters", "60", *pipeline(2))
+    assert sum(result.losses[-10:]) < 0.85 * sum(result.losses[:10])
