@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/setup.sh
 pulse_setup
 
-num_iters=${PULSE_TRAIN_ITERS:-3000}
+num_iters=${PULSE_TRAIN_ITERS:-1200}
 model=(
     --pulse-backbone uvit-tiny
     --pulse-option in_channels=1
@@ -24,19 +24,19 @@ model=(
 )
 training=(
     --pulse-data mnist
-    --micro-batch-size 4
-    --global-batch-size 16       # 4 microbatches fill 4 ranks; more steps beat larger batches here
+    --micro-batch-size 8
+    --global-batch-size 32       # 4 microbatches, as many as ranks; 1200 steps see 38,400 digits
     --train-iters "$num_iters"
-    --lr 2e-3                    # high for Adam, and fine at this size with warm-up and clipping
-    --lr-warmup-iters $((num_iters / 30))
+    --lr 3e-3                    # high for Adam, and fine at this size with warm-up and clipping
+    --lr-warmup-iters $((num_iters / 12))
     --lr-decay-style cosine
     --min-lr 0
     --adam-beta2 0.99            # few steps: the second moment must follow quickly
     --weight-decay 0.01
     --clip-grad 1.0
     --pulse-ema-decay 0.995      # averages over the last 200 steps, whose learning rate is low
-    --eval-interval 500
-    --eval-iters 8
+    --eval-interval 200
+    --eval-iters 4
 )
 
 num_ranks=4 # one per CPU process over gloo; on GPUs one per GPU over NCCL
@@ -80,7 +80,7 @@ show_progress() { # until the process $1 ends: live on a terminal, now and then 
         if [ "$now" != "$shown" ]; then
             if [ -t 1 ]; then
                 printf '\r  step %-48s' "$now"
-            elif ((${now%% *} % 500 == 0)); then
+            elif ((${now%% *} % 200 == 0)); then
                 echo "  step $now"
             fi
             shown=$now
@@ -95,7 +95,7 @@ start=$SECONDS
 .venv/bin/torchrun --standalone --nproc-per-node "$num_ranks" launch/pretrain_diffusion.py \
     "${model[@]}" "${training[@]}" --pipeline-model-parallel-size "$num_ranks" \
     --pulse-no-progress --log-interval 25 \
-    --save "$run_dir/checkpoints" --load "$run_dir/checkpoints" --save-interval 1000 \
+    --save "$run_dir/checkpoints" --load "$run_dir/checkpoints" --save-interval $((num_iters / 3 + 1)) \
     --tensorboard-dir "$run_dir/tensorboard" --tensorboard-log-interval 10 \
     >"$log" 2>&1 &
 trainer=$!
@@ -109,8 +109,9 @@ trap stop INT TERM
 show_progress "$trainer"
 if ! wait "$trainer"; then
     echo "quickstart: training failed. What $log says:" >&2
-    if grep -qE '^error: |first failure in this job' "$log"; then
-        grep -m 1 -A 8 -E '^error: |first failure in this job' "$log" | sed 's/^/  | /' >&2
+    # Every rank says the same; the first to speak is enough.
+    if said=$(grep -m 1 -A 8 -E '^error: |first failure in this job' "$log"); then
+        awk 'NR > 1 && !/^  /{exit} {print "  | " $0}' <<<"$said" >&2
     else
         tail -n 20 "$log" | sed 's/^/  | /' >&2
     fi
@@ -120,8 +121,9 @@ trap - INT TERM
 echo "Trained in $((SECONDS - start)) s. Drawing the loss curve and sampling ..."
 .venv/bin/pulse curve --tensorboard-dir "$run_dir/tensorboard" -o "$run_dir/loss.png" \
     --title "U-ViT on MNIST digits, folded over $num_ranks ranks"
+# Guidance 3: of 1, 2 and 3 it gives the clearest digits after so short a training.
 .venv/bin/pulse sample --load "$run_dir/checkpoints" -o "$run_dir/digits.png" \
-    --classes 0-9 --per-class 10 --steps 25 --score mnist --json "$run_dir/report.json"
+    --classes 0-9 --per-class 10 --steps 25 --guidance 3 --score mnist --json "$run_dir/report.json"
 echo "done $settings" >"$marker"
 echo
 echo "Loss curve: $run_dir/loss.png"

@@ -78,9 +78,7 @@ def _main(
         os._exit(code)
 
 
-def start_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, folder: str
-) -> list[Any]:
+def start_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, folder: str) -> list[Any]:
     """Start the ranks and return their processes; their output goes to ``folder/log.<rank>``."""
     port = free_port()
     processes = []
@@ -124,6 +122,4 @@ def run_ranks(
                 for r, (code, output) in enumerate(zip(codes, outputs, strict=True))
             )
             raise RanksFailed(f"ranks failed\n{shown}", outputs, codes)
-        return [
-            pickle.loads(Path(f"{folder}/result.{r}").read_bytes()) for r in range(num_ranks)
-        ]
+        return [pickle.loads(Path(f"{folder}/result.{r}").read_bytes()) for r in range(num_ranks)]

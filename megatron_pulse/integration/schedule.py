@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -135,22 +135,3 @@ def _no_sync(
         return {}
     functions = no_sync_func if isinstance(no_sync_func, list) else [no_sync_func] * len(stages)
     return dict(zip(stages, functions, strict=True))
-
-
-class RepeatingValidation(Iterator[Any]):
-    """Yields the same ``num_microbatches`` first microbatches over and over.
-
-    Every evaluation reads exactly that many, so validation losses are comparable.
-    """
-
-    def __init__(self, make_loader: Callable[[], Iterator[Any]], num_microbatches: int) -> None:
-        self._make_loader = make_loader
-        self._num_microbatches = num_microbatches
-        self._read = 0
-        self._loader = make_loader()
-
-    def __next__(self) -> Any:
-        if self._read == self._num_microbatches:
-            self._loader, self._read = self._make_loader(), 0
-        self._read += 1
-        return next(self._loader)

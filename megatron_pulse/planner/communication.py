@@ -136,9 +136,7 @@ def compile_communication(routes: Routes, schedule: Schedule) -> CommunicationPl
     return CommunicationPlan(tuple(tuple(sorted(rounds[time])) for time in sorted(rounds)))
 
 
-def compile_program(
-    schedule: Schedule, plan: CommunicationPlan, device: int
-) -> tuple[Event, ...]:
+def compile_program(schedule: Schedule, plan: CommunicationPlan, device: int) -> tuple[Event, ...]:
     """What ``device`` does, event by event, in one step.
 
     Before an operation, the device issues every round of its own that is produced elsewhere

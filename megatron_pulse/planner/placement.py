@@ -54,9 +54,7 @@ def sequential(num_devices: int) -> Placement:
 
 def interleaved(num_devices: int, num_chunks: int = 2) -> Placement:
     """``num_chunks`` stages per device, looped (Megatron's virtual pipeline)."""
-    return Placement(
-        PlacementKind.INTERLEAVED, num_devices, tuple(range(num_devices)) * num_chunks
-    )
+    return Placement(PlacementKind.INTERLEAVED, num_devices, tuple(range(num_devices)) * num_chunks)
 
 
 def fold(num_devices: int, num_waves: int = 1) -> Placement:

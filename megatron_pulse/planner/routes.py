@@ -107,8 +107,6 @@ def trace_routes(backbone: Backbone, partition: Partition) -> Routes:
     for edge in backbone.conditioning:
         source = partition.stage_of_layer(edge.source)
         stages = {partition.stage_of_layer(j) for j in edge.consumers} - {source}
-        conditioning.append(
-            ConditioningRoute(edge.name, edge.spec, source, tuple(sorted(stages)))
-        )
+        conditioning.append(ConditioningRoute(edge.name, edge.spec, source, tuple(sorted(stages))))
     boundaries = tuple(backbone.layers[first].inputs for first in partition.cuts[:-1])
     return Routes(partition, boundaries, tuple(skips), tuple(conditioning))

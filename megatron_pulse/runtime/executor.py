@@ -109,9 +109,7 @@ class Executor:
         self._no_sync = no_sync or {}
         self._placed = routes.partition.placement.device_of_stage
         self._own = routes.partition.placement.stages_of_device(device)
-        self._position = {
-            op: i for order in schedule.order for i, op in enumerate(order)
-        }
+        self._position = {op: i for order in schedule.order for i, op in enumerate(order)}
         self._uses = {
             s: {
                 name
@@ -144,9 +142,7 @@ class Executor:
         grad_mode = torch.enable_grad() if self._training else torch.no_grad()
         try:
             with contextlib.ExitStack() as stack, grad_mode:
-                self._syncing = {
-                    s: stack.enter_context(contextlib.ExitStack()) for s in self._own
-                }
+                self._syncing = {s: stack.enter_context(contextlib.ExitStack()) for s in self._own}
                 if self._training:
                     for stage, make_context in self._no_sync.items():
                         self._syncing[stage].enter_context(make_context())

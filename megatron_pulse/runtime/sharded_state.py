@@ -40,9 +40,7 @@ def sharded_module_state(
     return state
 
 
-def ema_entries(
-    state: dict[str, Any], prefix: str, ema: dict[str, torch.Tensor]
-) -> dict[str, Any]:
+def ema_entries(state: dict[str, Any], prefix: str, ema: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Entries ``ema.<name>`` sharded as the parameters are."""
     entries = {}
     for name, average in ema.items():

@@ -22,9 +22,7 @@ class TensorStore:
     def __init__(self) -> None:
         self._held: dict[tuple[Operation, Payload, str], torch.Tensor] = {}
 
-    def put(
-        self, consumer: Operation, payload: Payload, name: str, tensor: torch.Tensor
-    ) -> None:
+    def put(self, consumer: Operation, payload: Payload, name: str, tensor: torch.Tensor) -> None:
         """Keep ``tensor`` for ``consumer``; the same key twice is an error."""
         key = (consumer, payload, name)
         if key in self._held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,17 @@ def test_what_the_checkpoint_cannot_do(
     assert sample(trained, "-o", str(grid), "--steps", "2000") == 2
     assert "use 1 to 1000" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_weights(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(trained / "checkpoints", damaged)
+    for file in damaged.rglob("*.distcp"):
+        file.write_bytes(b"")
+    assert main(["sample", "--load", str(damaged), "-o", str(tmp_path / "grid.png")]) == 2
+    err = capsys.readouterr().err
+    assert "the weights in" in err and "cannot be read" in err and "Traceback" not in err
+    assert not (tmp_path / "grid.png").exists()
 
 
 def test_curve(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,3 @@
-import time
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,11 +46,3 @@ def test_start_noise_does_not_depend_on_chunks():
     assert torch.equal(
         whole, torch.cat([start_noise(5, range(a, a + 2), (1, 2, 2)) for a in (0, 2, 4)])
     )
-
-
-def test_a_draw_without_noise_is_cheap():
-    draw(0, 0, 0, None)
-    start = time.process_time()
-    for i in range(1000):
-        draw(0, i, i, None)
-    assert (time.process_time() - start) / 1000 < 1e-3

@@ -49,9 +49,7 @@ BAD: dict[str, tuple[int, list[str], str]] = {
 }
 
 
-def refuse(
-    monkeypatch: pytest.MonkeyPatch, num_ranks: int, flags: list[str]
-) -> list[str]:
+def refuse(monkeypatch: pytest.MonkeyPatch, num_ranks: int, flags: list[str]) -> list[str]:
     """The faults that a run with these flags is refused for, before any process group exists."""
     from megatron_pulse.integration import pretrain
 
@@ -81,9 +79,7 @@ def test_all_faults_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unwritable_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
-    faults = refuse(
-        monkeypatch, 1, ["--save", str(file / "x"), "--tensorboard-dir", str(file)]
-    )
+    faults = refuse(monkeypatch, 1, ["--save", str(file / "x"), "--tensorboard-dir", str(file)])
     assert len(faults) == 2 and all("is a file" in fault for fault in faults)
     assert file.read_text() == "mine" and os.listdir(tmp_path) == ["file"]
 

@@ -10,12 +10,19 @@ import pytest
 from tests.integration.runs import Kill, pipeline, run
 from tests.ranks import RanksFailed
 
-STEPS = ["--global-batch-size", "8", "--train-iters", "10", "--save-interval", "5"]
+STEPS = ["--global-batch-size", "8", "--train-iters", "10"]
 
 
-@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distopt"])
+def saving(folder: Path) -> list[str]:
+    """Flags that save every five steps."""
+    return ["--save", str(folder), "--save-interval", "5"]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [[], ["--use-distributed-optimizer"]], ids=["plain", "distopt"]
+)
 def test_saved_at_four_resumed_anywhere(tmp_path: Path, optimizer: list[str]) -> None:
-    whole = run(4, *STEPS, *pipeline(4), *optimizer, "--save", str(tmp_path / "whole"))
+    whole = run(4, *STEPS, *pipeline(4), *optimizer, *saving(tmp_path))
     assert len(whole.losses) == 10
     layouts = {
         "P=2 fold": (2, pipeline(2)),
@@ -25,7 +32,7 @@ def test_saved_at_four_resumed_anywhere(tmp_path: Path, optimizer: list[str]) ->
     for name, (num_ranks, flags) in layouts.items():
         resumed = run(
             num_ranks, *STEPS, *flags, *optimizer,
-            "--load", str(tmp_path / "whole"), "--ckpt-step", "5",
+            "--load", str(tmp_path), "--ckpt-step", "5",
         )  # fmt: skip
         assert resumed.losses == whole.losses[5:], name
         assert resumed.grad_norms == whole.grad_norms[5:], name
@@ -34,17 +41,15 @@ def test_saved_at_four_resumed_anywhere(tmp_path: Path, optimizer: list[str]) ->
 
 
 def test_unet_resumes_at_another_size(tmp_path: Path) -> None:
-    folder = str(tmp_path / "unet")
-    whole = run(4, *STEPS, *pipeline(4), "--save", folder, backbone="unet")
-    resumed = run(
-        2, *STEPS, *pipeline(2), "--load", folder, "--ckpt-step", "5", backbone="unet"
-    )
+    folder = str(tmp_path)
+    whole = run(4, *STEPS, *pipeline(4), *saving(tmp_path), backbone="unet")
+    resumed = run(2, *STEPS, *pipeline(2), "--load", folder, "--ckpt-step", "5", backbone="unet")
     assert resumed.losses == whole.losses[5:]
     assert resumed.grad_norms == whole.grad_norms[5:]
 
 
 def test_killed_in_mid_step_resumes_with_the_same_curve(tmp_path: Path) -> None:
-    flags = [*STEPS, *pipeline(2), "--save", str(tmp_path), "--load", str(tmp_path)]
+    flags = [*STEPS, *pipeline(2), *saving(tmp_path), "--load", str(tmp_path)]
     uninterrupted = run(2, *STEPS, *pipeline(2))
     with pytest.raises(RanksFailed) as killed:
         run(2, *flags, kill=Kill(rank=1, step=8))

@@ -28,9 +28,7 @@ def one_process(backbone: str, *more: str) -> Run:
         ("unet", 2, ["--pulse-placement", "interleaved"]),
     ],
 )
-def test_placements_are_bit_identical(
-    backbone: str, num_devices: int, flags: list[str]
-) -> None:
+def test_placements_are_bit_identical(backbone: str, num_devices: int, flags: list[str]) -> None:
     got = run(num_devices, *STEPS, *pipeline(num_devices, *flags), backbone=backbone)
     assert len(got.losses) == 5 and len(got.validation) >= 1
     assert_same(got, one_process(backbone))
@@ -62,9 +60,7 @@ def test_bf16_is_bit_identical_too() -> None:
     ],
     ids=["dp2", "dp2-distopt-overlap", "dp2-param-gather", "tp2", "tp2-pp2"],
 )
-def test_data_and_tensor_parallelism(
-    num_ranks: int, flags: list[str], tolerance: float
-) -> None:
+def test_data_and_tensor_parallelism(num_ranks: int, flags: list[str], tolerance: float) -> None:
     for backbone in ("uvit", "unet"):
         got = run(num_ranks, *STEPS, *flags, backbone=backbone)
         expected = one_process(backbone)

@@ -99,9 +99,7 @@ def _is_legal(case: tuple[str, Case], num_devices: int) -> bool:
 
 
 def test_recomputation_changes_nothing() -> None:
-    cases = [
-        ("conditioned", Case("fold", 4, recompute=r, dtype="float32")) for r in (False, True)
-    ]
+    cases = [("conditioned", Case("fold", 4, recompute=r, dtype="float32")) for r in (False, True)]
     for outcomes in run_ranks(2, run_cases, cases):
         assert outcomes[0].losses == outcomes[1].losses
         assert not differences(outcomes[0].parameters, outcomes[1].parameters)
@@ -113,7 +111,10 @@ def test_bytes_are_the_formula() -> None:
     boundary = (TOKENS.numel_per_sample + SIDE.numel_per_sample) * b * 8
     skip = TOKENS.numel_per_sample * b * 8
     for num_devices in (2, 4):
-        cases = [("nested", Case("fold", m, steps=steps)), ("nested", Case("sequential", m, steps=steps))]
+        cases = [
+            ("nested", Case("fold", m, steps=steps)),
+            ("nested", Case("sequential", m, steps=steps)),
+        ]
         ranks = run_ranks(num_devices, run_cases, cases)
         fold, sequential = (merge([r[i] for r in ranks]) for i in range(2))
         assert fold.forward_bytes == 2 * (num_devices - 1) * boundary * m * steps
