@@ -95,7 +95,8 @@ start=$SECONDS
 .venv/bin/torchrun --standalone --nproc-per-node "$num_ranks" launch/pretrain_diffusion.py \
     "${model[@]}" "${training[@]}" --pipeline-model-parallel-size "$num_ranks" \
     --pulse-no-progress --log-interval 25 \
-    --save "$run_dir/checkpoints" --load "$run_dir/checkpoints" --save-interval $((num_iters / 3 + 1)) \
+    --save "$run_dir/checkpoints" --load "$run_dir/checkpoints" \
+    --save-interval $((num_iters / 3 + 1)) \
     --tensorboard-dir "$run_dir/tensorboard" --tensorboard-log-interval 10 \
     >"$log" 2>&1 &
 trainer=$!

@@ -91,7 +91,7 @@ def _prepare(args: argparse.Namespace, options: PulseOptions) -> tuple[Plan, Dif
             data = DiffusionData(options, backbone, args.seed)
         except (ValueError, OSError) as error:
             faults.append(str(error))
-        if not faults or args.pipeline_model_parallel_size >= 1:
+        if not faults:
             plan = _plan(args, options, backbone, faults)
     if faults:
         raise FlagError(faults)
@@ -105,8 +105,6 @@ def _prepare(args: argparse.Namespace, options: PulseOptions) -> tuple[Plan, Dif
 def _plan(
     args: argparse.Namespace, options: PulseOptions, backbone: Backbone, faults: list[str]
 ) -> Plan | None:
-    if faults:
-        return None
     replicas = args.world_size // (
         args.pipeline_model_parallel_size * args.tensor_model_parallel_size
     )

@@ -89,6 +89,10 @@ class PulseSchedule:
             step = plan.step(num_microbatches, forward_only=forward_only)
             stages = dict(zip(plan.placement.stages_of_device(device), chunks, strict=True))
             if self._links is None and pipeline.size() > 1:
+                # NCCL makes the group's communicator in its first call, which all must join.
+                dist.all_reduce(
+                    torch.zeros(1, device=self._settings_or_fail().device), group=pipeline
+                )
                 self._links = Links(pipeline, self._make_buffer, self._board, self._timeout_s)
             self._executors[key] = Executor(
                 plan.backbone,
@@ -103,9 +107,13 @@ class PulseSchedule:
             )
         return self._executors[key]
 
+    def _settings_or_fail(self) -> RunSettings:
+        if self._settings is None:
+            raise PulseError("no step has begun")
+        return self._settings
+
     def _make_buffer(self, message: Message) -> Tensor:
-        assert self._settings is not None
-        return self._settings.make_empty(message_spec(self._plan.routes, message))
+        return self._settings_or_fail().make_empty(message_spec(self._plan.routes, message))
 
     def _share_losses(
         self, losses: list[Tensor], num_microbatches: int, groups: Any, device: torch.device
