@@ -13,4 +13,8 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401
 import torch.distributed.checkpoint  # noqa: E402, F401
 
+import megatron_pulse.integration.pretrain  # noqa: E402, F401
+from megatron_pulse.data.digits import load_digits  # noqa: E402
+
 torch.set_num_threads(1)
+load_digits("digits8")

@@ -149,8 +149,6 @@ def _defaults() -> dict[str, Any]:
         "use_cpu_initialization": True,
         "transformer_impl": "transformer_engine" if has_te else "local",
         "dataloader_type": "external",
-        "tokenizer_type": "NullTokenizer",
-        "vocab_size": 128,
         "dist_ckpt_optim_fully_reshardable": True,
         "lr_decay_style": "constant",
         "eval_interval": 1000,

@@ -152,7 +152,7 @@ def _train(
     start: float,
 ) -> None:
     validate_args(args, {})
-    set_global_variables(args)
+    set_global_variables(args, build_tokenizer=False)
     patch_megatron()
     # It compares flags that follow the layout here; check_checkpoint compares the backbones.
     checkpointing.check_checkpoint_args = lambda *a, **k: None
