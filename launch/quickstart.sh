@@ -97,7 +97,7 @@ start=$SECONDS
     --pulse-no-progress --log-interval 25 \
     --save "$run_dir/checkpoints" --load "$run_dir/checkpoints" \
     --save-interval $((num_iters / 3 + 1)) \
-    --tensorboard-dir "$run_dir/tensorboard" --tensorboard-log-interval 10 \
+    --tensorboard-dir "$run_dir/tensorboard" --tensorboard-log-interval 1 \
     >"$log" 2>&1 &
 trainer=$!
 stop() {

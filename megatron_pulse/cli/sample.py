@@ -97,15 +97,17 @@ def run(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "labels": labels,
     }
+    score = None
     if args.score:
         score = digit_score(images, torch.tensor(labels), args.score)
         report["score"] = score.to_dict()
-        print(score)
     scale = math.ceil(MIN_SIDE / images.shape[-1])
     with mending(OSError):
         save_grid(images, args.output, args.per_class, labels, scale)
         if args.json:
             _write_json(args.json, report)
+    if score is not None:
+        print(score)
     print(f"{len(labels)} samples of {model.folder}: {args.output}")
 
 

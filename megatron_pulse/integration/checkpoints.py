@@ -10,6 +10,7 @@ from typing import Any
 from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_pulse.integration.arguments import add_pulse_arguments
 from megatron_pulse.runtime.stage import Stage
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -43,11 +44,15 @@ def saved_arguments(folder: Path) -> argparse.Namespace:
     """The flags of the run that wrote the checkpoint."""
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        raise CheckpointError(f"{folder} cannot be read: {_last_line(error)}") from error
     args = common.get("args")
     if args is None or not hasattr(args, "pulse_record"):
         raise CheckpointError(f"{folder} was not written by megatron_pulse")
+    known = vars(add_pulse_arguments(argparse.ArgumentParser()).parse_args([]))
+    for name, value in known.items():  # flags that are newer than the checkpoint
+        if not hasattr(args, name):
+            setattr(args, name, value)
     return args  # type: ignore[no-any-return]
 
 
@@ -95,8 +100,14 @@ def load_weights(stage: Stage, folder: Path, *, averaged: bool) -> None:
     try:
         loaded = dist_checkpointing.load({"model": state}, str(folder))["model"]
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"the weights in {folder} cannot be read: {reason}") from error
+        raise CheckpointError(
+            f"the weights in {folder} cannot be read: {_last_line(error)}"
+        ) from error
     stage.load_state_dict(loaded, strict=False)
     if missing := names - set(loaded):
         raise CheckpointError(f"{folder} lacks {', '.join(sorted(missing))}")
+
+
+def _last_line(error: BaseException) -> str:
+    """The reason at the end of a message that may hold another rank's traceback."""
+    return str(error).strip().rpartition("\n")[2] or type(error).__name__
