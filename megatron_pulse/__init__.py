@@ -1,0 +1,1 @@
+"""Skip-aware pipeline parallelism for diffusion backbones on Megatron-Core."""

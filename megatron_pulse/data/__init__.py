@@ -1,0 +1,1 @@
+"""Images and latents to microbatches."""

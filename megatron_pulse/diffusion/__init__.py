@@ -1,0 +1,1 @@
+"""Objectives, noise, averaged weights, sampling and pictures."""

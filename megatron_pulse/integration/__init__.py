@@ -1,0 +1,1 @@
+"""Everything that touches Megatron: flags, hooks, checkpoints, CPU compatibility."""

@@ -1,0 +1,1 @@
+"""What runs where and when: placement, partition, schedule, messages. Imports no torch."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megatron_pulse.planner.program import Event, Issue, Run, Wait
 from megatron_pulse.planner.routes import Carrier, Routes
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.simulate import logical_times
@@ -134,45 +133,3 @@ def compile_communication(routes: Routes, schedule: Schedule) -> CommunicationPl
         for message in messages_of(routes, operation):
             rounds.setdefault(time, []).append(message)
     return CommunicationPlan(tuple(tuple(sorted(rounds[time])) for time in sorted(rounds)))
-
-
-def compile_program(schedule: Schedule, plan: CommunicationPlan, device: int) -> tuple[Event, ...]:
-    """What ``device`` does, event by event, in one step.
-
-    Before an operation, the device issues every round of its own that is produced elsewhere
-    earlier in logical time, so receives are posted before a long computation and transfers hide
-    behind it; after it, the round that carries its results. By induction over logical time this
-    cannot deadlock, and ``nccl_check`` proves it per plan.
-    """
-    times = logical_times(schedule)
-    mine = [
-        (times[round_[0].producer], issue)
-        for round_ in plan.rounds
-        if (issue := _issue(round_, device)).ops
-    ]
-    inputs: dict[Operation, list[Message]] = {}
-    for message in plan.messages:
-        if message.destination == device:
-            inputs.setdefault(message.consumer, []).append(message)
-    events: list[Event] = []
-    issued = 0
-    for operation in schedule.order[device]:
-        while issued < len(mine) and mine[issued][0] < times[operation]:
-            events.append(mine[issued][1])
-            issued += 1
-        events.extend(Wait(message) for message in inputs.get(operation, ()))
-        events.append(Run(operation))
-        while issued < len(mine) and mine[issued][0] == times[operation]:
-            events.append(mine[issued][1])
-            issued += 1
-    return tuple(events)
-
-
-def _issue(round_: tuple[Message, ...], device: int) -> Issue:
-    return Issue(
-        tuple(
-            (message.source == device, message)
-            for message in round_
-            if device in (message.source, message.destination)
-        )
-    )

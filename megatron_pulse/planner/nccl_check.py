@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megatron_pulse.planner.communication import CommunicationPlan, Message, compile_program
-from megatron_pulse.planner.program import Event, Issue, Run, Wait
+from megatron_pulse.planner.communication import CommunicationPlan, Message
+from megatron_pulse.planner.program import Event, Issue, Run, Wait, compile_program
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 
 type Group = Sequence[tuple[bool, Message]]

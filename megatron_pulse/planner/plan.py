@@ -12,12 +12,11 @@ from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.planner.communication import (
     CommunicationPlan,
     compile_communication,
-    compile_program,
 )
 from megatron_pulse.planner.nccl_check import check_events
 from megatron_pulse.planner.partition import Partition, balanced_partition
 from megatron_pulse.planner.placement import Placement
-from megatron_pulse.planner.program import Event
+from megatron_pulse.planner.program import Event, compile_program
 from megatron_pulse.planner.routes import Routes, trace_routes
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.registry import make_schedule

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_pulse.planner.communication import Message
-    from megatron_pulse.planner.schedule.operations import Operation
+from megatron_pulse.planner.communication import CommunicationPlan, Message
+from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.schedule.simulate import logical_times
 
 
 @dataclass(frozen=True)
@@ -32,3 +31,45 @@ class Run:
 
 
 Event = Issue | Wait | Run
+
+
+def compile_program(schedule: Schedule, plan: CommunicationPlan, device: int) -> tuple[Event, ...]:
+    """What ``device`` does, event by event, in one step.
+
+    Before an operation, the device issues every round of its own that is produced elsewhere
+    earlier in logical time, so receives are posted before a long computation and transfers hide
+    behind it; after it, the round that carries its results. By induction over logical time this
+    cannot deadlock, and ``nccl_check`` proves it per plan.
+    """
+    times = logical_times(schedule)
+    mine = [
+        (times[round_[0].producer], issue)
+        for round_ in plan.rounds
+        if (issue := _issue(round_, device)).ops
+    ]
+    inputs: dict[Operation, list[Message]] = {}
+    for message in plan.messages:
+        if message.destination == device:
+            inputs.setdefault(message.consumer, []).append(message)
+    events: list[Event] = []
+    issued = 0
+    for operation in schedule.order[device]:
+        while issued < len(mine) and mine[issued][0] < times[operation]:
+            events.append(mine[issued][1])
+            issued += 1
+        events.extend(Wait(message) for message in inputs.get(operation, ()))
+        events.append(Run(operation))
+        while issued < len(mine) and mine[issued][0] == times[operation]:
+            events.append(mine[issued][1])
+            issued += 1
+    return tuple(events)
+
+
+def _issue(round_: tuple[Message, ...], device: int) -> Issue:
+    return Issue(
+        tuple(
+            (message.source == device, message)
+            for message in round_
+            if device in (message.source, message.destination)
+        )
+    )

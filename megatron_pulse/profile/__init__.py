@@ -1,0 +1,1 @@
+"""Costs of layers; today their parameters."""

@@ -13,7 +13,6 @@ from megatron_pulse.planner.communication import (
     Message,
     Payload,
     compile_communication,
-    compile_program,
 )
 from megatron_pulse.planner.nccl_check import (
     check_events,
@@ -23,7 +22,7 @@ from megatron_pulse.planner.nccl_check import (
 )
 from megatron_pulse.planner.partition import balanced_partition
 from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.program import Event, Issue, Run, Wait
+from megatron_pulse.planner.program import Event, Issue, Run, Wait, compile_program
 from megatron_pulse.planner.routes import trace_routes
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.validate import validate

@@ -1,0 +1,1 @@
+"""Schedules as data: generators, validation, simulation."""
