@@ -1,0 +1,49 @@
+"""Every kind of data and every objective, through whole runs: the fold equals one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megatron_pulse.cli import main
+from megatron_pulse.data.digits import load_digits
+from tests.integration.runs import assert_same, pipeline, run
+
+STEPS = ["--global-batch-size", "8", "--train-iters", "3"]
+
+
+def image_folder(root: Path) -> str:
+    """Real digits as PNG files in one folder per class."""
+    images, labels = load_digits("digits8")
+    for i in range(60):
+        folder = root / "images" / str(labels[i])
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = ((images[i].squeeze() + 1) * 127.5).astype("uint8")
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    return f"folder:{root / 'images'}"
+
+
+def latent_folder(root: Path) -> str:
+    """The same digits as a memory-mapped folder."""
+    folder = root / "latents"
+    assert main(["data", "write-latents", "--from", "digits8", "-o", str(folder)]) == 0
+    return f"latents:{folder}"
+
+
+@pytest.mark.parametrize(
+    ("make_data", "objective"),
+    [
+        (image_folder, "epsilon"),
+        (latent_folder, "v"),
+        (lambda root: "digits8", "epsilon"),
+        (lambda root: "digits8", "v"),
+    ],
+    ids=["folder-epsilon", "latents-v", "digits-epsilon", "digits-v"],
+)
+def test_fold_equals_one_process(make_data, objective: str, tmp_path: Path) -> None:
+    flags = [*STEPS, "--pulse-data", make_data(tmp_path), "--pulse-objective", objective]
+    expected = run(1, *flags)
+    assert len(expected.losses) == 3 and 0 < expected.losses[0] < 10
+    assert_same(run(2, *flags, *pipeline(2)), expected)
