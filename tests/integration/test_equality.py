@@ -34,8 +34,9 @@ def test_placements_are_bit_identical(backbone: str, num_devices: int, flags: li
     assert_same(got, one_process(backbone))
 
 
-def test_bf16_is_bit_identical_too() -> None:
-    assert_same(run(2, *STEPS, *pipeline(2, "--bf16")), one_process("uvit", "--bf16"))
+@pytest.mark.parametrize("flags", [["--bf16"], ["--fp16", "--initial-loss-scale", "1024"]])
+def test_half_precision_is_bit_identical_too(flags: list[str]) -> None:
+    assert_same(run(2, *STEPS, *pipeline(2, *flags)), one_process("uvit", *flags))
 
 
 @pytest.mark.parametrize(
