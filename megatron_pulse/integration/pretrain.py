@@ -22,7 +22,6 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.integration.arguments import (
     PulseOptions,
     add_pulse_arguments,
@@ -37,8 +36,7 @@ from megatron_pulse.integration.grad_norm import use_layout_independent_grad_nor
 from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
 from megatron_pulse.integration.schedule import PulseSchedule
 from megatron_pulse.integration.step import wrap_train_step
-from megatron_pulse.planner.partition import PartitionError
-from megatron_pulse.planner.plan import Plan, PlanError, make_plan
+from megatron_pulse.planner.plan import Plan, make_plan
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.runtime.failures import FailureBoard, PulseError, default_board
 from model_specs import load_backbone
@@ -79,7 +77,7 @@ def _prepare(args: argparse.Namespace, options: PulseOptions) -> tuple[Plan, Dif
     backbone = plan = data = None
     try:
         backbone = load_backbone(options.backbone, options.options)
-    except (ValueError, BackboneError) as error:
+    except ValueError as error:
         faults.append(str(error))
     if backbone is not None:
         args.pulse_record = dict(backbone.record)
@@ -122,7 +120,7 @@ def _plan(
         )
         plan.step(num_microbatches)
         return plan
-    except (PartitionError, PlanError, ValueError) as error:
+    except ValueError as error:
         faults.append(str(error))
         return None
 

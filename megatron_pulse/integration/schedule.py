@@ -16,7 +16,7 @@ from megatron_pulse.planner.communication import Message
 from megatron_pulse.planner.plan import Plan
 from megatron_pulse.runtime.executor import Executor, LossFunction, RunSettings, message_spec
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
-from megatron_pulse.runtime.links import Links, Traffic
+from megatron_pulse.runtime.links import Links
 
 
 class PulseSchedule:
@@ -36,11 +36,6 @@ class PulseSchedule:
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._links: Links | None = None
         self._settings: RunSettings | None = None
-
-    @property
-    def traffic(self) -> Traffic:
-        """What this device has sent so far."""
-        return self._links.traffic if self._links is not None else Traffic()
 
     def __call__(
         self,
