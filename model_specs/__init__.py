@@ -2,7 +2,9 @@
 
 A family is one module of this package with two names: ``CONFIGS``, its named configurations, and
 ``build_backbone(name, config)``, which returns the chain. Dropping such a file here is all it
-takes to add one.
+takes to add one. A family whose weights others publish has three names more: ``PUBLISHED_AS``, the
+publishing class, ``published(config)``, which says how it stores them, and
+``config_from_published(config)``, which reads its ``config.json``.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.published import Published
 from model_specs._options import Config, Value, resolve, to_record
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
@@ -58,5 +62,38 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
         )
     config = resolve(name, families[name].CONFIGS[name], options)
     backbone: Backbone = families[name].build_backbone(name, config)
-    record = {"name": name, "options": to_record(config)}
+    family = families[name].__name__.rpartition(".")[2]
+    record = {"name": name, "family": family, "options": to_record(config)}
     return dataclasses.replace(backbone, record=record)
+
+
+def published_form(backbone: Backbone) -> Published | None:
+    """How the library that published this backbone stores it; None if none did."""
+    name = backbone.record["name"]
+    family = _families()[name]
+    if not hasattr(family, "published"):
+        return None
+    config = resolve(name, family.CONFIGS[name], backbone.record["options"])
+    form: Published = family.published(config)
+    return form
+
+
+def load_published(config: Mapping[str, Any]) -> Backbone:
+    """The backbone that a published ``config.json`` describes.
+
+    Raises ValueError for a class that no family builds, and for settings that its family lacks.
+    """
+    wanted = config.get("_class_name")
+    families = {
+        family.PUBLISHED_AS: family
+        for family in _families().values()
+        if hasattr(family, "PUBLISHED_AS")
+    }
+    if wanted not in families:
+        raise ValueError(
+            f"no family builds {wanted!r}; known classes: {', '.join(sorted(families))}"
+        )
+    family = families[wanted]
+    ours = family.config_from_published(config)
+    exact = [name for name, named in family.CONFIGS.items() if named == ours]
+    return load_backbone([*exact, *family.CONFIGS][0], to_record(ours))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 COMPUTE = "compute"
@@ -22,12 +22,14 @@ class TensorSpec:
 
     ``batch_dim`` says where the batch dimension is inserted: 0 for images ``[b, c, h, w]``,
     1 for token streams in Megatron's order ``[s, b, h]``. ``dtype`` is ``"compute"`` or the name
-    of a torch dtype (``"float32"``, ``"int64"``).
+    of a torch dtype (``"float32"``, ``"int64"``). The first dimension of a ``sequence`` is divided
+    among tensor-parallel ranks under sequence parallelism.
     """
 
     shape: tuple[int, ...]
     batch_dim: int = 0
     dtype: str = COMPUTE
+    sequence: bool = False
 
     def full_shape(self, micro_batch_size: int) -> tuple[int, ...]:
         """The shape with the batch dimension inserted."""
@@ -53,6 +55,10 @@ class Layer:
     backbone a skip is the output of a layer; see torchgpipe's stash/pop). ``provides`` are
     conditioning tensors that this layer computes for any later layer (a timestep embedding).
     ``name`` is the prefix of the layer's parameters in checkpoints.
+
+    An ``embedder`` only provides: it reads nothing but the batch, its module returns its inputs
+    as they are before what it provides, and called without inputs returns only that. So it can
+    run anywhere, and on several devices.
     """
 
     name: str
@@ -63,6 +69,7 @@ class Layer:
     pops: Mapping[str, TensorSpec] = field(default_factory=dict)
     provides: Mapping[str, TensorSpec] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
+    embedder: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,41 @@ class Backbone:
     def output_spec(self) -> TensorSpec:
         """The prediction that the last layer returns."""
         return self.layers[-1].outputs[0]
+
+    def divide_sequences(self, parts: int) -> Backbone:
+        """The same chain where each rank holds one of ``parts`` equal parts of every sequence.
+
+        Raises ValueError that lists the sequences which do not divide.
+        """
+        lengths = {
+            (layer.name, spec.shape[0])
+            for layer in self.layers
+            for spec in (*layer.inputs, *layer.outputs)
+            if spec.sequence and spec.shape[0] % parts
+        }
+        if lengths:
+            first = {length: name for name, length in sorted(lengths, reverse=True)}
+            raise ValueError(
+                f"sequence parallelism over {parts} ranks: "
+                + "; ".join(f"{n} tokens of {first[n]} do not divide" for n in sorted(first))
+            )
+
+        def divide(spec: TensorSpec) -> TensorSpec:
+            if not spec.sequence:
+                return spec
+            return replace(spec, shape=(spec.shape[0] // parts, *spec.shape[1:]))
+
+        layers = tuple(
+            replace(
+                layer,
+                inputs=tuple(map(divide, layer.inputs)),
+                outputs=tuple(map(divide, layer.outputs)),
+                pops={name: divide(spec) for name, spec in layer.pops.items()},
+                provides={name: divide(spec) for name, spec in layer.provides.items()},
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=layers)
 
     @property
     def skips(self) -> tuple[Skip, ...]:

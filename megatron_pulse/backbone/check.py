@@ -35,6 +35,7 @@ def check_backbone(backbone: Backbone) -> list[str]:
         *_boundaries(backbone.layers),
         *_skips(backbone.layers),
         *_conditioning(backbone),
+        *_embedders(backbone),
     ]
 
 
@@ -184,3 +185,16 @@ def _conditioning(backbone: Backbone) -> Iterator[str]:
                     f"conditioning {name!r}: used by layer {i} ({layer.name}) before layer "
                     f"{provided[name]} ({layers[provided[name]].name}) provides it"
                 )
+
+
+def _embedders(backbone: Backbone) -> Iterator[str]:
+    for i, layer in enumerate(backbone.layers):
+        if not layer.embedder:
+            continue
+        where = f"embedder {i} ({layer.name})"
+        if not layer.provides:
+            yield f"{where}: provides nothing"
+        if layer.inputs != layer.outputs or layer.pushes or layer.pops:
+            yield f"{where}: must hand its inputs on unchanged, without skips"
+        if foreign := [name for name in layer.uses if name not in backbone.batch_fields]:
+            yield f"{where}: uses {', '.join(foreign)}; an embedder reads only batch fields"

@@ -6,6 +6,7 @@ the Transformer Engine variant is chosen when the run asks for it and it imports
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Builder = Callable[..., Any]
+Rotary = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Parts(NamedTuple):
@@ -88,44 +90,115 @@ def parts(config: TransformerConfig) -> Parts:
     return Parts(ColumnParallelLinear, RowParallelLinear, SdpaCoreAttention)
 
 
-def without_bias(linear: Builder) -> Builder:
-    """``linear`` that never has a bias, whatever ``config.add_bias_linear`` makes Megatron ask."""
+class PreparedCoreAttention(torch.nn.Module):
+    """Core attention behind norms of every head's query and key, and rotary positions.
+
+    ``head_norm`` is called with the head's width; ``rotary`` turns queries [s, b, heads, d], and
+    keys too where ``rotary_keys``. The norms' names are those that Megatron looks for when it adds
+    up gradients over tensor-parallel ranks, each of which normalises its own heads.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: Any,
+        inner: Builder,
+        head_norm: Builder | None,
+        rotary: Rotary | None,
+        rotary_keys: bool,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        self.inner = inner(config, *args, **kwargs)
+        width = config.kv_channels
+        self.q_layernorm = head_norm(width) if head_norm is not None else torch.nn.Identity()
+        self.k_layernorm = head_norm(width) if head_norm is not None else torch.nn.Identity()
+        self.rotary = rotary
+        self.rotary_keys = rotary_keys
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As the core attention's."""
+        query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.rotary is not None:
+            query = self.rotary(query)
+            if self.rotary_keys:
+                key = self.rotary(key)
+        attended: torch.Tensor = self.inner(query, key, *args, **kwargs)
+        return attended
+
+
+def _core_attention(
+    part: Parts, head_norm: Builder | None, rotary: Rotary | None, rotary_keys: bool
+) -> Builder:
+    if head_norm is None and rotary is None:
+        return part.core_attention
+    return functools.partial(
+        PreparedCoreAttention,
+        inner=part.core_attention,
+        head_norm=head_norm,
+        rotary=rotary,
+        rotary_keys=rotary_keys,
+    )
+
+
+def with_bias(linear: Builder, bias: bool) -> Builder:
+    """``linear`` with or without bias, whatever ``config.add_bias_linear`` makes Megatron ask."""
 
     @functools.wraps(linear, updated=())
     def build(*args: Any, **kwargs: Any) -> Any:
-        return linear(*args, **{**kwargs, "bias": False})
+        return linear(*args, **{**kwargs, "bias": bias})
 
     return build
 
 
-def self_attention_spec(config: TransformerConfig) -> ModuleSpec:
-    """Self-attention without mask: q, k, v without bias, output projection with bias."""
+def self_attention_spec(
+    config: TransformerConfig,
+    *,
+    qkv_bias: bool = False,
+    head_norm: Builder | None = None,
+    rotary: Rotary | None = None,
+) -> ModuleSpec:
+    """Self-attention without mask; the output projection has a bias.
+
+    ``head_norm`` and ``rotary`` as in ``PreparedCoreAttention``.
+    """
     part = parts(config)
     return ModuleSpec(
         SelfAttention,
         params={"layer_number": 1, "attn_mask_type": AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=without_bias(part.column),
-            core_attention=part.core_attention,
+            linear_qkv=with_bias(part.column, qkv_bias),
+            core_attention=_core_attention(part, head_norm, rotary, rotary_keys=True),
             linear_proj=part.row,
         ),
     )
 
 
 def cross_attention_spec(
-    config: TransformerConfig, context_dim: int, pg_collection: ProcessGroupCollection | None
+    config: TransformerConfig,
+    context_dim: int,
+    pg_collection: ProcessGroupCollection | None,
+    *,
+    qkv_bias: bool = False,
+    head_norm: Builder | None = None,
+    rotary: Rotary | None = None,
 ) -> ModuleSpec:
-    """Attention over a context [sk, b, context_dim]; biases as in ``self_attention_spec``.
+    """Attention over a context [sk, b, context_dim]; only queries have rotary positions.
 
-    Megatron's CrossAttention takes the context to be ``hidden_size`` wide and does not hand its
-    tensor-parallel group on; both are settled here.
+    Megatron's CrossAttention takes the context to be ``hidden_size`` wide and to be divided under
+    sequence parallelism, and does not hand its tensor-parallel group on; all are settled here:
+    the context is whole on every rank.
     """
     part = parts(config)
     tp_group = pg_collection.tp if pg_collection is not None else None
-    column = functools.partial(without_bias(part.column), tp_group=tp_group)
+    column = functools.partial(with_bias(part.column, qkv_bias), tp_group=tp_group)
+    whole = copy.copy(config)
+    whole.sequence_parallel = False
 
     def linear_kv(input_size: int, output_size: int, **kwargs: Any) -> Any:
-        return column(context_dim, output_size, **kwargs)
+        return column(context_dim, output_size, **{**kwargs, "config": whole})
 
     return ModuleSpec(
         CrossAttention,
@@ -133,7 +206,7 @@ def cross_attention_spec(
         submodules=CrossAttentionSubmodules(
             linear_q=column,
             linear_kv=linear_kv,
-            core_attention=part.core_attention,
+            core_attention=_core_attention(part, head_norm, rotary, rotary_keys=False),
             linear_proj=part.row,
         ),
     )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
@@ -47,15 +52,72 @@ class ShardedModuleList(torch.nn.ModuleList):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm that works under sequence parallelism (Megatron's wrapper refuses it).
+    """torch's LayerNorm that works under sequence parallelism (Megatron's wrapper refuses it)."""
 
-    Its parameters are marked, so that Megatron sums their gradients over the sequence's shards.
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__(
+            hidden_size, eps=eps, elementwise_affine=elementwise_affine, dtype=config.params_dtype
+        )
+        works_on_shards(self, config)
+
+
+def works_on_shards(module: torch.nn.Module, config: TransformerConfig) -> None:
+    """Mark replicated parameters that see a part of the sequence under sequence parallelism.
+
+    Megatron then sums their gradients over the tensor-parallel ranks.
+    """
+    for parameter in module.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+
+
+def enter_sequence(
+    tokens: torch.Tensor, config: TransformerConfig, groups: ProcessGroupCollection | None
+) -> torch.Tensor:
+    """Tokens [s, b, d] to this rank's part [s / tp, b, d] under sequence parallelism.
+
+    What computed ``tokens`` gets whole gradients, so it is not marked by ``works_on_shards``.
+    """
+    if not config.sequence_parallel:
+        return tokens
+    group = groups.tp if groups is not None else None
+    return scatter_to_sequence_parallel_region(tokens, group=group)
+
+
+def leave_sequence(
+    tokens: torch.Tensor, config: TransformerConfig, groups: ProcessGroupCollection | None
+) -> torch.Tensor:
+    """The inverse of ``enter_sequence``; what follows is computed alike on every rank."""
+    if not config.sequence_parallel:
+        return tokens
+    group = groups.tp if groups is not None else None
+    return gather_from_sequence_parallel_region(
+        tokens, tensor_parallel_output_grad=False, group=group
+    )
+
+
+class Table:
+    """A constant fp32 tensor (positions, frequencies), made once for each device it is used on.
+
+    Not a buffer: casting a module to bf16 would cast that too.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self._make = make
+        self._made: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The tensor on ``device``."""
+        if device not in self._made:
+            with torch.device("cpu"):
+                table = self._make()
+            self._made[device] = table.float().to(device)
+        return self._made[device]
 
 
 def timestep_embedding(timesteps: torch.Tensor, dim: int) -> torch.Tensor:

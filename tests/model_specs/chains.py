@@ -73,6 +73,15 @@ class Chain:
             for name, parameter in module.named_parameters()
         }
 
+    def state(self):
+        """Parameters and persistent buffers by their names in a checkpoint."""
+        return {
+            f"{layer.name}.{name}": tensor
+            for layer, module in zip(self.backbone.layers, self.modules, strict=True)
+            for name, tensor in module.state_dict().items()
+            if not name.endswith("_extra_state")
+        }
+
 
 def build_chain(backbone, dtype=torch.float32, **overrides):
     """Builds every layer of a backbone, each from its own seed."""

@@ -1,0 +1,215 @@
+"""How the library that published a backbone stores its weights: names, layouts, configuration.
+
+A family states it as rules from our parameter names to the published ones; what no rule names is
+called the same. Converting is exact in both directions: only rows move.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Layout(Protocol):
+    """How the values of our tensors and of the published ones correspond."""
+
+    def publish(self, ours: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The ``count`` published tensors."""
+        ...
+
+    def adopt(self, theirs: Sequence[Tensor], count: int) -> list[Tensor]:
+        """Our ``count`` tensors; the inverse of ``publish``."""
+        ...
+
+
+class Same:
+    """One tensor, stored as it is."""
+
+    def publish(self, ours: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The tensor itself."""
+        return list(ours)
+
+    def adopt(self, theirs: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The tensor itself."""
+        return list(theirs)
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """Megatron's fused projection: rows ordered (head, q | k | v, feature); published apart.
+
+    For weights ``[count * heads * features, inputs]`` and biases. ``num_heads`` of the attention.
+    """
+
+    num_heads: int
+
+    def publish(self, ours: Sequence[Tensor], count: int) -> list[Tensor]:
+        """``count`` tensors whose rows are ordered (head, feature)."""
+        (fused,) = ours
+        rest = fused.shape[1:]
+        by_head = fused.reshape(self.num_heads, count, -1, *rest)
+        return [part.reshape(-1, *rest) for part in by_head.unbind(1)]
+
+    def adopt(self, theirs: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The fused tensor."""
+        import torch
+
+        rest = theirs[0].shape[1:]
+        parts = [part.reshape(self.num_heads, -1, *rest) for part in theirs]
+        return [torch.stack(parts, 1).reshape(-1, *rest)]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Published as one tensor: ours, of ``sizes`` along ``dim``, one after the other."""
+
+    sizes: tuple[int, ...]
+    dim: int = 0
+
+    def publish(self, ours: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The joined tensor."""
+        import torch
+
+        return [torch.cat(list(ours), self.dim)]
+
+    def adopt(self, theirs: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The parts, each in memory of its own."""
+        (whole,) = theirs
+        return [part.clone() for part in whole.split(list(self.sizes), self.dim)]
+
+
+class SwappedHalves:
+    """A gated linear unit: Megatron stores (gate, value), diffusers (value, gate)."""
+
+    def publish(self, ours: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The halves of the rows, exchanged."""
+        import torch
+
+        first, second = ours[0].chunk(2)
+        return [torch.cat([second, first])]
+
+    def adopt(self, theirs: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The halves of the rows, exchanged back."""
+        return self.publish(theirs, count)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Parameters ``ours`` are published as ``theirs``.
+
+    Both are names in which each ``*`` stands for any text, the same in all of them, in order:
+    ``Rule("*.linear_qkv.*", ("*.to_q.*", "*.to_k.*", "*.to_v.*"), PerHead(8))``.
+    """
+
+    ours: str | tuple[str, ...]
+    theirs: str | tuple[str, ...]
+    layout: Layout = field(default_factory=Same)
+
+    def match(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+        """(our names, published names) of the group that ``name`` is in, None if no ours is."""
+        for template in _tuple(self.ours):
+            pattern = "(.+)".join(map(re.escape, template.split("*")))
+            if found := re.fullmatch(pattern, name):
+                return (
+                    tuple(_fill(t, found.groups()) for t in _tuple(self.ours)),
+                    tuple(_fill(t, found.groups()) for t in _tuple(self.theirs)),
+                )
+        return None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A backbone as its library stores it.
+
+    ``class_name`` and ``config`` are what ``config.json`` holds. The first rule that names a
+    parameter counts. ``ignored`` are templates of published names that hold nothing trained
+    (recomputed positions) and may be there or not.
+    """
+
+    library: str
+    class_name: str
+    config: Mapping[str, Any]
+    rules: tuple[Rule, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+
+class PublishedError(ValueError):
+    """Weights that are not those of the backbone; ``faults`` lists every reason."""
+
+    def __init__(self, what: str, faults: list[str], shown: int = 40) -> None:
+        self.faults = faults
+        lines = "".join(f"\n  - {fault}" for fault in faults[:shown])
+        more = f"\n  - and {len(faults) - shown} more" if len(faults) > shown else ""
+        super().__init__(f"{what}: {len(faults)} fault(s):{lines}{more}")
+
+
+def to_published(published: Published, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our ``state`` (parameters, gradients or averages of all layers) under published names."""
+    result: dict[str, Tensor] = {}
+    for ours, theirs, layout in _groups(published, state):
+        tensors = layout.publish([state[name] for name in ours], len(theirs))
+        result.update(zip(theirs, tensors, strict=True))
+    return result
+
+
+def from_published(
+    published: Published, like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str
+) -> dict[str, Tensor]:
+    """Published ``tensors`` under our names; ``like`` has our names and shapes (meta will do).
+
+    Raises PublishedError listing every name of ``what`` that is missing, unexpected or of the
+    wrong shape.
+    """
+    import torch
+
+    meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in like.items()}
+    expected = to_published(published, meta)
+    faults = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    faults += [
+        f"{name} is unexpected"
+        for name in sorted(tensors.keys() - expected.keys())
+        if not any(Rule(template, "").match(name) for template in published.ignored)
+    ]
+    faults += [
+        f"{name} has the shape {list(tensors[name].shape)}, expected {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    if faults:
+        raise PublishedError(what, faults)
+    result: dict[str, Tensor] = {}
+    for ours, theirs, layout in _groups(published, like):
+        parts = layout.adopt([tensors[name] for name in theirs], len(ours))
+        result.update(zip(ours, parts, strict=True))
+    return result
+
+
+_Group = tuple[tuple[str, ...], tuple[str, ...], Layout]
+
+
+def _groups(published: Published, names: Mapping[str, Any]) -> list[_Group]:
+    """Our names, the published ones, and the layout, of every group, each once."""
+    groups: dict[tuple[str, ...], _Group] = {}
+    for name in names:
+        group: _Group = ((name,), (name,), Same())
+        for rule in published.rules:
+            if matched := rule.match(name):
+                group = (*matched, rule.layout)
+                break
+        groups.setdefault(group[0], group)
+    return list(groups.values())
+
+
+def _tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _fill(template: str, texts: Sequence[str]) -> str:
+    parts: list[str] = template.split("*")
+    filled = [part + text for part, text in zip(parts, texts, strict=False)]
+    return "".join(filled) + "".join(parts[len(filled) :])

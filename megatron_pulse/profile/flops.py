@@ -1,0 +1,80 @@
+"""Floating-point operations of each layer, counted on tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
+from megatron_pulse.profile.parameters import meta_context
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """One layer's operations for one microbatch; a multiplication and an addition are two.
+
+    ``backward`` is that of flash attention, which computes the attention's scores again.
+    """
+
+    forward: int
+    backward: int
+
+
+class _FlashAttention(TorchFunctionMode):
+    """Sends attention to the flash operator: on the meta device torch would choose plain matmuls,
+    whose backward has fewer operations than what runs on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
+        return func(*args, **(kwargs or {}))
+
+
+def count_flops(backbone: Backbone, micro_batch_size: int = 1) -> tuple[LayerFlops, ...]:
+    """Operations of each layer of the whole model, i.e. at tensor-parallel size 1."""
+    context = meta_context()
+    with _some_process_group(), torch.device("meta"):
+        return tuple(
+            _count(backbone, layer, layer.build(context), micro_batch_size)
+            for layer in backbone.layers
+        )
+
+
+@contextmanager
+def _some_process_group() -> Iterator[None]:
+    """Megatron's layers hand no group on where torch.distributed is not running."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _count(backbone: Backbone, layer: Layer, module: Any, micro_batch_size: int) -> LayerFlops:
+    def make(spec: TensorSpec, trained: bool = True) -> torch.Tensor:
+        dtype = torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)
+        tensor = torch.empty(spec.full_shape(micro_batch_size), dtype=dtype)
+        return tensor.requires_grad_(trained and spec.dtype == COMPUTE)
+
+    inputs = tuple(map(make, layer.inputs))
+    skips = {name: make(spec) for name, spec in layer.pops.items()}
+    conditioning = {edge.name: make(edge.spec) for edge in backbone.conditioning}
+    conditioning |= {name: make(spec, False) for name, spec in backbone.batch_fields.items()}
+    used = {name: conditioning[name] for name in layer.uses}
+    with _FlashAttention(), FlopCounterMode(display=False) as counter:
+        results = module(inputs, skips, used)
+        forward = counter.get_total_flops()
+        trained = [tensor for tensor in results if tensor.requires_grad]
+        torch.autograd.backward(trained, [torch.empty_like(t) for t in trained])
+    return LayerFlops(forward, counter.get_total_flops() - forward)

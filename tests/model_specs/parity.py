@@ -1,0 +1,53 @@
+"""A chain against the module of the library that published it: outputs and all gradients."""
+
+import torch
+
+from megatron_pulse.backbone.published import from_published, to_published
+from model_specs import load_published, published_form
+from tests.model_specs.chains import perturb, relative_error
+
+
+def assert_same_numbers(chain, reference, call, tolerance, batch_size=2):
+    """Gives ``reference`` the chain's weights and compares prediction and gradients.
+
+    ``call(reference, image, fields)`` returns the reference's prediction in the chain's shape.
+    Weights go out and come back bit for bit, and ``config.json`` describes the same backbone.
+    """
+    published = published_form(chain.backbone)
+    perturb(chain.parameters().values())
+    weights = to_published(published, chain.state())
+    reference.load_state_dict(weights)
+    back = from_published(published, chain.state(), reference.state_dict(), "reference")
+    for name, tensor in chain.state().items():
+        assert torch.equal(back[name], tensor), name
+    adopted = load_published({**dict(reference.config), "_class_name": published.class_name})
+    assert adopted.record["options"] == chain.backbone.record["options"]
+    assert type(reference).__name__ == published.class_name
+    for key, value in published.config.items():
+        assert comparable(reference.config[key]) == comparable(value), key
+
+    image, fields = chain.batch(batch_size)
+    image.requires_grad_()
+    ours = chain(image, fields)
+    theirs = call(reference, image, fields)
+    assert relative_error(ours, theirs) < tolerance
+    factors = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2)).to(ours.dtype)
+    (image_grad,) = torch.autograd.grad((ours * factors).sum(), image, retain_graph=True)
+    (ours * factors).sum().backward()
+    image.grad = None
+    (theirs * factors).sum().backward()
+    assert relative_error(image_grad, image.grad) < tolerance
+    gradients = {name: gradient_of(p) for name, p in chain.parameters().items()}
+    parameters = dict(reference.named_parameters())
+    converted = to_published(published, gradients)
+    assert converted.keys() == parameters.keys()
+    for name, gradient in converted.items():
+        assert relative_error(gradient, gradient_of(parameters[name])) < tolerance, name
+
+
+def gradient_of(parameter):
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def comparable(value):
+    return list(value) if isinstance(value, list | tuple) else value
