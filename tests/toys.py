@@ -44,6 +44,18 @@ class ToyLayer(nn.Module):
         return outputs
 
 
+class ToyEmbedder(nn.Module):
+    """Provides a conditioning of width 2 from the timesteps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 2)
+
+    def forward(self, inputs: tuple[Tensor, ...], skips: Any, conditioning: Any) -> Any:
+        times = conditioning["timesteps"][:, None].to(self.linear.weight.dtype)
+        return (*inputs, self.linear(times / 1000))
+
+
 class ToyHead(nn.Module):
     """Joins the two streams into the prediction."""
 
@@ -60,23 +72,41 @@ def toy_backbone(
     skips: list[tuple[int, int]],
     conditioned: tuple[int, ...] = (),
     failing: int | None = None,
+    embedder: bool = False,
 ) -> Backbone:
-    """``num_layers`` two-stream layers and a head; ``skips`` are (source, destination)."""
+    """``num_layers`` two-stream layers and a head; ``skips`` are (source, destination).
+
+    The ``conditioned`` layers use what an ``embedder`` at the front provides, or layer 0.
+    """
 
     def build(index: int, num_pops: int) -> Callable[[Any], nn.Module]:
         return lambda context: ToyLayer(
             num_pops,
             int(index in conditioned),
-            provides=bool(conditioned) and index == 0,
+            provides=provides(index),
             fails=index == failing,
         )
 
+    def provides(index: int) -> bool:
+        return bool(conditioned) and index == 0 and not embedder
+
+    temb = {"temb": TensorSpec((2,))}
     layers = []
+    if embedder:
+        layers.append(
+            Layer(
+                "embed",
+                lambda context: ToyEmbedder(),
+                (TOKENS,),
+                (TOKENS,),
+                provides=temb,
+                uses=("timesteps",),
+                embedder=True,
+            )
+        )
     for i in range(num_layers):
         pops = {f"s{a}-{b}": TOKENS for a, b in skips if b == i}
-        uses = (("timesteps",) if conditioned and i == 0 else ()) + (
-            ("temb",) if i in conditioned else ()
-        )
+        uses = (("timesteps",) if provides(i) else ()) + (("temb",) if i in conditioned else ())
         layers.append(
             Layer(
                 name=f"blocks.{i}",
@@ -85,7 +115,7 @@ def toy_backbone(
                 outputs=(TOKENS, SIDE),
                 pushes={f"s{a}-{b}": 0 for a, b in skips if a == i},
                 pops=pops,
-                provides={"temb": TensorSpec((2,))} if conditioned and i == 0 else {},
+                provides=temb if provides(i) else {},
                 uses=uses,
             )
         )

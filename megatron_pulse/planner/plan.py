@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron_pulse.planner.communication import (
     CommunicationPlan,
     compile_communication,
 )
+from megatron_pulse.planner.embedders import EmbedderChoice
 from megatron_pulse.planner.nccl_check import check_events
 from megatron_pulse.planner.partition import Partition, balanced_partition
 from megatron_pulse.planner.placement import Placement
@@ -41,17 +42,20 @@ class Plan:
     """A partitioned backbone and the schedule that runs it, for any number of microbatches.
 
     ``cap`` bounds the live stage activations of a device (None: the schedule's own default).
+    ``embedders`` says of each embedder whether it is replicated.
     """
 
     backbone: Backbone
     partition: Partition
     schedule_name: str = "auto"
     cap: int | None = None
+    embedders: tuple[EmbedderChoice, ...] = ()
 
     @cached_property
     def routes(self) -> Routes:
         """How skips and conditioning travel."""
-        return trace_routes(self.backbone, self.partition)
+        replicated = frozenset(choice.layer for choice in self.embedders if choice.replicated)
+        return trace_routes(self.backbone, self.partition, replicated)
 
     @property
     def placement(self) -> Placement:
@@ -74,6 +78,7 @@ class Plan:
             ],
             "schedule": self.schedule_name,
             "cap": self.cap,
+            "embedders": [asdict(choice) for choice in self.embedders],
         }
 
 

@@ -59,6 +59,8 @@ class Routes:
     """``boundaries[s]`` are the tensors that enter stage s."""
     skips: tuple[SkipRoute, ...]
     conditioning: tuple[ConditioningRoute, ...]
+    replicated: frozenset[str] = frozenset()
+    """Embedders (layer names) that run on every device: what they provide never travels."""
 
     def skips_into(self, stage: int) -> tuple[SkipRoute, ...]:
         """Skips popped in ``stage`` that were pushed in another stage."""
@@ -85,8 +87,10 @@ class Routes:
         return tuple(c for c in self.conditioning if c.source_stage == stage and c.consumer_stages)
 
 
-def trace_routes(backbone: Backbone, partition: Partition) -> Routes:
-    """The routes of ``backbone`` under ``partition``."""
+def trace_routes(
+    backbone: Backbone, partition: Partition, replicated: frozenset[str] = frozenset()
+) -> Routes:
+    """The routes of ``backbone`` under ``partition`` with these embedders on every device."""
     placed = partition.placement.device_of_stage
     skips = []
     for skip in backbone.skips:
@@ -105,8 +109,34 @@ def trace_routes(backbone: Backbone, partition: Partition) -> Routes:
         )
     conditioning = []
     for edge in backbone.conditioning:
+        if backbone.layers[edge.source].name in replicated:
+            continue
         source = partition.stage_of_layer(edge.source)
         stages = {partition.stage_of_layer(j) for j in edge.consumers} - {source}
         conditioning.append(ConditioningRoute(edge.name, edge.spec, source, tuple(sorted(stages))))
     boundaries = tuple(backbone.layers[first].inputs for first in partition.cuts[:-1])
-    return Routes(partition, boundaries, tuple(skips), tuple(conditioning))
+    return Routes(partition, boundaries, tuple(skips), tuple(conditioning), replicated)
+
+
+def embedders_of(backbone: Backbone, routes: Routes, stage: int) -> tuple[int, ...]:
+    """Layers of the replicated embedders whose conditioning ``stage`` uses, in chain order."""
+    used = {
+        name for i in routes.partition.layers_of_stage(stage) for name in backbone.layers[i].uses
+    }
+    return tuple(
+        i
+        for i, layer in enumerate(backbone.layers)
+        if layer.name in routes.replicated and used & layer.provides.keys()
+    )
+
+
+def batch_fields_of(backbone: Backbone, routes: Routes, stage: int) -> frozenset[str]:
+    """The batch fields that ``stage`` reads, for its layers and for replicated embedders."""
+    readers = [
+        i
+        for i in routes.partition.layers_of_stage(stage)
+        if backbone.layers[i].name not in routes.replicated
+    ]
+    readers += embedders_of(backbone, routes, stage)
+    read = {name for i in readers for name in backbone.layers[i].uses}
+    return frozenset(read & backbone.batch_fields.keys())

@@ -20,10 +20,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.planner.communication import Message, Payload
 from megatron_pulse.planner.program import Event, Issue, Run, Wait
-from megatron_pulse.planner.routes import Carrier, Routes
+from megatron_pulse.planner.routes import Carrier, Routes, batch_fields_of
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.replicas import Replicas
 from megatron_pulse.runtime.skips import TensorStore
 
 Batch = Mapping[str, Tensor]
@@ -82,8 +83,9 @@ class Executor:
     """Executes one device's part of ``schedule``.
 
     ``stages`` maps a stage's number to its (wrapped) module; ``no_sync`` to the context in which
-    its gradients are accumulated without being reduced. ``program`` comes from
-    ``compile_program``. After an error everything held is let go and the error is on the board.
+    its gradients are accumulated without being reduced, ``replicas`` the replicated embedders if
+    there are any. ``program`` comes from ``compile_program``. After an error everything held is
+    let go and the error is on the board.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Executor:
         links: Links | None,
         board: FailureBoard | None = None,
         no_sync: Mapping[int, Callable[[], AbstractContextManager[object]]] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._backbone = backbone
         self._routes = routes
@@ -107,17 +110,11 @@ class Executor:
         self._links = links
         self._board = board
         self._no_sync = no_sync or {}
+        self._replicas = replicas
         self._placed = routes.partition.placement.device_of_stage
         self._own = routes.partition.placement.stages_of_device(device)
         self._position = {op: i for order in schedule.order for i, op in enumerate(order)}
-        self._uses = {
-            s: {
-                name
-                for i in routes.partition.layers_of_stage(s)
-                for name in backbone.layers[i].uses
-            }
-            for s in self._own
-        }
+        self._fields = {s: batch_fields_of(backbone, routes, s) for s in self._own}
         self._store = TensorStore()
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._conditioning_gradients: dict[tuple[str, int], Tensor] = {}
@@ -146,6 +143,8 @@ class Executor:
                 if self._training:
                     for stage, make_context in self._no_sync.items():
                         self._syncing[stage].enter_context(make_context())
+                if self._replicas is not None:
+                    self._replicas.refresh()
                 for event in self._program:
                     match event:
                         case Run(operation):
@@ -158,6 +157,8 @@ class Executor:
                             self._links_or_fail().issue(ops, self._outgoing)
                 if self._links is not None:
                     self._links.drain()
+                if self._replicas is not None and self._training:
+                    self._replicas.return_gradients()
             self._store.require_empty()
         except BaseException as error:
             self._give_up(current, error)
@@ -254,8 +255,7 @@ class Executor:
         saved = self._take_inputs(op, batch)
         given = {
             name: self._cast(batch[name], self._backbone.batch_fields[name])
-            for name in self._uses[stage]
-            if name in self._backbone.batch_fields
+            for name in self._fields[stage]
         }
         outputs, skips, provided = self._stages[stage](
             saved.inputs, saved.skips, {**given, **saved.conditioning}

@@ -28,11 +28,13 @@ class _Transfer:
 
 @dataclass
 class Traffic:
-    """What a device has sent: bytes and messages, forward and gradients apart."""
+    """What a device has sent: bytes of messages (forward and gradients apart), and beside them
+    those of replicated embedders."""
 
     forward_bytes: int = 0
     gradient_bytes: int = 0
     skip_bytes: int = 0
+    replica_bytes: int = 0
     num_messages: int = 0
 
 
@@ -117,6 +119,52 @@ class Links:
         """Forget everything under way (after an error)."""
         self._sends.clear()
         self._receives.clear()
+
+    def broadcast(self, tensor: torch.Tensor, device: int, what: str) -> None:
+        """Make ``tensor`` on all devices what it is on ``device``, in place."""
+        source = dist.get_global_rank(self._group, device)
+        self._together(
+            lambda: dist.broadcast(tensor, source, self._group, async_op=True),
+            f"broadcasting {what} from pipeline device {device} (rank {source})",
+        )
+        if self._group.rank() == device:
+            self.traffic.replica_bytes += tensor.nbytes * (self._group.size() - 1)
+
+    def reduce(self, tensor: torch.Tensor, device: int, what: str) -> None:
+        """Sum ``tensor`` over all devices into that of ``device`` (others: undefined)."""
+        target = dist.get_global_rank(self._group, device)
+        self._together(
+            lambda: dist.reduce(tensor, target, group=self._group, async_op=True),
+            f"adding up {what} on pipeline device {device} (rank {target})",
+        )
+        if self._group.rank() != device:
+            self.traffic.replica_bytes += tensor.nbytes
+
+    def _together(self, start: Callable[[], dist.Work], what: str) -> None:
+        try:
+            work = start()
+            if self._blocking:
+                work.wait(timedelta(seconds=self._timeout_s))
+                return
+            deadline = time.monotonic() + self._timeout_s
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("Timed out")
+                if failure := self._board.first_failure():
+                    raise PulseError(f"stopped, because another rank failed: {failure}")
+                time.sleep(0.001)
+            work.wait()
+        except PulseError:
+            raise
+        except RuntimeError as error:
+            timed_out = "imed out" in str(error) or "imeout" in str(error)
+            reason = (
+                f"no answer from every device within {self._timeout_s:g} s"
+                if timed_out
+                else f"a device closed the connection (it died or failed): {str(error)[:200]}"
+            )
+            cause = self._board.first_failure(wait_s=0.5) or self._board.report(f"{what}: {reason}")
+            raise PulseError(f"{what}: {reason}\nfirst failure in this job: {cause}") from error
 
     def _count(self, message: Message, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()

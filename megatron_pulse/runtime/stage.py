@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
-from megatron_pulse.planner.routes import Carrier, Routes
+from megatron_pulse.planner.routes import Carrier, Routes, embedders_of
+from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.replicas import Replicas
 from megatron_pulse.runtime.sharded_state import ema_entries, sharded_module_state
 
 Tensors = dict[str, Tensor]
@@ -32,6 +34,8 @@ class Stage(MegatronModule):
 
     Parameters are named by their layer's global name, so a checkpoint does not depend on where
     the chain was cut. ``recompute`` recomputes each layer's activations in the backward pass.
+    A replicated embedder is a layer of one stage like any other, but runs only through
+    ``replicas``, which must be set where ``routes`` has such.
     """
 
     def __init__(
@@ -54,6 +58,9 @@ class Stage(MegatronModule):
         self.post_process = stage == routes.partition.placement.num_stages - 1
         self.share_embeddings_and_output_weights = False
 
+        self.replicas: Replicas | None = None
+        self._embedders = [backbone.layers[i] for i in embedders_of(backbone, routes, stage)]
+        self._replicated = routes.replicated
         self._specs = [backbone.layers[i] for i in routes.partition.layers_of_stage(stage)]
         self._boundary_skips = {
             r.name: r.output_index
@@ -84,8 +91,10 @@ class Stage(MegatronModule):
         conditioning that leaves (fp64).
         """
         skips = {**skips, **{name: inputs[i] for name, i in self._boundary_skips.items()}}
-        conditioning = dict(conditioning)
+        conditioning = {**conditioning, **self._embed(conditioning)}
         for spec, module in zip(self._specs, self._chain, strict=True):
+            if spec.name in self._replicated:
+                continue
             popped = {name: _alias(skips.pop(name)) for name in spec.pops}
             used = {name: self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
@@ -102,6 +111,19 @@ class Stage(MegatronModule):
             {name: skips[name] for name in self._skips_out},
             {name: conditioning[name] for name in self._provides},
         )
+
+    def _embed(self, conditioning: Tensors) -> Tensors:
+        """What the replicated embedders compute for this stage, from the batch, in fp64."""
+        provided: Tensors = {}
+        for spec in self._embedders:
+            if self.replicas is None:
+                raise PulseError(f"stage {self.stage} was given no copy of {spec.name}")
+            fields = {name: conditioning[name] for name in spec.uses}
+            results = self.replicas.module(spec.name)((), {}, fields)
+            provided.update(
+                (name, tensor.double()) for name, tensor in zip(spec.provides, results, strict=True)
+            )
+        return provided
 
     def _use(self, name: str, tensor: Tensor) -> Tensor:
         """Conditioning as a layer uses it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.planner.embedders import EmbedderChoice
 from megatron_pulse.planner.placement import make_placement
 from megatron_pulse.planner.plan import make_plan
 from megatron_pulse.runtime.executor import Executor, RunSettings, message_spec
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.replicas import Replicas
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Case:
     steps: int = 3
     cuts: tuple[int, ...] | None = None
     micro_batch_size: int = 2
+    replicated: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -43,6 +47,7 @@ class Outcome:
     forward_bytes: int = 0
     gradient_bytes: int = 0
     skip_bytes: int = 0
+    replica_bytes: int = 0
 
 
 def _batch(backbone: Backbone, case: Case, step: int, microbatch: int) -> dict[str, Tensor]:
@@ -82,6 +87,9 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
         from megatron_pulse.planner.plan import Plan
 
         plan = Plan(backbone, Partition(placement, case.cuts), case.schedule)
+    if num_devices > 1:
+        choices = tuple(EmbedderChoice(name, 0, 0, True) for name in case.replicated)
+        plan = replace(plan, embedders=choices)
     step_plan = plan.step(case.num_microbatches)
     dtype = getattr(torch, case.dtype)
     stages = {
@@ -95,6 +103,25 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
         links = Links(
             group, lambda m: settings.make_empty(message_spec(plan.routes, m)), board, 60.0
         )
+    replicas = None
+    if plan.routes.replicated:
+        replicas = Replicas(
+            backbone,
+            plan.routes,
+            device,
+            LayerContext(config),
+            {
+                plan.backbone.layers[i].name: stage.get_submodule(plan.backbone.layers[i].name)
+                for s, stage in stages.items()
+                for i in plan.partition.layers_of_stage(s)
+                if plan.backbone.layers[i].name in plan.routes.replicated
+            },
+            links,
+            dtype,
+            settings.device,
+        )
+        for stage in stages.values():
+            stage.replicas = replicas
     executor = Executor(
         backbone,
         plan.routes,
@@ -104,6 +131,7 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
         stages,
         links,
         board,
+        replicas=replicas,
     )
     parameters = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, foreach=False)
@@ -123,6 +151,7 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
         outcome.forward_bytes = links.traffic.forward_bytes
         outcome.gradient_bytes = links.traffic.gradient_bytes
         outcome.skip_bytes = links.traffic.skip_bytes
+        outcome.replica_bytes = links.traffic.replica_bytes
     return outcome
 
 
@@ -136,6 +165,7 @@ def merge(outcomes: list[Outcome]) -> Outcome:
         merged.forward_bytes += outcome.forward_bytes
         merged.gradient_bytes += outcome.gradient_bytes
         merged.skip_bytes += outcome.skip_bytes
+        merged.replica_bytes += outcome.replica_bytes
     return merged
 
 
