@@ -20,9 +20,16 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published import Published
-from model_specs._options import Config, Value, resolve, to_record
+from model_specs._options import Config, Value, resolve, to_record, to_text
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
+
+# Folders older than diffusers 0.29 call several models Transformer2DModel; diffusers tells them
+# apart in the same way.
+_CLASS_OF_NORM = {
+    "ada_norm_zero": "DiTTransformer2DModel",
+    "ada_norm_single": "PixArtTransformer2DModel",
+}
 
 
 @functools.cache
@@ -67,6 +74,16 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
     return dataclasses.replace(backbone, record=record)
 
 
+def changed_options(backbone: Backbone) -> dict[str, str]:
+    """By which options, as flags take them, ``backbone`` differs from the one of its name."""
+    named = to_record(available()[backbone.record["name"]])
+    return {
+        key: to_text(value)
+        for key, value in backbone.record["options"].items()
+        if named[key] != value
+    }
+
+
 def published_form(backbone: Backbone) -> Published | None:
     """How the library that published this backbone stores it; None if none did."""
     name = backbone.record["name"]
@@ -84,6 +101,8 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     Raises ValueError for a class that no family builds, and for settings that its family lacks.
     """
     wanted = config.get("_class_name")
+    if wanted == "Transformer2DModel":
+        wanted = _CLASS_OF_NORM.get(config.get("norm_type"), wanted)
     families = {
         family.PUBLISHED_AS: family
         for family in _families().values()
@@ -95,5 +114,9 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
         )
     family = families[wanted]
     ours = family.config_from_published(config)
-    exact = [name for name, named in family.CONFIGS.items() if named == ours]
-    return load_backbone([*exact, *family.CONFIGS][0], to_record(ours))
+    record = to_record(ours)
+
+    def distance(name: str) -> int:
+        return sum(record[key] != value for key, value in to_record(family.CONFIGS[name]).items())
+
+    return load_backbone(min(family.CONFIGS, key=distance), record)

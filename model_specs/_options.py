@@ -51,7 +51,7 @@ def resolve[C: Config](name: str, default: C, options: Mapping[str, Value]) -> C
     if faults:
         lines = "".join(f"\n  - {fault}" for fault in faults)
         legal = "".join(
-            f"\n  {key} ({_KINDS[kinds[key]]}; default {_show(getattr(default, key))})"
+            f"\n  {key} ({_KINDS[kinds[key]]}; default {to_text(getattr(default, key))})"
             for key in kinds
         )
         raise ValueError(
@@ -69,8 +69,9 @@ def to_record(config: Config) -> dict[str, Any]:
     }
 
 
-def _show(value: object) -> str:
-    if isinstance(value, tuple):
+def to_text(value: object) -> str:
+    """A value as flags take it: ``320,640``, ``true``, ``none``."""
+    if isinstance(value, tuple | list):
         return ",".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 

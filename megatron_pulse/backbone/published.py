@@ -65,6 +65,23 @@ class PerHead:
 
 
 @dataclass(frozen=True)
+class FusedPerHead:
+    """As ``PerHead`` for self-attention, but published as one tensor: q, k, v one after another."""
+
+    num_heads: int
+
+    def publish(self, ours: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The tensor whose rows are ordered (q | k | v, head, feature)."""
+        import torch
+
+        return [torch.cat(PerHead(self.num_heads).publish(ours, 3))]
+
+    def adopt(self, theirs: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The fused tensor."""
+        return PerHead(self.num_heads).adopt(theirs[0].chunk(3), count)
+
+
+@dataclass(frozen=True)
 class Joined:
     """Published as one tensor: ours, of ``sizes`` along ``dim``, one after the other."""
 

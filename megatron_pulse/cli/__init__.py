@@ -1,4 +1,4 @@
-"""``pulse``: looks at backbones and data, draws curves, and samples from checkpoints.
+"""``pulse``: looks at backbones and data, draws curves, samples, imports and exports weights.
 
 One module per command; what is slow to import is imported by the command that needs it.
 """
@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_pulse.cli import backbones, curve, data, sample
+from megatron_pulse.cli import backbones, curve, data, sample, weights
 from megatron_pulse.cli.errors import UserError
 
 _EPILOG = """\
@@ -37,6 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (backbones, sample, curve, data):
         command.add_command(commands)
+    weights.add_commands(commands)
     return parser
 
 

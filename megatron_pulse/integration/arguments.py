@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from megatron_pulse.planner.embedders import Policy
 from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
 from megatron_pulse.planner.schedule.registry import SCHEDULES
 
@@ -23,6 +24,7 @@ class PulseOptions:
     num_chunks: int
     schedule: str
     activation_cap: int | None
+    conditioning: Policy
     timeout_s: float
     data: str
     objective: str
@@ -81,6 +83,14 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="at most N live stage activations per device (default: what 1F1B would hold)",
     )
     group.add_argument(
+        "--pulse-conditioning",
+        choices=get_args(Policy),
+        default="auto",
+        help="embeddings of timesteps and captions: send them (and their gradients) once to each "
+        "device, replicate the layers that compute them, or for each whichever moves fewer bytes "
+        "in a step (auto, default); the plan says which",
+    )
+    group.add_argument(
         "--pulse-timeout-s",
         type=float,
         default=600.0,
@@ -92,7 +102,8 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "--pulse-data",
         metavar="SPEC",
         default="mnist",
-        help="mnist, digits8, folder:PATH (images), or latents:PATH (see 'pulse data')",
+        help="mnist, digits8, folder:PATH (images), captions:PATH (images with texts), or "
+        "latents:PATH (see 'pulse data')",
     )
     group.add_argument(
         "--pulse-objective",
@@ -117,7 +128,8 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         type=float,
         default=0.1,
         metavar="P",
-        help="share of labels replaced by the null label, for classifier-free guidance",
+        help="share of samples that lose their label and all other conditioning, for "
+        "classifier-free guidance (default 0.1)",
     )
     group.add_argument(
         "--pulse-ema-decay",
@@ -172,6 +184,7 @@ def pulse_options(args: argparse.Namespace) -> PulseOptions:
         num_chunks=args.pulse_num_chunks,
         schedule=args.pulse_schedule,
         activation_cap=args.pulse_activation_cap,
+        conditioning=args.pulse_conditioning,
         timeout_s=args.pulse_timeout_s,
         data=args.pulse_data,
         objective=args.pulse_objective,

@@ -14,6 +14,8 @@ from megatron_pulse.integration.arguments import add_pulse_arguments
 from megatron_pulse.runtime.stage import Stage
 
 LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What Megatron calls a checkpoint without iteration, optimizer and random states."""
 
 
 class CheckpointError(ValueError):
@@ -31,10 +33,10 @@ def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
                 "--save named"
             )
         text = latest.read_text().strip()
-        if not text.isdigit():
+        if text != RELEASE and not text.isdigit():
             raise CheckpointError(f"{latest} does not name an iteration: {text[:40]!r}")
-        iteration = int(text)
-    folder = load / f"iter_{iteration:07d}"
+        iteration = None if text == RELEASE else int(text)
+    folder = load / (RELEASE if iteration is None else f"iter_{iteration:07d}")
     if not (folder / "metadata.json").exists():
         raise CheckpointError(f"{folder} is not a complete torch_dist checkpoint")
     return folder
@@ -76,7 +78,7 @@ def check_checkpoint(
         if saved.get(key) != wanted.get(key)
     ]
     faults = []
-    if args.pulse_record["name"].split("-")[0] != record["name"].split("-")[0] or different:
+    if args.pulse_record.get("family") != record["family"] or different:
         faults.append(
             f"--load {load} holds another backbone ({args.pulse_record['name']}, not "
             f"{record['name']}): {'; '.join(different)}"

@@ -27,7 +27,6 @@ class FlagError(SystemExit):
 _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("attention_dropout", 0.0, "dropout would depend on the layout; the backbones use none"),
     ("hidden_dropout", 0.0, "dropout would depend on the layout; the backbones use none"),
-    ("sequence_parallel", False, "the backbones do not shard their sequence"),
     ("context_parallel_size", 1, "the backbones do not split their sequence"),
     ("expert_model_parallel_size", 1, "the backbones have no experts"),
     ("use_torch_fsdp2", False, "FSDP cannot hold pipeline stages"),

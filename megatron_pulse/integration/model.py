@@ -41,8 +41,12 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
     ) -> MegatronModule:
         assert pg_collection is not None
         device = pg_collection.pp.rank()
+        config = config or core_transformer_config_from_args(args)
+        # Families build their own norms of queries and keys; this makes Megatron add up the
+        # gradients of those over tensor-parallel ranks, each of which has its own heads.
+        config.qk_layernorm = True
         stage = Stage(
-            config or core_transformer_config_from_args(args),
+            config,
             plan.backbone,
             plan.routes,
             plan.placement.stages_of_device(device)[vp_stage or 0],

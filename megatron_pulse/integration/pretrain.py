@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,7 @@ from megatron_pulse.integration.grad_norm import use_layout_independent_grad_nor
 from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
 from megatron_pulse.integration.schedule import PulseSchedule
 from megatron_pulse.integration.step import wrap_train_step
+from megatron_pulse.planner.embedders import choose_embedders
 from megatron_pulse.planner.plan import Plan, make_plan
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.runtime.failures import FailureBoard, PulseError, default_board
@@ -77,6 +79,8 @@ def _prepare(args: argparse.Namespace, options: PulseOptions) -> tuple[Plan, Dif
     backbone = plan = data = None
     try:
         backbone = load_backbone(options.backbone, options.options)
+        if args.sequence_parallel:
+            backbone = _divide(backbone, args.tensor_model_parallel_size)
     except ValueError as error:
         faults.append(str(error))
     if backbone is not None:
@@ -100,6 +104,17 @@ def _prepare(args: argparse.Namespace, options: PulseOptions) -> tuple[Plan, Dif
     return plan, data
 
 
+def _divide(backbone: Backbone, tensor_parallel: int) -> Backbone:
+    """``backbone`` under sequence parallelism; raises ValueError where it cannot be."""
+    divided = backbone.divide_sequences(tensor_parallel)
+    if tensor_parallel > 1 and divided.layers == backbone.layers:
+        raise ValueError(
+            f"--sequence-parallel: {backbone.name} has no token sequence between its layers; "
+            "leave it out"
+        )
+    return divided
+
+
 def _plan(
     args: argparse.Namespace, options: PulseOptions, backbone: Backbone, faults: list[str]
 ) -> Plan | None:
@@ -117,6 +132,17 @@ def _plan(
             placement,
             options.schedule if placement.num_stages > 1 else "auto",
             options.activation_cap,
+        )
+        plan = replace(
+            plan,
+            embedders=choose_embedders(
+                backbone,
+                plan.partition,
+                count_parameters(backbone),
+                num_microbatches * args.micro_batch_size,
+                2 if args.bf16 or args.fp16 else 4,
+                options.conditioning,
+            ),
         )
         plan.step(num_microbatches)
         return plan
@@ -157,7 +183,7 @@ def _train(
     use_layout_independent_grad_norm()
     schedule = PulseSchedule(plan, data.loss, board, options.timeout_s)
     if args.rank == 0:
-        _describe(plan)
+        print(plan.describe(), flush=True)
     training.set_startup_timestamps(program_start=start, main_entry=time.time())
     with _hooks(
         get_forward_backward_func=lambda *a, **k: schedule,
@@ -203,21 +229,6 @@ def _make_dataset_provider(
 
     provide.is_distributed = True  # type: ignore[attr-defined]
     return provide
-
-
-def _describe(plan: Plan) -> None:
-    backbone, placement = plan.backbone, plan.placement
-    print(
-        f"plan: {backbone.name}, {len(backbone.layers)} layers, {len(backbone.skips)} skips; "
-        f"{placement.kind.value} on {placement.num_devices} device(s), schedule "
-        f"{plan.schedule_name}"
-    )
-    for device in range(placement.num_devices):
-        for stage in placement.stages_of_device(device):
-            names = [backbone.layers[i].name for i in plan.partition.layers_of_stage(stage)]
-            shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-            print(f"  device {device}, stage {stage}: {shown} ({len(names)} layers)")
-    sys.stdout.flush()
 
 
 def _stop(error: BaseException, board: FailureBoard | None) -> None:

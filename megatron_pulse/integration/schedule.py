@@ -12,11 +12,14 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
+from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.integration.model import unwrap
 from megatron_pulse.planner.communication import Message
 from megatron_pulse.planner.plan import Plan
 from megatron_pulse.runtime.executor import Executor, LossFunction, RunSettings, message_spec
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.replicas import Replicas
 
 
 class PulseSchedule:
@@ -35,6 +38,7 @@ class PulseSchedule:
         self._timeout_s = timeout_s
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._links: Links | None = None
+        self._replicas: Replicas | None = None
         self._settings: RunSettings | None = None
 
     def __call__(
@@ -89,6 +93,8 @@ class PulseSchedule:
                     torch.zeros(1, device=self._settings_or_fail().device), group=pipeline
                 )
                 self._links = Links(pipeline, self._make_buffer, self._board, self._timeout_s)
+                if plan.routes.replicated:
+                    self._replicas = self._replicate(stages, device)
             self._executors[key] = Executor(
                 plan.backbone,
                 plan.routes,
@@ -99,8 +105,37 @@ class PulseSchedule:
                 self._links,
                 self._board,
                 _no_sync(config.no_sync_func, stages),
+                self._replicas,
             )
         return self._executors[key]
+
+    def _replicate(self, chunks: dict[int, nn.Module], device: int) -> Replicas:
+        """Copies of the replicated embedders for this device's stages, owned by some of them."""
+        plan, settings = self._plan, self._settings_or_fail()
+        masters: dict[str, nn.Module] = {}
+        chunk_of: dict[nn.Module, nn.Module] = {}
+        for stage, chunk in chunks.items():
+            for i in plan.partition.layers_of_stage(stage):
+                name = plan.backbone.layers[i].name
+                if name in plan.routes.replicated:
+                    masters[name] = unwrap(chunk).get_submodule(name)
+                    chunk_of[masters[name]] = chunk
+        stages = [unwrap(chunk) for chunk in chunks.values()]
+        assert self._links is not None
+        replicas = Replicas(
+            plan.backbone,
+            plan.routes,
+            device,
+            LayerContext(stages[0].config, stages[0].pg_collection),
+            masters,
+            self._links,
+            settings.dtype,
+            settings.device,
+            lambda master: finish_gathering(chunk_of[master], master),
+        )
+        for owner in stages:
+            owner.replicas = replicas
+        return replicas
 
     def _settings_or_fail(self) -> RunSettings:
         if self._settings is None:
@@ -138,3 +173,15 @@ def _no_sync(
         return {}
     functions = no_sync_func if isinstance(no_sync_func, list) else [no_sync_func] * len(stages)
     return dict(zip(stages, functions, strict=True))
+
+
+def finish_gathering(chunk: nn.Module, module: nn.Module) -> None:
+    """Wait until the parameters of ``module`` in ``chunk`` are whole.
+
+    With overlapped parameter gathering, Megatron's DDP waits in a module's forward; what reads
+    parameters before any forward has to wait itself, in the same way.
+    """
+    if not getattr(chunk, "remove_forward_pre_hook_handles", None):
+        return
+    for part in module.modules():
+        chunk._make_forward_pre_hook()(part)  # type: ignore[operator]

@@ -81,6 +81,28 @@ class Plan:
             "embedders": [asdict(choice) for choice in self.embedders],
         }
 
+    def describe(self) -> str:
+        """The plan in a few lines for people."""
+        backbone, placement = self.backbone, self.placement
+        lines = [
+            f"plan: {backbone.name}, {len(backbone.layers)} layers, {len(backbone.skips)} skips; "
+            f"{placement.kind.value} on {placement.num_devices} device(s), schedule "
+            f"{self.schedule_name}"
+        ]
+        for device in range(placement.num_devices):
+            for stage in placement.stages_of_device(device):
+                names = [backbone.layers[i].name for i in self.partition.layers_of_stage(stage)]
+                shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+                lines.append(f"  device {device}, stage {stage}: {shown} ({len(names)} layers)")
+        for choice in self.embedders:
+            if choice.sent_bytes:
+                lines.append(
+                    f"  {choice.layer}: {'replicated' if choice.replicated else 'sent'} (per "
+                    f"step: {choice.sent_bytes / 1e6:.3g} MB if sent, "
+                    f"{choice.replicated_bytes / 1e6:.3g} MB if replicated)"
+                )
+        return "\n".join(lines)
+
 
 def make_plan(
     backbone: Backbone,

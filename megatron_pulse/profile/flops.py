@@ -28,7 +28,7 @@ class LayerFlops:
     backward: int
 
 
-class _FlashAttention(TorchFunctionMode):
+class _FlashAttention(TorchFunctionMode):  # type: ignore[misc]
     """Sends attention to the flash operator: on the meta device torch would choose plain matmuls,
     whose backward has fewer operations than what runs on a GPU."""
 

@@ -110,3 +110,39 @@ def test_all_faults_at_once():
         require_valid(backbone)
     assert all(fault in str(error.value) for fault in faults)
     assert "'bad' has 9 fault(s)" in str(error.value)
+
+
+def embedder(**changes):
+    fields = {"inputs": (X,), "outputs": (X,), "provides": {"z": X}, "embedder": True}
+    return Layer("e", None, **{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"provides": {}}, "provides nothing"),
+        ({"outputs": (TensorSpec((9,)),)}, "must hand its inputs on unchanged"),
+        ({"pushes": {"s": 0}}, "must hand its inputs on unchanged"),
+        ({"uses": ("other",)}, "uses other; an embedder reads only batch fields"),
+    ],
+)
+def test_embedders_only_read_the_batch(changes, words):
+    faults = check_backbone(
+        Backbone("b", (embedder(**changes), Layer("f", None, (X,), (X,), uses=("z",))))
+    )
+    assert any(words in fault for fault in faults) if words else faults == []
+
+
+def test_sequences_divide():
+    tokens, text = TensorSpec((12, 4), 1, sequence=True), TensorSpec((5, 4))
+    layers = (
+        Layer("a", None, (tokens,), (tokens,), pushes={"s": 0}, provides={"t": text}),
+        Layer("b", None, (tokens,), (tokens,), pops={"s": tokens}, uses=("t",)),
+    )
+    divided = Backbone("b", layers).divide_sequences(4)
+    assert check_backbone(divided) == []
+    assert divided.skips[0].spec.shape == (3, 4) and divided.layers[1].inputs[0].shape == (3, 4)
+    assert divided.conditioning[0].spec.shape == (5, 4)
+    with pytest.raises(ValueError, match=r"over 5 ranks: 12 tokens of . do not divide"):
+        Backbone("b", layers).divide_sequences(5)

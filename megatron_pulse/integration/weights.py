@@ -1,0 +1,137 @@
+"""Published weights into a checkpoint that training loads, and a checkpoint's weights out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
+from torch import Tensor
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.published import Published, from_published, to_published
+from megatron_pulse.diffusion.ema import ExponentialMovingAverage
+from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.integration.arguments import add_pulse_arguments
+from megatron_pulse.integration.checkpoints import (
+    LATEST,
+    RELEASE,
+    CheckpointError,
+    checkpoint_folder,
+    load_weights,
+    saved_arguments,
+)
+from megatron_pulse.integration.compat import patch_megatron
+from megatron_pulse.planner.placement import sequential
+from megatron_pulse.planner.plan import make_plan
+from megatron_pulse.runtime.stage import Stage
+from model_specs import load_backbone, published_form
+
+
+def one_process_groups() -> None:
+    """Model-parallel groups of a single process, where none exist yet."""
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(0)
+
+
+def whole_stage(backbone: Backbone, *, initialise: bool = False) -> Stage:
+    """The backbone as one stage in fp32 on the CPU, in a world of one process."""
+    patch_megatron()
+    one_process_groups()
+    plan = make_plan(backbone, [1.0] * len(backbone.layers), sequential(1))
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=8,
+        use_cpu_initialization=True,
+        perform_initialization=initialise,
+        transformer_impl="local",
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Stage(config, backbone, plan.routes, 0, 0, groups)
+
+
+def load_whole(
+    load: Path, iteration: int | None = None, *, averaged: bool
+) -> tuple[Backbone, Stage, argparse.Namespace]:
+    """The backbone of a checkpoint as one stage with its weights, and the flags of its run.
+
+    Raises CheckpointError when there is no such checkpoint or it holds no averaged weights.
+    """
+    folder = checkpoint_folder(load, iteration)
+    args = saved_arguments(folder)
+    if averaged and not args.pulse_ema_decay:
+        raise CheckpointError(f"{folder} holds no averaged weights: use --raw")
+    backbone = load_backbone(args.pulse_record["name"], args.pulse_record["options"])
+    stage = whole_stage(backbone)
+    load_weights(stage, folder, averaged=averaged)
+    return backbone, stage, args
+
+
+def export_weights(backbone: Backbone, stage: Stage) -> tuple[Published, dict[str, Tensor]]:
+    """How the backbone is published, and the stage's weights under those names."""
+    published = published_form(backbone)
+    if published is None:
+        raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
+    return published, to_published(published, weights_of(stage))
+
+
+def weights_of(stage: Stage) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, without what belongs to Transformer Engine's recipes."""
+    state = stage.state_dict()
+    return {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+
+
+def import_weights(
+    backbone: Backbone, tensors: Mapping[str, Tensor], what: str, save: Path, objective: str
+) -> None:
+    """Write published ``tensors`` as a release checkpoint below ``save``.
+
+    Its weights are fp32, and so are the averages that training continues. Raises PublishedError
+    with every name that is missing, unexpected or of the wrong shape.
+    """
+    published = published_form(backbone)
+    if published is None:
+        raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
+    stage = whole_stage(backbone)
+    found = from_published(published, weights_of(stage), tensors, what)
+    stage.load_state_dict({name: tensor.float() for name, tensor in found.items()}, strict=False)
+    args = _arguments(backbone, objective)
+    stage.ema = ExponentialMovingAverage(stage.named_parameters(), args.pulse_ema_decay)
+    folder = save / RELEASE
+    beside = save / f".{RELEASE}.{os.getpid()}.part"
+    beside.mkdir(parents=True)
+    try:
+        state = {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "model": stage.sharded_state_dict(),
+        }
+        dist_checkpointing.save(state, str(beside))
+        os.replace(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    with replacing(save / LATEST) as tracker:
+        tracker.write_text(RELEASE)
+
+
+def _arguments(backbone: Backbone, objective: str) -> argparse.Namespace:
+    """The flags of a run on one process that would have written the checkpoint."""
+    parser = add_pulse_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+    args = parser.parse_args(["--pulse-backbone", backbone.name, "--pulse-objective", objective])
+    args.pulse_record = dict(backbone.record)
+    args.world_size = 1
+    return args

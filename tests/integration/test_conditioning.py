@@ -1,0 +1,68 @@
+"""Replicated and sent embedders in whole Megatron runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import Run, pipeline, run
+
+STEPS = ["--global-batch-size", "8", "--train-iters", "5"]
+REPLICATED = ["--pulse-conditioning", "replicate"]
+
+
+@pytest.fixture(scope="module")
+def expected() -> Run:
+    """One process: nothing to send or replicate."""
+    return run(1, *STEPS, backbone="unet")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (2, pipeline(2)),
+        (4, pipeline(4, "--pulse-placement", "sequential")),
+        (4, pipeline(2, "--use-distributed-optimizer", "--overlap-grad-reduce")),
+        (
+            4,
+            pipeline(
+                2,
+                "--use-distributed-optimizer",
+                "--overlap-grad-reduce",
+                "--overlap-param-gather",
+                "--pulse-ema-decay",
+                "0",
+            ),
+        ),
+        (4, pipeline(2, "--tensor-model-parallel-size", "2")),
+    ],
+    ids=["fold", "sequential", "dp2-distopt-overlap", "dp2-param-gather", "tp2"],
+)
+def test_replicated_embedders_change_nothing(
+    num_ranks: int, flags: list[str], expected: Run
+) -> None:
+    """Losses, clipped gradient norms, validation and weights to rounding."""
+    import torch
+
+    got = run(num_ranks, *STEPS, *flags, *REPLICATED, backbone="unet")
+    tolerance = 1e-5 if "--tensor-model-parallel-size" in flags else 1e-6
+    assert got.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert got.grad_norms == pytest.approx(expected.grad_norms, rel=10 * tolerance)
+    assert got.validation == pytest.approx(expected.validation, rel=tolerance)
+    assert got.weights.keys() == expected.weights.keys()
+    if "--tensor-model-parallel-size" not in flags:
+        for name, weight in got.weights.items():
+            # Adam turns rounding of a gradient near zero into a share of the rate, 1e-3.
+            torch.testing.assert_close(weight, expected.weights[name], rtol=1e-4, atol=5e-5)
+
+
+def test_a_checkpoint_does_not_know_how_embedders_ran(tmp_path: Path) -> None:
+    """Replicated at P=4, saved, continued with sending at P=2 and alone: the same curve."""
+    save = ["--save", str(tmp_path), "--save-interval", "3"]
+    whole = run(4, *STEPS, *pipeline(4), *REPLICATED, *save, backbone="unet")
+    for num_ranks, flags in ((2, pipeline(2, "--pulse-conditioning", "send")), (1, [])):
+        load = ["--load", str(tmp_path), "--ckpt-step", "3"]
+        rest = run(num_ranks, *STEPS, *flags, *load, backbone="unet")
+        assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-6)
+        assert rest.averages.keys() == whole.averages.keys()
