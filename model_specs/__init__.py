@@ -24,8 +24,7 @@ from model_specs._options import Config, Value, resolve, to_record, to_text
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
 
-# Folders older than diffusers 0.29 call several models Transformer2DModel; diffusers tells them
-# apart in the same way.
+# Older folders call several models Transformer2DModel; diffusers tells them apart in the same way.
 _CLASS_OF_NORM = {
     "ada_norm_zero": "DiTTransformer2DModel",
     "ada_norm_single": "PixArtTransformer2DModel",

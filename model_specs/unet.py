@@ -1,18 +1,20 @@
 """The UNet of Stable Diffusion at any size (Rombach et al., CVPR 2022; diffusers' structure).
 
-A cut between layers is one image-like tensor: a resnet and the transformer behind it are one
-layer. The timestep embedding is conditioning that ``time_embedding`` computes for every resnet.
+Between layers there is one image, or, inside an attention, the pair (tokens, image that is added
+at its end). Skips are outputs of ``conv_in``, of downsamplers and of what ends each resnet and its
+attention. ``time_embedding`` computes what every resnet adds.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.backbone.published import Published
+from model_specs import _unet_published
+from model_specs._unet_chain import Chain
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class UNetConfig:
     attention). ``num_heads`` is per level, or one number for all. Without ``cross_attention_dim``
     transformer blocks have self-attention only. ``num_classes`` > 0 adds a class embedding to
     the timestep embedding; class ``num_classes`` is the null class of classifier-free guidance.
+    ``pooled_dim`` > 0 adds SDXL's embedding of a pooled text vector and ``num_time_ids`` numbers.
+    ``channels_last`` is the memory format of convolutions; it changes no value but by rounding.
     """
 
     sample_size: int = 64
@@ -38,6 +42,10 @@ class UNetConfig:
     norm_num_groups: int = 32
     use_linear_projection: bool = False
     num_classes: int = 0
+    pooled_dim: int = 0
+    num_time_ids: int = 6
+    time_id_dim: int = 256
+    channels_last: bool = False
 
     @property
     def num_levels(self) -> int:
@@ -49,6 +57,12 @@ class UNetConfig:
         """Width of the timestep embedding."""
         return 4 * self.block_out_channels[0]
 
+    @property
+    def reads_context(self) -> bool:
+        """Whether there is a cross-attention."""
+        depths = (*self.transformer_depth, self.mid_transformer_depth)
+        return self.cross_attention_dim is not None and any(depths)
+
     def heads(self, level: int) -> int:
         """Attention heads at a level."""
         return self.num_heads[level if len(self.num_heads) > 1 else 0]
@@ -59,8 +73,9 @@ class UNetConfig:
             f"{key}: must be at least {least}, is {getattr(self, key)}"
             for least, keys in (
                 (1, ("sample_size", "in_channels", "out_channels", "layers_per_block")),
-                (1, ("context_length", "norm_num_groups")),
-                (0, ("mid_transformer_depth", "num_classes")),
+                (1, ("context_length", "norm_num_groups", "num_time_ids")),
+                (2, ("time_id_dim",)),
+                (0, ("mid_transformer_depth", "num_classes", "pooled_dim")),
             )
             for key in keys
             if getattr(self, key) < least
@@ -97,6 +112,8 @@ class UNetConfig:
             found.append(
                 f"block_out_channels: the first must be even, is {self.block_out_channels[0]}"
             )
+        if self.time_id_dim % 2:
+            found.append(f"time_id_dim: must be even, is {self.time_id_dim}")
         for level, channels in enumerate(self.block_out_channels):
             if channels % self.norm_num_groups:
                 found.append(
@@ -114,8 +131,22 @@ class UNetConfig:
         return found
 
 
-# Sizes as in the published config.json files of runwayml/stable-diffusion-v1-5 and
-# stabilityai/stable-diffusion-2-1 (whose "attention_head_dim" is the number of heads).
+_SD_V2 = UNetConfig(
+    sample_size=96, num_heads=(5, 10, 20, 20), cross_attention_dim=1024, use_linear_projection=True
+)
+
+
+def _scaled_sd_v2(*widths: int) -> UNetConfig:
+    """SD v2 on latents of 32 x 32, as PULSE trained it, with heads of 64 features."""
+    heads = tuple(width // 64 for width in widths)
+    return replace(_SD_V2, sample_size=32, block_out_channels=widths, num_heads=heads)
+
+
+# sd-v1.5, sd-v2.1 and sdxl are the published config.json files of runwayml/stable-diffusion-v1-5,
+# stabilityai/stable-diffusion-2-1 and stabilityai/stable-diffusion-xl-base-1.0. PULSE names its
+# SD v2 models by their parameters and does not give their widths: ours keep SD v2's blocks and are
+# about 1 : 2 : 4 : 4 wide (0.8b: 1 : 2 : 3 : 3) in multiples of 128, so that the number of heads is
+# even. sd-v2.1 itself, with 0.87 B, is not within 3 % of PULSE's 0.8 B.
 CONFIGS: dict[str, UNetConfig] = {
     "unet-tiny": UNetConfig(
         sample_size=28,
@@ -128,18 +159,55 @@ CONFIGS: dict[str, UNetConfig] = {
         norm_num_groups=8,
         num_classes=10,
     ),
-    "unet-sd-tiny": UNetConfig(
+    "sd-tiny": UNetConfig(
         sample_size=16,
         block_out_channels=(32, 64, 128, 128),
         num_heads=(4,),
         cross_attention_dim=32,
         norm_num_groups=8,
     ),
-    "unet-sd": UNetConfig(),
-    "unet-sd2": UNetConfig(
-        num_heads=(5, 10, 20, 20), cross_attention_dim=1024, use_linear_projection=True
+    "sdxl-tiny": UNetConfig(
+        sample_size=16,
+        block_out_channels=(16, 32, 64),
+        transformer_depth=(0, 1, 2),
+        mid_transformer_depth=2,
+        num_heads=(1, 2, 4),
+        cross_attention_dim=32,
+        norm_num_groups=8,
+        use_linear_projection=True,
+        pooled_dim=24,
+        time_id_dim=16,
+    ),
+    "sd-v1.5": UNetConfig(),
+    "sd-v2.1": _SD_V2,
+    "sd-v2-0.8b": _scaled_sd_v2(384, 768, 1152, 1152),
+    "sd-v2-2.5b": _scaled_sd_v2(512, 1152, 2176, 2176),
+    "sd-v2-4.6b": _scaled_sd_v2(768, 1536, 2944, 2944),
+    "sd-v2-7.2b": _scaled_sd_v2(896, 1920, 3712, 3712),
+    "sdxl": UNetConfig(
+        sample_size=128,
+        block_out_channels=(320, 640, 1280),
+        transformer_depth=(0, 2, 10),
+        mid_transformer_depth=10,
+        num_heads=(5, 10, 20),
+        cross_attention_dim=2048,
+        use_linear_projection=True,
+        pooled_dim=1280,
     ),
 }
+
+
+PUBLISHED_AS = "UNet2DConditionModel"
+
+
+def published(config: UNetConfig) -> Published | None:
+    """As diffusers stores it; None for what its UNet cannot be (no attention over a text)."""
+    return _unet_published.published_form(PUBLISHED_AS, config)
+
+
+def config_from_published(config: Mapping[str, Any]) -> UNetConfig:
+    """The sizes in diffusers' ``config.json``; raises ValueError listing what is not supported."""
+    return UNetConfig(**_unet_published.options_from(config))
 
 
 def build_backbone(name: str, config: UNetConfig) -> Backbone:
@@ -147,105 +215,11 @@ def build_backbone(name: str, config: UNetConfig) -> Backbone:
     fields = {"timesteps": TensorSpec((), dtype="float32")}
     if config.num_classes:
         fields["labels"] = TensorSpec((), dtype="int64")
-    if _uses_context(config):
+    if config.pooled_dim:
+        fields["pooled"] = TensorSpec((config.pooled_dim,))
+        fields["time_ids"] = TensorSpec((config.num_time_ids,), dtype="float32")
+    embedded = tuple(fields)
+    if config.reads_context:
         assert config.cross_attention_dim is not None
         fields["context"] = TensorSpec((config.context_length, config.cross_attention_dim))
-    return Backbone(name, _Chain(config).layers(), fields)
-
-
-def _uses_context(config: UNetConfig) -> bool:
-    depths = (*config.transformer_depth, config.mid_transformer_depth)
-    return config.cross_attention_dim is not None and any(depths)
-
-
-class _Chain:
-    """Appends layers one after the other, keeping the current tensor and the stack of skips."""
-
-    def __init__(self, config: UNetConfig) -> None:
-        self.config = config
-        self.current = TensorSpec((config.in_channels, config.sample_size, config.sample_size))
-        self.stack: list[tuple[str, TensorSpec]] = []
-        self.done: list[Layer] = []
-
-    def layers(self) -> tuple[Layer, ...]:
-        """The whole chain, in diffusers' order."""
-        config = self.config
-        channels, last = config.block_out_channels, config.num_levels - 1
-        temb = {"temb": TensorSpec((config.temb_dim,))}
-        uses = ("timesteps", "labels") if config.num_classes else ("timesteps",)
-        size = self.current.shape
-        self._add("time_embedding", "TimeEmbedding", size, uses=uses, provides=temb)
-        self._add("conv_in", "ConvIn", (channels[0], *size[1:]), push=True)
-        for level in range(config.num_levels):
-            for j in range(config.layers_per_block):
-                depth = config.transformer_depth[level]
-                self._resnet(f"down_blocks.{level}.layers.{j}", level, depth, push=True)
-            if level < last:
-                self._resample(f"down_blocks.{level}.downsamplers.0", "Downsample", 0.5, push=True)
-        self._resnet("mid_block.layers.0", last, config.mid_transformer_depth)
-        self._resnet("mid_block.layers.1", last, 0)
-        for i, level in enumerate(reversed(range(config.num_levels))):
-            for j in range(config.layers_per_block + 1):
-                depth = config.transformer_depth[level]
-                self._resnet(f"up_blocks.{i}.layers.{j}", level, depth, pop=True)
-            if level > 0:
-                self._resample(f"up_blocks.{i}.upsamplers.0", "Upsample", 2)
-        self._add("conv_out", "ConvOut", (config.out_channels, *size[1:]))
-        return tuple(self.done)
-
-    def _resnet(
-        self, name: str, level: int, depth: int, push: bool = False, pop: bool = False
-    ) -> None:
-        shape = (self.config.block_out_channels[level], *self.current.shape[1:])
-        cross = depth > 0 and self.config.cross_attention_dim is not None
-        uses = ("temb", "context") if cross else ("temb",)
-        arguments = {"level": level, "depth": depth}
-        self._add(name, "ResnetLayer", shape, arguments, push, pop, uses)
-
-    def _resample(self, name: str, kind: str, factor: float, push: bool = False) -> None:
-        channels, height, width = self.current.shape
-        self._add(name, kind, (channels, int(height * factor), int(width * factor)), push=push)
-
-    def _add(
-        self,
-        name: str,
-        kind: str,
-        shape: tuple[int, ...],
-        arguments: Mapping[str, Any] | None = None,
-        push: bool = False,
-        pop: bool = False,
-        uses: tuple[str, ...] = (),
-        provides: Mapping[str, TensorSpec] | None = None,
-    ) -> None:
-        pops = dict([self.stack.pop()]) if pop else {}
-        output = TensorSpec(shape)
-        channels = {"in_channels": self.current.shape[0], "out_channels": shape[0]}
-        sizes: dict[str, Any] = {**channels, **(arguments or {})}
-        for skip, spec in pops.items():
-            sizes["pop"] = skip
-            sizes["in_channels"] += spec.shape[0]
-        build = functools.partial(_build, kind, self.config, sizes)
-        self.done.append(
-            Layer(
-                name,
-                build,
-                (self.current,),
-                (output,),
-                pushes={name: 0} if push else {},
-                pops=pops,
-                provides=provides or {},
-                uses=uses,
-            )
-        )
-        if push:
-            self.stack.append((name, output))
-        self.current = output
-
-
-def _build(
-    kind: str, config: UNetConfig, arguments: Mapping[str, Any], context: LayerContext
-) -> Any:
-    """The module of class ``kind``, sized by ``config`` and ``arguments``."""
-    from model_specs.modules import unet
-
-    return getattr(unet, kind)(config, context, **arguments)
+    return Backbone(name, Chain(config).layers(embedded), fields)

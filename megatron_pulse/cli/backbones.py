@@ -16,7 +16,7 @@ The input is one sample: channels x height x width.
 
 examples:
   pulse backbones
-  pulse backbones uvit-s unet-sd --json
+  pulse backbones uvit-s sd-v1.5 --json
 """
 
 

@@ -45,9 +45,11 @@ class Parts(NamedTuple):
 
 
 class SdpaCoreAttention(torch.nn.Module):
-    """Unmasked attention through torch, with the calling convention of Megatron's core attention.
+    """Attention through torch, with the calling convention of Megatron's core attention.
 
     Takes query [sq, b, heads, d] and key, value [sk, b, heads, d]; returns [sq, b, heads * d].
+    Cross-attention of mask type ``padding`` needs a mask of keys [b, 1, 1, sk], in Megatron's
+    convention: True is left out. Nothing else takes a mask.
     """
 
     def __init__(
@@ -61,8 +63,11 @@ class SdpaCoreAttention(torch.nn.Module):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
-        if attn_mask_type != AttnMaskType.no_mask or config.attention_dropout:
-            raise ValueError("SdpaCoreAttention has neither masks nor dropout")
+        self.masked = attn_mask_type == AttnMaskType.padding and attention_type == "cross"
+        if not self.masked and attn_mask_type != AttnMaskType.no_mask:
+            raise ValueError("SdpaCoreAttention has no masks but of cross-attention's keys")
+        if config.attention_dropout:
+            raise ValueError("SdpaCoreAttention has no dropout")
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -75,12 +80,32 @@ class SdpaCoreAttention(torch.nn.Module):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attention of every query position over all key positions."""
-        if attention_mask is not None or attention_bias is not None or packed_seq_params:
-            raise ValueError("SdpaCoreAttention takes no mask, bias or packed sequences")
+        """Attention of every query position over all key positions, or those not masked."""
+        if attention_bias is not None or packed_seq_params:
+            raise ValueError("SdpaCoreAttention takes no bias or packed sequences")
+        if not self.masked and attention_mask is not None:
+            raise ValueError("SdpaCoreAttention takes no mask here")
+        expected = (key.shape[1], 1, 1, key.shape[0])
+        if self.masked and (attention_mask is None or attention_mask.shape != expected):
+            raise ValueError(f"SdpaCoreAttention needs a mask of its keys, {list(expected)}")
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        context = F.scaled_dot_product_attention(query, key, value, scale=self.softmax_scale)
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if attention_mask is None else ~attention_mask,
+            scale=self.softmax_scale,
+        )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def left_out(mask: torch.Tensor) -> torch.Tensor:
+    """A batch's mask [b, sk] of keys (1: attended to) as ``SdpaCoreAttention`` takes it.
+
+    A sample that leaves every key out attends to all: what diffusers' bias of -10000 does.
+    """
+    masked = mask == 0
+    return (masked & ~masked.all(dim=1, keepdim=True))[:, None, None]
 
 
 def parts(config: TransformerConfig) -> Parts:
@@ -184,8 +209,12 @@ def cross_attention_spec(
     qkv_bias: bool = False,
     head_norm: Builder | None = None,
     rotary: Rotary | None = None,
+    key_mask: bool = False,
 ) -> ModuleSpec:
     """Attention over a context [sk, b, context_dim]; only queries have rotary positions.
+
+    With ``key_mask`` the module is called with the ``attention_mask`` of ``SdpaCoreAttention``,
+    which computes masked attention beside Transformer Engine's linears too.
 
     Megatron's CrossAttention takes the context to be ``hidden_size`` wide and to be divided under
     sequence parallelism, and does not hand its tensor-parallel group on; all are settled here:
@@ -196,13 +225,18 @@ def cross_attention_spec(
     column = functools.partial(with_bias(part.column, qkv_bias), tp_group=tp_group)
     whole = copy.copy(config)
     whole.sequence_parallel = False
+    if key_mask:
+        part = part._replace(core_attention=SdpaCoreAttention)
 
     def linear_kv(input_size: int, output_size: int, **kwargs: Any) -> Any:
         return column(context_dim, output_size, **{**kwargs, "config": whole})
 
     return ModuleSpec(
         CrossAttention,
-        params={"layer_number": 1, "attn_mask_type": AttnMaskType.no_mask},
+        params={
+            "layer_number": 1,
+            "attn_mask_type": AttnMaskType.padding if key_mask else AttnMaskType.no_mask,
+        },
         submodules=CrossAttentionSubmodules(
             linear_q=column,
             linear_kv=linear_kv,

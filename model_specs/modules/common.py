@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -120,14 +121,38 @@ class Table:
         return self._made[device]
 
 
-def timestep_embedding(timesteps: torch.Tensor, dim: int) -> torch.Tensor:
+def timestep_embedding(timesteps: torch.Tensor, dim: int, freq_shift: int = 0) -> torch.Tensor:
     """Sinusoids of ``timesteps`` [b] in fp32: [b, dim], cosines first (Ho et al. 2020).
 
-    Frequencies are 10000^(-i / (dim/2)): U-ViT's, and diffusers' with ``flip_sin_to_cos`` and
-    ``freq_shift`` 0.
+    Frequencies are 10000^(-i / (dim/2 - freq_shift)): U-ViT's with 0, and diffusers' with
+    ``flip_sin_to_cos`` and that ``downscale_freq_shift``.
     """
     half = dim // 2
     exponents = torch.arange(half, dtype=torch.float32, device=timesteps.device)
-    frequencies = torch.exp(-math.log(10000) * exponents / half)
+    frequencies = torch.exp(-math.log(10000) * exponents / (half - freq_shift))
     angles = timesteps.float()[:, None] * frequencies[None, :]
     return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
+
+
+class TimestepEmbedder(torch.nn.Module):
+    """Timesteps [b] to [b, dim]: 256 sinusoids, linear, SiLU, linear (DiT, section 3.2).
+
+    Names are those of diffusers' ``TimestepEmbedding``; weights are drawn as DiT's: N(0, 0.02).
+    """
+
+    def __init__(self, dim: int, freq_shift: int = 0, initialize: bool = True) -> None:
+        super().__init__()
+        self.freq_shift = freq_shift
+        self.linear_1 = torch.nn.Linear(256, dim)
+        self.linear_2 = torch.nn.Linear(dim, dim)
+        if initialize:
+            for linear in (self.linear_1, self.linear_2):
+                torch.nn.init.normal_(linear.weight, std=0.02)
+                torch.nn.init.zeros_(linear.bias)
+
+    def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
+        """``timesteps`` in fp32; the sinusoids are cast to the weights' dtype."""
+        sinusoids = timestep_embedding(timesteps, self.linear_1.in_features, self.freq_shift)
+        hidden = self.linear_1(sinusoids.to(self.linear_1.weight.dtype))
+        embedded: torch.Tensor = self.linear_2(F.silu(hidden))
+        return embedded

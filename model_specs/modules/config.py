@@ -24,6 +24,16 @@ def uniform_init(weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
+def xavier_init(weight: torch.Tensor) -> torch.Tensor:
+    """Xavier uniform, as DiT draws the linears of its blocks (q, k and v as one matrix)."""
+    return torch.nn.init.xavier_uniform_(weight)
+
+
+def tanh_gelu(hidden: torch.Tensor) -> torch.Tensor:
+    """GELU approximated with tanh: diffusers' "gelu-approximate"."""
+    return F.gelu(hidden, approximate="tanh")
+
+
 def transformer_config(
     base: TransformerConfig,
     *,
@@ -32,6 +42,7 @@ def transformer_config(
     ffn_hidden_size: int,
     init_method: InitMethod,
     gated_linear_unit: bool = False,
+    activation_func: Callable[[torch.Tensor], torch.Tensor] = F.gelu,
     layernorm_epsilon: float = 1e-5,
     sequence_parallel: bool | None = None,
 ) -> TransformerConfig:
@@ -75,7 +86,7 @@ def transformer_config(
         "add_bias_linear": True,
         "add_qkv_bias": False,
         "gated_linear_unit": gated_linear_unit,
-        "activation_func": F.gelu,
+        "activation_func": activation_func,
         "activation_func_clamp_value": None,
         "glu_linear_offset": 0.0,
         "use_te_activation_func": False,

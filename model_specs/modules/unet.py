@@ -1,4 +1,4 @@
-"""The UNet's layers: images are [b, c, h, w], convolutions and norms replicated over TP ranks.
+"""The UNet's layers on images [b, c, h, w], replicated over tensor-parallel ranks.
 
 Same arithmetic as diffusers' ``UNet2DConditionModel`` with its defaults (SiLU, no dropout).
 """
@@ -6,14 +6,17 @@ Same arithmetic as diffusers' ``UNet2DConditionModel`` with its defaults (SiLU, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from megatron_pulse.backbone.context import LayerContext
 from model_specs.modules.common import LayerModule, timestep_embedding
-from model_specs.modules.unet_transformer import ImageTransformer
-from model_specs.unet import UNetConfig
+from model_specs.modules.unet_convolution import Convolution, contiguous
+
+if TYPE_CHECKING:
+    from model_specs.unet import UNetConfig
 
 Tensors = tuple[torch.Tensor, ...]
 Named = Mapping[str, torch.Tensor]
@@ -31,30 +34,51 @@ class _UNetLayer(LayerModule):
         self.to(dtype=self.config.params_dtype)
 
 
-class TimeEmbedding(_UNetLayer):
-    """Passes the image through and provides temb [b, 4 * first width] = MLP(sinusoids) (+ class).
+class _Mlp(torch.nn.Module):
+    """Linear, SiLU, linear: [b, inputs] to [b, width]."""
 
-    Of SD's three steps linear, SiLU, linear; the SiLU that follows is done by every resnet.
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.linear_1 = torch.nn.Linear(inputs, width)
+        self.linear_2 = torch.nn.Linear(width, width)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear_2(F.silu(self.linear_1(vectors)))
+        return hidden
+
+
+class TimeEmbedding(_UNetLayer):
+    """Provides temb [b, 4 * first width]: MLP(sinusoids of the timestep), plus, where there are
+    any, a class embedding and SDXL's MLP(pooled text, sinusoids of the time ids).
+
+    SDXL's time ids (Podell et al. 2023, section 2.2) are original size, crop and target size. The
+    SiLU that follows in SD is done by every resnet.
     """
 
-    def __init__(
-        self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
-    ) -> None:
+    def __init__(self, sizes: UNetConfig, context: LayerContext) -> None:
         super().__init__(context)
-        self.width = sizes.block_out_channels[0]
-        self.linear_1 = torch.nn.Linear(self.width, sizes.temb_dim)
-        self.linear_2 = torch.nn.Linear(sizes.temb_dim, sizes.temb_dim)
+        self.width, self.time_id_dim = sizes.block_out_channels[0], sizes.time_id_dim
+        self.time = _Mlp(self.width, sizes.temb_dim)
         if sizes.num_classes:
             self.class_embedding = torch.nn.Embedding(sizes.num_classes + 1, sizes.temb_dim)
+        if sizes.pooled_dim:
+            added = sizes.pooled_dim + sizes.num_time_ids * sizes.time_id_dim
+            self.add_embedding = _Mlp(added, sizes.temb_dim)
         self.finish()
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """``conditioning``: timesteps [b] in fp32 and, if there are classes, labels [b]."""
-        sinusoids = timestep_embedding(conditioning["timesteps"], self.width)
-        temb = self.linear_2(F.silu(self.linear_1(sinusoids.to(self.linear_1.weight.dtype))))
+        """``conditioning``: timesteps [b] in fp32; labels [b]; pooled [b, pooled_dim] and time_ids
+        [b, num_time_ids] in fp32."""
+        dtype = self.time.linear_1.weight.dtype
+        temb = self.time(timestep_embedding(conditioning["timesteps"], self.width).to(dtype))
         if "labels" in conditioning:
             temb = temb + self.class_embedding(conditioning["labels"])
-        return (inputs[0], temb)
+        if "pooled" in conditioning:
+            pooled, time_ids = conditioning["pooled"], conditioning["time_ids"]
+            ids = timestep_embedding(time_ids.flatten(), self.time_id_dim)
+            ids = ids.view(pooled.shape[0], -1)
+            temb = temb + self.add_embedding(torch.cat([pooled.to(dtype), ids.to(dtype)], dim=-1))
+        return (*inputs, temb)
 
 
 class ConvIn(_UNetLayer):
@@ -64,7 +88,7 @@ class ConvIn(_UNetLayer):
         self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
     ) -> None:
         super().__init__(context)
-        self.conv = torch.nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.conv = Convolution(in_channels, out_channels, channels_last=sizes.channels_last)
         self.finish()
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
@@ -80,7 +104,7 @@ class ConvOut(_UNetLayer):
     ) -> None:
         super().__init__(context)
         self.norm = torch.nn.GroupNorm(sizes.norm_num_groups, in_channels, eps=_RESNET_EPS)
-        self.conv = torch.nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.conv = Convolution(in_channels, out_channels, channels_last=sizes.channels_last)
         self.finish()
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
@@ -95,7 +119,9 @@ class Downsample(_UNetLayer):
         self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
     ) -> None:
         super().__init__(context)
-        self.conv = torch.nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1)
+        self.conv = Convolution(
+            in_channels, out_channels, stride=2, channels_last=sizes.channels_last
+        )
         self.finish()
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
@@ -110,7 +136,7 @@ class Upsample(_UNetLayer):
         self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
     ) -> None:
         super().__init__(context)
-        self.conv = torch.nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.conv = Convolution(in_channels, out_channels, channels_last=sizes.channels_last)
         self.finish()
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
@@ -118,32 +144,10 @@ class Upsample(_UNetLayer):
         return (self.conv(F.interpolate(inputs[0], scale_factor=2.0, mode="nearest")),)
 
 
-class Resnet(torch.nn.Module):
-    """Residual block: norm, SiLU, conv, + Linear(SiLU(temb)), norm, SiLU, conv; 1x1 shortcut."""
+class Resnet(_UNetLayer):
+    """Residual block: norm, SiLU, conv, + Linear(SiLU(temb)), norm, SiLU, conv; 1x1 shortcut.
 
-    def __init__(self, in_channels: int, out_channels: int, temb_dim: int, num_groups: int) -> None:
-        super().__init__()
-        self.norm1 = torch.nn.GroupNorm(num_groups, in_channels, eps=_RESNET_EPS)
-        self.conv1 = torch.nn.Conv2d(in_channels, out_channels, 3, padding=1)
-        self.time_emb_proj = torch.nn.Linear(temb_dim, out_channels)
-        self.norm2 = torch.nn.GroupNorm(num_groups, out_channels, eps=_RESNET_EPS)
-        self.conv2 = torch.nn.Conv2d(out_channels, out_channels, 3, padding=1)
-        self.conv_shortcut: torch.nn.Conv2d | None = None
-        if in_channels != out_channels:
-            self.conv_shortcut = torch.nn.Conv2d(in_channels, out_channels, 1)
-
-    def forward(self, image: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
-        """[b, in, h, w] and [b, temb_dim] to [b, out, h, w]."""
-        hidden = self.conv1(F.silu(self.norm1(image)))
-        hidden = hidden + self.time_emb_proj(F.silu(temb))[:, :, None, None]
-        hidden = self.conv2(F.silu(self.norm2(hidden)))
-        return (image if self.conv_shortcut is None else self.conv_shortcut(image)) + hidden
-
-
-class ResnetLayer(_UNetLayer):
-    """A resnet and the transformer behind it, on [x, skip] along channels where one is popped.
-
-    ``in_channels`` counts the popped skip's channels too.
+    With ``pop`` it works on [x, skip] along channels; ``in_channels`` counts the skip's too.
     """
 
     def __init__(
@@ -152,24 +156,30 @@ class ResnetLayer(_UNetLayer):
         context: LayerContext,
         in_channels: int,
         out_channels: int,
-        level: int,
-        depth: int,
         pop: str | None = None,
     ) -> None:
         super().__init__(context)
         self.pop = pop
-        self.resnet = Resnet(in_channels, out_channels, sizes.temb_dim, sizes.norm_num_groups)
-        self.attention: ImageTransformer | None = None
-        if depth:
-            self.attention = ImageTransformer(sizes, context, out_channels, level, depth)
+        groups, channels_last = sizes.norm_num_groups, sizes.channels_last
+        self.norm1 = torch.nn.GroupNorm(groups, in_channels, eps=_RESNET_EPS)
+        self.conv1 = Convolution(in_channels, out_channels, channels_last=channels_last)
+        self.time_emb_proj = torch.nn.Linear(sizes.temb_dim, out_channels)
+        self.norm2 = torch.nn.GroupNorm(groups, out_channels, eps=_RESNET_EPS)
+        self.conv2 = Convolution(out_channels, out_channels, channels_last=channels_last)
+        self.conv_shortcut: Convolution | None = None
+        if in_channels != out_channels:
+            self.conv_shortcut = Convolution(
+                in_channels, out_channels, kernel_size=1, channels_last=channels_last
+            )
         self.finish()
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """``conditioning``: temb [b, d] and, with cross-attention, context [b, length, dim]."""
+        """[b, in, h, w] (a part of it popped) and temb [b, d] to [b, out, h, w]."""
         image = inputs[0]
         if self.pop is not None:
-            image = torch.cat([image, skips[self.pop]], dim=1)
-        image = self.resnet(image, conditioning["temb"])
-        if self.attention is not None:
-            image = self.attention(image, conditioning.get("context"))
-        return (image,)
+            image = torch.cat([contiguous(image), contiguous(skips[self.pop])], dim=1)
+        hidden = self.conv1(F.silu(self.norm1(image)))
+        hidden = hidden + self.time_emb_proj(F.silu(conditioning["temb"]))[:, :, None, None]
+        hidden = self.conv2(F.silu(self.norm2(hidden)))
+        shortcut = image if self.conv_shortcut is None else self.conv_shortcut(image)
+        return (shortcut + hidden,)

@@ -1,8 +1,14 @@
-"""The UNet's transformer on pixels (diffusers' Transformer2DModel), tensor-parallel."""
+"""The UNet's transformer on pixels (diffusers' Transformer2DModel), tensor-parallel.
+
+Its layers hand on the pair (tokens [h*w, b, c], image [b, c, h, w]); the image waits for the
+residual sum of ``ProjectOut``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,11 +22,17 @@ from model_specs.modules.attention import (
     mlp_spec,
     self_attention_spec,
 )
-from model_specs.modules.common import LayerModule, LayerNorm, ShardedModuleList
+from model_specs.modules.common import LayerModule, LayerNorm
 from model_specs.modules.config import transformer_config, uniform_init
-from model_specs.unet import UNetConfig
+from model_specs.modules.unet_convolution import Convolution, contiguous
 
-_TRANSFORMER_GROUP_NORM_EPS = 1e-6
+if TYPE_CHECKING:
+    from model_specs.unet import UNetConfig
+
+Tensors = tuple[torch.Tensor, ...]
+Named = Mapping[str, torch.Tensor]
+
+_GROUP_NORM_EPS = 1e-6
 
 
 def unet_transformer_config(
@@ -28,7 +40,7 @@ def unet_transformer_config(
 ) -> TransformerConfig:
     """The Megatron configuration of the transformer blocks at one level: GEGLU of width 4c.
 
-    Sequence parallelism is off: what passes between layers is images, and convolutions and
+    Sequence parallelism is off: beside the tokens, layers hand on images, and convolutions and
     GroupNorms need them whole.
     """
     return transformer_config(
@@ -40,6 +52,56 @@ def unet_transformer_config(
         gated_linear_unit=True,
         sequence_parallel=False,
     )
+
+
+def _projection(sizes: UNetConfig, channels: int) -> torch.nn.Module:
+    """SD 1.5 projects images, by 1x1 convolutions; SD 2 and SDXL project tokens."""
+    if sizes.use_linear_projection:
+        return torch.nn.Linear(channels, channels)
+    return Convolution(channels, channels, kernel_size=1, channels_last=sizes.channels_last)
+
+
+class ProjectIn(LayerModule):
+    """GroupNorm and projection: the image [b, c, h, w] to the pair."""
+
+    def __init__(self, sizes: UNetConfig, context: LayerContext, channels: int) -> None:
+        super().__init__(context.config, context.pg_collection)
+        self.on_tokens = sizes.use_linear_projection
+        self.norm = torch.nn.GroupNorm(sizes.norm_num_groups, channels, eps=_GROUP_NORM_EPS)
+        self.linear = _projection(sizes, channels)
+        self.to(dtype=self.config.params_dtype)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Pixels become tokens row by row."""
+        (image,) = inputs
+        hidden = self.norm(image)
+        if not self.on_tokens:
+            hidden = self.linear(hidden)
+        tokens = hidden.flatten(2).permute(2, 0, 1).contiguous()
+        if self.on_tokens:
+            tokens = self.linear(tokens)
+        return (tokens, image)
+
+
+class ProjectOut(LayerModule):
+    """Projection and residual sum: the pair to the image [b, c, h, w]."""
+
+    def __init__(self, sizes: UNetConfig, context: LayerContext, channels: int) -> None:
+        super().__init__(context.config, context.pg_collection)
+        self.on_tokens = sizes.use_linear_projection
+        self.linear = _projection(sizes, channels)
+        self.to(dtype=self.config.params_dtype)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Tokens become pixels again."""
+        tokens, image = inputs
+        tokens = contiguous(tokens)
+        if self.on_tokens:
+            tokens = self.linear(tokens)
+        hidden = tokens.permute(1, 2, 0).contiguous().view(image.shape)
+        if not self.on_tokens:
+            hidden = self.linear(hidden)
+        return (hidden + image,)
 
 
 @dataclass
@@ -80,17 +142,19 @@ class TransformerBlock(LayerModule):
             tp_group=pg_collection.tp if pg_collection is not None else None,
         )
 
-    def forward(self, tokens: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
-        """Tokens [h*w, b, c] and context [length, b, dim] to tokens [h*w, b, c]."""
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """The pair to the pair; ``conditioning``: context [b, length, dim], if it is read."""
+        tokens, image = inputs
         out, bias = self.attn1(self.norm1(tokens), attention_mask=None)
         tokens = tokens + (out + bias)
         if self.attn2 is not None:
+            context = conditioning["context"].to(tokens.dtype).transpose(0, 1).contiguous()
             out, bias = self.attn2(
                 self.norm2(tokens), attention_mask=None, key_value_states=context
             )
             tokens = tokens + (out + bias)
         out, bias = self.ff(self.norm3(tokens))
-        return tokens + (out + bias)
+        return (tokens + (out + bias), image)
 
 
 def transformer_block_spec(
@@ -115,46 +179,12 @@ def transformer_block_spec(
     )
 
 
-class ImageTransformer(LayerModule):
-    """GroupNorm, projection, transformer blocks on pixels as tokens, projection, residual."""
-
-    def __init__(
-        self, sizes: UNetConfig, context: LayerContext, channels: int, level: int, depth: int
-    ) -> None:
-        config = unet_transformer_config(channels, sizes.heads(level), context.config)
-        super().__init__(config, context.pg_collection)
-        self.norm = torch.nn.GroupNorm(
-            sizes.norm_num_groups, channels, eps=_TRANSFORMER_GROUP_NORM_EPS
-        )
-        self.linear_projection = sizes.use_linear_projection
-        self.proj_in = self._projection(channels)
-        spec = transformer_block_spec(config, sizes.cross_attention_dim, context.pg_collection)
-        self.transformer_blocks = ShardedModuleList(
-            build_module(spec, config=config, pg_collection=context.pg_collection)
-            for _ in range(depth)
-        )
-        self.proj_out = self._projection(channels)
-
-    def _projection(self, channels: int) -> torch.nn.Module:
-        if self.linear_projection:
-            return torch.nn.Linear(channels, channels)
-        return torch.nn.Conv2d(channels, channels, 1)
-
-    def forward(self, image: torch.Tensor, context: torch.Tensor | None) -> torch.Tensor:
-        """Image [b, c, h, w] and context [b, length, dim] to image [b, c, h, w]."""
-        hidden = self.norm(image)
-        if not self.linear_projection:
-            hidden = self.proj_in(hidden)
-        tokens = hidden.flatten(2).permute(2, 0, 1).contiguous()
-        if self.linear_projection:
-            tokens = self.proj_in(tokens)
-        if context is not None:
-            context = context.to(tokens.dtype).transpose(0, 1).contiguous()
-        for block in self.transformer_blocks:
-            tokens = block(tokens, context)
-        if self.linear_projection:
-            tokens = self.proj_out(tokens)
-        hidden = tokens.permute(1, 2, 0).reshape(image.shape)
-        if not self.linear_projection:
-            hidden = self.proj_out(hidden)
-        return hidden + image
+def build_transformer_block(
+    sizes: UNetConfig, context: LayerContext, channels: int, num_heads: int
+) -> TransformerBlock:
+    """One block at a level of ``channels``."""
+    config = unet_transformer_config(channels, num_heads, context.config)
+    groups = context.pg_collection
+    spec = transformer_block_spec(config, sizes.cross_attention_dim, groups)
+    block: TransformerBlock = build_module(spec, config=config, pg_collection=groups)
+    return block

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
 from model_specs.modules.attention import Builder, mlp_spec, self_attention_spec
-from model_specs.modules.common import LayerModule, LayerNorm, timestep_embedding
+from model_specs.modules.common import (
+    LayerModule,
+    LayerNorm,
+    enter_sequence,
+    leave_sequence,
+    timestep_embedding,
+    works_on_shards,
+)
 from model_specs.modules.config import transformer_config, truncated_normal_init
-from model_specs.uvit import UViTConfig
+from model_specs.modules.patches import unpatchify
+
+if TYPE_CHECKING:
+    from model_specs.uvit import UViTConfig
 
 Tensors = tuple[torch.Tensor, ...]
 Named = Mapping[str, torch.Tensor]
@@ -45,145 +51,160 @@ def _linear(inputs: int, outputs: int, config: TransformerConfig) -> torch.nn.Li
 
 
 class Embed(LayerModule):
-    """Image [b, c, h, w] to tokens [s, b, D]: (class,) time, patches, plus learned positions."""
+    """Image [b, c, h, w] to tokens [s, b, D]: (class,) time, (text,) patches; learned positions."""
 
     def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
         config = uvit_transformer_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
+        self.groups = context.pg_collection
         dim, patch = sizes.embed_dim, sizes.patch_size
         self.patch_embed = torch.nn.Conv2d(sizes.in_channels, dim, patch, stride=patch)
         if sizes.num_classes:
-            self.label_embed = torch.nn.Embedding(sizes.num_classes + 1, dim)
+            self.label_emb = torch.nn.Embedding(sizes.num_classes + 1, dim)
+        if sizes.context_length:
+            self.context_embed = _linear(sizes.context_dim, dim, config)
         self.pos_embed = torch.nn.Parameter(torch.zeros(1, sizes.sequence_length, dim))
         if config.perform_initialization:
             truncated_normal_init(self.pos_embed)
         self.to(dtype=config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """``conditioning``: timesteps [b] in fp32 and, if there are classes, labels [b]."""
+        """``conditioning``: timesteps [b] in fp32; labels [b] or context [b, length, width]."""
         (image,) = inputs
         dtype = self.pos_embed.dtype
         time = timestep_embedding(conditioning["timesteps"], self.pos_embed.shape[-1])
         tokens = [time.to(dtype)[:, None], self.patch_embed(image).flatten(2).transpose(1, 2)]
         if "labels" in conditioning:
-            tokens.insert(0, self.label_embed(conditioning["labels"])[:, None])
-        return ((torch.cat(tokens, dim=1) + self.pos_embed).transpose(0, 1).contiguous(),)
+            tokens.insert(0, self.label_emb(conditioning["labels"])[:, None])
+        if "context" in conditioning:
+            tokens.insert(1, self.context_embed(conditioning["context"]))
+        sequence = (torch.cat(tokens, dim=1) + self.pos_embed).transpose(0, 1).contiguous()
+        return (enter_sequence(sequence, self.config, self.groups),)
 
 
 @dataclass
-class BlockSubmodules:
-    """The replaceable parts of a block."""
+class AttentionSubmodules:
+    """The replaceable parts of a block's first half."""
 
-    norm1: Builder
+    norm: Builder
     attention: ModuleSpec
-    norm2: Builder
-    mlp: ModuleSpec
 
 
-class Block(LayerModule):
-    """Pre-norm transformer block; with ``pop``, Linear(2D -> D) on [x, skip] comes first.
+class Attention(LayerModule):
+    """x + attention(norm(x)); with ``pop``, x is Linear(2D -> D) of [x, skip].
 
     ``skip_linear`` is replicated over tensor-parallel ranks, not split: the sums are those of one
     process, and a seventh of an out-block's weights is multiplied on every rank. Under sequence
-    parallelism the block works on its shard of the sequence and gathers at its end, so that
-    tensors between layers are whole whatever the layout.
+    parallelism each rank multiplies its own tokens.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: BlockSubmodules,
+        submodules: AttentionSubmodules,
         pop: str | None,
         pg_collection: ProcessGroupCollection | None,
     ) -> None:
         super().__init__(config, pg_collection)
         self.pop = pop
         dim = config.hidden_size
-        self.sequence_parallel = config.sequence_parallel and config.tensor_model_parallel_size > 1
         if pop is not None:
             self.skip_linear = _linear(2 * dim, dim, config)
-            for parameter in self.skip_linear.parameters():
-                parameter.sequence_parallel = config.sequence_parallel
-        tp_group = pg_collection.tp if pg_collection is not None else None
-        self.norm1 = submodules.norm1(config, dim, eps=config.layernorm_epsilon)
-        self.attn = build_module(submodules.attention, config=config, pg_collection=pg_collection)
-        self.norm2 = submodules.norm2(config, dim, eps=config.layernorm_epsilon)
-        self.mlp = build_module(
-            submodules.mlp,
-            config=config,
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=tp_group,
+            works_on_shards(self.skip_linear, config)
+        self.norm1 = submodules.norm(config, dim, eps=config.layernorm_epsilon)
+        self.attention = build_module(
+            submodules.attention, config=config, pg_collection=pg_collection
         )
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] to tokens [s, b, D]."""
-        tokens = inputs[0]
+        (tokens,) = inputs
         if self.pop is not None:
-            tokens = torch.cat([tokens, skips[self.pop]], dim=-1)
-        if self.sequence_parallel:
-            tokens = scatter_to_sequence_parallel_region(tokens, group=self._group())
-        if self.pop is not None:
-            tokens = self.skip_linear(tokens)
-        out, bias = self.attn(self.norm1(tokens), attention_mask=None)
-        tokens = tokens + (out + bias)
-        out, bias = self.mlp(self.norm2(tokens))
-        tokens = tokens + (out + bias)
-        if self.sequence_parallel:
-            tokens = gather_from_sequence_parallel_region(
-                tokens, tensor_parallel_output_grad=False, group=self._group()
-            )
-        return (tokens,)
-
-    def _group(self) -> Any:
-        return getattr(self, "tp_group", None)
+            tokens = self.skip_linear(torch.cat([tokens, skips[self.pop]], dim=-1))
+        out, bias = self.attention(self.norm1(tokens), attention_mask=None)
+        return (tokens + (out + bias),)
 
 
-def block_spec(config: TransformerConfig) -> ModuleSpec:
-    """The block with Megatron-Core's attention and MLP."""
-    return ModuleSpec(
-        Block,
-        submodules=BlockSubmodules(
-            norm1=LayerNorm,
-            attention=self_attention_spec(config),
-            norm2=LayerNorm,
-            mlp=mlp_spec(config),
-        ),
-    )
+@dataclass
+class MlpSubmodules:
+    """The replaceable parts of a block's second half."""
+
+    norm: Builder
+    mlp: ModuleSpec
 
 
-def build_block(sizes: UViTConfig, pop: str | None, context: LayerContext) -> Block:
-    """The block that takes the skip ``pop``, if any."""
-    config = uvit_transformer_config(sizes, context.config)
-    tensor_parallel = config.tensor_model_parallel_size
-    if config.sequence_parallel and sizes.sequence_length % tensor_parallel:
-        raise ValueError(
-            f"sequence parallelism: {sizes.sequence_length} tokens do not divide by the "
-            f"tensor-parallel size {tensor_parallel}; leave out --sequence-parallel"
+class Mlp(LayerModule):
+    """x + MLP(norm(x))."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MlpSubmodules,
+        pg_collection: ProcessGroupCollection | None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.norm2 = submodules.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.mlp = build_module(
+            submodules.mlp,
+            config=config,
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=pg_collection.tp if pg_collection is not None else None,
         )
-    block: Block = build_module(
-        block_spec(config), config=config, pop=pop, pg_collection=context.pg_collection
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Tokens [s, b, D] to tokens [s, b, D]."""
+        (tokens,) = inputs
+        out, bias = self.mlp(self.norm2(tokens))
+        return (tokens + (out + bias),)
+
+
+def build_attention(sizes: UViTConfig, pop: str | None, context: LayerContext) -> Attention:
+    """The first half of a block, which takes the skip ``pop``, if any."""
+    config = uvit_transformer_config(sizes, context.config)
+    submodules = AttentionSubmodules(norm=LayerNorm, attention=self_attention_spec(config))
+    layer: Attention = build_module(
+        ModuleSpec(Attention, submodules=submodules),
+        config=config,
+        pop=pop,
+        pg_collection=context.pg_collection,
     )
-    return block
+    return layer
+
+
+def build_mlp(sizes: UViTConfig, context: LayerContext) -> Mlp:
+    """The second half of a block."""
+    config = uvit_transformer_config(sizes, context.config)
+    layer: Mlp = build_module(
+        ModuleSpec(Mlp, submodules=MlpSubmodules(norm=LayerNorm, mlp=mlp_spec(config))),
+        config=config,
+        pg_collection=context.pg_collection,
+    )
+    return layer
 
 
 class Head(LayerModule):
-    """Tokens [s, b, D] to the prediction [b, c, h, w]: norm, linear, unpatchify, 3x3 conv."""
+    """Tokens [s, b, D] to the prediction [b, c, h, w]: norm, linear, unpatchify, (conv)."""
 
     def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
         config = uvit_transformer_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
+        self.groups = context.pg_collection
         self.sizes = sizes
         channels = sizes.in_channels
-        self.norm = torch.nn.LayerNorm(sizes.embed_dim, eps=config.layernorm_epsilon)
+        self.norm = LayerNorm(config, sizes.embed_dim, eps=config.layernorm_epsilon)
         self.decoder_pred = _linear(sizes.embed_dim, sizes.patch_size**2 * channels, config)
-        self.final_layer = torch.nn.Conv2d(channels, channels, 3, padding=1)
+        works_on_shards(self.decoder_pred, config)
+        self.final_layer = (
+            torch.nn.Conv2d(channels, channels, 3, padding=1)
+            if sizes.final_conv
+            else torch.nn.Identity()
+        )
         self.to(dtype=config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Drops the extra tokens; each patch's features are ordered (row, column, channel)."""
-        patches = self.decoder_pred(self.norm(inputs[0][self.sizes.num_extra_tokens :]))
-        size, patch = self.sizes.image_size, self.sizes.patch_size
-        side = size // patch
-        grid = patches.view(side, side, -1, patch, patch, self.sizes.in_channels)
-        image = grid.permute(2, 5, 0, 3, 1, 4).reshape(-1, self.sizes.in_channels, size, size)
+        tokens = leave_sequence(self.decoder_pred(self.norm(inputs[0])), self.config, self.groups)
+        side = self.sizes.image_size // self.sizes.patch_size
+        patches = tokens[self.sizes.num_extra_tokens :]
+        image = unpatchify(patches, side, side, self.sizes.patch_size)
         return (self.final_layer(image),)

@@ -33,16 +33,17 @@ class Chain:
         assert tensor.dtype == dtype, where
 
     def batch(self, size, seed=0):
-        """A random image and batch fields of ``size`` samples."""
+        """A random image and batch fields of ``size`` samples; masks are of 0 and 1."""
         generator = torch.Generator().manual_seed(seed)
 
-        def draw(spec):
+        def draw(spec, name=""):
             if spec.dtype == "int64":
-                return torch.randint(0, 11, spec.full_shape(size), generator=generator)
+                end = 2 if name.endswith("_mask") else 11
+                return torch.randint(0, end, spec.full_shape(size), generator=generator)
             values = torch.randn(spec.full_shape(size), generator=generator)
             return values.to(self.dtype) if spec.dtype == "compute" else 1000 * values.abs()
 
-        fields = {name: draw(spec) for name, spec in self.backbone.batch_fields.items()}
+        fields = {name: draw(spec, name) for name, spec in self.backbone.batch_fields.items()}
         return draw(self.backbone.input_spec), fields
 
     def __call__(self, image, fields):

@@ -44,14 +44,35 @@ def test_every_reason_against_a_layout_is_given(one_rank):
         transformer_config(base, **SIZES, init_method=uniform_init)
 
 
-def test_attention_takes_no_mask(one_rank):
+def test_attention_takes_no_mask_but_of_the_keys_of_another_sequence(one_rank):
     from megatron.core.transformer.enums import AttnMaskType
 
     config = transformer_config(make_context().config, **SIZES, init_method=uniform_init)
-    with pytest.raises(ValueError, match="neither masks nor dropout"):
-        attention.SdpaCoreAttention(config, 1, AttnMaskType.causal, "self")
-    core = attention.SdpaCoreAttention(config, 1, AttnMaskType.no_mask, "self")
+    for mask_type, kind in ((AttnMaskType.causal, "cross"), (AttnMaskType.padding, "self")):
+        with pytest.raises(ValueError, match="no masks but of cross-attention's keys"):
+            attention.SdpaCoreAttention(config, 1, mask_type, kind)
+    core = attention.SdpaCoreAttention(config, 1, AttnMaskType.no_mask, "cross")
     query, key = torch.randn(5, 2, 3, 16), torch.randn(7, 2, 3, 16)
     assert core(query, key, key, None).shape == (5, 2, 48)
-    with pytest.raises(ValueError, match="takes no mask"):
-        core(query, key, key, torch.ones(1, dtype=torch.bool))
+    with pytest.raises(ValueError, match="takes no mask here"):
+        core(query, key, key, torch.zeros(2, 1, 1, 7, dtype=torch.bool))
+    core = attention.SdpaCoreAttention(config, 1, AttnMaskType.padding, "cross")
+    for mask in (None, torch.zeros(2, 1, 5, 7, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=r"needs a mask of its keys, \[2, 1, 1, 7\]"):
+            core(query, key, key, mask)
+
+
+def test_masked_attention_is_attention_over_the_keys_that_are_left(one_rank):
+    """A sample whose mask leaves nothing attends to everything."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    config = transformer_config(make_context().config, **SIZES, init_method=uniform_init)
+    free = attention.SdpaCoreAttention(config, 1, AttnMaskType.no_mask, "cross")
+    core = attention.SdpaCoreAttention(config, 1, AttnMaskType.padding, "cross")
+    query, key, value = torch.randn(5, 3, 3, 16), torch.randn(7, 3, 3, 16), torch.randn(7, 3, 3, 16)
+    mask = torch.tensor([[1, 1, 0, 1, 0, 0, 0], [1] * 7, [0] * 7])
+    together = core(query, key, value, attention.left_out(mask))
+    for sample, keys in enumerate(([0, 1, 3], range(7), range(7))):
+        one = slice(sample, sample + 1)
+        alone = free(query[:, one], key[list(keys), one], value[list(keys), one])
+        assert torch.allclose(together[:, one], alone, atol=1e-6)

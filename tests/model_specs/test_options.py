@@ -25,7 +25,7 @@ def test_every_named_configuration_is_sound_and_rebuilds_from_its_record(name):
 def test_text_is_converted():
     flags = {"block_out_channels": "32, 64,64", "transformer_depth": "(0,1,0)", "num_heads": "4"}
     flags |= {"cross_attention_dim": "None", "use_linear_projection": "true", "sample_size": "8"}
-    options = load_backbone("unet-sd", flags).record["options"]
+    options = load_backbone("sd-v1.5", flags).record["options"]
     assert options["block_out_channels"] == [32, 64, 64]
     assert options["transformer_depth"] == [0, 1, 0]
     assert options["num_heads"] == [4]
@@ -60,17 +60,19 @@ def test_faults_are_listed_together_with_the_legal_keys(options, words):
         ({"transformer_depth": "1"}, ["transformer_depth: needs one value for each of the 4"]),
         ({"block_out_channels": "320,x"}, ["block_out_channels: expected ints, as in 320,640"]),
         ({"norm_num_groups": 7, "num_heads": "9"}, ["320 of level 0", "level 3", "9 heads"]),
+        ({"time_id_dim": 3}, ["time_id_dim: must be even, is 3"]),
+        ({"pooled_dim": -1, "num_time_ids": 0}, ["pooled_dim: must be", "num_time_ids: must be"]),
         ({"use_linear_projection": "maybe"}, ["expected true or false, got 'maybe'"]),
     ],
 )
 def test_faults_of_a_unet(options, words):
     with pytest.raises(ValueError) as error:
-        load_backbone("unet-sd", options)
+        load_backbone("sd-v1.5", options)
     assert all(word in str(error.value) for word in words), error.value
 
 
 def test_unknown_name_has_close_matches():
-    with pytest.raises(ValueError, match="'uvit-x'; did you mean .*uvit-s.*available: unet-sd"):
+    with pytest.raises(ValueError, match="'uvit-x'; did you mean .*uvit-s.*available: .*sd-v1.5"):
         load_backbone("uvit-x")
 
 

@@ -1,5 +1,7 @@
 """Tensor parallelism 2 against 1: the same initial weights, outputs and gradients."""
 
+import zlib
+
 import pytest
 import torch
 
@@ -11,7 +13,17 @@ from tests.ranks import run_ranks
 UNET = {"sample_size": 8, "block_out_channels": "16,32", "transformer_depth": "0,1"}
 CASES = {
     "uvit": ("uvit-tiny", {"depth": 2}),
-    "unet": ("unet-sd-tiny", {**UNET, "norm_num_groups": 4, "layers_per_block": 1}),
+    "uvit-text": (
+        "uvit-tiny",
+        {"depth": 2, "num_classes": 0, "context_length": 5, "context_dim": 12, "image_size": 4},
+    ),
+    "hunyuan-dit": ("hunyuan-tiny", {"num_layers": 4, "style_and_size": True}),
+    "unet": ("sd-tiny", {**UNET, "norm_num_groups": 4, "layers_per_block": 1}),
+    "dit": ("dit-tiny", {"sample_size": 4}),
+    "pixart": ("pixart-tiny", {"sample_size": 4, "use_additional_conditions": True}),
+    "sd3": ("sd3-tiny", {"num_layers": 2}),
+    "sd3.5": ("sd3-tiny", {"num_layers": 2, "qk_norm": True, "dual_attention_layers": [0]}),
+    "flux": ("flux-tiny", {"num_layers": 1}),
 }
 
 
@@ -29,6 +41,25 @@ def whole(parameter, value):
     return torch.cat(ordered, dim=parameter.partition_dim)
 
 
+def perturb_alike(parameters, tensor_parallel):
+    """Adds the same noise in every layout, so that zeros at the start hide nothing."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for key, parameter in parameters.items():
+        sharded = tensor_parallel > 1 and getattr(parameter, "tensor_model_parallel", False)
+        shape = list(parameter.shape)
+        if sharded:
+            shape[parameter.partition_dim] *= tensor_parallel
+        generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+        noise = 0.05 * torch.randn(shape, generator=generator)
+        if sharded:
+            count = tensor_parallel * parameter.partition_stride
+            pieces = noise.chunk(count, parameter.partition_dim)
+            noise = torch.cat(pieces[rank::tensor_parallel], parameter.partition_dim)
+        parameter.data.add_(noise)
+
+
 def step(tensor_parallel, sequence_parallel, name, options):
     """Initial weights, prediction and gradients of a chain, shards put together."""
     from megatron.core import parallel_state
@@ -37,21 +68,31 @@ def step(tensor_parallel, sequence_parallel, name, options):
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     tp.model_parallel_cuda_manual_seed(1)
+    backbone = model_specs.load_backbone(name, options)
     chain = build_chain(
-        model_specs.load_backbone(name, options),
+        backbone.divide_sequences(tensor_parallel) if sequence_parallel else backbone,
         tensor_model_parallel_size=tensor_parallel,
         sequence_parallel=sequence_parallel,
     )
+    weights = {
+        key: whole(parameter, parameter.data.clone())
+        if tensor_parallel > 1
+        else parameter.data.clone()
+        for key, parameter in chain.parameters().items()
+    }
+    weights = chain.state() | weights
+    perturb_alike(chain.parameters(), tensor_parallel)
     image, fields = chain.batch(2)
     prediction = chain(image.requires_grad_(), fields)
     generator = torch.Generator().manual_seed(2)
     (prediction * torch.randn(prediction.shape, generator=generator)).sum().backward()
-    weights, gradients, keys = {}, {"image": image.grad}, set()
+    gradients, keys = {"image": image.grad}, set()
     for key, parameter in chain.parameters().items():
         gradient = parameter.grad
-        if sequence_parallel and getattr(parameter, "sequence_parallel", False):
+        of_shards = sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        of_heads = tensor_parallel > 1 and ("q_layernorm" in key or "k_layernorm" in key)
+        if of_shards or of_heads:
             torch.distributed.all_reduce(gradient)
-        weights[key] = whole(parameter, parameter.data) if tensor_parallel > 1 else parameter.data
         gradients[key] = whole(parameter, gradient) if tensor_parallel > 1 else gradient
     for layer, module in zip(chain.backbone.layers, chain.modules, strict=True):
         keys |= {
@@ -68,13 +109,16 @@ def test_two_ranks_compute_what_one_does(case, sequence_parallel):
     """The initial weights are equal bit for bit, the rest to rounding."""
     ((prediction, weights, gradients, keys),) = run_ranks(1, step, 1, False, *CASES[case])
     assert keys == set(weights)
+    # Softmax does not see a bias of keys: its gradient is 0 but for rounding.
+    negligible = 1e-3 * max(gradient.abs().max().item() for gradient in gradients.values())
     for result in run_ranks(2, step, 2, sequence_parallel, *CASES[case]):
         assert result[1].keys() == weights.keys()
         for name, weight in weights.items():
             assert torch.equal(result[1][name], weight), name
         assert relative_error(result[0], prediction) < 1e-5
         for name, gradient in gradients.items():
-            assert relative_error(result[2][name], gradient) < 2e-5, name
+            scale = max(gradient.abs().max().item(), negligible)
+            assert (result[2][name] - gradient).abs().max().item() < 2e-5 * scale, name
         assert result[3] == keys
 
 
@@ -85,8 +129,9 @@ def count_here(tensor_parallel, name):
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     backbone = model_specs.load_backbone(name)
-    index = [layer.name for layer in backbone.layers].index("mid_block")
+    index = [layer.name for layer in backbone.layers].index("mid_block.attn")
     module = backbone.layers[index].build(make_context(tensor_model_parallel_size=tensor_parallel))
+    torch.distributed.barrier()  # a rank that ends early breaks what the other still connects
     return count_parameters(backbone), sum(p.numel() for p in module.parameters()), index
 
 
@@ -97,28 +142,21 @@ def test_counts_inside_a_tensor_parallel_run_are_of_the_whole_model():
         assert shard < 0.6 * counts[index]
 
 
-def refused(sequence_parallel, name, options):
+def refused(name, options):
     """The message with which the first block refuses a layout."""
     from megatron.core import parallel_state
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    torch.distributed.barrier()
     backbone = model_specs.load_backbone(name, options)
-    context = make_context(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
     try:
-        backbone.layers[1].build(context)
+        backbone.layers[1].build(make_context(tensor_model_parallel_size=2))
     except ValueError as error:
         return str(error)
     return None
 
 
-@pytest.mark.parametrize(
-    ("sequence_parallel", "options", "words"),
-    [
-        (False, {"num_heads": 1}, "attention heads 1 is not divisible by the tensor-parallel size"),
-        (True, {"num_classes": 0}, "17 tokens do not divide by the tensor-parallel size 2"),
-    ],
-)
-def test_layouts_that_do_not_divide_are_refused(sequence_parallel, options, words):
-    for message in run_ranks(2, refused, sequence_parallel, "uvit-tiny", options):
-        assert words in message
+def test_heads_that_do_not_divide_are_refused():
+    for message in run_ranks(2, refused, "uvit-tiny", {"num_heads": 1}):
+        assert "attention heads 1 is not divisible by the tensor-parallel size" in message

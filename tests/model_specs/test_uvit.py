@@ -1,6 +1,7 @@
 """U-ViT: sizes as published, numbers as an independent plain-torch implementation."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from torch import nn
 
 import model_specs
 from megatron_pulse.backbone.check import check_backbone
+from megatron_pulse.backbone.published import from_published, to_published
+from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
+from model_specs.uvit import UViTConfig
 from tests.model_specs.chains import build_chain, perturb, relative_error
 
 TINY = {"embed_dim": 48, "depth": 4, "num_heads": 4, "image_size": 8, "num_classes": 10}
@@ -22,6 +26,7 @@ TINY = {"embed_dim": 48, "depth": 4, "num_heads": 4, "image_size": 8, "num_class
         ("uvit-m", 130.89, 8),
         ("uvit-l", 286.76, 10),
         ("uvit-h", 500.83, 14),
+        ("uvit-s-coco", 44.69, 6),
     ],
 )
 def test_published_sizes(name, millions, skips):
@@ -32,9 +37,65 @@ def test_published_sizes(name, millions, skips):
     assert len(backbone.skips) == skips
     layers = [layer.name for layer in backbone.layers]
     assert [(layers[s.source], layers[s.destination]) for s in backbone.skips] == [
-        (f"in_blocks.{i}", f"out_blocks.{skips - 1 - i}") for i in range(skips)
+        (f"in_blocks.{i}.mlp", f"out_blocks.{skips - 1 - i}.attn") for i in range(skips)
     ]
-    assert len(layers) == 2 * skips + 3
+    assert len(layers) == 2 * (2 * skips + 1) + 2
+
+
+@pytest.mark.parametrize("billions", [0.5, 1.4, 2.7, 6.0])
+def test_scaled_sizes(billions):
+    backbone = model_specs.load_backbone(f"uvit-{billions}b")
+    assert check_backbone(backbone) == []
+    assert sum(count_parameters(backbone)) / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+# Measured on the authors' modules (meta device, flash attention, one sample): all parameters; all
+# operations forward and backward; those of attention, MLP and attention behind a skip, forward;
+# bytes of a skip in bf16. Images of 256 pixels, and of 512 with patches of 2.
+MEASURED = {
+    "uvit-s-coco": (
+        {},
+        (44692644, 32459431936, 66343342080),
+        (928915456, 1400897536, 1279139840),
+        342016,
+    ),
+    "uvit-l": (
+        {},
+        (286763172, 152912445440, 308687675392),
+        (2436907008, 4328521728, 3519037440),
+        528384,
+    ),
+    "uvit-l of 1024 patches": (
+        {"image_size": 64},
+        (287549604, 675871735808, 1397016961024),
+        (12918472704, 17213423616, 17221828608),
+        2101248,
+    ),
+    "uvit-h": (
+        {},
+        (500832016, 266393438208, 537234416640),
+        (3045869568, 5478285312, 4415440896),
+        594432,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED)
+def test_operations_and_bytes_as_measured(case):
+    options, totals, units, skip_bytes = MEASURED[case]
+    backbone = model_specs.load_backbone(case.split()[0], options)
+    flops = count_flops(backbone)
+    parameters = sum(count_parameters(backbone))
+    assert totals == (
+        parameters,
+        sum(layer.forward for layer in flops),
+        sum(layer.backward for layer in flops),
+    )
+    depth = len(backbone.skips)
+    forward = Counter(layer.forward for layer in flops[1:-1])
+    attention, mlp, behind_skip = units
+    assert forward == {attention: depth + 1, mlp: 2 * depth + 1, behind_skip: depth}
+    assert {2 * skip.spec.numel_per_sample for skip in backbone.skips} == {skip_bytes}
 
 
 class Attention(nn.Module):
@@ -51,103 +112,105 @@ class Attention(nn.Module):
         return self.proj((weights @ v).transpose(1, 2).reshape(b, s, dim))
 
 
+class Mlp(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x):
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
 class Block(nn.Module):
     def __init__(self, dim, heads, skip):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.attn = Attention(dim, heads)
-        self.fc1, self.fc2 = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.attn, self.mlp = Attention(dim, heads), Mlp(dim)
         self.skip_linear = nn.Linear(2 * dim, dim) if skip else None
 
     def forward(self, x, skip=None):
         if self.skip_linear is not None:
             x = self.skip_linear(torch.cat([x, skip], dim=-1))
         x = x + self.attn(self.norm1(x))
-        return x + self.fc2(nn.functional.gelu(self.fc1(self.norm2(x))))
+        return x + self.mlp(self.norm2(x))
 
 
 class PlainUViT(nn.Module):
-    """Batch-first U-ViT written from the paper, without Megatron."""
+    """Batch-first U-ViT written from the paper, without Megatron, with the published names."""
 
-    def __init__(self, dim, depth, heads, channels, size, patch, classes):
+    def __init__(self, c):
         super().__init__()
-        self.patch, self.size, self.channels, self.dim = patch, size, channels, dim
-        self.patch_embed = nn.Conv2d(channels, dim, patch, stride=patch)
-        self.label_embed = nn.Embedding(classes + 1, dim) if classes else None
-        self.extras = 2 if classes else 1
-        self.pos_embed = nn.Parameter(torch.randn(1, self.extras + (size // patch) ** 2, dim))
-        self.ins = nn.ModuleList(Block(dim, heads, False) for _ in range(depth // 2))
-        self.mid = Block(dim, heads, False)
-        self.outs = nn.ModuleList(Block(dim, heads, True) for _ in range(depth // 2))
+        dim, patches = c.embed_dim, (c.image_size // c.patch_size) ** 2
+        self.config = c
+        self.patch_embed = nn.ModuleDict(
+            {"proj": nn.Conv2d(c.in_channels, dim, c.patch_size, stride=c.patch_size)}
+        )
+        self.label_emb = nn.Embedding(c.num_classes + 1, dim) if c.num_classes else None
+        self.context_embed = nn.Linear(c.context_dim, dim) if c.context_dim else None
+        self.extras = (2 if c.num_classes else 1) + c.context_length
+        self.pos_embed = nn.Parameter(torch.randn(1, self.extras + patches, dim))
+        half = c.depth // 2
+        self.in_blocks = nn.ModuleList(Block(dim, c.num_heads, False) for _ in range(half))
+        self.mid_block = Block(dim, c.num_heads, False)
+        self.out_blocks = nn.ModuleList(Block(dim, c.num_heads, True) for _ in range(half))
         self.norm = nn.LayerNorm(dim)
-        self.decoder_pred = nn.Linear(dim, patch * patch * channels)
-        self.final_layer = nn.Conv2d(channels, channels, 3, padding=1)
+        self.decoder_pred = nn.Linear(dim, c.patch_size**2 * c.in_channels)
+        self.final_layer = (
+            nn.Conv2d(c.in_channels, c.in_channels, 3, padding=1) if c.final_conv else None
+        )
 
-    def forward(self, image, timesteps, labels=None):
-        half = self.dim // 2
+    def forward(self, image, timesteps, labels=None, context=None):
+        c = self.config
+        half = c.embed_dim // 2
         angles = timesteps[:, None] * torch.exp(-math.log(10000) * torch.arange(half) / half)
         time = torch.cat([angles.cos(), angles.sin()], dim=1).to(image.dtype)
-        x = self.patch_embed(image).flatten(2).transpose(1, 2)
+        x = self.patch_embed["proj"](image).flatten(2).transpose(1, 2)
+        if context is not None:
+            x = torch.cat([self.context_embed(context), x], dim=1)
         x = torch.cat([time[:, None], x], dim=1)
         if labels is not None:
-            x = torch.cat([self.label_embed(labels)[:, None], x], dim=1)
+            x = torch.cat([self.label_emb(labels)[:, None], x], dim=1)
         x = x + self.pos_embed
         skips = []
-        for block in self.ins:
+        for block in self.in_blocks:
             x = block(x)
             skips.append(x)
-        x = self.mid(x)
-        for block in self.outs:
+        x = self.mid_block(x)
+        for block in self.out_blocks:
             x = block(x, skips.pop())
         x = self.decoder_pred(self.norm(x))[:, self.extras :]
-        side = self.size // self.patch
+        side = c.image_size // c.patch_size
         rows = []
         for i in range(side):
             tiles = [
-                x[:, i * side + j].view(-1, self.patch, self.patch, self.channels)
+                x[:, i * side + j].view(-1, c.patch_size, c.patch_size, c.in_channels)
                 for j in range(side)
             ]
             rows.append(torch.cat(tiles, dim=2))
-        return self.final_layer(torch.cat(rows, dim=1).permute(0, 3, 1, 2))
+        x = torch.cat(rows, dim=1).permute(0, 3, 1, 2)
+        return x if self.final_layer is None else self.final_layer(x)
 
 
-def pairs(chain, plain, heads):
-    """(Megatron parameter, plain parameter, Megatron layout -> plain layout)."""
-    same = lambda t: t  # noqa: E731
-
-    def qkv(weight):
-        dim = weight.shape[1]
-        return weight.view(heads, 3, dim // heads, dim).transpose(0, 1).reshape(3 * dim, dim)
-
-    names = {
-        "attn.linear_qkv": "attn.qkv",
-        "attn.linear_proj": "attn.proj",
-        "mlp.linear_fc1": "fc1",
-        "mlp.linear_fc2": "fc2",
-        "in_blocks": "ins",
-        "out_blocks": "outs",
-        "mid_block": "mid",
-    }
-    target = dict(plain.named_parameters())
-    for name, parameter in chain.parameters().items():
-        other = name.removeprefix("embed.").removeprefix("head.")
-        for ours, theirs in names.items():
-            other = other.replace(ours, theirs)
-        yield parameter, target.pop(other), qkv if "qkv" in name else same
-    assert not target
+VARIANTS = {
+    "labels": {},
+    "unconditional": {"num_classes": 0, "final_conv": False},
+    "text": {"num_classes": 0, "context_length": 5, "context_dim": 12},
+}
 
 
-@pytest.mark.parametrize("num_classes", [0, 10])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_same_numbers_as_plain_torch(num_classes, dtype, tolerance, one_rank):
-    """Output and every gradient, to rounding."""
-    backbone = model_specs.load_backbone("uvit-s", {**TINY, "num_classes": num_classes})
-    chain = build_chain(backbone, dtype)
+def test_same_numbers_as_plain_torch(variant, dtype, tolerance, one_rank):
+    """Output and every gradient, to rounding, with weights that go by their published names."""
+    options = {**TINY, **VARIANTS[variant]}
+    chain = build_chain(model_specs.load_backbone("uvit-s", options), dtype)
+    form = model_specs.published_form(chain.backbone)
     perturb(chain.parameters().values())
-    plain = PlainUViT(48, 4, 4, 4, 8, 2, num_classes).to(dtype)
-    matched = list(pairs(chain, plain, heads=4))
-    for ours, theirs, layout in matched:
-        theirs.data.copy_(layout(ours.data))
+    plain = PlainUViT(UViTConfig(**options)).to(dtype)
+    plain.load_state_dict(to_published(form, chain.state()))
+    back = from_published(form, chain.state(), plain.state_dict(), "the plain model")
+    for name, weight in chain.state().items():
+        assert torch.equal(back[name], weight), name
     image, fields = chain.batch(3)
     image.requires_grad_()
     ours, theirs = chain(image, fields), plain(image, **fields)
@@ -158,8 +221,30 @@ def test_same_numbers_as_plain_torch(num_classes, dtype, tolerance, one_rank):
     image.grad = None
     (theirs * weights).sum().backward()
     assert relative_error(image_grad, image.grad) < tolerance
-    for ours, theirs, layout in matched:
-        assert relative_error(layout(ours.grad), theirs.grad) < tolerance
+    gradients = {name: parameter.grad for name, parameter in chain.parameters().items()}
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    converted = to_published(form, gradients)
+    assert converted.keys() == expected.keys()
+    for name, gradient in converted.items():
+        assert relative_error(gradient, expected[name]) < tolerance, name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"context_length": 5}, "both must be positive or both 0, are 5 and 0"),
+        ({"context_length": 5, "context_dim": 8}, "num_classes: must be 0 beside text tokens"),
+    ],
+)
+def test_faults_of_text_tokens(options, words):
+    with pytest.raises(ValueError, match=words):
+        model_specs.load_backbone("uvit-s", options)
+
+
+def test_sequences_that_do_not_divide_are_refused():
+    backbone = model_specs.load_backbone("uvit-tiny", {"num_classes": 0})
+    with pytest.raises(ValueError, match="over 2 ranks: 17 tokens of embed do not divide"):
+        backbone.divide_sequences(2)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
@@ -175,13 +260,14 @@ def test_published_initialisation(one_rank):
     """Linears N(0, 0.02) cut, biases 0; no bias on q, k, v; the same draws in bf16."""
     backbone = model_specs.load_backbone("uvit-s", {"depth": 2})
     parameters = build_chain(backbone).parameters()
-    linears = ["mid_block.attn.linear_qkv", "mid_block.attn.linear_proj", "head.decoder_pred"]
-    linears += ["out_blocks.0.skip_linear", "mid_block.mlp.linear_fc1", "mid_block.mlp.linear_fc2"]
+    linears = ["mid_block.attn.attention.linear_qkv", "head.decoder_pred"]
+    linears += ["mid_block.attn.attention.linear_proj", "out_blocks.0.attn.skip_linear"]
+    linears += ["mid_block.mlp.mlp.linear_fc1", "mid_block.mlp.mlp.linear_fc2"]
     for name in linears:
         assert parameters[f"{name}.weight"].std().item() == pytest.approx(0.02, rel=0.05)
         if not name.endswith("qkv"):
             assert parameters[f"{name}.bias"].abs().max() == 0
-    assert "mid_block.attn.linear_qkv.bias" not in parameters
+    assert "mid_block.attn.attention.linear_qkv.bias" not in parameters
     for name, low in build_chain(backbone, torch.bfloat16).parameters().items():
         assert torch.equal(low, parameters[name].bfloat16()), name
 

@@ -23,7 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "cross_attention_dim": 6,
     },
 }
-NAMES = {"uvit": "uvit-tiny", "unet": "unet-tiny", "unet-text": "unet-sd-tiny"}
+NAMES = {"uvit": "uvit-tiny", "unet": "unet-tiny", "unet-text": "sd-tiny"}
 
 
 def backbone(kind: str) -> Backbone:

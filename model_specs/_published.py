@@ -1,0 +1,26 @@
+"""What families share in reading published ``config.json`` files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def require_settings(
+    config: Mapping[str, Any], required: Mapping[str, Any], more: Sequence[str] = ()
+) -> None:
+    """Raise a ValueError that lists every setting of ``config`` that is not as ``required``.
+
+    ``required`` are the library's defaults: a setting that is absent is as required. ``more`` are
+    faults that the caller found.
+    """
+    faults = [
+        f"{key} is {config[key]!r}, only {value!r} is implemented"
+        for key, value in required.items()
+        if key in config and config[key] != value
+    ]
+    faults += more
+    if faults:
+        lines = "".join(f"\n  - {fault}" for fault in faults)
+        what = config.get("_class_name", "the published configuration")
+        raise ValueError(f"{what} has {len(faults)} setting(s) that no family implements:{lines}")

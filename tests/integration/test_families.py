@@ -1,0 +1,134 @@
+"""Every family through whole runs: alone, over a pipeline, and with tensor parallelism beside it;
+its trained weights then compute the same in the library that publishes them."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_pulse.backbone.chain import TensorSpec
+from model_specs import load_backbone
+from tests.integration.runs import pipeline, run
+from tests.model_specs.chains import relative_error
+
+NUM_SAMPLES = 24
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny configuration, how it is laid over devices, and who publishes it.
+
+    ``reference`` is (module of tests, diffusers' class); the module's ``call`` runs the class.
+    """
+
+    backbone: str
+    placement: str = "fold"
+    sequence_parallel: bool = True
+    options: tuple[str, ...] = ()
+    reference: tuple[str, str] | None = None
+
+
+FAMILIES = {
+    "uvit": Family("uvit-tiny"),
+    "sd": Family(
+        "sd-tiny",
+        "fold",
+        sequence_parallel=False,
+        options=("block_out_channels=16,16,32,32", "layers_per_block=1"),
+        reference=("test_unet", "UNet2DConditionModel"),
+    ),
+    "sdxl": Family(
+        "sdxl-tiny",
+        "fold",
+        sequence_parallel=False,
+        options=("layers_per_block=1", "num_heads=2,2,4"),
+        reference=("test_unet", "UNet2DConditionModel"),
+    ),
+    "hunyuan": Family("hunyuan-tiny", reference=("test_hunyuan_dit", "HunyuanDiT2DModel")),
+    "dit": Family("dit-tiny", "sequential", reference=("test_dit", "DiTTransformer2DModel")),
+    "pixart": Family(
+        "pixart-tiny", "sequential", reference=("test_pixart", "PixArtTransformer2DModel")
+    ),
+    "sd3": Family("sd3-tiny", "sequential", reference=("test_sd3", "SD3Transformer2DModel")),
+    "flux": Family("flux-tiny", "sequential", reference=("test_flux", "FluxTransformer2DModel")),
+}
+
+
+def draw(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+    if spec.dtype == "int64":
+        return torch.randint(0, 2, spec.shape, generator=generator)
+    return torch.randn(spec.shape, generator=generator)
+
+
+def write_latents(folder: Path, family: Family) -> None:
+    """Random latents with every field that the backbone reads."""
+    from megatron_pulse.data.dataset import FieldSpec
+    from megatron_pulse.data.latent_layout import LatentLayout, LatentType
+    from megatron_pulse.data.latents import LatentWriter
+
+    chain = load_backbone(family.backbone, dict(option.split("=", 1) for option in family.options))
+    generator = torch.Generator().manual_seed(0)
+    specs = {k: v for k, v in chain.batch_fields.items() if k not in ("timesteps", "labels")}
+    fields = {name: FieldSpec(spec.shape, spec.dtype) for name, spec in specs.items()}
+    layout = LatentLayout(chain.input_spec.shape, 3, LatentType.FLOAT32, fields)
+    with LatentWriter(folder, layout) as writer:
+        for i in range(NUM_SAMPLES):
+            values = {name: draw(spec, generator) for name, spec in specs.items()}
+            writer.add(draw(chain.input_spec, generator), i % 3, values)
+        writer.close()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trains_alike_under_every_layout_and_leaves_to_diffusers(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    write_latents(tmp_path / "latents", family)
+    flags = [
+        *("--pulse-backbone", family.backbone, "--pulse-data", f"latents:{tmp_path / 'latents'}"),
+        *("--pulse-placement", family.placement, "--global-batch-size", "8", "--train-iters", "5"),
+    ]
+    for option in family.options:
+        flags += ["--pulse-option", option]
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "5"]
+    alone = run(1, *flags, backbone="none")
+    piped = run(2, *flags, *pipeline(2), *save, backbone="none")
+    assert len(alone.losses) == 5 and alone.losses[-1] != alone.losses[0]
+    assert piped.losses == alone.losses
+    assert piped.grad_norms == alone.grad_norms
+    tensor_parallel = ["--tensor-model-parallel-size", "2"]
+    if family.sequence_parallel:
+        tensor_parallel.append("--sequence-parallel")
+    both = run(4, *flags, *pipeline(2), *tensor_parallel, backbone="none")
+    assert both.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert both.grad_norms == pytest.approx(alone.grad_norms, rel=1e-4)
+    if family.reference is not None:
+        same_in_diffusers(tmp_path / "run", tmp_path / "exported", family)
+
+
+def same_in_diffusers(checkpoint: Path, exported: Path, family: Family) -> None:
+    """Exports the averaged weights and compares the predictions of both."""
+    import diffusers
+
+    from megatron_pulse.cli import main
+    from megatron_pulse.integration.weights import load_whole
+
+    assert main(["export", "--load", str(checkpoint), "--to", str(exported)]) == 0
+    module, class_name = family.reference or ("", "")
+    theirs = getattr(diffusers, class_name).from_pretrained(exported).eval()
+    backbone, stage, _ = load_whole(checkpoint, averaged=True)
+    stage.eval()
+    generator = torch.Generator().manual_seed(1)
+    fields = {
+        name: torch.stack([draw(spec, generator) for _ in range(2)])
+        for name, spec in backbone.batch_fields.items()
+    } | {"timesteps": torch.tensor([100.0, 700.0])}
+    image = torch.stack([draw(backbone.input_spec, generator) for _ in range(2)])
+    with torch.no_grad():
+        ours = stage((image,), {}, fields)[0][0]
+        expected = importlib.import_module(f"tests.model_specs.{module}").call(
+            theirs, image, fields
+        )
+    assert relative_error(ours, expected) < 1e-5
