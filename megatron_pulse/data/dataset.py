@@ -1,9 +1,10 @@
-"""What a dataset is here: images (or latents), labels and, if any, conditioning, by index."""
+"""What a dataset is here: images (or latents), labels and named conditioning fields, by index."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,16 +26,49 @@ class DataError(ValueError):
         super().__init__(f"{what}: {len(self.faults)} fault(s):{listed}\n{remedy}")
 
 
-class DiffusionDataset(ABC):
-    """Samples by index. Image, label and context are read apart, so that a device in the middle
-    of the pipeline reads no images.
+COMPUTE = "compute"
 
-    ``image_shape`` is ``(c, h, w)``, ``context_shape`` ``(n, d)`` or None.
+
+@dataclass(frozen=True)
+class FieldSpec:
+    """Shape of one conditioning field of a sample, and its type.
+
+    ``dtype`` is ``"int64"``, ``"float32"`` (numbers that must stay exact, such as image sizes) or
+    ``"compute"`` (states: a latent folder stores them in its own type). In memory the latter two
+    are float32.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = COMPUTE
+
+    def fits(self, other: FieldSpec) -> bool:
+        """Whether a tensor of this kind can be given where ``other`` is asked for."""
+        return self.shape == other.shape and self.torch_dtype == other.torch_dtype
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type in memory."""
+        return torch.int64 if self.dtype == "int64" else torch.float32
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'} {self.torch_dtype}".replace(
+            "torch.", ""
+        )
+
+
+NO_FIELDS: Mapping[str, FieldSpec] = {}
+
+
+class DiffusionDataset(ABC):
+    """Samples by index. Image, label and conditioning are read apart, so that a device in the
+    middle of the pipeline reads no images.
+
+    ``image_shape`` is ``(c, h, w)``; ``fields`` names the conditioning, such as text states.
     """
 
     image_shape: tuple[int, ...]
     num_classes: int
-    context_shape: tuple[int, ...] | None = None
+    fields: Mapping[str, FieldSpec] = NO_FIELDS
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -47,22 +81,32 @@ class DiffusionDataset(ABC):
     def label(self, index: int) -> int:
         """The class, 0 to ``num_classes`` - 1."""
 
-    def context(self, index: int) -> Tensor | None:
-        """Float32 ``context_shape`` (text states), or None."""
-        return None
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        """The tensor of every name in ``fields``."""
+        return {}
+
+    def null_conditioning(self) -> dict[str, Tensor]:
+        """What a sample gets whose conditioning is dropped, for classifier-free guidance.
+
+        Fields that are left out keep the sample's own value.
+        """
+        return {}
+
+    @property
+    def pixel_size(self) -> tuple[int, int]:
+        """(height, width) of the images, also where ``image_shape`` is that of latents."""
+        return (self.image_shape[1], self.image_shape[2])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample: ``image``, ``label`` and ``index`` (int64 scalars), ``context`` if any."""
+        """One sample: ``image``, ``label`` and ``index`` (int64 scalars), and its ``fields``."""
         if not 0 <= index < len(self):
             raise IndexError(index)
-        sample = {
+        return {
             "image": self.image(index),
             "label": torch.tensor(self.label(index)),
             "index": torch.tensor(index),
+            **self.conditioning(index),
         }
-        if (context := self.context(index)) is not None:
-            sample["context"] = context
-        return sample
 
 
 class ArrayDataset(DiffusionDataset):
@@ -92,7 +136,7 @@ class Subset(DiffusionDataset):
         self.indices = indices
         self.image_shape = source.image_shape
         self.num_classes = source.num_classes
-        self.context_shape = source.context_shape
+        self.fields = source.fields
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -103,8 +147,15 @@ class Subset(DiffusionDataset):
     def label(self, index: int) -> int:
         return self.source.label(int(self.indices[index]))
 
-    def context(self, index: int) -> Tensor | None:
-        return self.source.context(int(self.indices[index]))
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        return self.source.conditioning(int(self.indices[index]))
+
+    def null_conditioning(self) -> dict[str, Tensor]:
+        return self.source.null_conditioning()
+
+    @property
+    def pixel_size(self) -> tuple[int, int]:
+        return self.source.pixel_size
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:

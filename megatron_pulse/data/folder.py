@@ -1,8 +1,9 @@
-"""A folder of images, with classes as subfolders or none."""
+"""Image files as a dataset: a folder of images, with classes as subfolders or none."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,30 +16,34 @@ from megatron_pulse.diffusion.noise import Stream, philox
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
-class ImageFolder(DiffusionDataset):
-    """``root/CLASS/**/*.png`` (classes numbered in order of name), or images in ``root`` alone.
+class ImageFiles(DiffusionDataset):
+    """Images by their ``files``, each with its class in ``labels``.
 
     Images are cropped to their central square, resized (bicubic, antialiased) to ``image_size``
-    and scaled to [-1, 1]. ``flip`` mirrors half of the visits, chosen by (``seed``, index, draw).
-    ``verify`` decodes every file at once and lists all that cannot be read; otherwise a bad file
-    raises DataError with its name when it is reached.
+    and scaled to [-1, 1]. ``flip`` mirrors half of the visits,
+    chosen by (``seed``, index, draw). ``verify`` decodes every file at once and lists all that
+    cannot be read; otherwise a bad file raises DataError with its name when it is reached.
     """
 
     def __init__(
         self,
-        root: str | Path,
+        root: Path,
+        files: list[Path],
+        labels: list[int],
+        num_classes: int,
         image_size: int,
         channels: int = 3,
         flip: bool = False,
         seed: int = 0,
         verify: bool = False,
     ) -> None:
-        self.root = Path(root)
+        self.root = root
+        self.files = files
+        self.labels = labels
+        self.num_classes = num_classes
         self.image_shape = (channels, image_size, image_size)
         self.flip = flip
         self.seed = seed
-        self.classes, self.files, self.labels = _scan(self.root)
-        self.num_classes = len(self.classes)
         if verify and (faults := [fault for i in range(len(self)) if (fault := self._fault(i))]):
             raise DataError(f"image folder {self.root}", faults, "Replace or remove these files.")
 
@@ -78,6 +83,18 @@ class ImageFolder(DiffusionDataset):
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             return f"{self.files[index]}: {_reason(error)}"
         return None
+
+
+class ImageFolder(ImageFiles):
+    """``root/CLASS/**/*.png`` (classes numbered in order of name), or images in ``root`` alone."""
+
+    def __init__(
+        self, root: str | Path, image_size: int, channels: int = 3, **options: Any
+    ) -> None:
+        self.classes, files, labels = _scan(Path(root))
+        super().__init__(
+            Path(root), files, labels, len(self.classes), image_size, channels, **options
+        )
 
 
 def _scan(root: Path) -> tuple[list[str], list[Path], list[int]]:

@@ -3,13 +3,17 @@
 Shard i is one ``.npy`` file per field::
 
     latents/meta.json   latent-00000.npy   label-00000.npy   context-00000.npy   latent-00001.npy
+    latents/null-context.npy
 
-bfloat16 is stored as the uint16 of its bits, since NumPy has no such type.
+Conditioning fields have any names (those that backbones read: ``context``, ``context_mask``,
+``pooled``, ...). A field may have a *null* value, the encoding of the empty prompt. bfloat16 is
+stored as the uint16 of its bits, since NumPy has no such type.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -17,15 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from megatron_pulse.data.dataset import DataError
+from megatron_pulse.data.dataset import COMPUTE, DataError, FieldSpec
 from megatron_pulse.diffusion.files import replacing
 
-FORMAT = 1
+FORMAT = 2
 META = "meta.json"
+RESERVED = ("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels")
+"""Names that no conditioning field can have."""
 
 
 class LatentType(StrEnum):
-    """How latents and context are stored."""
+    """How latents, and fields of dtype "compute", are stored."""
 
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
@@ -41,29 +47,48 @@ class LatentType(StrEnum):
 class LatentLayout:
     """What every shard of a folder holds; the part of ``meta.json`` that never changes.
 
-    ``shape`` is ``(c, h, w)``, ``context_shape`` ``(n, d)`` or None. ``source`` says what made
-    the latents (encoder, scaling, image size) and is compared when a writer resumes.
+    ``shape`` is ``(c, h, w)``, ``fields`` the conditioning. ``pixel_size`` is the (height, width)
+    of the images before they were encoded (None: that of the latents). ``source`` says what made
+    the latents (encoder, scaling, image size) and is compared when a writer resumes. Raises
+    DataError for names that cannot be fields.
     """
 
     shape: tuple[int, ...]
     num_classes: int
     dtype: LatentType = LatentType.FLOAT16
-    context_shape: tuple[int, ...] | None = None
+    fields: Mapping[str, FieldSpec] = field(default_factory=dict)
+    pixel_size: tuple[int, int] | None = None
     shard_size: int = 1024
     source: str = ""
 
-    def fields(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Each field's shape per sample and type on disk."""
-        stored = LatentType(self.dtype).stored
-        result = {"latent": (self.shape, stored), "label": ((), np.dtype("int64"))}
-        if self.context_shape is not None:
-            result["context"] = (self.context_shape, stored)
-        return result
+    def __post_init__(self) -> None:
+        faults = [f"no field can be called {n!r}" for n in self.fields if n in RESERVED]
+        faults += [f"{n!r} is no identifier" for n in self.fields if not n.isidentifier()]
+        faults += [
+            f"field {name} has dtype {spec.dtype!r}; it must be compute, float32 or int64"
+            for name, spec in self.fields.items()
+            if spec.dtype not in (COMPUTE, "float32", "int64")
+        ]
+        if faults:
+            raise DataError("latent layout", faults, "Name fields as backbones do.")
+
+    def stored(self, name: str) -> np.dtype:
+        """The type on disk of a conditioning field."""
+        dtype = self.fields[name].dtype
+        return LatentType(self.dtype).stored if dtype == COMPUTE else np.dtype(dtype)
+
+    def columns(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape per sample and type on disk of everything that shards hold."""
+        return {
+            "latent": (self.shape, LatentType(self.dtype).stored),
+            "label": ((), np.dtype("int64")),
+            **{name: (spec.shape, self.stored(name)) for name, spec in self.fields.items()},
+        }
 
 
 @dataclass
 class ShardFile:
-    """One file of a shard, as written."""
+    """One file, as written."""
 
     name: str
     num_bytes: int
@@ -80,9 +105,13 @@ class Shard:
 
 @dataclass
 class Meta:
-    """The content of ``meta.json``; ``complete`` is set by ``LatentWriter.close``."""
+    """The content of ``meta.json``; ``complete`` is set by ``LatentWriter.close``.
+
+    ``nulls`` are the files of the fields that have a null value.
+    """
 
     layout: LatentLayout
+    nulls: dict[str, ShardFile] = field(default_factory=dict)
     shards: list[Shard] = field(default_factory=list)
     complete: bool = False
 
@@ -102,18 +131,13 @@ class Meta:
         try:
             record: dict[str, Any] = json.loads((root / META).read_text())
             if record["format"] != FORMAT:
-                raise ValueError(f"its format is {record['format']}, this version reads {FORMAT}")
-            layout = record["layout"]
-            context = layout["context_shape"]
+                raise ValueError(
+                    f"its format is {record['format']}, and this version of megatron_pulse reads "
+                    f"{FORMAT} only"
+                )
             return cls(
-                LatentLayout(
-                    **layout
-                    | {
-                        "shape": tuple(layout["shape"]),
-                        "dtype": LatentType(layout["dtype"]),
-                        "context_shape": None if context is None else tuple(context),
-                    }
-                ),
+                _layout(record["layout"]),
+                {name: ShardFile(**file) for name, file in record["nulls"].items()},
                 [
                     Shard(s["count"], {k: ShardFile(**f) for k, f in s["files"].items()})
                     for s in record["shards"]
@@ -124,5 +148,22 @@ class Meta:
             raise DataError(
                 f"latents {root}",
                 [f"{META}: {type(error).__name__}: {error}"],
-                "Write the folder with megatron_pulse.data.latents.LatentWriter.",
+                "Write the folder anew with megatron_pulse.data.latents.LatentWriter, or with "
+                "'pulse data write-latents'.",
             ) from error
+
+
+def _layout(record: dict[str, Any]) -> LatentLayout:
+    size = record["pixel_size"]
+    return LatentLayout(
+        **record
+        | {
+            "shape": tuple(record["shape"]),
+            "dtype": LatentType(record["dtype"]),
+            "fields": {
+                name: FieldSpec(tuple(spec["shape"]), spec["dtype"])
+                for name, spec in record["fields"].items()
+            },
+            "pixel_size": None if size is None else (size[0], size[1]),
+        }
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.data.dataset import DataError, DiffusionDataset
+from megatron_pulse.data.fields import default_null
 from megatron_pulse.data.latent_layout import (
     META,
     LatentLayout,
@@ -24,24 +26,34 @@ from megatron_pulse.diffusion.files import replacing
 
 __all__ = ["LatentFolder", "LatentLayout", "LatentType", "LatentWriter"]
 
+_NONE: Mapping[str, Tensor] = {}
+
 
 class LatentWriter:
     """Appends samples to a folder, shard by shard; what is on disk is always whole shards.
 
-    Opened again after an interruption it goes on after the last whole shard: ``num_written`` says
-    how many samples to pass over. ``close`` writes the last, short shard and marks the folder
-    complete; leaving a ``with`` block by an exception does not.
+    ``nulls`` are values that dropped samples get (the encoding of the empty prompt), for some of
+    the fields or all; the others have those of ``megatron_pulse.data.fields``. Opened again after
+    an interruption it goes on after the last whole shard: ``num_written`` says how many samples
+    to pass over. ``close`` writes the last, short shard and marks the folder complete; leaving a
+    ``with`` block by an exception does not.
     """
 
-    def __init__(self, root: str | Path, layout: LatentLayout) -> None:
+    def __init__(
+        self, root: str | Path, layout: LatentLayout, nulls: Mapping[str, Tensor] = _NONE
+    ) -> None:
         self.root = Path(root)
+        if faults := [f"null value of {fault}" for fault in _misfits(layout, nulls)]:
+            raise DataError(f"latents {root}", faults, "Nothing was written.")
         self.root.mkdir(parents=True, exist_ok=True)
-        self._meta = Meta.load(self.root) if (self.root / META).exists() else Meta(layout)
-        if self._meta.layout != layout:
-            old, new = asdict(self._meta.layout), asdict(layout)
-            faults = [f"{k}: there {old[k]!r}, now {new[k]!r}" for k in old if old[k] != new[k]]
-            raise DataError(f"latents {root}", faults, "Resume with the same, or use a new folder.")
-        self._pending: list[tuple[Tensor, int, Tensor | None]] = []
+        self._nulls = {name: _encoded(value, layout.stored(name)) for name, value in nulls.items()}
+        self._meta = Meta(layout)
+        if (self.root / META).exists():
+            self._meta = Meta.load(self.root)
+            if faults := self._differences(layout):
+                remedy = "Resume with the same, or use a new folder."
+                raise DataError(f"latents {root}", faults, remedy)
+        self._pending: list[tuple[Tensor, int, dict[str, Tensor]]] = []
 
     @property
     def num_written(self) -> int:
@@ -53,22 +65,21 @@ class LatentWriter:
         """Whether the folder was closed: there is nothing to add."""
         return self._meta.complete
 
-    def add(self, latent: Tensor, label: int, context: Tensor | None = None) -> None:
-        """Append a sample: ``latent`` of the layout's ``shape``, ``context`` if it has one."""
+    def add(self, latent: Tensor, label: int, conditioning: Mapping[str, Tensor] = _NONE) -> None:
+        """Append a sample: ``latent`` of the layout's ``shape``, and a tensor of every field."""
         layout, faults = self._meta.layout, []
         if self.complete:
             faults.append("the folder is complete")
         if tuple(latent.shape) != layout.shape:
             faults.append(f"latent has shape {tuple(latent.shape)}, not {layout.shape}")
-        if (None if context is None else tuple(context.shape)) != layout.context_shape:
-            found = None if context is None else tuple(context.shape)
-            faults.append(f"context has shape {found}, not {layout.context_shape}")
+        faults += _misfits(layout, conditioning)
+        faults += [f"{name} is missing" for name in layout.fields if name not in conditioning]
         if not 0 <= label < layout.num_classes:
             faults.append(f"label {label} is not in 0..{layout.num_classes - 1}")
         if faults:
             sample = self.num_written + len(self._pending)
             raise DataError(f"latents {self.root}, sample {sample}", faults, "Nothing was added.")
-        kept = None if context is None else context.detach().cpu().clone()
+        kept = {name: value.detach().cpu().clone() for name, value in conditioning.items()}
         self._pending.append((latent.detach().cpu().clone(), label, kept))
         if len(self._pending) == layout.shard_size:
             self._flush()
@@ -88,36 +99,48 @@ class LatentWriter:
             self.close()
 
     def _flush(self) -> None:
-        latents, labels, contexts = zip(*self._pending, strict=True)
-        columns = {"latent": latents, "label": [torch.tensor(label) for label in labels]}
-        if self._meta.layout.context_shape is not None:
-            columns["context"] = contexts
+        meta = self._meta
+        if not meta.shards:
+            for name, value in self._nulls.items():
+                meta.nulls[name] = self._save(f"null-{name}.npy", value)
+        latents, labels, conditioning = zip(*self._pending, strict=True)
+        columns = {"latent": torch.stack(latents), "label": torch.tensor(labels)}
+        for name in meta.layout.fields:
+            columns[name] = torch.stack([row[name] for row in conditioning])
         files = {}
-        for name, values in columns.items():
-            path = self.root / f"{name}-{len(self._meta.shards):05d}.npy"
-            with replacing(path) as beside:
-                np.save(beside, self._encoded(name, torch.stack(list(values))))
-                files[name] = ShardFile(path.name, beside.stat().st_size, _sha256(beside))
-        self._meta.shards.append(Shard(len(self._pending), files))
-        self._meta.save(self.root)
+        for name, (_, stored) in meta.layout.columns().items():
+            file_name = f"{name}-{len(meta.shards):05d}.npy"
+            files[name] = self._save(file_name, _encoded(columns[name], stored))
+        meta.shards.append(Shard(len(self._pending), files))
+        meta.save(self.root)
         self._pending = []
 
-    def _encoded(self, name: str, values: Tensor) -> np.ndarray:
-        if name == "label":
-            return values.numpy()
-        dtype = LatentType(self._meta.layout.dtype)
-        values = values.to(getattr(torch, dtype))
-        if dtype is LatentType.BFLOAT16:
-            return values.view(torch.int16).numpy().view(np.uint16)
-        return values.numpy()
+    def _save(self, name: str, values: np.ndarray) -> ShardFile:
+        with replacing(self.root / name) as beside:
+            np.save(beside, values)
+            return ShardFile(name, beside.stat().st_size, _sha256(beside))
+
+    def _differences(self, layout: LatentLayout) -> list[str]:
+        """What the folder holds otherwise than this writer would."""
+        old, new = asdict(self._meta.layout), asdict(layout)
+        faults = [f"{k}: there {old[k]!r}, now {new[k]!r}" for k in old if old[k] != new[k]]
+        if faults or not self._meta.shards:
+            return faults
+        stored = self._meta.nulls
+        if stored.keys() != self._nulls.keys():
+            return [f"null values: there of {sorted(stored)}, now of {sorted(self._nulls)}"]
+        return [
+            f"null value of {name}: there another one"
+            for name, value in self._nulls.items()
+            if np.load(self.root / stored[name].name).tobytes() != value.tobytes()
+        ]
 
 
 class LatentFolder(DiffusionDataset):
-    """Reads what a LatentWriter wrote.
+    """Latents and conditioning read through memory maps, which worker processes can share.
 
-    Every shard's files are compared with ``meta.json`` on opening, by size and header, and with
-    ``verify`` by SHA-256 too; DataError lists all that is wrong. An unfinished folder is refused
-    unless ``allow_incomplete``.
+    Opening checks meta, sizes and headers of all files, and with ``verify`` their SHA-256; all
+    faults are listed in one DataError. ``allow_incomplete`` opens what an interrupted writer left.
     """
 
     def __init__(
@@ -125,7 +148,7 @@ class LatentFolder(DiffusionDataset):
     ) -> None:
         self.root = Path(root)
         meta = Meta.load(self.root)
-        faults = [fault for shard in meta.shards for fault in self._faults(meta, shard, verify)]
+        faults = [fault for file in _files(meta) for fault in self._faults(*file, verify)]
         if not meta.complete and not allow_incomplete:
             faults.append(f"the folder is not finished: {meta.count} samples so far")
         if not meta.count:
@@ -138,8 +161,12 @@ class LatentFolder(DiffusionDataset):
             )
         self.layout = meta.layout
         self.image_shape = meta.layout.shape
-        self.context_shape = meta.layout.context_shape
+        self.fields = meta.layout.fields
         self.num_classes = meta.layout.num_classes
+        self._null = {
+            name: self._decoded(name, np.load(self.root / file.name))
+            for name, file in meta.nulls.items()
+        }
         self._shards = meta.shards
         self._ends = np.cumsum([shard.count for shard in meta.shards])
         self._maps: dict[tuple[str, int], np.ndarray] = {}
@@ -148,13 +175,21 @@ class LatentFolder(DiffusionDataset):
         return int(self._ends[-1])
 
     def image(self, index: int, draw: int = 0) -> Tensor:
-        return self._decoded("latent", index)
+        return self._decoded("latent", self._row("latent", index))
 
     def label(self, index: int) -> int:
         return int(self._row("label", index))
 
-    def context(self, index: int) -> Tensor | None:
-        return None if self.context_shape is None else self._decoded("context", index)
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        return {name: self._decoded(name, self._row(name, index)) for name in self.fields}
+
+    def null_conditioning(self) -> dict[str, Tensor]:
+        defaults = {name: default_null(name, spec) for name, spec in self.fields.items()}
+        return {name: null for name, null in defaults.items() if null is not None} | self._null
+
+    @property
+    def pixel_size(self) -> tuple[int, int]:
+        return self.layout.pixel_size or super().pixel_size
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}}
@@ -166,26 +201,58 @@ class LatentFolder(DiffusionDataset):
             self._maps[name, shard] = np.load(path, mmap_mode="r")
         return self._maps[name, shard][index - (self._ends[shard] - self._shards[shard].count)]
 
-    def _decoded(self, name: str, index: int) -> Tensor:
-        row = np.array(self._row(name, index))
-        if LatentType(self.layout.dtype) is LatentType.BFLOAT16:
-            return torch.from_numpy(row.view(np.int16)).view(torch.bfloat16).float()
-        return torch.from_numpy(row).float()
+    def _decoded(self, name: str, row: np.ndarray) -> Tensor:
+        values = np.array(row)
+        if values.dtype == np.uint16:
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16).float()
+        spec = self.fields.get(name)
+        return torch.from_numpy(values).to(torch.float32 if spec is None else spec.torch_dtype)
 
-    def _faults(self, meta: Meta, shard: Shard, verify: bool) -> list[str]:
-        faults = []
-        for name, (shape, dtype) in meta.layout.fields().items():
-            file = shard.files[name]
-            path = self.root / file.name
-            if not path.is_file():
-                faults.append(f"{file.name} is missing")
-            elif (size := path.stat().st_size) != file.num_bytes:
-                faults.append(f"{file.name} has {size} bytes, not {file.num_bytes}")
-            elif fault := _header_fault(path, (shard.count, *shape), dtype):
-                faults.append(fault)
-            elif verify and _sha256(path) != file.sha256:
-                faults.append(f"{file.name} differs from what was written (SHA-256)")
-        return faults
+    def _faults(
+        self, file: ShardFile, shape: tuple[int, ...], dtype: np.dtype, verify: bool
+    ) -> list[str]:
+        path = self.root / file.name
+        if not path.is_file():
+            return [f"{file.name} is missing"]
+        if (size := path.stat().st_size) != file.num_bytes:
+            return [f"{file.name} has {size} bytes, not {file.num_bytes}"]
+        if fault := _header_fault(path, shape, dtype):
+            return [fault]
+        if verify and _sha256(path) != file.sha256:
+            return [f"{file.name} differs from what was written (SHA-256)"]
+        return []
+
+
+def _files(meta: Meta) -> Iterator[tuple[ShardFile, tuple[int, ...], np.dtype]]:
+    """Every file that ``meta`` names, with the shape and type that it must have."""
+    columns = meta.layout.columns()
+    for name, file in meta.nulls.items():
+        yield file, *columns[name]
+    for shard in meta.shards:
+        for name, (shape, dtype) in columns.items():
+            yield shard.files[name], (shard.count, *shape), dtype
+
+
+def _misfits(layout: LatentLayout, values: Mapping[str, Tensor]) -> list[str]:
+    """Which of ``values`` are no fields of ``layout``, or of another shape or kind."""
+    faults = []
+    for name, value in values.items():
+        spec = layout.fields.get(name)
+        if spec is None:
+            faults.append(f"{name} is no field of the layout")
+        elif tuple(value.shape) != spec.shape:
+            faults.append(f"{name} has shape {tuple(value.shape)}, not {spec.shape}")
+        elif value.is_floating_point() != spec.torch_dtype.is_floating_point:
+            faults.append(f"{name} is {value.dtype}, not {spec.torch_dtype}")
+    return faults
+
+
+def _encoded(values: Tensor, stored: np.dtype) -> np.ndarray:
+    """``values`` as they are on disk."""
+    values = values.detach().cpu()
+    if stored == np.uint16:
+        return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    return values.to(getattr(torch, stored.name)).numpy()
 
 
 def _header_fault(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> str | None:

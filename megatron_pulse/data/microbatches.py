@@ -1,4 +1,4 @@
-"""From samples to the tensors of a microbatch: noise, timesteps, dropped classes."""
+"""From samples to the tensors of a microbatch: noise, timesteps, dropped conditioning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 
 
 class Split(StrEnum):
-    """Training draws anew at every visit and drops classes; validation does neither."""
+    """Training draws anew at every visit and drops conditioning; validation does neither."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -36,15 +36,14 @@ def make_microbatch(
     """One microbatch of b = ``len(items)``, on the CPU.
 
     ``noisy`` and ``target`` float32 ``[b, c, h, w]``, ``timesteps`` float32 ``[b]``, ``labels``
-    int64 ``[b]`` (``null_label`` where the class is dropped), ``context`` float32 ``[b, n, d]`` if
-    the dataset has one (zeros where dropped), ``index`` int64 ``[b]``. Without ``needs_image``
-    (a device in the middle of the pipeline) ``noisy`` and ``target`` are left out, no image is
-    read and no noise drawn; the other fields are the same bit for bit.
+    int64 ``[b]``, the dataset's ``fields`` ``[b, ...]``, ``index`` int64 ``[b]``. A sample loses
+    its label and its other conditioning together: it gets ``null_label`` (None keeps labels) and
+    the dataset's ``null_conditioning``. Without ``needs_image`` (a device in the middle of the
+    pipeline) ``noisy`` and ``target`` are left out, no image is read and no noise drawn; the
+    other fields are the same bit for bit.
 
-    Each row is a function of its item alone. Raises ValueError for a drop without ``null_label``.
+    Each row is a function of its item alone.
     """
-    if drop_probability > 0 and null_label is None:
-        raise ValueError("dropping classes needs null_label, the label that means 'no class'")
     training = split == Split.TRAIN
     stream = Stream.TRAIN if training else Stream.VALIDATION
     shape = dataset.image_shape if needs_image else None
@@ -60,24 +59,18 @@ def make_microbatch(
         "labels": torch.tensor(labels, dtype=torch.int64),
         "index": torch.tensor([index for index, _ in items], dtype=torch.int64),
     }
-    if dataset.context_shape is not None:
-        batch["context"] = torch.stack(
-            [
-                torch.zeros(dataset.context_shape) if drop else _context(dataset, index)
-                for drop, (index, _) in zip(dropped, items, strict=True)
-            ]
-        )
+    if dataset.fields:
+        null = dataset.null_conditioning() if any(dropped) else {}
+        given = [
+            {**dataset.conditioning(index), **(null if drop else {})}
+            for drop, (index, _) in zip(dropped, items, strict=True)
+        ]
+        batch.update({name: torch.stack([row[name] for row in given]) for name in dataset.fields})
     if needs_image:
         images = torch.stack([dataset.image(i, p if training else 0) for i, p in items])
         noise = torch.stack([row.noise for row in rows if row.noise is not None])
         batch["noisy"], batch["target"] = process.noised(images, noise, timesteps)
     return batch
-
-
-def _context(dataset: DiffusionDataset, index: int) -> Tensor:
-    context = dataset.context(index)
-    assert context is not None
-    return context
 
 
 @dataclass(frozen=True)

@@ -162,6 +162,16 @@ class DiffusionProcess:
         }
 
 
+def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
+    """The part of ``prediction [b, c, h, w]`` that predicts what the objective names.
+
+    Models with a learned sigma (DiT, PixArt, Hunyuan-DiT) give 2 x ``num_channels``: the mean's
+    prediction, then the variance's (Nichol & Dhariwal 2021). We train and sample with a fixed
+    variance, so the second half is not used, and its weights get no gradient.
+    """
+    return prediction[:, :num_channels]
+
+
 @lru_cache(maxsize=8)
 def _ddpm(process: DiffusionProcess) -> DDPMScheduler:
     with torch.device("cpu"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_pulse.diffusion.noise import start_noise
-from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
+from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective, predicted_mean
 
-ModelFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(x_t ``[b, c, h, w]``, timesteps float32 ``[b]``, labels int64 ``[b]``) -> prediction."""
+Fields = Mapping[str, Tensor]
+ModelFunction = Callable[[Tensor, Tensor, Fields], Tensor]
+"""(x_t ``[b, c, h, w]``, timesteps float32 ``[b]``, conditioning ``[b, ...]``) -> prediction."""
 
 
 @torch.no_grad()
@@ -23,41 +24,46 @@ def sample(
     model_fn: ModelFunction,
     process: DiffusionProcess,
     shape: tuple[int, ...],
-    labels: Tensor,
+    count: int,
+    conditioning: Fields,
     num_steps: int,
     guidance_scale: float = 1.0,
     seed: int = 0,
     eta: float = 0.0,
-    null_label: int | None = None,
+    null: Fields | None = None,
     progress: bool = True,
     clip: float | None = None,
     first_index: int = 0,
 ) -> Tensor:
-    """Samples ``[n, *shape]`` float32 for ``labels [n]``, on the device of ``labels``.
+    """``count`` samples ``[count, *shape]`` float32, for named ``conditioning [count, ...]``.
 
     Sample i starts from noise of (``seed``, ``first_index`` + i) alone, so a set sampled in
     chunks is the set sampled at once. Guidance (Ho & Salimans 2022) evaluates the model on
-    ``[conditional; unconditional]``, a batch of 2n, unless ``guidance_scale`` is 1. ``eta`` is
+    ``[conditional; unconditional]``, a batch of twice ``count``, unless ``guidance_scale`` is 1;
+    the latter has the values of ``null`` (without batch dimension) in place of its own. Of a
+    prediction with a learned sigma only the mean's half counts (see predicted_mean). ``eta`` is
     DDIM's (Song et al. 2021, eq. 16). ``clip`` bounds DDIM's estimate of x_0 (1 for pixels in
     [-1, 1], None for latents); Euler has no such estimate and bounds only the result.
     """
-    _check(process, num_steps, guidance_scale, eta, null_label)
-    labels = labels.long()
-    indices = range(first_index, first_index + len(labels))
-    x = start_noise(seed, indices, shape).to(labels.device)
+    _check(process, num_steps, guidance_scale, eta, null)
+    indices = range(first_index, first_index + count)
+    x = start_noise(seed, indices, shape)
     scheduler, euler = _scheduler(process, num_steps, clip), process.objective == Objective.FLOW
+    guided = (
+        {
+            name: torch.cat([value, _repeated(null[name], count) if name in null else value])
+            for name, value in conditioning.items()
+        }
+        if null and guidance_scale != 1
+        else {}
+    )
 
     def predict(x: Tensor, timestep: Tensor) -> Tensor:
-        timesteps = timestep.to(x.device, torch.float32).expand(len(x))
+        timesteps = timestep.to(torch.float32).expand(len(x))
         if guidance_scale == 1:
-            return model_fn(x, timesteps, labels).float()
-        assert null_label is not None
-        both = model_fn(
-            torch.cat([x, x]),
-            torch.cat([timesteps, timesteps]),
-            torch.cat([labels, torch.full_like(labels, null_label)]),
-        ).float()
-        conditional, unconditional = both.chunk(2)
+            return predicted_mean(model_fn(x, timesteps, conditioning), shape[0]).float()
+        both = model_fn(torch.cat([x, x]), torch.cat([timesteps, timesteps]), guided)
+        conditional, unconditional = predicted_mean(both, shape[0]).float().chunk(2)
         return unconditional + guidance_scale * (conditional - unconditional)
 
     steps = tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False)
@@ -66,9 +72,13 @@ def sample(
         if not euler:
             extra["eta"] = eta
             if eta > 0:
-                extra["variance_noise"] = start_noise(seed, indices, shape, step).to(x.device)
+                extra["variance_noise"] = start_noise(seed, indices, shape, step)
         x = scheduler.step(predict(x, timestep), timestep, x, **extra).prev_sample
     return x if clip is None else x.clamp(-clip, clip)
+
+
+def _repeated(value: Tensor, count: int) -> Tensor:
+    return value.expand(count, *value.shape)
 
 
 def _check(
@@ -76,13 +86,13 @@ def _check(
     num_steps: int,
     guidance_scale: float,
     eta: float,
-    null_label: int | None,
+    null: Fields | None,
 ) -> None:
     faults = []
     if not 1 <= num_steps <= process.num_timesteps:
         faults.append(f"num_steps is {num_steps}; use 1 to {process.num_timesteps}")
-    if guidance_scale != 1 and null_label is None:
-        faults.append("guidance needs null_label, the label trained as 'no class'")
+    if guidance_scale != 1 and not null:
+        faults.append("guidance needs null values, those that dropped conditioning had in training")
     if eta < 0 or (eta > 0 and process.objective == Objective.FLOW):
         faults.append(f"eta is {eta}; DDIM takes eta >= 0, flow's Euler steps only 0")
     if faults:

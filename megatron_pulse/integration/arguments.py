@@ -47,7 +47,7 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     group.add_argument(
         "--pulse-backbone",
         metavar="NAME",
-        help="a named backbone such as uvit-s or unet-sd; 'pulse backbones' lists them",
+        help="a named backbone such as uvit-s or sd-v1.5; 'pulse backbones' lists them",
     )
     group.add_argument(
         "--pulse-option",

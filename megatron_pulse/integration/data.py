@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.dataset import DataError
+from megatron_pulse.data.dataset import DataError, FieldSpec
+from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.objectives import (
@@ -18,6 +19,7 @@ from megatron_pulse.diffusion.objectives import (
     NoiseSchedule,
     Objective,
     TimestepDensity,
+    predicted_mean,
 )
 from megatron_pulse.integration.arguments import PulseOptions
 from megatron_pulse.planner.placement import Placement
@@ -34,45 +36,62 @@ def make_process(options: PulseOptions) -> DiffusionProcess:
     )
 
 
+def null_label_of(backbone: Backbone) -> int | None:
+    """The label that stands for "no class"; None where the backbone reads no labels."""
+    if "labels" not in backbone.batch_fields:
+        return None
+    return int(backbone.record["options"].get("num_classes") or 0)
+
+
+def wanted_by(backbone: Backbone) -> Wanted:
+    """What ``backbone`` takes of every sample, in the terms of the data room."""
+    return Wanted(
+        shape=backbone.input_spec.shape,
+        fields={
+            name: FieldSpec(spec.shape, spec.dtype)
+            for name, spec in backbone.batch_fields.items()
+            if name not in ("timesteps", "labels")
+        },
+        num_classes=null_label_of(backbone),
+    )
+
+
 class DiffusionData:
-    """Opens ``--pulse-data`` for ``backbone``; raises DataError if they do not fit."""
+    """Opens ``--pulse-data`` for ``backbone``.
+
+    Raises DataError if the data lack a field that the backbone reads, or do not fit otherwise,
+    with everything that is wrong.
+    """
 
     def __init__(self, options: PulseOptions, backbone: Backbone, seed: int) -> None:
         self.process = make_process(options)
         self._seed = seed
         self._class_dropout = options.class_dropout
-        self._has_labels = "labels" in backbone.batch_fields
-        self._null_label = int(backbone.record["options"].get("num_classes", 0))
-        channels, height, _ = backbone.input_spec.shape
+        self._null_label = null_label_of(backbone)
+        self._num_channels = backbone.input_spec.shape[0]
+        self._require_prediction(backbone)
         self.train, self.validation = open_dataset(
-            options.data,
-            image_size=None if options.data.startswith("latents:") else height,
-            channels=channels,
-            expected_shape=backbone.input_spec.shape,
-            seed=seed,
+            options.data, wanted=wanted_by(backbone), seed=seed
         )
-        self._require_conditioning(options.data, backbone)
 
-    def _require_conditioning(self, name: str, backbone: Backbone) -> None:
-        faults = []
-        if self._has_labels and self.train.num_classes > self._null_label:
-            faults.append(
-                f"it has {self.train.num_classes} classes, the backbone {self._null_label}: "
-                f"use --pulse-option num_classes={self.train.num_classes}"
+    def _require_prediction(self, backbone: Backbone) -> None:
+        """The mean of what is noised, and perhaps its variance behind it."""
+        taken, given = backbone.input_spec.shape, backbone.output_spec.shape
+        if given not in (taken, (2 * taken[0], *taken[1:])):
+            raise DataError(
+                f"backbone {backbone.name}",
+                [f"it takes samples of {taken} and predicts {given}"],
+                "A prediction has the sample's shape, or twice its channels (a learned sigma).",
             )
-        if "context" in backbone.batch_fields:
-            wanted = backbone.batch_fields["context"].shape
-            if self.train.context_shape != wanted:
-                faults.append(
-                    f"the backbone reads text states of shape {wanted}, the data has "
-                    f"{self.train.context_shape or 'none'}"
-                )
-        if faults:
-            raise DataError(f"dataset {name}", faults, "Change the data or the backbone.")
 
     def loss(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-        """The mean squared error of a microbatch, in fp32."""
-        return self.process.loss(prediction, batch["target"].to(prediction.device))
+        """The mean squared error of a microbatch, in fp32.
+
+        A prediction with twice the sample's channels has a learned sigma in its second half, which
+        does not count (see predicted_mean).
+        """
+        mean = predicted_mean(prediction, self._num_channels)
+        return self.process.loss(mean, batch["target"].to(mean.device))
 
     def iterators(
         self, args: argparse.Namespace, placement: Placement
@@ -103,8 +122,8 @@ class DiffusionData:
                     sampler,
                     self.process,
                     self._seed,
-                    self._class_dropout if self._has_labels else 0.0,
-                    self._null_label if self._has_labels else None,
+                    self._class_dropout,
+                    self._null_label,
                     split,
                     needs_image=0 in stages or placement.num_stages - 1 in stages,
                 )

@@ -37,6 +37,7 @@ from megatron_pulse.integration.grad_norm import use_layout_independent_grad_nor
 from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
 from megatron_pulse.integration.schedule import PulseSchedule
 from megatron_pulse.integration.step import wrap_train_step
+from megatron_pulse.planner.costs import weighted_costs
 from megatron_pulse.planner.embedders import choose_embedders
 from megatron_pulse.planner.plan import Plan, make_plan
 from megatron_pulse.profile.parameters import count_parameters
@@ -128,7 +129,7 @@ def _plan(
         placement = options.make_placement(args.pipeline_model_parallel_size)
         plan = make_plan(
             backbone,
-            count_parameters(backbone),
+            weighted_costs(backbone, count_parameters(backbone)),
             placement,
             options.schedule if placement.num_stages > 1 else "auto",
             options.activation_cap,

@@ -4,39 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.data.fields import constants
+from megatron_pulse.data.words import WordEncoder
+from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.integration.arguments import pulse_options
-from megatron_pulse.integration.checkpoints import (
-    CheckpointError,
-    checkpoint_folder,
-    load_weights,
-    saved_arguments,
-)
-from megatron_pulse.integration.compat import patch_megatron
-from megatron_pulse.integration.data import make_process
-from megatron_pulse.planner.placement import sequential
-from megatron_pulse.planner.plan import make_plan
-from megatron_pulse.runtime.stage import Stage
-from model_specs import load_backbone
-
-ModelFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+from megatron_pulse.integration.checkpoints import checkpoint_folder
+from megatron_pulse.integration.data import DiffusionData, make_process, null_label_of, wanted_by
+from megatron_pulse.integration.weights import load_whole
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A backbone with the weights of a checkpoint: ``predict(x_t, timesteps, labels)``."""
+    """A backbone with the weights of a checkpoint: ``predict(x_t, timesteps, conditioning)``."""
 
     backbone: Backbone
     predict: ModelFunction
@@ -44,59 +31,121 @@ class TrainedModel:
     folder: Path
 
     @property
-    def null_label(self) -> int | None:
-        """The label that stands for "no class"; None for an unconditional backbone."""
-        return int(self.backbone.record["options"].get("num_classes") or 0) or None
+    def num_classes(self) -> int | None:
+        """How many classes it knows; None if it is not class-conditional."""
+        return null_label_of(self.backbone) or None
 
     @property
     def makes_pixels(self) -> bool:
-        """Whether it was trained on pixels in [-1, 1] (else on latents)."""
-        return not self.arguments.pulse_data.startswith("latents:")
+        """Whether it was trained on pixels in [-1, 1]; else on latents, or it was imported."""
+        data = self.arguments.pulse_data
+        return data is not None and not data.startswith("latents:")
 
 
-def one_process_groups() -> None:
-    """Model-parallel groups of a single process, where none exist yet."""
-    if not dist.is_initialized():
-        store = dist.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(0)
+@dataclass(frozen=True)
+class Request:
+    """What to draw: conditioning ``fields [count, ...]``, and their values where dropped."""
+
+    count: int
+    fields: Fields
+    null: Fields
+
+    def part(self, first: int, end: int) -> Request:
+        """The samples ``first`` to ``end`` (excluded)."""
+        fields = {name: value[first:end] for name, value in self.fields.items()}
+        return Request(min(end, self.count) - first, fields, self.null)
 
 
-def load_model(load: str | Path, iteration: int | None = None, *, averaged: bool) -> TrainedModel:
+def request_classes(model: TrainedModel, labels: Sequence[int]) -> Request:
+    """Samples of these classes (which count only if the model is class-conditional).
+
+    Raises ValueError if the model reads more than labels.
+    """
+    return _request(model, len(labels), {"labels": torch.tensor(labels)}, {})
+
+
+def request_prompts(model: TrainedModel, prompts: Sequence[str]) -> Request:
+    """Samples of these texts, encoded as the captions that the model was trained on.
+
+    Raises ValueError if it was not trained on captions.
+    """
+    data = model.arguments.pulse_data or "data that is not known here"
+    if not data.startswith("captions:"):
+        raise ValueError(
+            f"{model.folder} was not trained on captions but on {data}, so how its text states "
+            "were made is not known here: use --from-data"
+        )
+    encode = WordEncoder(wanted_by(model.backbone).fields)
+    if not encode.fields:
+        raise ValueError(f"{model.backbone.name} reads no text")
+    encoded = [encode(prompt) for prompt in prompts]
+    given = {name: torch.stack([row[name] for row in encoded]) for name in encode.fields}
+    given["labels"] = torch.zeros(len(prompts), dtype=torch.int64)
+    return _request(model, len(prompts), given, encode(""))
+
+
+def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
+    """Samples with the conditioning of the validation samples ``indices``.
+
+    Reads the data set that the model was trained on, at the path that it had then. Raises
+    ValueError if it cannot be read or has fewer samples.
+    """
+    if model.arguments.pulse_data is None:
+        raise ValueError(f"{model.folder} holds imported weights: name a data set with --data")
+    data = DiffusionData(pulse_options(model.arguments), model.backbone, model.arguments.seed)
+    held_out = data.validation
+    if max(indices) >= len(held_out):
+        raise ValueError(f"the data has {len(held_out)} validation samples")
+    rows = [
+        {"labels": torch.tensor(held_out.label(i)), **held_out.conditioning(i)} for i in indices
+    ]
+    given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return _request(model, len(indices), given, held_out.null_conditioning())
+
+
+def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Request:
+    """The fields that the backbone reads, from those given and from defaults."""
+    wanted = wanted_by(model.backbone)
+    if model.makes_pixels:
+        text = {name: spec for name, spec in wanted.fields.items() if name in given}
+        size = (wanted.shape[1], wanted.shape[2])
+        defaults = constants(wanted.fields, text, size)
+        given = {name: v.expand(count, *v.shape) for name, v in defaults.items()} | dict(given)
+    read = set(model.backbone.batch_fields) - {"timesteps"}
+    if lacking := read - set(given):
+        raise ValueError(
+            f"{model.backbone.name} also reads {', '.join(sorted(lacking))}: say what to draw "
+            "with --prompt or --from-data"
+        )
+    if model.num_classes is not None:
+        null = {**null, "labels": torch.tensor(model.num_classes)}
+    return Request(
+        count,
+        {name: given[name] for name in read},
+        {name: value for name, value in null.items() if name in read},
+    )
+
+
+def load_model(
+    load: str | Path, iteration: int | None = None, *, averaged: bool, data: str | None = None
+) -> TrainedModel:
     """The backbone of a checkpoint on one process, with averaged or raw weights.
 
-    Raises CheckpointError when there is no such checkpoint or it holds no averaged weights.
+    ``data`` takes the place of the data set that it was trained on. Raises CheckpointError when
+    there is no such checkpoint or it holds no averaged weights.
     """
     os.environ.setdefault("RANK", "0")
     folder = checkpoint_folder(load, iteration)
-    args = saved_arguments(folder)
-    if averaged and not args.pulse_ema_decay:
-        raise CheckpointError(f"{folder} holds no averaged weights: use --raw")
-    patch_megatron()
-    one_process_groups()
-    backbone = load_backbone(args.pulse_record["name"], args.pulse_record["options"])
-    if unknown := set(backbone.batch_fields) - {"timesteps", "labels"}:
-        raise CheckpointError(
-            f"{folder} holds {backbone.name}, which also reads {', '.join(sorted(unknown))}: "
-            "only class-conditional and unconditional backbones can be sampled here"
-        )
-    plan = make_plan(backbone, [1.0] * len(backbone.layers), sequential(1))
+    backbone, stage, args = load_whole(Path(load), iteration, averaged=averaged)
+    args.pulse_data = data or args.pulse_data
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = TransformerConfig(
-        num_layers=1, hidden_size=64, num_attention_heads=8, use_cpu_initialization=True
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    stage = Stage(config, backbone, plan.routes, 0, args.seed, groups).to(device)
-    load_weights(stage, folder, averaged=averaged)
-    stage.eval()
+    stage.to(device).eval()
 
     @torch.no_grad()
-    def predict(noisy: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        given = {"timesteps": timesteps.float(), "labels": labels}
-        conditioning = {name: given[name].to(device) for name in backbone.batch_fields}
-        outputs, _, _ = stage((noisy.to(device).float(),), {}, conditioning)
+    def predict(noisy: Tensor, timesteps: Tensor, conditioning: Fields) -> Tensor:
+        given = {"timesteps": timesteps, **conditioning}
+        fields = {name: given[name].to(device) for name in backbone.batch_fields}
+        outputs, _, _ = stage((noisy.to(device).float(),), {}, fields)
         return outputs[0].to(noisy.device)
 
     return TrainedModel(backbone, predict, args, folder)
@@ -104,7 +153,7 @@ def load_model(load: str | Path, iteration: int | None = None, *, averaged: bool
 
 def sample_images(
     model: TrainedModel,
-    labels: Sequence[int],
+    request: Request,
     *,
     num_steps: int,
     guidance: float,
@@ -112,23 +161,25 @@ def sample_images(
     batch_size: int = 100,
     progress: bool = True,
 ) -> Tensor:
-    """Samples ``[n, c, h, w]`` of the asked classes: pixels in [-1, 1], or latents."""
-    from megatron_pulse.diffusion.sampling import sample
+    """Samples ``[n, c, h, w]`` of what is asked for: pixels in [-1, 1], or latents.
 
+    An unconditional model is not guided, whatever ``guidance`` is.
+    """
     process = make_process(pulse_options(model.arguments))
     images = []
-    for first in range(0, len(labels), batch_size):
-        part = torch.tensor(labels[first : first + batch_size])
+    for first in range(0, request.count, batch_size):
+        part = request.part(first, first + batch_size)
         images.append(
             sample(
                 model.predict,
                 process,
                 model.backbone.input_spec.shape,
-                part,
+                part.count,
+                part.fields,
                 num_steps=num_steps,
-                guidance_scale=guidance,
+                guidance_scale=guidance if request.null else 1.0,
                 seed=seed,
-                null_label=model.null_label,
+                null=request.null,
                 progress=progress,
                 clip=1.0 if model.makes_pixels else None,
                 first_index=first,

@@ -30,6 +30,7 @@ from megatron_pulse.integration.checkpoints import (
     saved_arguments,
 )
 from megatron_pulse.integration.compat import patch_megatron
+from megatron_pulse.planner.costs import weighted_costs
 from megatron_pulse.planner.placement import sequential
 from megatron_pulse.planner.plan import make_plan
 from megatron_pulse.runtime.stage import Stage
@@ -50,7 +51,7 @@ def whole_stage(backbone: Backbone, *, initialise: bool = False) -> Stage:
     """The backbone as one stage in fp32 on the CPU, in a world of one process."""
     patch_megatron()
     one_process_groups()
-    plan = make_plan(backbone, [1.0] * len(backbone.layers), sequential(1))
+    plan = make_plan(backbone, weighted_costs(backbone, [1.0] * len(backbone.layers)), sequential(1))
     config = TransformerConfig(
         num_layers=1,
         hidden_size=64,
@@ -133,5 +134,6 @@ def _arguments(backbone: Backbone, objective: str) -> argparse.Namespace:
     parser = add_pulse_arguments(add_megatron_arguments(argparse.ArgumentParser()))
     args = parser.parse_args(["--pulse-backbone", backbone.name, "--pulse-objective", objective])
     args.pulse_record = dict(backbone.record)
+    args.pulse_data = None  # what it was trained on is not among ours
     args.world_size = 1
     return args

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from megatron_pulse.backbone.chain import Backbone, Skip
+from megatron_pulse.planner.costs import ChainCosts, Evaluation, Link, MemoryRule, evaluate
+from megatron_pulse.planner.fold import Bools, Ints, PairCosts, optimal_fold
 from megatron_pulse.planner.placement import Placement, PlacementKind
-
-type Floats = NDArray[np.float64]
-type BoolMatrix = NDArray[np.bool_]
-type IntMatrix = NDArray[np.int64]
+from megatron_pulse.planner.row import optimal_row
 
 
 class PartitionError(ValueError):
@@ -41,207 +38,209 @@ class Partition:
         return self.placement.device_of_stage[self.stage_of_layer(layer)]
 
 
-def balanced_partition(
-    backbone: Backbone,
-    weights: Sequence[float],
-    placement: Placement,
-    exact: bool | None = None,
-) -> Partition:
-    """Cuts that minimise the largest device load, then the largest stage.
+MemoryRules = Callable[[Placement], MemoryRule]
 
-    ``weights[i] >= 0`` is the cost of layer i in any unit; a device's load is the sum over all its
-    stages. With ``exact`` (default: on the fold) both ends of every skip are on one device;
-    legality follows from the skip edges, so layers without skips are free, and conditioning never
-    constrains.
 
-    The result is optimal with one stage per device and on the fold with one wave (PULSE, section
-    IV, algorithm 1, with the device load in place of the largest stage). With more stages per
-    device a dynamic program would be exponential in them; there the largest mirror pair of stages
-    s, S-1-s (fold) or the largest stage (interleaved) is minimised, which is optimal for that
-    measure, and single cuts are then moved while that lowers the device loads. On a fold of
-    several waves the exact constraint keeps each skip in one mirror pair before that.
+@dataclass(frozen=True)
+class Goal:
+    """What makes a partition the best.
 
-    Raises PartitionError when no legal cut exists, naming the largest legal P, and ValueError for
-    weights that do not fit the backbone.
+    ``order`` are measures, the first counts most: "load" (the largest device's forward, backward
+    and communication time), "stage" (the largest stage by equation 1 of the paper, with ``lam``)
+    and "bytes" (between devices). With ``collocate`` both ends of every skip must be on one device
+    (a fold only). ``memory`` gives what a device may hold under a placement.
     """
-    num_layers, num_stages = len(backbone.layers), placement.num_stages
-    if len(weights) != num_layers or not all(math.isfinite(w) and w >= 0 for w in weights):
-        raise ValueError(
-            f"{backbone.name}: need {num_layers} finite weights >= 0, one per layer; "
-            f"got {len(weights)}: {list(weights)}"
-        )
-    folded = placement.kind is PlacementKind.FOLD and num_stages > 1
-    exact = folded if exact is None else exact and num_stages > 1
-    if exact and not folded:
+
+    order: tuple[str, ...] = ("load", "stage", "bytes")
+    collocate: bool = False
+    link: Link = field(default_factory=Link)
+    lam: float = 1.0
+    memory: MemoryRules | None = None
+
+    def evaluate(self, costs: ChainCosts, partition: Partition) -> Evaluation:
+        """The costs of ``partition`` with this goal's link and memory rule."""
+        rule = self.memory(partition.placement) if self.memory is not None else None
+        return evaluate(costs, partition, self.link, self.lam, rule)
+
+
+def find_partition(costs: ChainCosts, placement: Placement, goal: Goal | None = None) -> Partition:
+    """The best cuts of ``costs`` over ``placement``; ``goal`` is the load unless given.
+
+    Optimal with one stage per device and on a fold of one wave. With more stages per device a
+    dynamic program would be exponential in them; there mirror pairs of stages (fold) or stages
+    (interleaved) are first spread as if each had a device of its own, which keeps skips at home
+    where they must be, and single cuts are then moved while that betters the devices.
+
+    Raises PartitionError when no cut is legal or fits, naming what would.
+    """
+    goal = goal or Goal()
+    folded = placement.kind is PlacementKind.FOLD and placement.num_stages > 1
+    if goal.collocate and not folded and placement.num_stages > 1:
         raise PartitionError(
-            f"exact collocation of skips needs a fold; the placement is {placement.kind.value}. "
-            f"Use a fold, or let skips travel (exact=False)"
+            "to keep both ends of every skip on one device takes a fold; the placement is "
+            f"{placement.kind.value}: use a fold, or let skips travel"
         )
-    if num_layers < num_stages:
-        largest = largest_fold(backbone) if exact else num_layers
+    if len(costs.names) < placement.num_stages:
         raise PartitionError(
-            f"{backbone.name} has {num_layers} layers, too few for {num_stages} stages; largest "
-            f"legal P with {placement.num_chunks} stages per device: "
-            f"{_largest_devices(largest, placement, exact)}"
+            f"{len(costs.names)} layers are too few for {placement.num_stages} stages; "
+            f"{_most_devices(costs, placement, goal.collocate)}"
         )
-    sums = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=np.float64))))
-    if folded:
-        closed = _closed(backbone if exact else None, num_layers)
-        cuts = _fold_cuts(sums, closed, num_stages // 2)
-    else:
-        cuts = _chain_cuts(sums, num_stages)
-    if cuts is None:
-        raise PartitionError(
-            f"{backbone.name}: no cut into {num_stages} stages on {placement.num_devices} devices "
-            f"keeps both ends of each of its {len(backbone.skips)} skips on one device; largest "
-            f"legal P with {placement.num_chunks} stages per device: "
-            f"{_largest_devices(largest_fold(backbone), placement, True)}. Use fewer devices, or "
-            f"let skips travel (exact=False)"
-        )
-    partition = Partition(placement, cuts)
-    if placement.num_chunks > 2 or (placement.num_chunks == 2 and not folded):
-        partition = _move_cuts(partition, sums, backbone.skips if exact else ())
+    partition = _search(costs, placement, goal, folded)
+    if partition is None:
+        raise PartitionError(_why_not(costs, placement, goal, folded))
     return partition
 
 
-def largest_fold(backbone: Backbone) -> int:
+def _search(costs: ChainCosts, placement: Placement, goal: Goal, folded: bool) -> Partition | None:
+    several = placement.num_chunks > 2 or (placement.num_chunks == 2 and not folded)
+    rule = goal.memory(placement) if goal.memory is not None else None
+    closed = closed_cuts(len(costs.names), costs.skips) if goal.collocate else None
+    # Memory is a device's; with several stages on each it is looked at when cuts are moved.
+    pairs = PairCosts(
+        costs, goal.link, goal.lam, None if several else rule, placement.num_stages // 2
+    )
+    cuts = (
+        optimal_fold(pairs, closed, goal.order)
+        if folded
+        else optimal_row(pairs, placement.num_stages, goal.order)
+    )
+    if cuts is None:
+        return None
+    partition = Partition(placement, cuts)
+    if several:
+        partition = _move_cuts(costs, partition, goal, rule)
+        if rule is not None and _excess(goal.evaluate(costs, partition), rule) > 0:
+            return None
+    return partition
+
+
+def _why_not(costs: ChainCosts, placement: Placement, goal: Goal, folded: bool) -> str:
+    """What keeps every cut from being legal, and the smallest P or memory that would do."""
+    free = Goal(("load",), goal.collocate, goal.link, goal.lam)
+    if _search(costs, placement, free, folded) is None:
+        return (
+            f"no cut into {placement.num_stages} stages on {placement.num_devices} devices keeps "
+            f"both ends of each of the {len(costs.skips)} skips on one device; "
+            f"{_most_devices(costs, placement, True)}. Use fewer devices, or let skips travel"
+        )
+    assert goal.memory is not None
+    rule = goal.memory(placement)
+    low, high = rule.limit_bytes, rule.limit_bytes
+    while _search(costs, placement, _with_limit(goal, high), folded) is None:
+        low, high = high, 2 * high
+    while high - low > 0.005 * high:
+        middle = (low + high) / 2
+        fits = _search(costs, placement, _with_limit(goal, middle), folded) is not None
+        low, high = (low, middle) if fits else (middle, high)
+    text = (
+        f"no legal cut over {placement.num_devices} devices fits into their memory of "
+        f"{rule.limit_bytes / 1e9:.3g} GB; with {high / 1e9:.3g} GB there would be one"
+    )
+    most = len(costs.names) // placement.num_chunks
+    for num_devices in range(placement.num_devices + 1, most + 1):
+        larger = placement.over(num_devices)
+        if _search(costs, larger, goal, folded) is not None:
+            return f"{text}, or with P = {num_devices}"
+    return f"{text}; no larger P would do"
+
+
+def _with_limit(goal: Goal, limit_bytes: float) -> Goal:
+    rules = goal.memory
+    assert rules is not None
+
+    def limited(placement: Placement) -> MemoryRule:
+        rule = rules(placement)
+        return MemoryRule(limit_bytes, rule.bytes_per_parameter, rule.in_flight)
+
+    return Goal(("load",), goal.collocate, goal.link, goal.lam, limited)
+
+
+class Edge(Protocol):
+    """A skip, by the layers it connects."""
+
+    @property
+    def source(self) -> int:
+        """The layer that pushes it."""
+        ...
+
+    @property
+    def destination(self) -> int:
+        """The layer that pops it."""
+        ...
+
+
+def largest_fold(num_layers: int, skips: Sequence[Edge]) -> int:
     """The largest P whose one-wave fold has a cut with all skips collocated; 0 where none has.
 
     Source: the project's scheduling.md, section 6.
     """
-    num = len(backbone.layers)
-    closed = _closed(backbone, num)
+    closed = closed_cuts(num_layers, skips)
     # depth[a, b]: the most pairs of stages that nest inside the layers a <= i < b.
-    depth: IntMatrix = np.zeros((num + 2, num + 2), dtype=np.int64)
-    for width in range(2, num + 1):
-        for a in range(num - width + 1):
+    depth: Ints = np.zeros((num_layers + 2, num_layers + 2), dtype=np.int64)
+    for width in range(2, num_layers + 1):
+        for a in range(num_layers - width + 1):
             b = a + width
             inner = max(depth[a + 1, b], depth[a, b - 1])
             if closed[a, b]:
                 inner = max(inner, 1 + depth[a + 1, b - 1])
             depth[a, b] = inner
-    return int(depth[0, num])
+    return int(depth[0, num_layers])
 
 
-def _largest_devices(pairs_or_stages: int, placement: Placement, exact: bool) -> int:
-    per_device = placement.num_chunks // 2 if exact else placement.num_chunks
-    return pairs_or_stages // per_device
-
-
-def _closed(backbone: Backbone | None, num: int) -> BoolMatrix:
+def closed_cuts(num_layers: int, skips: Sequence[Edge]) -> Bools:
     """``[a, b]``: no skip has exactly one end among the layers a <= i < b."""
-    closed: BoolMatrix = np.ones((num + 1, num + 1), dtype=np.bool_)
-    for skip in backbone.skips if backbone is not None else ():
+    closed: Bools = np.ones((num_layers + 1, num_layers + 1), dtype=np.bool_)
+    for skip in skips:
         i, j = skip.source, skip.destination
         closed[: i + 1, i + 1 : j + 1] = False  # a <= i < b <= j: only the source is inside
         closed[i + 1 : j + 1, j + 1 :] = False  # i < a <= j < b: only the destination is
     return closed
 
 
-def _chain_cuts(sums: Floats, num_stages: int) -> tuple[int, ...]:
-    """Contiguous stages of the smallest possible largest sum (every stage non-empty)."""
-    num = len(sums) - 1
-    value = np.full(num + 1, np.inf)
-    value[0] = 0.0
-    choice: IntMatrix = np.zeros((num_stages + 1, num + 1), dtype=np.int64)
-    for stage in range(1, num_stages + 1):
-        new = np.full(num + 1, np.inf)
-        for end in range(stage, num + 1):
-            costs = np.maximum(value[:end], sums[end] - sums[:end])
-            choice[stage, end] = begin = int(np.argmin(costs))
-            new[end] = costs[begin]
-        value = new
-    cuts = [num]
-    for stage in range(num_stages, 0, -1):
-        cuts.append(int(choice[stage, cuts[-1]]))
-    return tuple(reversed(cuts))
+def _most_devices(costs: ChainCosts, placement: Placement, collocate: bool) -> str:
+    num_layers = len(costs.names)
+    if collocate:
+        most = largest_fold(num_layers, costs.skips) // (placement.num_chunks // 2)
+    else:
+        most = num_layers // placement.num_chunks
+    return f"largest legal P with {placement.num_chunks} stages per device: {most}"
 
 
-def _fold_cuts(sums: Floats, closed: BoolMatrix, num_pairs: int) -> tuple[int, ...] | None:
-    """Nested pairs of stages: the smallest largest pair, then the smallest largest stage.
+def _move_cuts(
+    costs: ChainCosts, partition: Partition, goal: Goal, rule: MemoryRule | None
+) -> Partition:
+    """Move single cuts while that betters the measures legally; first of all, what exceeds."""
 
-    Two passes, because a lexicographic minimum has no optimal substructure: the first finds the
-    smallest load, the second the smallest stage among the cuts that keep it.
-    """
-    cuts = _fold_pass(sums, closed, num_pairs, math.inf)
-    if cuts is None:
-        return None
-    loads = [
-        sums[cuts[k + 1]] - sums[cuts[k]] + sums[cuts[-1 - k]] - sums[cuts[-2 - k]]
-        for k in range(num_pairs)
-    ]
-    return _fold_pass(sums, closed, num_pairs, max(loads) + 1e-12 * float(sums[-1]))
+    def score(candidate: Partition) -> tuple[float, ...]:
+        found = goal.evaluate(costs, candidate)
+        values = {
+            "load": max(found.load_s),
+            "stage": max(found.stage_s),
+            "bytes": found.boundary_bytes + found.skip_bytes,
+        }
+        # Rounded, so that noise does not count as progress.
+        return tuple(
+            float(f"{v:.9e}") for v in (_excess(found, rule), *(values[m] for m in goal.order))
+        )
 
+    def is_legal(candidate: Partition) -> bool:
+        return not goal.collocate or all(
+            candidate.device_of_layer(s.source) == candidate.device_of_layer(s.destination)
+            for s in costs.skips
+        )
 
-def _fold_pass(
-    sums: Floats, closed: BoolMatrix, num_pairs: int, limit: float
-) -> tuple[int, ...] | None:
-    """One dynamic program from both ends over (encoder cut a, decoder cut b); None if illegal.
-
-    ``value[a, b]`` is the best for the layers a <= i < b in the innermost k pairs. Without a
-    ``limit`` it is the largest pair's load; with one, the largest stage with no pair above it.
-    """
-    num = len(sums) - 1
-    legal = [(a, b) for a in range(num - 1) for b in range(a + 2, num + 1) if closed[a, b]]
-    value = np.full((num + 1, num + 1), np.inf)
-    inner: list[dict[tuple[int, int], tuple[int, int]]] = []
-    for pairs in range(1, num_pairs + 1):
-        new = np.full_like(value, np.inf)
-        chosen: dict[tuple[int, int], tuple[int, int]] = {}
-        for a, b in legal if pairs < num_pairs else [(0, num)]:
-            if b - a < 2 * pairs:
-                continue
-            if pairs == 1:
-                turns = np.arange(a + 1, b)
-                left, right = sums[turns] - sums[a], sums[b] - sums[turns]
-                rest = np.zeros(len(turns))
-            else:
-                left = (sums[a + 1 : b] - sums[a])[:, None]
-                right = (sums[b] - sums[a + 1 : b])[None, :]
-                rest = value[a + 1 : b, a + 1 : b]
-            load = left + right
-            cost = load if limit == math.inf else np.maximum(left, right)
-            total = np.where(load <= limit, np.maximum(rest, cost), np.inf)
-            best = int(np.argmin(total))
-            if not np.isfinite(total.flat[best]):
-                continue
-            new[a, b] = total.flat[best]
-            row, column = (best, best) if pairs == 1 else divmod(best, b - a - 1)
-            chosen[a, b] = (a + 1 + row, a + 1 + column)
-        inner.append(chosen)
-        value = new
-    if not np.isfinite(value[0, num]):
-        return None
-    heads, tails = [0], [num]
-    for chosen in reversed(inner):
-        a, b = chosen[heads[-1], tails[-1]]
-        heads.append(a)
-        tails.append(b)
-    return (*heads, *reversed(tails[:-1]))
-
-
-def _move_cuts(partition: Partition, sums: Floats, skips: Sequence[Skip]) -> Partition:
-    """Move single cuts while that lowers (largest device load, largest stage) legally."""
-    best, best_score = partition, _score(partition, sums)
+    best, best_score = partition, score(partition)
     improved = True
     while improved:
         improved = False
         for k in range(1, len(best.cuts) - 1):
             for cut in range(best.cuts[k - 1] + 1, best.cuts[k + 1]):
                 moved = Partition(best.placement, (*best.cuts[:k], cut, *best.cuts[k + 1 :]))
-                score = _score(moved, sums)
-                if score < best_score and all(_is_collocated(moved, s) for s in skips):
-                    best, best_score, improved = moved, score, True
+                if is_legal(moved) and (found := score(moved)) < best_score:
+                    best, best_score, improved = moved, found, True
     return best
 
 
-def _is_collocated(partition: Partition, skip: Skip) -> bool:
-    return partition.device_of_layer(skip.source) == partition.device_of_layer(skip.destination)
-
-
-def _score(partition: Partition, sums: Floats) -> tuple[float, float]:
-    """(largest device load, largest stage), rounded so that noise does not count as progress."""
-    stages = np.diff(sums[list(partition.cuts)])
-    loads = np.bincount(partition.placement.device_of_stage, weights=stages)
-    unit = float(sums[-1]) or 1.0
-    return round(float(loads.max()) / unit, 12), round(float(stages.max()) / unit, 12)
+def _excess(found: Evaluation, rule: MemoryRule | None) -> float:
+    """Bytes by which the fullest device exceeds its memory."""
+    return max(0.0, max(found.memory_bytes) - rule.limit_bytes) if rule is not None else 0.0

@@ -42,6 +42,10 @@ class Placement:
         """Stages per device (Megatron's virtual pipeline size)."""
         return self.num_stages // self.num_devices
 
+    def over(self, num_devices: int) -> Placement:
+        """The same kind with as many stages on each of ``num_devices``."""
+        return make_placement(self.kind, num_devices, self.num_chunks)
+
     def stages_of_device(self, device: int) -> tuple[int, ...]:
         """The stages on ``device`` in chain order; the i-th is Megatron's model chunk i."""
         return tuple(s for s, d in enumerate(self.device_of_stage) if d == device)

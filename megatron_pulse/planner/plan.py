@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,10 +12,11 @@ from megatron_pulse.planner.communication import (
     CommunicationPlan,
     compile_communication,
 )
+from megatron_pulse.planner.costs import ChainCosts
 from megatron_pulse.planner.embedders import EmbedderChoice
 from megatron_pulse.planner.nccl_check import check_events
-from megatron_pulse.planner.partition import Partition, balanced_partition
-from megatron_pulse.planner.placement import Placement
+from megatron_pulse.planner.partition import Goal, Partition, find_partition
+from megatron_pulse.planner.placement import Placement, PlacementKind
 from megatron_pulse.planner.program import Event, compile_program
 from megatron_pulse.planner.routes import Routes, trace_routes
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -106,14 +106,20 @@ class Plan:
 
 def make_plan(
     backbone: Backbone,
-    weights: Sequence[float],
+    costs: ChainCosts,
     placement: Placement,
     schedule_name: str = "auto",
     cap: int | None = None,
+    goal: Goal | None = None,
 ) -> Plan:
-    """Partition ``backbone`` by ``weights`` (one per layer) and choose its schedule."""
+    """Partition ``backbone`` by its ``costs`` and choose its schedule.
+
+    Without a ``goal`` a fold keeps every skip on one device, and the largest load is minimised.
+    """
     require_valid(backbone)
-    return Plan(backbone, balanced_partition(backbone, weights, placement), schedule_name, cap)
+    if goal is None:
+        goal = Goal(collocate=placement.kind is PlacementKind.FOLD)
+    return Plan(backbone, find_partition(costs, placement, goal), schedule_name, cap)
 
 
 @lru_cache(maxsize=64)

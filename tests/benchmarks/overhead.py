@@ -73,6 +73,7 @@ def measure(width: int, num_microbatches: int, repeats: int) -> list[tuple[float
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron_pulse.planner.costs import weighted_costs
     from megatron_pulse.planner.placement import sequential
     from megatron_pulse.planner.plan import make_plan
     from megatron_pulse.runtime.executor import Executor, RunSettings, message_spec
@@ -93,7 +94,7 @@ def measure(width: int, num_microbatches: int, repeats: int) -> list[tuple[float
         deallocate_pipeline_outputs=True,
     )
     backbone = make_backbone(width)
-    plan = make_plan(backbone, [1.0] * LAYERS, sequential(world), "1f1b")
+    plan = make_plan(backbone, weighted_costs(backbone, [1.0] * LAYERS), sequential(world), "1f1b")
     stage = Stage(config, backbone, plan.routes, rank, seed=1)
     settings = RunSettings(
         BATCH, torch.float32, torch.device("cpu"), lambda p, b: (p - b["target"]).square().mean()

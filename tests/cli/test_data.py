@@ -10,17 +10,21 @@ import torch
 from PIL import Image
 
 from megatron_pulse.cli import main
+from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.digits import load_digits
+from megatron_pulse.data.emoji import FONT, PACKAGE
 from megatron_pulse.data.latents import LatentFolder, LatentWriter
+from megatron_pulse.data.words import WordEncoder
+from tests.data.captioned import captioned_digits
 
 
 def test_backbones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["backbones", "uvit-s", "unet-sd"]) == 0
+    assert main(["backbones", "uvit-s", "sd-v1.5"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["backbone", "uvit-s", "unet-sd"]
+    assert [line.split()[0] for line in lines] == ["backbone", "uvit-s", "sd-v1.5"]
     assert main(["backbones", "uvit-s", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert row["num_skips"] == 6 and row["num_layers"] == 15 and row["largest_fold"] == 7
+    assert row["num_skips"] == 6 and row["num_layers"] == 28 and row["largest_fold"] == 14
     assert 44e6 < row["num_parameters"] < 45e6, "Table 1 of the U-ViT paper"
 
 
@@ -39,6 +43,47 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(report["samples_per_class"].values()) == 1797
     assert main(["data", "info", "digits8"]) == 0
     assert "1x8x8" in capsys.readouterr().out
+
+
+def test_info_of_captions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["data", "info", captioned_digits(tmp_path), "--image-size", "8"]
+    assert main([*argv, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fields"] == {} and report["longest_caption"] == 4
+    assert main([*argv, "--verify"]) == 0
+    assert "such as 'a dark digit zero'; the longest has 4 words" in capsys.readouterr().out
+
+
+def test_captions_as_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "latents"
+    argv = ["data", "write-latents", "--from", captioned_digits(tmp_path), "--image-size", "8"]
+    argv += ["--channels", "1", "--text-states", "5x6", "--dtype", "fp32", "-o", str(folder)]
+    assert main(argv) == 0
+    written = LatentFolder(folder, verify=True)
+    fields = {"context": FieldSpec((5, 6)), "context_mask": FieldSpec((5,), "int64")}
+    assert written.fields == fields and written.pixel_size == (8, 8)
+    encode = WordEncoder(fields)
+    for found, text in (
+        (written.conditioning(3), "a dark digit three"),
+        (written.null_conditioning(), ""),
+    ):
+        assert found.keys() == fields.keys()
+        assert all(torch.equal(found[name], value) for name, value in encode(text).items())
+    assert main(["data", "info", f"latents:{folder}"]) == 0
+    assert "context: 5x6 float32" in capsys.readouterr().out
+    assert main(argv) == 0
+    assert "already complete" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not FONT.is_file(), reason=f"needs {FONT}: install {PACKAGE}")
+def test_emoji(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "new" / "emoji"
+    argv = ["data", "emoji", "--to", str(folder), "--size", "16", "--limit", "20"]
+    assert main(argv) == 0
+    assert f"20 emoji of 16x16: {folder}" in capsys.readouterr().out
+    assert main(["data", "info", f"captions:{folder}", "--image-size", "16", "--verify"]) == 0
+    assert main(argv) == 2
+    assert "not empty" in capsys.readouterr().err
 
 
 def test_verify_lists_every_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,27 @@ CASES = {
         ["data", "write-latents", "--from", "latents:a", "-o", "b", "--batch-size", "0"],
         ["latents already", "--batch-size is 0"],
     ),
+    "captions without states": (
+        ["data", "write-latents", "--from", "captions:a", "-o", "b"],
+        ["give --text-states", "give --image-size"],
+    ),
+    "states of no captions": (
+        ["data", "write-latents", "--from", "mnist", "-o", "b", "--text-states", "12"],
+        ["--text-states is for captions", "write length and width as 12x64"],
+    ),
+    "missing captions": (
+        ["data", "info", "captions:nowhere", "--image-size", "8"],
+        ["metadata.jsonl cannot be read", "pulse data emoji"],
+    ),
+    "no font": (
+        ["data", "emoji", "--to", "faces", "--font", "no.ttf"],
+        ["there is no font no.ttf", "apt-get install fonts-noto-color-emoji"],
+    ),
+    "bad emoji": (
+        ["data", "emoji", "--to", "faces", "--size", "0", "--limit", "0"],
+        ["--size is 0", "--limit is 0"],
+    ),
+    "data without samples of it": ([*SAMPLE, "--data", "mnist"], ["--data is for --from-data"]),
     "write unknown dataset": (["data", "write-latents", "--from", "cifar", "-o", "b"], ["'cifar'"]),
     "unknown backbone": (["backbones", "uvit-xxl"], ["'uvit-xxl'", "uvit-h"]),
     "no events": (["curve", "--tensorboard-dir", ".", "-o", "l.png"], ["no TensorBoard event"]),
@@ -80,10 +101,12 @@ def test_unwritable_outputs(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [path.name for path in here.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("command", [[], ["sample"], ["curve"], ["data"], ["data", "info"],
-                                     ["data", "write-latents"], ["backbones"]])  # fmt: skip
-def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+HELP = ["", "sample", "curve", "data", "data info", "data write-latents", "data emoji", "backbones"]
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
+        main([*command.split(), "--help"])
     assert stop.value.code == 0
-    assert f"pulse {' '.join(command)}".strip() in capsys.readouterr().out.split("\n\n", 1)[1]
+    assert f"pulse {command}".strip() in capsys.readouterr().out.split("\n\n", 1)[1]

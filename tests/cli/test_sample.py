@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from megatron_pulse.cli import main
-from tests.integration.runs import pipeline, run
+from tests.data.captioned import captioned_digits
+from tests.integration.runs import TEXT, pipeline, run
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,68 @@ def test_what_the_checkpoint_cannot_do(
     assert "iter_0000007 is not a complete" in capsys.readouterr().err
     assert sample(trained, "-o", str(grid), "--steps", "2000") == 2
     assert "use 1 to 1000" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text-conditional UNet that two ranks trained on captioned digits for two steps."""
+    folder = tmp_path_factory.mktemp("texts")
+    run(
+        2,
+        *pipeline(2, *TEXT, "--pulse-data", captioned_digits(folder)),
+        *("--global-batch-size", "4", "--train-iters", "2", "--save-interval", "2"),
+        *("--save", str(folder / "checkpoints")),
+        backbone="unet",
+    )
+    return folder
+
+
+def test_prompts(texts: Path, tmp_path: Path) -> None:
+    def picture(name: str, *more: str) -> bytes:
+        flags = ["-o", str(tmp_path / name), "--per-class", "2", "--raw", *more]
+        assert sample(texts, *flags) == 0
+        return (tmp_path / name).read_bytes()
+
+    report = tmp_path / "report.json"
+    two = ["--prompt", "digit seven", "--prompt", "a dark digit"]
+    first = picture("a.png", *two, "--json", str(report))
+    assert json.loads(report.read_text())["prompts"] == ["digit seven"] * 2 + ["a dark digit"] * 2
+    image = Image.open(tmp_path / "a.png")
+    assert image.width == 2 * (8 * 7 + 2) + 2 and 2 * 56 < image.height < 2 * 80
+    assert picture("b.png", *two) == first
+    assert picture("c.png", *two, "--guidance", "1") != first
+    assert picture("d.png", "--prompt", "digit seven", "--prompt", "a dark thing") != first
+
+
+def test_conditioning_of_the_data(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = tmp_path / "grid.png"
+    flags = ["-o", str(grid), "--per-class", "1", "--raw", "--from-data"]
+    assert sample(texts, *flags, "4") == 0
+    assert Image.open(grid).height > 4 * 56
+    grid.unlink()
+    assert sample(texts, *flags, "5") == 2
+    assert "the data has 4 validation samples" in capsys.readouterr().err
+    argv = ["data", "write-latents", "--from", f"captions:{texts / 'captions'}"]
+    argv += ["--image-size", "8", "--channels", "1", "--text-states", "6x16"]
+    assert main([*argv, "-o", str(tmp_path / "latents")]) == 0
+    assert sample(texts, *flags, "2", "--data", f"latents:{tmp_path / 'latents'}") == 0
+    assert sample(texts, *flags, "2", "--data", "digits8") == 2
+    assert "reads context (6x16 float32), the data has none" in capsys.readouterr().err
+
+
+def test_texts_that_cannot_be_drawn(
+    texts: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = ["-o", str(tmp_path / "grid.png")]
+    assert sample(texts, *grid) == 2
+    assert "reads context: say what to draw with --prompt" in capsys.readouterr().err
+    assert sample(texts, *grid, "--classes", "1") == 2
+    assert "knows no classes" in capsys.readouterr().err
+    assert sample(trained, *grid, "--prompt", "seven") == 2
+    assert "not trained on captions but on digits8" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,27 +5,42 @@ import pytest
 import torch
 
 from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.dataset import DataError
+from megatron_pulse.data.dataset import DataError, FieldSpec
+from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.latents import LatentFolder, LatentLayout, LatentType, LatentWriter
 
-SHAPE, CONTEXT = (4, 3, 3), (2, 5)
+SHAPE = (4, 3, 3)
+FIELDS = {
+    "context": FieldSpec((2, 5)),
+    "context_mask": FieldSpec((2,), "int64"),
+    "time_ids": FieldSpec((6,), "float32"),
+}
+NULLS = {"context": torch.linspace(-1, 1, 10).view(2, 5)}
 
 
 def layout(dtype=LatentType.FLOAT32, **options):
-    return LatentLayout(SHAPE, 10, dtype, CONTEXT, shard_size=4, **options)
+    return LatentLayout(SHAPE, 10, dtype, FIELDS, shard_size=4, **options)
 
 
 def samples(count=10):
     generator = torch.Generator().manual_seed(0)
     return [
-        (torch.randn(SHAPE, generator=generator), i % 10, torch.randn(CONTEXT, generator=generator))
+        (
+            torch.randn(SHAPE, generator=generator),
+            i % 10,
+            {
+                "context": torch.randn(2, 5, generator=generator),
+                "context_mask": torch.tensor([1, i % 2]),
+                "time_ids": torch.arange(6) + 1000.0 + i,
+            },
+        )
         for i in range(count)
     ]
 
 
 def write(root, layout, stop=None):
     """Encode all samples; ``stop`` raises before that one, as an interruption does."""
-    with LatentWriter(root, layout) as writer:
+    with LatentWriter(root, layout, NULLS) as writer:
         for i, sample in enumerate(samples()[writer.num_written :], start=writer.num_written):
             if i == stop:
                 raise KeyboardInterrupt
@@ -36,15 +51,29 @@ def write(root, layout, stop=None):
 def test_round_trip(tmp_path, dtype):
     write(tmp_path, layout(dtype))
     dataset = pickle.loads(pickle.dumps(LatentFolder(tmp_path, verify=True)))
-    assert len(dataset) == 10 and dataset.image_shape == SHAPE and dataset.context_shape == CONTEXT
+    assert len(dataset) == 10 and dataset.image_shape == SHAPE and dataset.fields == FIELDS
     stored = getattr(torch, dtype)
-    for i, (latent, label, context) in enumerate(samples()):
+    for i, (latent, label, conditioning) in enumerate(samples()):
         found = dataset[i]
         assert torch.equal(found["image"], latent.to(stored).float())
-        assert torch.equal(found["context"], context.to(stored).float())
+        assert torch.equal(found["context"], conditioning["context"].to(stored).float())
+        assert torch.equal(found["context_mask"], conditioning["context_mask"])
+        assert torch.equal(found["time_ids"], conditioning["time_ids"]), "exact in any dtype"
         assert found["label"].item() == label and found["image"].dtype == torch.float32
-    train, held_out = open_dataset(f"latents:{tmp_path}", expected_shape=SHAPE)
+    null = dataset.null_conditioning()
+    assert null.keys() == {"context", "context_mask"}, "time_ids stay"
+    assert torch.equal(null["context"], NULLS["context"].to(stored).float())
+    assert null["context_mask"].tolist() == [1, 1]
+    train, held_out = open_dataset(f"latents:{tmp_path}", wanted=Wanted(SHAPE, FIELDS, 10))
     assert (len(train), len(held_out)) == (9, 1)
+    assert torch.equal(held_out.null_conditioning()["context"], null["context"])
+
+
+def test_the_size_of_the_images_is_kept(tmp_path):
+    write(tmp_path / "a", layout(pixel_size=(64, 48)))
+    write(tmp_path / "b", layout())
+    found = [LatentFolder(tmp_path / name).pixel_size for name in ("a", "b")]
+    assert found == [(64, 48), (3, 3)]
 
 
 @pytest.mark.parametrize("stop", [0, 3, 4, 9])
@@ -53,7 +82,7 @@ def test_an_interrupted_writer_goes_on_after_the_last_whole_shard(tmp_path, stop
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "cut", layout(), stop)
     assert not list((tmp_path / "cut").glob(".*"))
-    assert LatentWriter(tmp_path / "cut", layout()).num_written == stop // 4 * 4
+    assert LatentWriter(tmp_path / "cut", layout(), NULLS).num_written == stop // 4 * 4
     with pytest.raises(DataError, match="writer"):
         LatentFolder(tmp_path / "cut")
     write(tmp_path / "cut", layout())
@@ -72,6 +101,7 @@ def test_an_incomplete_folder_can_be_read_on_purpose(tmp_path):
 
 def test_all_damage_is_listed_at_once(tmp_path):
     write(tmp_path, layout())
+    (tmp_path / "null-context.npy").write_bytes(b"")
     (tmp_path / "latent-00000.npy").unlink()
     with open(tmp_path / "label-00001.npy", "ab") as file:
         file.write(b"x")
@@ -81,13 +111,14 @@ def test_all_damage_is_listed_at_once(tmp_path):
     with pytest.raises(DataError) as error:
         LatentFolder(tmp_path, verify=True)
     assert [fault.split()[0] for fault in error.value.faults] == [
+        "null-context.npy",
         "latent-00000.npy",
         "label-00001.npy",
         "context-00002.npy",
     ]
     with pytest.raises(DataError) as error:
         LatentFolder(tmp_path)
-    assert len(error.value.faults) == 2
+    assert len(error.value.faults) == 3
 
 
 def test_headers_must_fit_meta(tmp_path):
@@ -98,6 +129,12 @@ def test_headers_must_fit_meta(tmp_path):
     with pytest.raises(
         DataError, match=r"holds float32 \(4, 4, 3, 3\), not float32 \(4, 4, 3, 4\)"
     ):
+        LatentFolder(tmp_path)
+
+
+def test_a_folder_of_the_old_format_is_refused(tmp_path):
+    (tmp_path / "meta.json").write_text('{"format": 1, "layout": {"context_shape": [77, 768]}}')
+    with pytest.raises(DataError, match="format is 1, and this version of megatron_pulse reads 2"):
         LatentFolder(tmp_path)
 
 
@@ -112,12 +149,36 @@ def test_bad_meta(tmp_path, content):
 def test_wrong_samples_and_other_layouts_are_refused(tmp_path):
     with LatentWriter(tmp_path, layout(source="vae a")) as writer:
         with pytest.raises(DataError) as error:
-            writer.add(torch.zeros(1), 10, None)
-        assert len(error.value.faults) == 3
+            writer.add(
+                torch.zeros(1),
+                10,
+                {"context": torch.zeros(2, 4), "context_mask": torch.zeros(2), "pooled": NULLS},
+            )
+        faults = error.value.faults
+        assert len(faults) == 6
+        for part in ("latent", "context has", "context_mask is", "pooled", "time_ids", "label 10"):
+            assert any(fault.startswith(part) for fault in faults), part
         writer.add(*samples()[0])
     with pytest.raises(DataError, match="source: there 'vae a', now 'vae b'"):
         LatentWriter(tmp_path, layout(source="vae b"))
     again = LatentWriter(tmp_path, layout(source="vae a"))
     assert again.complete and again.num_written == 1
+    with pytest.raises(DataError, match=r"null values: there of \[\], now of \['context'\]"):
+        LatentWriter(tmp_path, layout(source="vae a"), NULLS)
     with pytest.raises(DataError, match="complete"):
         again.add(*samples()[1])
+
+
+def test_null_values_must_fit_and_stay(tmp_path):
+    with pytest.raises(DataError) as error:
+        LatentWriter(tmp_path, layout(), {"context": torch.zeros(3), "pooled": torch.zeros(2)})
+    assert len(error.value.faults) == 2 and not list(tmp_path.iterdir())
+    write(tmp_path, layout())
+    with pytest.raises(DataError, match="null value of context: there another one"):
+        LatentWriter(tmp_path, layout(), {"context": torch.zeros(2, 5)})
+
+
+@pytest.mark.parametrize("name", ["labels", "latent", "a-b", "../x"])
+def test_names_that_no_field_can_have(name):
+    with pytest.raises(DataError, match=name):
+        LatentLayout(SHAPE, 10, fields={name: FieldSpec((2,))})

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.data.dataset import ArrayDataset
+from megatron_pulse.data.dataset import ArrayDataset, FieldSpec
 from megatron_pulse.data.microbatches import DiffusionLoader, Split, make_microbatch
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective, TimestepDensity
@@ -19,16 +19,27 @@ PROCESSES = [
 ]
 
 
-class WithContext(ArrayDataset):
-    context_shape = (2, 3)
+class WithText(ArrayDataset):
+    fields = {
+        "context": FieldSpec((2, 3)),
+        "context_mask": FieldSpec((2,), "int64"),
+        "guidance": FieldSpec((), "float32"),
+    }
 
-    def context(self, index):
-        return torch.full((2, 3), float(index + 1))
+    def conditioning(self, index):
+        return {
+            "context": torch.full((2, 3), float(index + 1)),
+            "context_mask": torch.tensor([1, index % 2]),
+            "guidance": torch.tensor(index / 2),
+        }
+
+    def null_conditioning(self):
+        return {"context": torch.full((2, 3), -9.0), "context_mask": torch.tensor([1, 0])}
 
 
 IMAGES = np.random.default_rng(0).uniform(-1, 1, (20, 1, 5, 5))
-DATASET = WithContext(IMAGES, np.arange(20) % 4, num_classes=4)
-FIELDS = {"noisy", "target", "timesteps", "labels", "context", "index"}
+DATASET = WithText(IMAGES, np.arange(20) % 4, num_classes=4)
+FIELDS = {"noisy", "target", "timesteps", "labels", "index", *WithText.fields}
 
 
 def batch(items, process=PROCESSES[0], **options):
@@ -62,16 +73,25 @@ def test_types_and_shapes():
     assert found["noisy"].shape == found["target"].shape == (3, 1, 5, 5)
     assert found["timesteps"].dtype == torch.float32 and found["timesteps"].shape == (3,)
     assert found["labels"].dtype == found["index"].dtype == torch.int64
+    for name, spec in DATASET.fields.items():
+        assert found[name].shape == (3, *spec.shape) and found[name].dtype == spec.torch_dtype
 
 
-def test_classes_are_dropped_with_their_context():
+def test_label_and_text_are_dropped_together():
     found = batch([(i % 20, i) for i in range(600)])
     dropped = found["labels"] == 4
     assert 0.24 < dropped.float().mean() < 0.36
-    assert (found["context"][dropped] == 0).all()
+    assert (found["context"][dropped] == -9).all() and (found["context"][~dropped] > 0).all()
+    assert (found["context_mask"][dropped] == torch.tensor([1, 0])).all()
+    assert torch.equal(found["context_mask"][~dropped][:, 1], found["index"][~dropped] % 2)
+    assert torch.equal(found["guidance"], found["index"] / 2), "it has no null value"
     assert torch.equal(found["labels"][~dropped], found["index"][~dropped] % 4)
-    with pytest.raises(ValueError, match="null_label"):
-        batch([(0, 0)], null_label=None)
+
+
+def test_labels_stay_without_a_null_label():
+    found = batch([(i % 20, i) for i in range(100)], null_label=None)
+    assert torch.equal(found["labels"], found["index"] % 4)
+    assert (found["context"] == -9).any()
 
 
 def test_another_visit_has_other_noise_but_not_in_validation():

@@ -21,7 +21,8 @@ PROCESSES = [
 def gaussian_model(process, mean, std):
     """The exact prediction for data ~ N(mean(label), std^2), from E[x_0 | x_t]."""
 
-    def model(x, timesteps, labels):
+    def model(x, timesteps, conditioning):
+        labels = conditioning["labels"]
         assert timesteps.dtype == torch.float32 and labels.dtype == torch.int64
         assert timesteps.shape == labels.shape == x.shape[:1]
         one, zero = torch.ones(len(x), 1, 1, 1), torch.zeros(len(x), 1, 1, 1)
@@ -47,7 +48,8 @@ def gaussian_model(process, mean, std):
 def test_a_gaussian_is_recovered(process, eta):
     labels = torch.arange(256) % 2
     model = gaussian_model(process, lambda y: 0.5 - y, std=0.3)
-    x = sample(model, process, SHAPE, labels, 100, seed=3, eta=eta, progress=False)
+    given = {"labels": labels}
+    x = sample(model, process, SHAPE, 256, given, 100, seed=3, eta=eta, progress=False)
     # With eta 1 the posterior's variance leaves out that of x_0: too narrow by O(1 / num_steps).
     tolerance = 0.05 if eta else 0.03
     for label, mean in ((0, 0.5), (1, -0.5)):
@@ -59,7 +61,7 @@ def test_a_gaussian_is_recovered(process, eta):
 def test_one_point_is_reached(process):
     model = gaussian_model(process, lambda y: 0.1 * y, std=0.0)
     labels = torch.tensor([3, 7])
-    x = sample(model, process, SHAPE, labels, 25, progress=False)
+    x = sample(model, process, SHAPE, 2, {"labels": labels}, 25, progress=False)
     torch.testing.assert_close(x, (0.1 * labels).view(2, 1, 1, 1).expand_as(x), rtol=0, atol=0.02)
 
 
@@ -67,17 +69,42 @@ def test_guidance_extrapolates_from_the_null_label():
     """With one-point data both branches agree but for their point, which guidance extrapolates."""
     process = DiffusionProcess(Objective.FLOW)
     model = gaussian_model(process, lambda y: torch.where(y == 10, 0.0, 0.2), std=0.0)
-    x = sample(
-        model,
-        process,
-        SHAPE,
-        torch.tensor([1]),
-        10,
-        guidance_scale=3.0,
-        null_label=10,
-        progress=False,
-    )
+    given, null = {"labels": torch.tensor([1])}, {"labels": torch.tensor(10)}
+    x = sample(model, process, SHAPE, 1, given, 10, guidance_scale=3.0, null=null, progress=False)
     torch.testing.assert_close(x, torch.full_like(x, 0.6), rtol=0, atol=1e-4)
+
+
+def test_fields_without_a_null_value_stay_under_guidance():
+    seen = []
+
+    def model(x, timesteps, conditioning):
+        seen.append({name: value.clone() for name, value in conditioning.items()})
+        return x
+
+    given = {"context": torch.ones(2, 3, 4), "time_ids": torch.arange(12.0).view(2, 6)}
+    null = {"context": torch.full((3, 4), 7.0)}
+    process = DiffusionProcess(Objective.FLOW)
+    sample(model, process, SHAPE, 2, given, 1, guidance_scale=2.0, null=null, progress=False)
+    (found,) = seen
+    assert torch.equal(found["context"], torch.cat([given["context"], given["context"] * 7]))
+    assert torch.equal(found["time_ids"], given["time_ids"].repeat(2, 1))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_a_learned_sigma_does_not_count(guidance):
+    process = DiffusionProcess(Objective.V)
+    model = gaussian_model(process, lambda y: 0.1 * y, std=0.5)
+
+    def with_sigma(*arguments):
+        mean = model(*arguments)
+        return torch.cat([mean, torch.full_like(mean, torch.nan)], dim=1)
+
+    given, null = {"labels": torch.tensor([1, 2])}, {"labels": torch.tensor(0)}
+    plain, learned = (
+        sample(f, process, SHAPE, 2, given, 5, guidance, null=null, progress=False)
+        for f in (model, with_sigma)
+    )
+    assert torch.equal(plain, learned)
 
 
 @pytest.mark.parametrize("eta", [0.0, 1.0])
@@ -88,8 +115,9 @@ def test_chunks_sample_the_same(eta):
 
     def run(labels, first):
         return sample(
-            model, process, SHAPE, labels, 10, seed=1, eta=eta, first_index=first, progress=False
-        )
+            model, process, SHAPE, len(labels), {"labels": labels}, 10,
+            seed=1, eta=eta, first_index=first, progress=False,
+        )  # fmt: skip
 
     assert torch.equal(run(labels, 0), torch.cat([run(labels[:2], 0), run(labels[2:], 2)]))
 
@@ -97,21 +125,14 @@ def test_chunks_sample_the_same(eta):
 def test_clip_bounds_the_result():
     process = DiffusionProcess(Objective.EPSILON)
     model = gaussian_model(process, lambda y: 5.0 * torch.ones_like(y), std=0.1)
-    assert sample(model, process, SHAPE, torch.zeros(2), 20, clip=1.0, progress=False).max() <= 1
+    given = {"labels": torch.zeros(2, dtype=torch.int64)}
+    assert sample(model, process, SHAPE, 2, given, 20, clip=1.0, progress=False).max() <= 1
 
 
 def test_faults_are_listed():
     with pytest.raises(ValueError) as error:
-        sample(
-            None,
-            DiffusionProcess(Objective.FLOW),
-            SHAPE,
-            torch.zeros(1),
-            0,
-            guidance_scale=2.0,
-            eta=1,
-        )
-    for part in ("num_steps", "null_label", "eta"):
+        sample(None, DiffusionProcess(Objective.FLOW), SHAPE, 1, {}, 0, guidance_scale=2.0, eta=1)
+    for part in ("num_steps", "null values", "eta"):
         assert part in str(error.value)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from tests.ranks import run_ranks
 
-TINY = {
+TINY: dict[str, list[str]] = {
+    "none": [],
     "uvit": [
         "--pulse-backbone", "uvit-tiny",
         "--pulse-option", "in_channels=1",
@@ -24,6 +25,13 @@ TINY = {
         "--pulse-option", "norm_num_groups=4",
     ],
 }  # fmt: skip
+# Added to the "unet": reads text states, and no labels.
+TEXT = [
+    "--pulse-backbone", "sd-tiny",
+    "--pulse-option", "in_channels=1", "--pulse-option", "out_channels=1",
+    "--pulse-option", "transformer_depth=0,1", "--pulse-option", "layers_per_block=1",
+    "--pulse-option", "cross_attention_dim=16", "--pulse-option", "context_length=6",
+]  # fmt: skip
 BASE = [
     "--pulse-data", "digits8", "--pulse-no-progress",
     "--micro-batch-size", "2", "--lr", "1e-3", "--clip-grad", "1.0",

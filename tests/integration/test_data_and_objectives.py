@@ -9,7 +9,8 @@ from PIL import Image
 
 from megatron_pulse.cli import main
 from megatron_pulse.data.digits import load_digits
-from tests.integration.runs import assert_same, pipeline, run
+from tests.data.captioned import captioned_digits
+from tests.integration.runs import TEXT, assert_same, pipeline, run
 
 STEPS = ["--global-batch-size", "8", "--train-iters", "3"]
 
@@ -47,3 +48,23 @@ def test_fold_equals_one_process(make_data, objective: str, tmp_path: Path) -> N
     expected = run(1, *flags)
     assert len(expected.losses) == 3 and 0 < expected.losses[0] < 10
     assert_same(run(2, *flags, *pipeline(2)), expected)
+
+
+def test_captions_on_a_fold(tmp_path: Path) -> None:
+    data = captioned_digits(tmp_path)
+    flags = [*STEPS, *TEXT, "--pulse-data", data, "--pulse-class-dropout", "0.4"]
+    expected = run(1, *flags, backbone="unet")
+    assert_same(run(2, *flags, *pipeline(2), backbone="unet"), expected)
+    kept = run(1, *flags, "--pulse-class-dropout", "0", backbone="unet")
+    assert kept.losses != expected.losses, "dropped texts count"
+
+
+def test_a_learned_sigma_is_not_trained() -> None:
+    """Of DiT's last layer, which begins at zero, only the rows that predict the mean move."""
+    options = {"sample_size": 8, "in_channels": 1, "out_channels": 2}
+    flags = [
+        flag for key, value in options.items() for flag in ("--pulse-option", f"{key}={value}")
+    ]
+    result = run(2, *STEPS, "--pulse-backbone", "dit-tiny", *flags, *pipeline(2), backbone="none")
+    mean, sigma = (result.weights["head.proj_out_2.weight"][i::2] for i in (0, 1))
+    assert mean.abs().max() > 0 and sigma.abs().max() == 0

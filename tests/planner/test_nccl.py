@@ -14,13 +14,14 @@ from megatron_pulse.planner.communication import (
     Payload,
     compile_communication,
 )
+from megatron_pulse.planner.costs import weighted_costs
 from megatron_pulse.planner.nccl_check import (
     check_events,
     check_nccl,
     check_program,
     check_rounds,
 )
-from megatron_pulse.planner.partition import balanced_partition
+from megatron_pulse.planner.partition import find_partition
 from megatron_pulse.planner.placement import fold
 from megatron_pulse.planner.program import Event, Issue, Run, Wait, compile_program
 from megatron_pulse.planner.routes import trace_routes
@@ -42,7 +43,7 @@ def compiled(schedule: Schedule, seed: int = 0) -> CommunicationPlan:
     users = {0: range(1, num), num // 2: [num - 1]}
     backbone = chain(num, skips, users if rng.random() < 0.5 else None)
     weights = [rng.random() for _ in range(num)]
-    partition = balanced_partition(backbone, weights, schedule.placement, exact=False)
+    partition = find_partition(weighted_costs(backbone, weights), schedule.placement)
     return compile_communication(trace_routes(backbone, partition), schedule)
 
 

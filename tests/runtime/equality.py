@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.planner.costs import weighted_costs
 from megatron_pulse.planner.embedders import EmbedderChoice
 from megatron_pulse.planner.placement import make_placement
 from megatron_pulse.planner.plan import make_plan
@@ -78,9 +79,9 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
     num_devices = group.size() if group is not None else 1
     device = group.rank() if group is not None else 0
     placement = make_placement(case.placement, num_devices, case.num_chunks)
-    weights = [1.0] * len(backbone.layers)
+    costs = weighted_costs(backbone, [1.0] * len(backbone.layers))
     plan = make_plan(
-        backbone, weights, placement, case.schedule if placement.num_stages > 1 else "auto"
+        backbone, costs, placement, case.schedule if placement.num_stages > 1 else "auto"
     )
     if case.cuts is not None and num_devices > 1:
         from megatron_pulse.planner.partition import Partition

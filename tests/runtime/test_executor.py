@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pulse.planner.costs import weighted_costs
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import Case, Outcome, differences, merge, train
 from tests.toys import SIDE, TOKENS, nested, toy_backbone
@@ -89,7 +90,7 @@ def _is_legal(case: tuple[str, Case], num_devices: int) -> bool:
     try:
         make_plan(
             backbone,
-            [1.0] * len(backbone.layers),
+            weighted_costs(backbone, [1.0] * len(backbone.layers)),
             make_placement(settings.placement, num_devices),
             settings.schedule,
         )
@@ -133,7 +134,9 @@ def _direct_skips(num_devices: int) -> int:
     from megatron_pulse.planner.routes import Carrier
 
     backbone = CHAIN["nested"]()
-    plan = make_plan(backbone, [1.0] * len(backbone.layers), sequential(num_devices))
+    plan = make_plan(
+        backbone, weighted_costs(backbone, [1.0] * len(backbone.layers)), sequential(num_devices)
+    )
     return sum(route.carrier is Carrier.DIRECT for route in plan.routes.skips)
 
 

@@ -54,6 +54,7 @@ def test_replicated_embedders_train_as_one_process(num_devices: int) -> None:
 
 
 def test_bytes_of_either_way_are_those_of_the_choice() -> None:
+    from megatron_pulse.planner.costs import weighted_costs
     from megatron_pulse.planner.embedders import choose_embedders
     from megatron_pulse.planner.placement import make_placement
     from megatron_pulse.planner.plan import make_plan
@@ -66,7 +67,11 @@ def test_bytes_of_either_way_are_those_of_the_choice() -> None:
     ranks = run_ranks(num_devices, run_cases, cases)
     sent, replicated = (merge([outcomes[i] for outcomes in ranks]) for i in range(2))
     backbone = _backbone()
-    plan = make_plan(backbone, [1.0] * len(backbone.layers), make_placement("fold", num_devices, 2))
+    plan = make_plan(
+        backbone,
+        weighted_costs(backbone, [1.0] * len(backbone.layers)),
+        make_placement("fold", num_devices, 2),
+    )
     counts = [4 if layer.embedder else 0 for layer in backbone.layers]
     (choice,) = choose_embedders(
         backbone, plan.partition, counts, m * cases[0].micro_batch_size, compute_bytes=4

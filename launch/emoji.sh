@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Text to image: trains a small UNet of SDXL's kind on the emoji of a font and their
+# Unicode names, folded over 2 pipeline ranks, then draws its loss curve and emoji for prompts.
+# Needs no GPU and no download, but Debian's or Ubuntu's package fonts-noto-color-emoji.
+#
+#   bash launch/emoji.sh                            into runs/emoji
+#   PULSE_RUN_DIR=/tmp/emoji bash launch/emoji.sh
+#
+# Interrupted, it goes on from its last checkpoint when it is started again; once finished, it
+# starts anew. It only ever deletes what it wrote itself.
+set -euo pipefail
+run_dir=$(realpath -m "${PULSE_RUN_DIR:-runs/emoji}")
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/setup.sh
+source launch/training.sh
+pulse_setup
+
+num_iters=${PULSE_TRAIN_ITERS:-2000}
+model=(
+    --pulse-backbone sdxl-tiny
+    --pulse-option sample_size=32
+    --pulse-option in_channels=3           # pixels; there is no autoencoder
+    --pulse-option out_channels=3
+    --pulse-option block_out_channels=16,32,64
+    --pulse-option layers_per_block=1
+    --pulse-option transformer_depth=0,0,1 # attention at 8x8 only: small steps, and many of them
+    --pulse-option mid_transformer_depth=1
+    --pulse-option num_heads=4
+    --pulse-option context_length=12       # the longest name has 11 words, and then the end
+    --pulse-option cross_attention_dim=64
+    --pulse-option pooled_dim=64
+)
+training=(
+    --pulse-data "captions:$run_dir/images"
+    --micro-batch-size 4
+    --global-batch-size 16
+    --lr 2e-3
+    --lr-warmup-iters $((num_iters / 12))
+    --lr-decay-style cosine
+    --min-lr 0
+    --adam-beta2 0.99
+    --weight-decay 0.01
+    --clip-grad 1.0
+    --pulse-ema-decay 0.995
+    --eval-interval 100
+    --eval-iters 8                         # 128 of the 141 emoji that are held out
+)
+
+pulse_choose_ranks 2
+pulse_begin emoji "$run_dir" "$(echo "$num_iters ${model[*]} ${training[*]}" | cksum)" \
+    images loss.png loss.json emoji.png report.json
+if ! [ -d "$run_dir/images" ]; then
+    .venv/bin/pulse data emoji --to "$run_dir/images"
+fi
+pulse_train emoji "$run_dir" "$num_iters" "${model[@]}" "${training[@]}"
+echo "Drawing the loss curve and sampling ..."
+.venv/bin/pulse curve --tensorboard-dir "$run_dir/tensorboard" -o "$run_dir/loss.png" \
+    --title "UNet on captioned emoji, folded over $num_ranks ranks"
+.venv/bin/pulse sample --load "$run_dir/checkpoints" -o "$run_dir/emoji.png" \
+    --prompt "grinning face" --prompt "blue heart" --prompt "large red square" \
+    --per-class 8 --steps 25 --guidance 4 --json "$run_dir/report.json"
+pulse_end emoji "$run_dir"
+echo
+echo "Loss curve: $run_dir/loss.png"
+echo "Emoji:      $run_dir/emoji.png (one row per prompt)"

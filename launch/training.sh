@@ -1,0 +1,98 @@
+# Sourced by launch/quickstart.sh and launch/emoji.sh: a training run that can be interrupted.
+
+# pulse_choose_ranks MOST: sets num_ranks, the largest power of two up to MOST, and where.
+# CPU processes over gloo, or GPUs over NCCL, one rank each.
+pulse_choose_ranks() {
+    local num_gpus
+    num_ranks=$1
+    where="CPU processes"
+    if num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') && [ "$num_gpus" -gt 0 ]; then
+        where="GPU(s)"
+        while ((num_ranks > num_gpus)); do num_ranks=$((num_ranks / 2)); done
+    fi
+}
+
+# pulse_begin NAME RUN_DIR SETTINGS FILE...: RUN_DIR is ready for a run with these settings: that
+# which was interrupted goes on, anything else starts anew without the FILEs. Only what NAME wrote
+# is ever deleted.
+pulse_begin() {
+    local name=$1 run_dir=$2 settings=$3 latest=$2/checkpoints/latest_checkpointed_iteration.txt
+    local marker=$run_dir/.$name
+    if [ -e "$run_dir" ] && ! [ -d "$run_dir" ]; then
+        echo "$name: $run_dir is a file; set PULSE_RUN_DIR to a folder." >&2
+        return 2
+    fi
+    if [ -n "$(ls -A "$run_dir" 2>/dev/null)" ] && ! [ -f "$marker" ]; then
+        echo "$name: $run_dir holds other files; set PULSE_RUN_DIR to a new folder." >&2
+        return 2
+    fi
+    mkdir -p "$run_dir"
+    if [ "$(cat "$marker" 2>/dev/null)" = "begun $settings" ] && [ -f "$latest" ]; then
+        echo "Continuing the interrupted run in $run_dir from iteration $(cat "$latest")."
+    else
+        (cd "$run_dir" && rm -rf checkpoints tensorboard train.log "${@:4}")
+    fi
+    echo "begun $settings" >"$marker"
+}
+
+# pulse_end NAME RUN_DIR: the run is over; started again, it starts anew.
+pulse_end() {
+    sed -i 's/^begun/done/' "$2/.$1"
+}
+
+# pulse_train NAME RUN_DIR NUM_ITERS FLAG...: trains on num_ranks, shows how far it is, and says
+# what went wrong.
+pulse_train() {
+    local name=$1 run_dir=$2 num_iters=$3 log=$2/train.log start=$SECONDS said
+    echo "Training on $num_ranks $where, folded P=$num_ranks (log: $log) ..."
+    OMP_NUM_THREADS=1 WANDB_MODE=disabled PYTHONWARNINGS=ignore \
+        .venv/bin/torchrun --standalone --nproc-per-node "$num_ranks" \
+        launch/pretrain_diffusion.py "${@:4}" --pipeline-model-parallel-size "$num_ranks" \
+        --train-iters "$num_iters" --pulse-no-progress --log-interval 25 \
+        --save "$run_dir/checkpoints" --load "$run_dir/checkpoints" \
+        --save-interval $((num_iters / 3 + 1)) \
+        --tensorboard-dir "$run_dir/tensorboard" --tensorboard-log-interval 1 \
+        >"$log" 2>&1 &
+    pulse_trainer=$!
+    trap 'pulse_stop "'"$name"'"' INT TERM
+    pulse_show_progress "$pulse_trainer" "$log"
+    if ! wait "$pulse_trainer"; then
+        echo "$name: training failed. What $log says:" >&2
+        # Every rank says the same; the first to speak is enough.
+        if said=$(grep -m 1 -A 8 -E '^error: |first failure in this job' "$log"); then
+            awk 'NR > 1 && !/^  /{exit} {print "  | " $0}' <<<"$said" >&2
+        else
+            tail -n 20 "$log" | sed 's/^/  | /' >&2
+        fi
+        return 1
+    fi
+    trap - INT TERM
+    echo "Trained in $((SECONDS - start)) s."
+}
+
+pulse_stop() {
+    kill "$pulse_trainer" 2>/dev/null || true
+    wait "$pulse_trainer" 2>/dev/null || true
+    echo "$1: interrupted; start it again to go on from the last checkpoint." >&2
+    exit 130
+}
+
+# pulse_show_progress PID LOG, until the process ends: live on a terminal, now and then in a file.
+pulse_show_progress() {
+    local shown="" now
+    while kill -0 "$1" 2>/dev/null; do
+        sleep 1
+        # The newest iteration line of Megatron's log as one line.
+        now=$(sed -nE 's/.*iteration +([0-9]+)\/ +([0-9]+) .*loss: ([0-9.E+-]+) .*/\1 of \2, loss \3/p' \
+            "$2" | tail -n 1)
+        if [ "$now" != "$shown" ]; then
+            if [ -t 1 ]; then
+                printf '\r  step %-48s' "$now"
+            elif ((${now%% *} % 200 == 0)); then
+                echo "  step $now"
+            fi
+            shown=$now
+        fi
+    done
+    if [ -t 1 ] && [ -n "$shown" ]; then echo; fi
+}

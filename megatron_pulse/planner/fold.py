@@ -1,0 +1,298 @@
+"""The optimal fold: a dynamic program over nested pairs of stages, from the outside in.
+
+A state (a, b) says that the layers before a and from b on are placed; a step takes the next pair,
+the layers [a, a') and [b', b), for the next device. What a pair costs depends on (a, a', b', b)
+alone: a skip with both ends inside it is at home, one with a single end inside travels, wherever
+its other end is. So the largest load, the largest stage and the sum of bytes are all exact, with
+skips collocated by force or by choice. Source: PULSE, section IV, algorithm 1, with the device
+load, memory, and travelling skips added.
+
+A bound on the measure, widened until something fits, keeps the states few: outer devices can hold
+neither more than the bound each, nor so little that the inner ones would have to hold more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_pulse.planner.costs import ChainCosts, Floats, Link, MemoryRule, running_sum
+
+type Ints = NDArray[np.int64]
+type Bools = NDArray[np.bool_]
+
+SLACK = 1 + 1e-12  # sums in another order must not make an optimum illegal
+_MOST_AT_ONCE = 4_000_000
+
+
+@dataclass
+class PairCosts:
+    """Costs of the pair of stages [a, a2) and [b2, b) on device k, for arrays of such pairs."""
+
+    costs: ChainCosts
+    link: Link
+    lam: float
+    memory: MemoryRule | None
+    num_pairs: int
+    forward: Floats = field(init=False)
+    compute: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        costs, num = self.costs, len(self.costs.names)
+        self.forward = running_sum(costs.forward_s)
+        self.compute = running_sum(np.add(costs.forward_s, costs.backward_s).tolist())
+        self._parameters = running_sum(costs.parameters)
+        self._saved = running_sum(costs.saved_bytes)
+        # Cuts 0 and num are the ends of the chain, where nothing is sent.
+        self._bytes = np.array([0, *costs.boundary_bytes[1:], 0], dtype=np.float64)
+        self.send = np.array([self.link.time_s(size) for size in self._bytes])
+        self._skip_s = _SkipSums(costs, [self.link.time_s(s.num_bytes) for s in costs.skips], num)
+        self._skip_bytes = _SkipSums(costs, [s.num_bytes for s in costs.skips], num)
+
+    def load(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+        """Forward and backward time of both stages, and of all messages of the device."""
+        compute = self.compute[a2] - self.compute[a] + self.compute[b] - self.compute[b2]
+        inner = np.where(a2 == b2, 0.0, self.send[a2] + self.send[b2])
+        sent = self.send[a] + self.send[b] + inner + self._skip_s.single_ends(a, a2, b2, b)
+        result: Floats = compute + 2 * sent
+        return result
+
+    def stage(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+        """The larger of both stages by equation 1 of the paper."""
+        left = self.forward[a2] - self.forward[a] + self.lam * self.send[a2] * (a2 != b2)
+        right = self.forward[b] - self.forward[b2] + self.lam * self.send[b]
+        result: Floats = np.maximum(left, right)
+        return result
+
+    def bytes(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+        """Forward bytes of the inner boundaries, and half of each skip with one end here."""
+        inner = np.where(a2 == b2, 0.0, self._bytes[a2] + self._bytes[b2])
+        result: Floats = inner + self._skip_bytes.single_ends(a, a2, b2, b) / 2
+        return result
+
+    def row(self, measure: str, begin: Ints, end: Ints) -> Floats:
+        """``measure`` of the single stages [begin, end), one on each device."""
+        sent = self.send[begin] + self.send[end]
+        if measure == "load":
+            skips = self._skip_s.single_ends(begin, end, end, end)
+            load: Floats = self.compute[end] - self.compute[begin] + 2 * (sent + skips)
+            return load
+        if measure == "stage":
+            stage: Floats = self.forward[end] - self.forward[begin] + self.lam * self.send[end]
+            return stage
+        skip_bytes = self._skip_bytes.single_ends(begin, end, end, end) / 2
+        moved: Floats = self._bytes[end] + skip_bytes
+        return moved
+
+    def row_bytes_held(self, stage: int, begin: Ints, end: Ints) -> Floats:
+        """Memory that the stages [begin, end) take as the stage number ``stage``."""
+        if self.memory is None:
+            return np.zeros(len(begin))
+        rule = self.memory
+        held: Floats = rule.bytes_per_parameter * (self._parameters[end] - self._parameters[begin])
+        return held + rule.in_flight[stage] * (self._saved[end] - self._saved[begin])
+
+    def fits(self, pair: int, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Bools:
+        """Whether the device of ``pair`` can hold it."""
+        if self.memory is None:
+            return np.ones(len(a), dtype=np.bool_)
+        rule = self.memory
+        held = rule.bytes_per_parameter * (
+            self._parameters[a2] - self._parameters[a] + self._parameters[b] - self._parameters[b2]
+        )
+        held += rule.in_flight[pair] * (self._saved[a2] - self._saved[a])
+        held += rule.in_flight[2 * self.num_pairs - 1 - pair] * (self._saved[b] - self._saved[b2])
+        result: Bools = held <= rule.limit_bytes * SLACK
+        return result
+
+
+class _SkipSums:
+    """Sums of a weight over skips, by where their ends are."""
+
+    def __init__(self, costs: ChainCosts, weights: list[float], num: int) -> None:
+        ends, edges = np.zeros(num), np.zeros((num, num))
+        for skip, weight in zip(costs.skips, weights, strict=True):
+            ends[skip.source] += weight
+            ends[skip.destination] += weight
+            edges[skip.source, skip.destination] += weight
+        self._any = bool(costs.skips)
+        self._ends = running_sum(ends.tolist())
+        self._edges = np.zeros((num + 1, num + 1))
+        self._edges[1:, 1:] = edges.cumsum(0).cumsum(1)
+
+    def single_ends(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+        """The weight of skips with exactly one end in [a, a2) and [b2, b) together."""
+        if not self._any:
+            return np.zeros(len(a))
+        inside = (
+            self._between(a, a2, a, a2) + self._between(b2, b, b2, b) + self._between(a, a2, b2, b)
+        )
+        ends = self._ends[a2] - self._ends[a] + self._ends[b] - self._ends[b2]
+        result: Floats = ends - 2 * inside
+        return result
+
+    def _between(self, from_: Ints, from_end: Ints, to: Ints, to_end: Ints) -> Floats:
+        table = self._edges
+        result: Floats = (
+            table[from_end, to_end] - table[from_, to_end] - table[from_end, to] + table[from_, to]
+        )
+        return result
+
+
+def optimal_fold(
+    pairs: PairCosts, closed: Bools | None, order: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """Cuts of the fold that is smallest by the measures of ``order``, the first first.
+
+    ``closed[a, b]`` says that no skip has exactly one end among the layers a <= i < b, which then
+    must hold at every cut. None if no fold is legal and fits.
+    """
+    caps: dict[str, float] = {}
+    cuts = None
+    for measure in order:
+        found = None
+        for cap in _widening(pairs, measure):
+            found = _search(pairs, closed, measure, {**caps, measure: cap})
+            if found is not None:
+                break
+        if found is None:
+            return None
+        value, cuts = found
+        caps[measure] = value * SLACK
+    return cuts
+
+
+def _widening(pairs: PairCosts, measure: str) -> list[float]:
+    """Bounds to try: from what an even spread would give to none."""
+    even = {
+        "load": pairs.compute[-1] / pairs.num_pairs,
+        "stage": pairs.forward[-1] / (2 * pairs.num_pairs),
+    }
+    if measure not in even or even[measure] == 0:
+        return [np.inf]
+    steps = (1.02, 1.05, 1.1, 1.2, 1.4, 1.8, 2.6, 4.2, 8.0)
+    return [even[measure] * step for step in steps] + [np.inf]
+
+
+@dataclass
+class _Level:
+    """States after a device, the best value of each, and the state before it."""
+
+    a: Ints
+    b: Ints
+    value: Floats
+    parent: Ints
+
+
+def _search(
+    pairs: PairCosts, closed: Bools | None, measure: str, caps: dict[str, float]
+) -> tuple[float, tuple[int, ...]] | None:
+    """(smallest value of ``measure``, its cuts) where no pair exceeds ``caps``; None if none."""
+    num = len(pairs.costs.names)
+    start = np.array([0]), np.array([num]), np.array([0.0]), np.array([0])
+    levels = [_Level(*start)]
+    for pair in range(pairs.num_pairs):
+        level = _next_level(pairs, closed, measure, caps, levels[-1], pair)
+        if level is None:
+            return None
+        levels.append(level)
+    best = int(np.argmin(levels[-1].value))
+    value = float(levels[-1].value[best])
+    heads, tails = [], []
+    for level in reversed(levels):
+        heads.append(int(level.a[best]))
+        tails.append(int(level.b[best]))
+        best = int(level.parent[best])
+    return value, (*reversed(heads), *tails[1:])
+
+
+def _next_level(
+    pairs: PairCosts,
+    closed: Bools | None,
+    measure: str,
+    caps: dict[str, float],
+    level: _Level,
+    pair: int,
+) -> _Level | None:
+    found: list[tuple[Ints, Ints, Floats, Ints]] = []
+    for part in _portions(pairs, caps, level, pair):
+        state, a2, b2 = part
+        a, b = level.a[state], level.b[state]
+        keep = pairs.fits(pair, a, a2, b2, b)
+        if closed is not None and pair + 1 < pairs.num_pairs:
+            keep &= closed[a2, b2]
+        values = {}
+        for name in {measure, *caps}:
+            values[name] = getattr(pairs, name)(a, a2, b2, b)
+            if name != "bytes":
+                keep &= values[name] <= caps.get(name, np.inf) * SLACK
+        before = level.value[state]
+        total = (
+            before + values[measure] if measure == "bytes" else np.maximum(before, values[measure])
+        )
+        found.append(_best(a2[keep], b2[keep], total[keep], state[keep]))
+    if not found:
+        return None
+    a2, b2, value, parent = (np.concatenate(column) for column in zip(*found, strict=True))
+    return _Level(*_best(a2, b2, value, parent)) if len(a2) else None
+
+
+def _best(a: Ints, b: Ints, value: Floats, parent: Ints) -> tuple[Ints, Ints, Floats, Ints]:
+    """Each state once, with its smallest value."""
+    order = np.lexsort((value, b, a))
+    a, b, value, parent = a[order], b[order], value[order], parent[order]
+    first: Bools = np.ones(len(a), dtype=np.bool_)
+    first[1:] = (a[1:] != a[:-1]) | (b[1:] != b[:-1])
+    return a[first], b[first], value[first], parent[first]
+
+
+def _portions(
+    pairs: PairCosts, caps: dict[str, float], level: _Level, pair: int
+) -> list[tuple[Ints, Ints, Ints]]:
+    """(state, a2, b2) of every next pair that computing time alone does not rule out."""
+    left = pairs.num_pairs - 1 - pair  # devices after this one
+    load_cap, stage_cap = caps.get("load", np.inf), caps.get("stage", np.inf)
+    compute, forward = pairs.compute, pairs.forward
+    a, b = level.a, level.b
+    room = load_cap * SLACK - 2 * (pairs.send[a] + pairs.send[b])
+    end = np.minimum(
+        np.searchsorted(compute, compute[a] + room, "right"),
+        np.searchsorted(forward, forward[a] + stage_cap * SLACK, "right"),
+    )
+    state, a2 = _ragged(a + 1, np.minimum(end, b - 2 * left))
+    if left == 0:
+        return [(state, a2, a2)] if len(a2) else []
+    a, b = a[state], b[state]
+    room = room[state] - (compute[a2] - compute[a]) - 2 * pairs.send[a2]
+    low = np.maximum(
+        np.searchsorted(compute, compute[b] - room, "left"),
+        np.searchsorted(forward, forward[b] - stage_cap * SLACK, "left"),
+    )
+    low = np.maximum(low, a2 + 2 * left)
+    high = np.minimum(
+        np.searchsorted(compute, compute[a2] + left * load_cap * SLACK, "right"),
+        np.searchsorted(forward, forward[a2] + 2 * left * stage_cap * SLACK, "right"),
+    )
+    high = np.minimum(high, b)
+    counts = np.maximum(high - low, 0)
+    parts = []
+    bounds: Ints = np.searchsorted(
+        np.cumsum(counts), np.arange(0, counts.sum() + _MOST_AT_ONCE, _MOST_AT_ONCE)
+    )
+    edges = sorted({0, len(counts)}.union(map(int, bounds)))
+    for first, last in itertools.pairwise(edges):
+        owner, b2 = _ragged(low[first:last], high[first:last])
+        if len(owner):
+            parts.append((state[first:last][owner], a2[first:last][owner], b2))
+    return parts
+
+
+def _ragged(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """(i, every value from begin[i] to end[i] - 1) for all i, as two flat arrays."""
+    counts = np.maximum(end - begin, 0)
+    owner: Ints = np.repeat(np.arange(len(counts)), counts)
+    firsts: Ints = np.repeat(np.cumsum(counts) - counts, counts)
+    return owner, np.arange(len(owner)) - firsts + begin[owner]

@@ -1,0 +1,77 @@
+"""A family in one file, to copy from: residual convolutions with long skips at one resolution.
+
+Only what builds modules imports torch, so that listing and planning do without.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.context import LayerContext
+
+
+@dataclass(frozen=True)
+class ExampleConfig:
+    """``depth`` blocks of ``width`` channels on either side, for square grey images."""
+
+    width: int = 32
+    depth: int = 3
+    image_size: int = 28
+
+    def faults(self) -> list[str]:
+        """What is inconsistent between the fields."""
+        return [f"{key}: must be at least 1" for key, value in vars(self).items() if value < 1]
+
+
+CONFIGS = {"example-tiny": ExampleConfig(), "example-deep": ExampleConfig(width=128, depth=12)}
+
+
+def build_backbone(name: str, config: ExampleConfig) -> Backbone:
+    """``time``, ``stem``, ``down.*`` (each pushes a skip), ``up.*`` (each pops one), ``head``."""
+    image, hidden = (TensorSpec((c, *[config.image_size] * 2)) for c in (1, config.width))
+    build = functools.partial(functools.partial, _build, config.width)
+    block = functools.partial(Layer, inputs=(hidden,), outputs=(hidden,), uses=("temb",))
+    time = Layer(
+        "time",
+        build("time", 0, 0),
+        (image,),
+        (image,),
+        provides={"temb": TensorSpec((config.width,))},
+        uses=("timesteps",),
+        embedder=True,  # it reads only the batch, so it may run on every device
+    )
+    blocks = [
+        block(f"down.{i}", build("block", config.width, config.width), pushes={f"skip.{i}": 0})
+        for i in range(config.depth)
+    ]
+    blocks += [
+        block(f"up.{i}", build("block", 2 * config.width, config.width), pops={f"skip.{i}": hidden})
+        for i in reversed(range(config.depth))
+    ]
+    stem = Layer("stem", build("conv", 1, config.width), (image,), (hidden,))
+    head = Layer("head", build("conv", config.width, 1), (hidden,), (image,))
+    fields = {"timesteps": TensorSpec((), dtype="float32")}
+    return Backbone(name, (time, stem, *blocks, head), fields)
+
+
+def _build(width: int, kind: str, into: int, out: int, context: LayerContext) -> Any:
+    """A layer's module: called with (inputs, skips, conditioning), it returns its outputs."""
+    import torch
+
+    class Time(torch.nn.Linear):
+        def forward(self, inputs: Any, skips: Any, conditioning: Any) -> Any:
+            times = conditioning["timesteps"][:, None] / 1000
+            return (*inputs, super().forward(times.to(self.weight.dtype)))
+
+    class Conv(torch.nn.Conv2d):
+        def forward(self, inputs: Any, skips: Any, conditioning: Any) -> Any:
+            change = super().forward(torch.cat([*inputs, *skips.values()], dim=1))
+            if kind == "conv":
+                return (change,)
+            return (inputs[0] + torch.tanh(change + conditioning["temb"][:, :, None, None]),)
+
+    module = Time(1, width) if kind == "time" else Conv(into, out, 3, padding=1)
+    return module.to(context.config.params_dtype)

@@ -1,0 +1,82 @@
+"""What backbones ask for, against what data have."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.dataset import ArrayDataset, DataError, FieldSpec
+from megatron_pulse.data.fields import Fitted, Wanted, default_null, default_value
+
+CONTEXT, MASK = FieldSpec((4, 3)), FieldSpec((4,), "int64")
+
+
+class Texts(ArrayDataset):
+    fields = {"context": CONTEXT, "pooled": FieldSpec((5,))}
+    pixel_size = (64, 48)
+
+    def __init__(self):
+        super().__init__(np.zeros((6, 2, 4, 4)), np.zeros(6), num_classes=1)
+
+    def conditioning(self, index):
+        return {"context": torch.full((4, 3), float(index)), "pooled": torch.ones(5)}
+
+    def null_conditioning(self):
+        return {"context": torch.zeros(4, 3), "pooled": torch.zeros(5)}
+
+
+def test_exactly_the_wanted_fields_with_defaults():
+    wanted = {
+        "context": CONTEXT,
+        "context_mask": MASK,
+        "time_ids": FieldSpec((6,), "float32"),
+        "guidance": FieldSpec((), "float32"),
+    }
+    data = Fitted(Texts(), wanted)
+    assert not data.faults
+    sample = data[2]
+    assert sample.keys() == {"image", "label", "index", *wanted}
+    for name, spec in wanted.items():
+        assert tuple(sample[name].shape) == spec.shape and sample[name].dtype == spec.torch_dtype
+    assert (sample["context"] == 2).all() and sample["context_mask"].tolist() == [1] * 4
+    assert sample["time_ids"].tolist() == [64, 48, 0, 0, 64, 48]
+    assert sample["guidance"].item() == 3.5
+    assert data.null_conditioning().keys() == {"context"}
+
+
+def test_a_mask_needs_what_it_masks():
+    (fault,) = Fitted(Texts(), {"context_t5_mask": MASK}).faults
+    assert fault == "the backbone reads context_t5_mask (4 int64), the data has none"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("image_meta_size", (6,), [64, 48, 64, 48, 0, 0]),
+        ("resolution", (2,), [64, 48]),
+        ("aspect_ratio", (1,), [64 / 48]),
+        ("time_ids", (5,), None),
+        ("context", (6,), None),
+    ],
+)
+def test_defaults(name, shape, expected):
+    value = default_value(name, FieldSpec(shape, "float32"), (64, 48))
+    assert expected == (None if value is None else pytest.approx(expected))
+    if value is not None:
+        assert value.tolist() == pytest.approx(expected) and default_null(name, None) is None
+
+
+def test_null_values():
+    assert (default_null("context", CONTEXT) == 0).all()
+    assert default_null("context_mask", MASK).tolist() == [1, 1, 1, 1]
+    assert default_null("time_ids", FieldSpec((6,))) is None
+
+
+def test_all_that_does_not_fit_is_listed_at_once():
+    fields = {"context": CONTEXT, "pooled": FieldSpec((2,)), "timesteps_r": FieldSpec(())}
+    with pytest.raises(DataError) as error:
+        open_dataset("digits8", wanted=Wanted((3, 8, 8), fields, num_classes=4))
+    faults = error.value.faults
+    assert len(faults) == 5
+    for part in ("1x8x8", "num_classes=10", "context (4x3", "pooled (2 ", "timesteps_r (scalar "):
+        assert any(part in fault for fault in faults), part

@@ -1,0 +1,76 @@
+"""``--pulse-data`` against what backbones read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_pulse.data.dataset import DataError
+from megatron_pulse.data.microbatches import make_microbatch
+from megatron_pulse.integration.arguments import add_pulse_arguments, pulse_options
+from megatron_pulse.integration.data import DiffusionData
+from model_specs import load_backbone
+from tests.data.captioned import captioned_digits
+
+Options = dict[str, int]
+GREY: Options = {"sample_size": 8, "in_channels": 1}
+SAME: Options = GREY | {"out_channels": 1}
+
+
+def open_data(name: str, data: str, options: Options) -> DiffusionData:
+    parser = add_pulse_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--pulse-backbone", name, "--pulse-data", data])
+    return DiffusionData(pulse_options(args), load_backbone(name, options), seed=1)
+
+
+def batch(data: DiffusionData, **options: object) -> dict[str, torch.Tensor]:
+    items = [(i, i) for i in range(20)]
+    return make_microbatch(data.train, items, data.process, 1, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sd-tiny", SAME),
+        ("sdxl-tiny", SAME),
+        ("sd3-tiny", SAME),
+        ("flux-tiny", GREY),
+        ("hunyuan-tiny", GREY | {"style_and_size": True}),
+    ],
+)
+def test_captions_give_all_that_backbones_read(name: str, options: Options, tmp_path: Path) -> None:
+    data = open_data(name, captioned_digits(tmp_path), options)
+    fields = load_backbone(name, options).batch_fields
+    found = batch(data)
+    for field, spec in fields.items():
+        assert tuple(found[field].shape) == spec.full_shape(20), field
+        assert found[field].is_floating_point() == (spec.dtype != "int64"), field
+    dropped = batch(data, drop_probability=1.0)
+    assert not torch.equal(dropped["context"], found["context"])
+    for field in {"time_ids", "guidance", "image_meta_size"} & set(fields):
+        assert torch.equal(dropped[field], found[field])
+
+
+def test_everything_that_is_missing_is_said_at_once() -> None:
+    with pytest.raises(DataError) as error:
+        open_data("sdxl-tiny", "digits8", {"sample_size": 8, "in_channels": 3, "out_channels": 3})
+    faults = error.value.faults
+    assert len(faults) == 3, "image size, pooled text, text states; time_ids have a default"
+    for part in ("3x8x8", "reads context (77x32", "reads pooled (24 "):
+        assert any(part in fault for fault in faults), part
+
+
+def test_a_prediction_of_another_shape_is_refused() -> None:
+    with pytest.raises(DataError, match="predicts"):
+        open_data("sd-tiny", "digits8", GREY | {"out_channels": 3})
+
+
+def test_the_loss_counts_the_mean_only() -> None:
+    data = open_data("dit-tiny", "digits8", GREY | {"out_channels": 2})
+    found = batch(data, null_label=10)
+    sigma = torch.full_like(found["target"], torch.nan)
+    prediction = torch.cat([found["target"] + 2, sigma], dim=1)
+    assert data.loss(prediction, found).item() == pytest.approx(4)
