@@ -15,9 +15,10 @@ from tests.ranks import RanksFailed, run_ranks
 
 GOOD = [*TINY["uvit"], *BASE, "--global-batch-size", "8", "--train-iters", "5"]
 
+TENSOR_PARALLEL = ["--tensor-model-parallel-size", "2"]
 # (ranks, flags that are added to a good run, what the error must say)
 BAD: dict[str, tuple[int, list[str], str]] = {
-    "too many devices": (8, pipeline(8), "largest legal P"),
+    "too many devices": (8, pipeline(8, "--pulse-option", "depth=4"), "largest legal P"),
     "ranks do not divide": (3, pipeline(2), "cannot be divided into pipeline 2"),
     "batch does not divide": (2, ["--global-batch-size", "7"], "not a positive multiple"),
     "eval batch does not divide": (2, ["--eval-global-batch-size", "7"], "eval-global-batch-size"),
@@ -35,7 +36,11 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "odd fold": (2, pipeline(2, "--pulse-num-chunks", "3"), "a fold has 2 stages"),
     "cap too small": (2, pipeline(2, "--pulse-activation-cap", "1"), "cap"),
     "dropout": (1, ["--attention-dropout", "0.1"], "--attention-dropout"),
-    "sequence parallel": (2, ["--sequence-parallel"], "--sequence-parallel"),
+    "sequence parallel": (
+        2,
+        [*TENSOR_PARALLEL, "--sequence-parallel", "--pulse-option", "num_classes=0"],
+        "17 tokens",
+    ),
     "context parallel": (2, ["--context-parallel-size", "2"], "--context-parallel-size"),
     "own layout": (2, pipeline(2, "--pipeline-model-parallel-layout", "t|t"), "the partition"),
     "checkpoint format": (1, ["--ckpt-format", "torch"], "torch_dist"),
@@ -122,6 +127,14 @@ def test_ranks_with_different_flags() -> None:
         run_ranks(2, differ, timeout_s=90)
     for output in error.value.outputs:
         assert "rank 1 was started with --lr 0.0001, rank 0 with 0.001" in output
+
+
+def test_sequence_parallelism_needs_a_sequence() -> None:
+    from megatron_pulse.integration.pretrain import _divide
+    from model_specs import load_backbone
+
+    with pytest.raises(ValueError, match="unet-tiny has no token sequence"):
+        _divide(load_backbone("unet-tiny"), 2)
 
 
 def test_a_backbone_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

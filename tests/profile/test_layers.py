@@ -1,0 +1,195 @@
+"""What layers cost, measured on this CPU and worked out: memory exactly, times in their signs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pulse.profile.analytic import LayerWork, analyse, count_work
+from megatron_pulse.profile.clock import Patience, median_and_spread
+from megatron_pulse.profile.devices import PRESETS, Roofline, custom_device
+from megatron_pulse.profile.flops import count_flops, some_process_group
+from megatron_pulse.profile.layer_call import make_call
+from megatron_pulse.profile.measure import measure
+from megatron_pulse.profile.parameters import meta_context
+from megatron_pulse.profile.profile import Profile
+from model_specs import load_backbone
+from tests.profile.layers import WIDTH, small_backbone
+from tests.toys import nested, toy_backbone
+
+TABLES = Path(__file__).parents[1] / "model_specs" / "unet_tables.json"
+BRIEF = Patience(min_repetitions=3, max_repetitions=5, enough_s=0.0)
+
+
+def work_of(backbone: Any, size: int, dtype: str = "float32") -> list[LayerWork]:
+    context = meta_context(dtype)
+    with some_process_group(), torch.device("meta"):
+        return [
+            count_work(backbone, i, layer.build(context), size, dtype)
+            for i, layer in enumerate(backbone.layers)
+        ]
+
+
+def measured(backbone: Any) -> Profile:
+    return measure(backbone, (1, 3), patience=BRIEF)
+
+
+def analytic(backbone: Any) -> Profile:
+    return analyse(backbone, (1, 3), Roofline(PRESETS["A100-80GB"], "float32"))
+
+
+@pytest.mark.parametrize("make", [measured, analytic])
+@pytest.mark.parametrize("size", [1, 3])
+def test_memory_of_known_layers_is_exact(make: Any, size: int) -> None:
+    """In rows of WIDTH fp32 values; see ``profile`` for what counts where."""
+    profile = make(small_backbone())
+    row = 4 * WIDTH * size
+    rows = {
+        "embed": 0,  # keeps the batch's vector, which is shared
+        "first": 1,  # keeps the sample for its weight
+        "tanh": 0,  # keeps what it returns, which counts for the next
+        "mlp": 1 + 1,  # its input is kept twice, and counts once; gelu's result
+        "scale": 1 + 1,  # its input, which is a skip too; conditioning, cast for this user
+        "add": 0,
+    }
+    times = profile.times_at(size)
+    names = [layer.name for layer in profile.layers]
+    saved = {name: layer.saved_bytes // row for name, layer in zip(names, times, strict=True)}
+    assert saved == rows
+    assert all(layer.saved_bytes % row == 0 for layer in times)
+    # What is returned, its gradient, and gradients of inputs. Of the mlp also gelu's result and the
+    # matrix's gradient, while it is being made.
+    peaks = {name: layer.peak_bytes / row for name, layer in zip(names, times, strict=True)}
+    assert peaks["tanh"] == 3
+    assert peaks["scale"] == 4
+    assert peaks["mlp"] == pytest.approx(4 + WIDTH / size)
+    kept = profile.at(size, recompute=True).saved_bytes
+    assert kept == tuple(row * n for n in (1, 1, 1, 1, 2, 1))
+
+
+def test_gradients_that_are_dropped_in_turn_leave_nothing() -> None:
+    backbone = small_backbone()
+    module = backbone.layers[3].build(meta_context())
+    call = make_call(backbone, 3, module, 2, "float32", "cpu")
+    seen: list[torch.Tensor] = []
+    call.trained[0].register_hook(lambda gradient: seen.append(gradient.clone()))
+    for backward in (call.backward, call.backward_in_turn):
+        results = call.forward()
+        backward(results, call.seeds(results))
+        assert all(tensor.grad is None for tensor in (*call.inputs, *call.trained))
+    assert torch.equal(*seen) and seen[0].abs().sum() > 0
+
+
+def test_edges_and_parameters() -> None:
+    profile = measure(small_backbone(), (2,), dtype="bfloat16", patience=BRIEF)
+    assert [layer.parameters for layer in profile.layers] == [64, 64, 0, 64, 0, 0]
+    assert {layer.boundary_bytes for layer in profile.layers} == {2 * WIDTH}
+    (skip,), (edge,) = profile.skips, profile.conditioning
+    assert (skip.name, skip.source, skip.destination, skip.num_bytes) == ("s", 3, 5, 16)
+    assert (edge.name, edge.source, edge.consumers, edge.num_bytes) == ("c", 0, (4,), 16)
+    assert edge.embedder
+    assert profile.backbone == {"name": "small", "options": {}}
+    assert profile.versions["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("make", [measured, analytic])
+def test_gradients_are_split_by_what_a_layer_has(make: Any) -> None:
+    for layers in make(small_backbone()).times.values():
+        embed, first, tanh, mlp, scale, add = layers
+        assert all(layer.forward_s > 0 for layer in layers)
+        assert embed.input_grad_s == first.input_grad_s == 0.0
+        assert embed.weight_grad_s > 0 and first.weight_grad_s > 0
+        assert tanh.weight_grad_s == scale.weight_grad_s == add.weight_grad_s == 0.0
+        assert tanh.input_grad_s > 0 and mlp.input_grad_s > 0 and scale.input_grad_s > 0
+
+
+def test_split_backward_is_the_whole_of_what_torch_counts() -> None:
+    """Half of a linear layer's backward is its input gradient; together they are the backward."""
+    backbone = load_backbone("uvit-tiny")
+    for layer, work, flops in zip(
+        backbone.layers[1:], work_of(backbone, 2)[1:], count_flops(backbone, 2)[1:], strict=True
+    ):
+        assert sum(kernel.flops for kernel in work.forward) == flops.forward
+        assert sum(kernel.flops for kernel in work.backward) == flops.backward
+        if layer.name.endswith("mlp"):
+            assert sum(kernel.flops for kernel in work.input_grad) == flops.forward
+
+
+def test_operations_of_stable_diffusion() -> None:
+    """Forward exactly what diffusers' UNet has at 512 x 512. Backward within 1%: Megatron also
+    computes a gradient for text states, and ours none for the sample. Half is input gradient."""
+    table = json.loads(TABLES.read_text())["sd21_512"]
+    work = work_of(load_backbone("sd-v2.1", {"sample_size": 64}), 1, "bfloat16")
+    forward, backward, inputs = (
+        sum(kernel.flops for layer in work for kernel in getattr(layer, name))
+        for name in ("forward", "backward", "input_grad")
+    )
+    assert forward == table["forward"]
+    assert backward == pytest.approx(sum(unit[4] for unit in table["units"]), rel=0.01)
+    assert 0.45 < inputs / backward < 0.6
+
+
+def test_kernels_of_a_linear_layer() -> None:
+    """One product: the matrix, the rows in and the rows out; a view costs nothing."""
+    work = work_of(small_backbone(), 3)[1]
+    (kernel,) = work.forward
+    assert kernel.flops == 2 * 3 * WIDTH * WIDTH
+    assert kernel.num_bytes == 4 * (WIDTH * WIDTH + 2 * 3 * WIDTH)
+    assert work.input_grad == ()
+    assert sum(kernel.flops for kernel in work.backward) == kernel.flops
+
+
+def test_roofline() -> None:
+    device = custom_device(peak_tflops=1, bandwidth_gbs=100, memory_gb=2)
+    roofline = Roofline(device, "float16", 0.5, 1.0, 1e-3)
+    (work,) = work_of(small_backbone(), 1)[1].forward
+    assert device.memory_bytes == 2 * 10**9
+    assert roofline.seconds([work, work]) == pytest.approx(2e-3 + 2 * work.num_bytes / 1e11)
+    slow = Roofline(custom_device(1e-9, 100, 2), "float32", 0.5, 1.0, 0.0)
+    assert slow.seconds([work]) == pytest.approx(work.flops / 500)
+    with pytest.raises(ValueError, match="V100-32GB at bfloat16 is not known"):
+        Roofline(PRESETS["V100-32GB"], "bfloat16")
+
+
+def test_a_toy_with_everything_can_be_measured() -> None:
+    """Two streams, skips, conditioning from an embedder or from a layer of the chain."""
+    for embedder in (True, False):
+        backbone = toy_backbone(4, nested(4, 2), conditioned=(1, 3), embedder=embedder)
+        for profile in (measured(backbone), analytic(backbone)):
+            costs = profile.at(2)
+            assert costs.names == tuple(layer.name for layer in backbone.layers)
+            assert all(b > 0 for b in costs.backward_s)
+            assert [(s.source, s.destination) for s in costs.skips] == [
+                (skip.source, skip.destination) for skip in backbone.skips
+            ]
+
+
+def test_more_work_takes_longer() -> None:
+    """Sixteen times as wide a product on four times as many samples."""
+    wide = {"embed_dim": 256, "num_heads": 4}
+    small = measure(load_backbone("uvit-tiny"), (1,), patience=BRIEF).at(1)
+    large = measure(load_backbone("uvit-tiny", wide), (4,), patience=BRIEF).at(4)
+    for costs in (small, large):
+        assert all(0 < seconds < 60 for seconds in (*costs.forward_s, *costs.backward_s))
+    assert sum(large.forward_s) > sum(small.forward_s)
+    assert sum(large.saved_bytes) > 10 * sum(small.saved_bytes)
+
+
+def test_equal_layers_are_measured_once() -> None:
+    backbone = load_backbone("uvit-tiny")
+    profile = measure(backbone, (1,), patience=BRIEF, once_per_kind=True)
+    forward = dict(zip(profile.at(1).names, profile.at(1).forward_s, strict=True))
+    assert forward["in_blocks.0.attn"] == forward["in_blocks.1.attn"]
+    assert forward["in_blocks.0.mlp"] == forward["out_blocks.1.mlp"] == forward["mid_block.mlp"]
+    assert forward["out_blocks.0.attn"] != forward["in_blocks.0.attn"]  # it pops a skip
+
+
+def test_medians() -> None:
+    assert median_and_spread([5.0, 1.0, 2.0, 3.0, 4.0]) == (3.0, 2.0)
+    assert median_and_spread([-1.0, -3.0]) == (0.0, 1.0)
+    with pytest.raises(ValueError, match="min_repetitions"):
+        Patience(min_repetitions=0)

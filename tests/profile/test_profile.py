@@ -1,0 +1,212 @@
+"""Profiles as values: costs at any microbatch size, checks, and their file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_pulse.planner.costs import SkipCost
+from megatron_pulse.profile.files import load_profile, save_profile
+from megatron_pulse.profile.profile import (
+    LayerTimes,
+    Profile,
+    ProfiledConditioning,
+    ProfiledLayer,
+    ProfiledSkip,
+    ProfileError,
+    Source,
+)
+
+
+def times(scale: float) -> LayerTimes:
+    return LayerTimes(
+        forward_s=scale,
+        input_grad_s=2 * scale,
+        weight_grad_s=3 * scale,
+        forward_spread_s=0.5,
+        input_grad_spread_s=0.25,
+        weight_grad_spread_s=0.125,
+        saved_bytes=round(100 * scale),
+        peak_bytes=round(200 * scale),
+    )
+
+
+def make(**changes: Any) -> Profile:
+    """Three layers, times of layer i at size n being (i + 1) * (n + 1)."""
+    profile = Profile(
+        backbone={"name": "toy", "options": {"widths": [1, 2]}},
+        source=Source.MEASURED,
+        device="abacus",
+        memory_bytes=1000,
+        dtype="bfloat16",
+        recompute=False,
+        method="by hand",
+        layers=tuple(ProfiledLayer(f"layer.{i}", 10 * i, 8 + i) for i in range(3)),
+        times={n: tuple(times((i + 1) * (n + 1)) for i in range(3)) for n in (2, 4, 8)},
+        skips=(ProfiledSkip("s", 0, 2, 9),),
+        conditioning=(ProfiledConditioning("temb", 0, (1, 2), 5, embedder=True),),
+        versions={"torch": "2.13"},
+    )
+    return dataclasses.replace(profile, **changes)
+
+
+def test_costs_at_a_profiled_size() -> None:
+    costs = make().at(4)
+    assert costs.names == ("layer.0", "layer.1", "layer.2")
+    assert costs.forward_s == (5.0, 10.0, 15.0)
+    assert costs.backward_s == (25.0, 50.0, 75.0)
+    assert costs.parameters == (0, 10, 20)
+    assert costs.saved_bytes == (500, 1000, 1500)
+    assert costs.boundary_bytes == (32, 36, 40)
+    assert costs.skips == (SkipCost(0, 2, 36),)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8, 9, 100])
+def test_what_is_linear_is_linear_everywhere(size: int) -> None:
+    costs = make().at(size)
+    assert costs.forward_s == pytest.approx([(i + 1) * (size + 1) for i in range(3)])
+    assert costs.saved_bytes == pytest.approx([100 * (i + 1) * (size + 1) for i in range(3)])
+
+
+def test_between_sizes_only_the_neighbours_count_and_below_zero_nothing_goes() -> None:
+    bent = {2: (times(1.0),) * 3, 4: (times(3.0),) * 3, 8: (times(4.0),) * 3}
+    profile = make(times=bent)
+    assert profile.times_at(3)[0].forward_s == pytest.approx(2.0)
+    assert profile.times_at(6)[0].forward_s == pytest.approx(3.5)
+    assert profile.times_at(12)[0].forward_s == pytest.approx(5.0)
+    assert profile.times_at(1)[0].forward_s == 0.0
+
+
+def test_one_size_is_scaled_in_proportion() -> None:
+    profile = make(times={2: tuple(times(i + 1.0) for i in range(3))})
+    assert profile.at(1).forward_s == pytest.approx([0.5, 1.0, 1.5])
+    assert profile.at(6).saved_bytes == (300, 600, 900)
+    assert [profile.extrapolates(n) for n in (1, 2, 3)] == [True, False, True]
+
+
+def test_says_what_lies_outside() -> None:
+    assert [make().extrapolates(n) for n in (1, 2, 3, 8, 9)] == [True, False, False, False, True]
+    with pytest.raises(ValueError, match="microbatch size is 0"):
+        make().at(0)
+
+
+def test_recomputation_adds_a_forward_and_keeps_what_a_layer_is_called_with() -> None:
+    for costs in (make(recompute=True).at(2), make().at(2, recompute=True)):
+        assert costs.backward_s == (3 * 6.0, 6 * 6.0, 9 * 6.0)
+        assert costs.saved_bytes == (16, 2 * (9 + 5), 2 * (10 + 5))
+    assert make(recompute=True).at(2, recompute=False) == make().at(2)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    save_profile(make(), tmp_path / "new" / "profile.json")
+    assert load_profile(tmp_path / "new" / "profile.json") == make()
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(make(), path)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        save_profile(make(backbone={"name": object()}), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_every_fault_of_a_value_is_listed() -> None:
+    bad = dataclasses.replace(times(1.0), forward_s=float("nan"), saved_bytes=-1)
+    with pytest.raises(ProfileError) as caught:
+        make(
+            dtype="float8",
+            layers=(ProfiledLayer("a", 1, 1), ProfiledLayer("a", -1, 1)),
+            times={2: (times(1.0),), 0: (times(1.0), bad)},
+            skips=(ProfiledSkip("s", 1, 1, 9),),
+        )
+    faults = (
+        "dtype is 'float8'",
+        "layers 0 and 1 are both called 'a'",
+        "layers[1].parameters is -1",
+        "times[2] is of 1 layers, but there are 2",
+        "the microbatch size 0 must be",
+        "times[0][1].forward_s is nan",
+        "times[0][1].saved_bytes is -1",
+        "skips[0]: from layer 1 to layer 1",
+        "conditioning[0]: from layer 0 to layer 2",
+    )
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == len(faults)
+    for line, fault in zip(lines, faults, strict=True):
+        assert fault in line
+
+
+def test_every_fault_of_a_file_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(make(), path)
+    record = json.loads(path.read_text())
+    record["layers"][1]["parameters"] = "many"
+    record["layers"][2] = 7
+    record["source"] = "guessed"
+    record["recompute"] = 1
+    record["times"]["two"] = []
+    del record["times"]["4"][0]["forward_s"]
+    record["conditioning"][0]["consumers"] = [1, True]
+    record["skips"] = {}
+    record["colour"] = "red"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ProfileError) as caught:
+        load_profile(path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{path}: the profile has 9 fault(s):"
+    assert sorted(lines[1:]) == sorted(
+        f"  - {fault}"
+        for fault in (
+            "colour is unknown",
+            'layers[1].parameters: expected a whole number, got "many"',
+            "layers[2]: expected an object, got 7",
+            'source: expected one of measured, analytic, table, got "guessed"',
+            "recompute: expected true or false, got 1",
+            "times: expected whole numbers as keys, got 'two'",
+            "times[4][0].forward_s is missing",
+            "conditioning[0].consumers[1]: expected a whole number, got true",
+            "skips: expected a list, got an object",
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is not a profile"),
+        ('{"format": "plan"}', "is not a profile"),
+        (None, "No such file"),
+    ],
+)
+def test_files_that_are_no_profiles(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ProfileError, match=message):
+        load_profile(path)
+
+
+def test_values_that_contradict_each_other_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(make(), path)
+    path.write_text(path.read_text().replace('"layer.1"', '"layer.0"'))
+    with pytest.raises(ProfileError, match=r"profile\.json: the profile has 1 fault"):
+        load_profile(path)
+
+
+def test_reading_a_profile_imports_no_torch() -> None:
+    """Planning reads profiles on a laptop."""
+    code = (
+        "import sys, megatron_pulse.profile.files, megatron_pulse.profile.table; "
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
