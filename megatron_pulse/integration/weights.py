@@ -51,7 +51,9 @@ def whole_stage(backbone: Backbone, *, initialise: bool = False) -> Stage:
     """The backbone as one stage in fp32 on the CPU, in a world of one process."""
     patch_megatron()
     one_process_groups()
-    plan = make_plan(backbone, weighted_costs(backbone, [1.0] * len(backbone.layers)), sequential(1))
+    plan = make_plan(
+        backbone, weighted_costs(backbone, [1.0] * len(backbone.layers)), sequential(1)
+    )
     config = TransformerConfig(
         num_layers=1,
         hidden_size=64,

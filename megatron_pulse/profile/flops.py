@@ -28,7 +28,7 @@ class LayerFlops:
     backward: int
 
 
-class _FlashAttention(TorchFunctionMode):  # type: ignore[misc]
+class FlashAttention(TorchFunctionMode):  # type: ignore[misc]
     """Sends attention to the flash operator: on the meta device torch would choose plain matmuls,
     whose backward has fewer operations than what runs on a GPU."""
 
@@ -41,7 +41,7 @@ class _FlashAttention(TorchFunctionMode):  # type: ignore[misc]
 def count_flops(backbone: Backbone, micro_batch_size: int = 1) -> tuple[LayerFlops, ...]:
     """Operations of each layer of the whole model, i.e. at tensor-parallel size 1."""
     context = meta_context()
-    with _some_process_group(), torch.device("meta"):
+    with some_process_group(), torch.device("meta"):
         return tuple(
             _count(backbone, layer, layer.build(context), micro_batch_size)
             for layer in backbone.layers
@@ -49,7 +49,7 @@ def count_flops(backbone: Backbone, micro_batch_size: int = 1) -> tuple[LayerFlo
 
 
 @contextmanager
-def _some_process_group() -> Iterator[None]:
+def some_process_group() -> Iterator[None]:
     """Megatron's layers hand no group on where torch.distributed is not running."""
     if dist.is_initialized():
         yield
@@ -72,7 +72,7 @@ def _count(backbone: Backbone, layer: Layer, module: Any, micro_batch_size: int)
     conditioning = {edge.name: make(edge.spec) for edge in backbone.conditioning}
     conditioning |= {name: make(spec, False) for name, spec in backbone.batch_fields.items()}
     used = {name: conditioning[name] for name in layer.uses}
-    with _FlashAttention(), FlopCounterMode(display=False) as counter:
+    with FlashAttention(), FlopCounterMode(display=False) as counter:
         results = module(inputs, skips, used)
         forward = counter.get_total_flops()
         trained = [tensor for tensor in results if tensor.requires_grad]

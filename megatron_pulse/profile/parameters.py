@@ -21,11 +21,13 @@ class _SingleRank:
         return 0
 
 
-def meta_context() -> LayerContext:
+def meta_context(dtype: str = "float32") -> LayerContext:
     """A context in which layers build whole (no tensor parallelism) and without initialisation.
 
-    Use under ``torch.device("meta")``. Needs no process group, and ignores those there are.
+    Use under ``torch.device("meta")``, or fill the parameters before use. Needs no process group,
+    and ignores those there are. ``dtype`` is that of parameters.
     """
+    import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -38,6 +40,7 @@ def meta_context() -> LayerContext:
         use_cpu_initialization=True,
         perform_initialization=False,
         transformer_impl="local",
+        params_dtype=getattr(torch, dtype),
     )
     return LayerContext(config, groups)
 
@@ -59,8 +62,9 @@ def _count(backbone: Backbone) -> tuple[int, ...]:
 
     context = meta_context()
     with torch.device("meta"):
-        return tuple(_numel(layer.build(context)) for layer in backbone.layers)
+        return tuple(count_module_parameters(layer.build(context)) for layer in backbone.layers)
 
 
-def _numel(module: Any) -> int:
+def count_module_parameters(module: Any) -> int:
+    """Number of parameters of one built layer."""
     return sum(parameter.numel() for parameter in module.parameters())

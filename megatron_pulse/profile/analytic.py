@@ -1,0 +1,114 @@
+"""A profile worked out from operations and bytes; no hardware, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.profile.devices import Kernel, Roofline
+from megatron_pulse.profile.flops import FlashAttention, some_process_group
+from megatron_pulse.profile.kernels import Kernels
+from megatron_pulse.profile.layer_call import describe_chain, make_call
+from megatron_pulse.profile.memory import Kept, KeptStorages, live_bytes, saved_bytes
+from megatron_pulse.profile.parameters import count_module_parameters, meta_context
+from megatron_pulse.profile.profile import LayerTimes, Profile, Source
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """The kernels of one layer's forward, whole backward, and input gradient alone."""
+
+    forward: tuple[Kernel, ...]
+    backward: tuple[Kernel, ...]
+    input_grad: tuple[Kernel, ...]
+    kept: Kept
+    peak_bytes: int
+
+
+def analyse(
+    backbone: Backbone,
+    micro_batch_sizes: Sequence[int],
+    roofline: Roofline,
+    recompute: bool = False,
+    progress: bool = False,
+) -> Profile:
+    """The profile of ``backbone`` on a device that ``roofline`` describes.
+
+    Every kernel takes as its roofline says (see ``devices`` and ``kernels``), one after another.
+    Raises ProfileError and whatever a layer raises that does not fit its specs.
+    """
+    context = meta_context(roofline.dtype)
+    parameters: list[int] = []
+    work: dict[int, list[LayerWork]] = {size: [] for size in micro_batch_sizes}
+    layers = tqdm(backbone.layers, "counting", unit="layer", delay=2, disable=not progress)
+    with some_process_group(), torch.device("meta"):
+        for i, layer in enumerate(layers):
+            module = layer.build(context)
+            parameters.append(count_module_parameters(module))
+            for size in micro_batch_sizes:
+                work[size].append(count_work(backbone, i, module, size, roofline.dtype))
+    chain, skips, conditioning = describe_chain(backbone, parameters, roofline.dtype)
+    return Profile(
+        backbone=backbone.record,
+        source=Source.ANALYTIC,
+        device=roofline.device.name,
+        memory_bytes=roofline.device.memory_bytes,
+        dtype=roofline.dtype,
+        recompute=recompute,
+        method=roofline.method,
+        layers=chain,
+        times={size: _times(backbone, work[size], roofline) for size in micro_batch_sizes},
+        skips=skips,
+        conditioning=conditioning,
+        versions={"torch": torch.__version__},
+    )
+
+
+def count_work(
+    backbone: Backbone, index: int, module: Any, micro_batch_size: int, dtype: str
+) -> LayerWork:
+    """What layer ``index`` does at one microbatch size. Use under ``torch.device("meta")``."""
+    call = make_call(backbone, index, module, micro_batch_size, dtype, "meta")
+    kernels = Kernels()
+    with FlashAttention(), live_bytes(call) as live, kernels:
+        with kernels.record() as forward, KeptStorages(call) as storages:
+            results = call.forward()
+        kept = storages.count(results[: len(backbone.layers[index].outputs)])
+        seeds = call.seeds(results)
+        with kernels.record() as backward:
+            call.backward(results, seeds)
+    del results, seeds
+    with FlashAttention(), call.frozen():
+        results = call.forward()
+        seeds = call.seeds(results)
+        with kernels, kernels.record() as input_grad:
+            call.input_gradients(results, seeds)
+    return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), kept, live.peak)
+
+
+def _times(
+    backbone: Backbone, work: Sequence[LayerWork], roofline: Roofline
+) -> tuple[LayerTimes, ...]:
+    saved = saved_bytes(backbone, [layer.kept for layer in work])
+    times = []
+    for layer, num_bytes in zip(work, saved, strict=True):
+        backward = roofline.seconds(layer.backward)
+        input_grad = min(roofline.seconds(layer.input_grad), backward)
+        times.append(
+            LayerTimes(
+                forward_s=roofline.seconds(layer.forward),
+                input_grad_s=input_grad,
+                weight_grad_s=backward - input_grad,
+                forward_spread_s=0.0,
+                input_grad_spread_s=0.0,
+                weight_grad_spread_s=0.0,
+                saved_bytes=num_bytes,
+                peak_bytes=layer.peak_bytes,
+            )
+        )
+    return tuple(times)

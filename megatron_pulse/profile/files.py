@@ -1,0 +1,111 @@
+"""A profile as a JSON file: written whole or not at all, read with every fault at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.profile.profile import Profile, ProfileError
+
+_FORMAT = "megatron_pulse profile 1"
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Write ``profile``; a file that was there before is only replaced by a complete one."""
+    record = {"format": _FORMAT, **dataclasses.asdict(profile)}
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read what ``save_profile`` wrote; raises ProfileError that lists every fault of the file."""
+    try:
+        record = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ProfileError(f"{path} cannot be read as a profile: {error}") from error
+    if not isinstance(record, dict) or record.pop("format", None) != _FORMAT:
+        raise ProfileError(f"{path} is not a profile: its 'format' is not {_FORMAT!r}")
+    faults: list[str] = []
+    profile = _read(Profile, record, "", faults)
+    if not faults:
+        try:
+            return Profile(**profile)
+        except ProfileError as error:
+            raise ProfileError(f"{path}: {error}") from error
+    lines = "".join(f"\n  - {fault}" for fault in faults)
+    raise ProfileError(f"{path}: the profile has {len(faults)} fault(s):{lines}")
+
+
+def _read(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
+    """``value`` from JSON as a ``kind``; a Profile as its fields, for its own checks come last."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _read_record(kind, value, where, faults)
+    if origin is tuple:
+        if isinstance(value, list):
+            each = arguments[0]
+            return tuple(_read(each, v, f"{where}[{i}]", faults) for i, v in enumerate(value))
+        faults.append(f"{where}: expected a list, got {_short(value)}")
+    elif origin is Mapping:
+        if isinstance(value, dict):
+            return {
+                _read_key(arguments[0], key, where, faults): (
+                    v if arguments[1] is Any else _read(arguments[1], v, f"{where}[{key}]", faults)
+                )
+                for key, v in value.items()
+            }
+        faults.append(f"{where}: expected an object, got {_short(value)}")
+    elif issubclass(kind, StrEnum):
+        if value in list(kind):
+            return kind(value)
+        faults.append(f"{where}: expected one of {', '.join(kind)}, got {_short(value)}")
+    elif kind is float and type(value) in (int, float):
+        return float(value)
+    elif type(value) is kind:
+        return value
+    else:
+        faults.append(f"{where}: expected {_KINDS[kind]}, got {_short(value)}")
+    return None
+
+
+def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
+    if not isinstance(value, dict):
+        faults.append(f"{where}: expected an object, got {_short(value)}")
+        return None
+    kinds = typing.get_type_hints(kind)
+    prefix = f"{where}." if where else ""
+    faults += [f"{prefix}{name} is missing" for name in kinds if name not in value]
+    faults += [f"{prefix}{name} is unknown" for name in value if name not in kinds]
+    before = len(faults)
+    fields = {
+        name: _read(kinds[name], value[name], f"{prefix}{name}", faults)
+        for name in kinds
+        if name in value
+    }
+    if kind is Profile:
+        return fields
+    complete = len(faults) == before and len(fields) == len(kinds)
+    return kind(**fields) if complete else None
+
+
+def _read_key(kind: Any, key: str, where: str, faults: list[str]) -> Any:
+    if kind is str:
+        return key
+    if key.isascii() and key.isdigit():
+        return int(key)
+    faults.append(f"{where}: expected whole numbers as keys, got {key!r}")
+    return None
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str | int | float | bool | NoneType):
+        return json.dumps(value)[:40]
+    return "a list" if isinstance(value, list) else "an object"

@@ -1,0 +1,167 @@
+"""One layer on its own: random inputs by its specs, its forward and its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
+from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.profile.profile import (
+    ProfiledConditioning,
+    ProfiledLayer,
+    ProfiledSkip,
+)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A built layer and what it is called with; ``shared`` are tensors of the batch."""
+
+    module: Any
+    boundary: tuple[Tensor, ...]
+    skips: Mapping[str, Tensor]
+    conditioning: Mapping[str, Tensor]
+    shared: tuple[Tensor, ...]
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The inputs whose gradients training needs."""
+        given = (*self.boundary, *self.skips.values(), *self.conditioning.values())
+        return [tensor for tensor in given if tensor.requires_grad]
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that ask for gradients."""
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def forward(self) -> tuple[Tensor, ...]:
+        """The boundary outputs, then what the layer provides."""
+        results: tuple[Tensor, ...] = self.module(self.boundary, self.skips, self.conditioning)
+        return results
+
+    def seeds(self, results: Sequence[Tensor]) -> list[Tensor | None]:
+        """Output gradients; None where training has none."""
+        return [torch.ones_like(t) if t.requires_grad else None for t in results]
+
+    def backward(self, results: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
+        """Compute the gradients of inputs and parameters, and drop them."""
+        _gradients(results, seeds, [*self.inputs, *self.trained])
+
+    def backward_in_turn(self, results: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
+        """The same, where each parameter's gradient is dropped as soon as it is complete."""
+        pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if s is not None]
+        if not pairs or not (wanted := [*self.inputs, *self.trained]):
+            return
+        hooks = [tensor.register_post_accumulate_grad_hook(_drop) for tensor in self.trained]
+        torch.autograd.backward(*zip(*pairs, strict=True), inputs=wanted)
+        for tensor in self.inputs:
+            _drop(tensor)
+        for hook in hooks:
+            hook.remove()
+
+    def input_gradients(self, results: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
+        """Compute the gradients of the inputs and drop them."""
+        _gradients(results, seeds, self.inputs)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Within, no parameter asks for a gradient.
+
+        This is how an input gradient is computed alone: Megatron's linear layers compute both
+        gradients, whatever torch.autograd.grad asks for, if both could be asked for.
+        """
+        trained = self.trained
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+
+def _drop(tensor: Tensor) -> None:
+    tensor.grad = None
+
+
+def _gradients(
+    results: Sequence[Tensor], seeds: Sequence[Tensor | None], wanted: Sequence[Tensor]
+) -> None:
+    given = zip(results, seeds, strict=True)
+    pairs = [(r, s) for r, s in given if s is not None and r.requires_grad]
+    if pairs and wanted:
+        outputs, output_gradients = zip(*pairs, strict=True)
+        torch.autograd.grad(outputs, wanted, output_gradients, allow_unused=True)
+
+
+def make_call(
+    backbone: Backbone, index: int, module: Any, micro_batch_size: int, dtype: str, device: Any
+) -> LayerCall:
+    """Layer ``index`` with inputs on ``device``.
+
+    The noisy sample asks for no gradient, nor do embedders, which pass it on, change that. Whole
+    numbers are 1: the second class, a token that a mask keeps.
+    """
+    layer = backbone.layers[index]
+    trained = not all(earlier.embedder for earlier in backbone.layers[:index])
+
+    def make(spec: TensorSpec, gradient: bool) -> Tensor:
+        shape = spec.full_shape(micro_batch_size)
+        kind = getattr(torch, dtype if spec.dtype == COMPUTE else spec.dtype)
+        if not kind.is_floating_point:
+            return torch.ones(shape, dtype=kind, device=device)
+        values = torch.randn(shape, dtype=kind, device=device)
+        return values.requires_grad_(gradient and spec.dtype == COMPUTE)
+
+    computed = {edge.name: edge.spec for edge in backbone.conditioning}
+    fields = {
+        name: make(backbone.batch_fields[name], False)
+        for name in layer.uses
+        if name not in computed
+    }
+    given = {name: make(computed[name], True) for name in layer.uses if name in computed}
+    return LayerCall(
+        module,
+        tuple(make(spec, trained) for spec in layer.inputs),
+        {name: make(spec, True) for name, spec in layer.pops.items()},
+        {**fields, **given},
+        tuple(fields.values()),
+    )
+
+
+def describe_chain(
+    backbone: Backbone, parameters: Sequence[int], dtype: str
+) -> tuple[tuple[ProfiledLayer, ...], tuple[ProfiledSkip, ...], tuple[ProfiledConditioning, ...]]:
+    """What a profile says of a chain whatever the microbatch size; bytes per sample."""
+
+    def size(spec: TensorSpec) -> int:
+        if spec.dtype == COMPUTE:
+            return spec.numel_per_sample * ELEMENT_BYTES[dtype]
+        return spec.numel_per_sample * int(getattr(torch, spec.dtype).itemsize)
+
+    return (
+        tuple(
+            ProfiledLayer(layer.name, count, sum(map(size, layer.inputs)))
+            for layer, count in zip(backbone.layers, parameters, strict=True)
+        ),
+        tuple(
+            ProfiledSkip(skip.name, skip.source, skip.destination, size(skip.spec))
+            for skip in backbone.skips
+        ),
+        tuple(
+            ProfiledConditioning(
+                edge.name,
+                edge.source,
+                edge.consumers,
+                size(edge.spec),
+                backbone.layers[edge.source].embedder,
+            )
+            for edge in backbone.conditioning
+        ),
+    )

@@ -1,0 +1,256 @@
+"""What every layer of a backbone costs on a device, at some microbatch sizes. Imports no torch.
+
+Bytes kept from forward to backward (``LayerTimes.saved_bytes``) are storages, each counted once:
+
+- what autograd keeps of the layer's own work, without parameters and buffers;
+- a boundary tensor counts for the layer that takes it, if that layer or the one before it keeps
+  it, or if it is also a skip, which is held until it is popped. So a skip counts behind its
+  source, and not again where it is popped;
+- conditioning that a layer of the chain computed counts for every layer that keeps it, because
+  the runtime casts it for each user; what comes with the batch is shared by all and not counted.
+
+With recomputation a layer keeps what it was called with, all of it, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from megatron_pulse.planner.costs import ChainCosts, SkipCost
+from megatron_pulse.profile.devices import ELEMENT_BYTES
+
+
+class ProfileError(ValueError):
+    """A profile that cannot be made, read or believed; the message lists why."""
+
+
+class Source(StrEnum):
+    """Where the numbers of a profile are from."""
+
+    MEASURED = "measured"
+    ANALYTIC = "analytic"
+    TABLE = "table"
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """One layer at one microbatch size: medians, their interquartile ranges, and bytes.
+
+    ``weight_grad_s`` is what the whole backward takes longer than the input gradient alone.
+    ``peak_bytes`` is the most that is in use at once in one forward and backward, beyond
+    parameters and the layer's inputs; a parameter's gradient counts only while it is being made.
+    """
+
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    forward_spread_s: float
+    input_grad_spread_s: float
+    weight_grad_spread_s: float
+    saved_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class ProfiledLayer:
+    """What does not depend on the microbatch size; ``boundary_bytes`` are those of all boundary
+    tensors that the layer takes, together, per sample."""
+
+    name: str
+    parameters: int
+    boundary_bytes: int
+
+
+@dataclass(frozen=True)
+class ProfiledSkip:
+    """A skip edge between layers, bytes per sample."""
+
+    name: str
+    source: int
+    destination: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ProfiledConditioning:
+    """What layer ``source`` computes for ``consumers``, bytes per sample; ``embedder`` says whether
+    the source can run on every device instead."""
+
+    name: str
+    source: int
+    consumers: tuple[int, ...]
+    num_bytes: int
+    embedder: bool
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs of a backbone's layers on one device, whole (without tensor parallelism).
+
+    ``backbone`` is the backbone's record, ``method`` says in words how times came about.
+    ``times`` maps each profiled microbatch size to its layers' times, in chain order. Times and
+    bytes are those without recomputation; ``recompute`` is only what ``at`` does by default.
+    Raises ProfileError with every fault.
+    """
+
+    backbone: Mapping[str, Any]
+    source: Source
+    device: str
+    memory_bytes: int
+    dtype: str
+    recompute: bool
+    method: str
+    layers: tuple[ProfiledLayer, ...]
+    times: Mapping[int, tuple[LayerTimes, ...]]
+    skips: tuple[ProfiledSkip, ...] = ()
+    conditioning: tuple[ProfiledConditioning, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if faults := list(self._faults()):
+            lines = "".join(f"\n  - {fault}" for fault in faults)
+            raise ProfileError(f"the profile has {len(faults)} fault(s):{lines}")
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """The profiled sizes, ascending."""
+        return tuple(sorted(self.times))
+
+    def extrapolates(self, micro_batch_size: int) -> bool:
+        """Whether costs at this size lie outside what was profiled."""
+        sizes = self.micro_batch_sizes
+        return not sizes[0] <= micro_batch_size <= sizes[-1]
+
+    def times_at(self, micro_batch_size: int) -> tuple[LayerTimes, ...]:
+        """Every layer's times and bytes at any size: piecewise linear between profiled sizes.
+
+        Beyond them the line through the two nearest goes on, but not below zero; a single
+        profiled size is scaled in proportion.
+        """
+        if micro_batch_size < 1:
+            raise ValueError(f"the microbatch size is {micro_batch_size}; it must be 1 or more")
+        if micro_batch_size in self.times:
+            return self.times[micro_batch_size]
+        low, high = self._neighbours(micro_batch_size)
+        if low is None:
+            return tuple(
+                _combine(layer, layer, micro_batch_size / high - 1, proportional=True)
+                for layer in self.times[high]
+            )
+        share = (micro_batch_size - low) / (high - low)
+        pairs = zip(self.times[low], self.times[high], strict=True)
+        return tuple(_combine(a, b, share) for a, b in pairs)
+
+    def at(self, micro_batch_size: int, recompute: bool | None = None) -> ChainCosts:
+        """What planning reads, at any microbatch size (see ``times_at``).
+
+        A backward is input gradient and weight gradient, and the layer's forward once more where
+        its activations are recomputed. ``recompute`` None means as the profile says.
+        """
+        recompute = self.recompute if recompute is None else recompute
+        times = self.times_at(micro_batch_size)
+        boundary = tuple(micro_batch_size * layer.boundary_bytes for layer in self.layers)
+        if recompute:
+            used = [
+                sum(edge.num_bytes for edge in self.conditioning if i in edge.consumers)
+                for i in range(len(self.layers))
+            ]
+            saved = tuple(
+                taken + micro_batch_size * read for taken, read in zip(boundary, used, strict=True)
+            )
+        else:
+            saved = tuple(layer.saved_bytes for layer in times)
+        return ChainCosts(
+            names=tuple(layer.name for layer in self.layers),
+            forward_s=tuple(layer.forward_s for layer in times),
+            backward_s=tuple(
+                layer.input_grad_s + layer.weight_grad_s + recompute * layer.forward_s
+                for layer in times
+            ),
+            parameters=tuple(layer.parameters for layer in self.layers),
+            saved_bytes=saved,
+            boundary_bytes=boundary,
+            skips=tuple(
+                SkipCost(skip.source, skip.destination, micro_batch_size * skip.num_bytes)
+                for skip in self.skips
+            ),
+        )
+
+    def _neighbours(self, size: int) -> tuple[int | None, int]:
+        """The two profiled sizes whose line gives costs at ``size``; (None, the only one)."""
+        sizes = self.micro_batch_sizes
+        if len(sizes) == 1:
+            return None, sizes[0]
+        right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+        return sizes[right - 1], sizes[right]
+
+    def _faults(self) -> Iterator[str]:
+        if self.dtype not in ELEMENT_BYTES:
+            yield f"dtype is {self.dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}"
+        if self.memory_bytes < 0:
+            yield f"memory_bytes is {self.memory_bytes}; it must not be negative"
+        if not self.layers:
+            yield "there are no layers"
+        if not self.times:
+            yield "no microbatch size was profiled"
+        first: dict[str, int] = {}
+        for i, layer in enumerate(self.layers):
+            if first.setdefault(layer.name, i) != i:
+                yield f"layers {first[layer.name]} and {i} are both called {layer.name!r}"
+            yield from _below_zero(f"layers[{i}]", layer, ("parameters", "boundary_bytes"))
+        for size, times in self.times.items():
+            if size < 1:
+                yield f"times: the microbatch size {size} must be 1 or more"
+            if len(times) != len(self.layers):
+                yield f"times[{size}] is of {len(times)} layers, but there are {len(self.layers)}"
+            for i, layer_times in enumerate(times):
+                fields = tuple(LayerTimes.__dataclass_fields__)
+                yield from _below_zero(f"times[{size}][{i}]", layer_times, fields)
+        for i, skip in enumerate(self.skips):
+            yield from self._bad_edge(f"skips[{i}]", skip.source, (skip.destination,))
+            yield from _below_zero(f"skips[{i}]", skip, ("num_bytes",))
+        for i, edge in enumerate(self.conditioning):
+            yield from self._bad_edge(f"conditioning[{i}]", edge.source, edge.consumers)
+            yield from _below_zero(f"conditioning[{i}]", edge, ("num_bytes",))
+
+    def _bad_edge(self, where: str, source: int, ends: Sequence[int]) -> Iterator[str]:
+        if source < 0:
+            yield f"{where}: there is no layer {source}"
+        for end in ends:
+            if not source < end < len(self.layers):
+                yield (
+                    f"{where}: from layer {source} to layer {end}, but edges go forward through "
+                    f"{len(self.layers)} layers"
+                )
+
+
+def _below_zero(where: str, record: object, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        value = getattr(record, name)
+        if not (math.isfinite(value) and value >= 0):
+            yield f"{where}.{name} is {value}; it must be finite and not negative"
+
+
+def _combine(a: LayerTimes, b: LayerTimes, share: float, proportional: bool = False) -> LayerTimes:
+    """The value at ``share`` of the way from ``a`` to ``b`` (to twice ``a``, if proportional)."""
+
+    def mix(name: str) -> float:
+        start, end = getattr(a, name), getattr(b, name)
+        step = start if proportional else end - start
+        return max(0.0, float(start + share * step))
+
+    return LayerTimes(
+        forward_s=mix("forward_s"),
+        input_grad_s=mix("input_grad_s"),
+        weight_grad_s=mix("weight_grad_s"),
+        forward_spread_s=mix("forward_spread_s"),
+        input_grad_spread_s=mix("input_grad_spread_s"),
+        weight_grad_spread_s=mix("weight_grad_spread_s"),
+        saved_bytes=round(mix("saved_bytes")),
+        peak_bytes=round(mix("peak_bytes")),
+    )

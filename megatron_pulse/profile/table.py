@@ -1,0 +1,146 @@
+"""A profile from a published table of a model's layers. Imports no torch.
+
+A table is JSON with ``units`` in chain order and ``skips`` between them. All figures are of one
+sample: ``params``, ``flops_fwd``, ``flops_bwd``, ``saved_act_bytes`` (of 16-bit activations),
+``out_shapes`` and ``out_numel``, the elements of all boundary tensors that leave the unit. Side
+inputs and what computes them are left out: a table does not say which units they belong to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.profile.devices import ELEMENT_BYTES, Kernel, Roofline
+from megatron_pulse.profile.profile import (
+    LayerTimes,
+    Profile,
+    ProfiledLayer,
+    ProfiledSkip,
+    ProfileError,
+    Source,
+)
+
+_TABLE_ELEMENT_BYTES = 2
+_COUNTS = ("params", "flops_fwd", "flops_bwd", "saved_act_bytes", "out_numel")
+
+
+def read_table(
+    path: str | Path,
+    roofline: Roofline,
+    micro_batch_sizes: Sequence[int] = (1,),
+    recompute: bool = False,
+) -> Profile:
+    """The profile of the table at ``path`` on a device that ``roofline`` describes.
+
+    A unit's forward is one kernel that reads parameters and input and writes what it saves and its
+    output; its backward moves twice as much. Half of a backward is the input gradient, all of it
+    for units without parameters, and nothing for the first. The input of the first unit, which
+    tables do not give, is counted as empty. Raises ProfileError with every fault of the table.
+    """
+    try:
+        table = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ProfileError(f"{path} cannot be read as a layer table: {error}") from error
+    if faults := list(_faults(table)):
+        lines = "".join(f"\n  - {fault}" for fault in faults)
+        raise ProfileError(f"{path}: the layer table has {len(faults)} fault(s):{lines}")
+    element = ELEMENT_BYTES[roofline.dtype]
+    units = table["units"]
+    outputs = [element * unit["out_numel"] for unit in units]
+    taken = [0, *outputs[:-1]]
+    known = any(unit["saved_act_bytes"] for unit in units)
+    return Profile(
+        backbone={"table": table.get("name", Path(path).stem)},
+        source=Source.TABLE,
+        device=roofline.device.name,
+        memory_bytes=roofline.device.memory_bytes,
+        dtype=roofline.dtype,
+        recompute=recompute,
+        method=roofline.method + ("" if known else "; the table has no saved activations"),
+        layers=tuple(
+            ProfiledLayer(unit["name"], unit["params"], num_bytes)
+            for unit, num_bytes in zip(units, taken, strict=True)
+        ),
+        times={
+            size: tuple(
+                _times(unit, i == 0, size, taken[i], outputs[i], roofline)
+                for i, unit in enumerate(units)
+            )
+            for size in micro_batch_sizes
+        },
+        skips=tuple(
+            ProfiledSkip(str(skip.get("id", i)), skip["src"], skip["dst"], element * skip["numel"])
+            for i, skip in enumerate(table["skips"])
+        ),
+    )
+
+
+def _times(
+    unit: Mapping[str, Any], first: bool, size: int, taken: int, output: int, roofline: Roofline
+) -> LayerTimes:
+    element = ELEMENT_BYTES[roofline.dtype]
+    saved = size * unit["saved_act_bytes"] * element // _TABLE_ELEMENT_BYTES
+    moved = element * unit["params"] + size * (taken + output) + saved
+    forward = roofline.seconds([Kernel(size * unit["flops_fwd"], moved)])
+    backward = roofline.seconds([Kernel(size * unit["flops_bwd"], 2 * moved)])
+    part = 0.0 if first else 0.5 if unit["params"] else 1.0
+    return LayerTimes(
+        forward_s=forward,
+        input_grad_s=part * backward,
+        weight_grad_s=(1 - part) * backward,
+        forward_spread_s=0.0,
+        input_grad_spread_s=0.0,
+        weight_grad_spread_s=0.0,
+        saved_bytes=saved,
+        peak_bytes=saved + 2 * size * output,
+    )
+
+
+def _faults(table: Any) -> Iterator[str]:
+    if not isinstance(table, dict):
+        yield "expected an object with 'units' and 'skips'"
+        return
+    for key in ("units", "skips"):
+        if not isinstance(table.get(key), list):
+            yield f"{key}: expected a list"
+            return
+    if not table["units"]:
+        yield "units: there are none"
+    for i, unit in enumerate(table["units"]):
+        yield from _unit_faults(f"units[{i}]", unit)
+    for i, skip in enumerate(table["skips"]):
+        if not isinstance(skip, dict):
+            yield f"skips[{i}]: expected an object"
+            continue
+        for key in ("src", "dst", "numel"):
+            if not _is_count(skip.get(key)):
+                yield f"skips[{i}].{key}: expected a whole number, got {skip.get(key)!r}"
+
+
+def _unit_faults(where: str, unit: Any) -> Iterator[str]:
+    if not isinstance(unit, dict):
+        yield f"{where}: expected an object"
+        return
+    if not isinstance(unit.get("name"), str):
+        yield f"{where}.name: expected text, got {unit.get('name')!r}"
+    for key in _COUNTS:
+        if not _is_count(unit.get(key)):
+            yield f"{where}.{key}: expected a whole number, got {unit.get(key)!r}"
+    shapes = unit.get("out_shapes")
+    if shapes is None or not _is_count(unit.get("out_numel")):
+        return
+    try:
+        numel = sum(math.prod(shape) for shape in shapes)
+    except TypeError:
+        yield f"{where}.out_shapes: expected a list of shapes"
+        return
+    if numel != unit["out_numel"]:
+        yield f"{where}: out_shapes hold {numel} elements, but out_numel is {unit['out_numel']}"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
