@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
 from megatron_pulse.planner.embedders import Policy
 from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
 from megatron_pulse.planner.schedule.registry import SCHEDULES
+from megatron_pulse.profile.devices import PRESETS
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,11 @@ class PulseOptions:
     schedule: str
     activation_cap: int | None
     conditioning: Policy
+    profile: str | None
+    partition: Literal["exact", "soft"]
+    link_gbs: float
+    link_us: float
+    memory_gb: float | None
     timeout_s: float
     data: str
     objective: str
@@ -89,6 +95,40 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="embeddings of timesteps and captions: send them (and their gradients) once to each "
         "device, replicate the layers that compute them, or for each whichever moves fewer bytes "
         "in a step (auto, default); the plan says which",
+    )
+    group.add_argument(
+        "--pulse-profile",
+        metavar="FILE|DEVICE",
+        help="costs of the layers, by which stages are cut: a file that 'pulse profile' wrote, or "
+        f"a device to work them out for ({', '.join(PRESETS)}; default: the GPU here)",
+    )
+    group.add_argument(
+        "--pulse-partition",
+        choices=["exact", "soft"],
+        default="exact",
+        help="under fold: exact keeps both ends of every skip on one device (default); soft lets "
+        "those travel, directly, for which that is cheaper over the given links",
+    )
+    group.add_argument(
+        "--pulse-link-gbs",
+        type=float,
+        default=12.5,
+        metavar="GB/S",
+        help="bandwidth between pipeline devices, each way (default 12.5, 100 Gbit/s)",
+    )
+    group.add_argument(
+        "--pulse-link-us",
+        type=float,
+        default=5.0,
+        metavar="US",
+        help="latency of a message between pipeline devices (default 5)",
+    )
+    group.add_argument(
+        "--pulse-memory-gb",
+        type=float,
+        metavar="GB",
+        help="what a device may hold of weights, gradients, optimizer and activations (default: "
+        "the GPU's memory; without a GPU there is no limit)",
     )
     group.add_argument(
         "--pulse-timeout-s",
@@ -185,6 +225,11 @@ def pulse_options(args: argparse.Namespace) -> PulseOptions:
         schedule=args.pulse_schedule,
         activation_cap=args.pulse_activation_cap,
         conditioning=args.pulse_conditioning,
+        profile=args.pulse_profile,
+        partition=args.pulse_partition,
+        link_gbs=args.pulse_link_gbs,
+        link_us=args.pulse_link_us,
+        memory_gb=args.pulse_memory_gb,
         timeout_s=args.pulse_timeout_s,
         data=args.pulse_data,
         objective=args.pulse_objective,

@@ -136,6 +136,12 @@ def _check_placement(args: argparse.Namespace, options: PulseOptions) -> Iterato
         yield f"--pulse-num-chunks {chunks}: a fold has 2 stages per device and wave (2, 4, ...)"
     if options.placement == PlacementKind.INTERLEAVED and chunks < 2:
         yield f"--pulse-num-chunks {chunks}: interleaving needs at least 2 stages per device"
+    for name in ("link_gbs", "memory_gb"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            yield f"{_flag('pulse_' + name)} {value:g} must be positive"
+    if options.link_us < 0:
+        yield f"--pulse-link-us {options.link_us:g} must not be negative"
     if options.activation_cap is not None and options.activation_cap < 1:
         yield f"--pulse-activation-cap {options.activation_cap} must be positive"
 

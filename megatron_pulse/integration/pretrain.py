@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -35,12 +34,10 @@ from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.integration.data import DiffusionData
 from megatron_pulse.integration.grad_norm import use_layout_independent_grad_norm
 from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
+from megatron_pulse.integration.planning import plan_run
 from megatron_pulse.integration.schedule import PulseSchedule
 from megatron_pulse.integration.step import wrap_train_step
-from megatron_pulse.planner.costs import weighted_costs
-from megatron_pulse.planner.embedders import choose_embedders
-from megatron_pulse.planner.plan import Plan, make_plan
-from megatron_pulse.profile.parameters import count_parameters
+from megatron_pulse.planner.plan import Plan
 from megatron_pulse.runtime.failures import FailureBoard, PulseError, default_board
 from model_specs import load_backbone
 
@@ -95,7 +92,10 @@ def _prepare(args: argparse.Namespace, options: PulseOptions) -> tuple[Plan, Dif
         except (ValueError, OSError) as error:
             faults.append(str(error))
         if not faults:
-            plan = _plan(args, options, backbone, faults)
+            try:
+                plan = plan_run(args, options, backbone)
+            except ValueError as error:
+                faults.append(str(error))
     if faults:
         raise FlagError(faults)
     assert plan is not None and data is not None
@@ -114,42 +114,6 @@ def _divide(backbone: Backbone, tensor_parallel: int) -> Backbone:
             "leave it out"
         )
     return divided
-
-
-def _plan(
-    args: argparse.Namespace, options: PulseOptions, backbone: Backbone, faults: list[str]
-) -> Plan | None:
-    replicas = args.world_size // (
-        args.pipeline_model_parallel_size * args.tensor_model_parallel_size
-    )
-    num_microbatches = (args.global_batch_size or args.micro_batch_size * replicas) // (
-        args.micro_batch_size * replicas
-    )
-    try:
-        placement = options.make_placement(args.pipeline_model_parallel_size)
-        plan = make_plan(
-            backbone,
-            weighted_costs(backbone, count_parameters(backbone)),
-            placement,
-            options.schedule if placement.num_stages > 1 else "auto",
-            options.activation_cap,
-        )
-        plan = replace(
-            plan,
-            embedders=choose_embedders(
-                backbone,
-                plan.partition,
-                count_parameters(backbone),
-                num_microbatches * args.micro_batch_size,
-                2 if args.bf16 or args.fp16 else 4,
-                options.conditioning,
-            ),
-        )
-        plan.step(num_microbatches)
-        return plan
-    except ValueError as error:
-        faults.append(str(error))
-        return None
 
 
 def _connect(args: argparse.Namespace) -> None:

@@ -152,10 +152,10 @@ def evaluate(
             carried = destination == source + 1 and skip.source + 1 == partition.cuts[destination]
             skipped += 0 if carried else skip.num_bytes
     return Evaluation(
-        tuple(load + compute),
-        tuple(compute),
+        tuple((load + compute).tolist()),
+        tuple(compute.tolist()),
         tuple(stage_s),
-        tuple(held),
+        tuple(held.tolist()),
         boundary,
         skipped,
     )

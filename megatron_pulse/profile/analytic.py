@@ -43,15 +43,25 @@ def analyse(
     Raises ProfileError and whatever a layer raises that does not fit its specs.
     """
     context = meta_context(roofline.dtype)
-    parameters: list[int] = []
-    work: dict[int, list[LayerWork]] = {size: [] for size in micro_batch_sizes}
-    layers = tqdm(backbone.layers, "counting", unit="layer", delay=2, disable=not progress)
+    counted: dict[str, tuple[int, list[LayerWork]]] = {}
+    kinds = [_kind(backbone, i) for i in range(len(backbone.layers))]
+    layers = tqdm(kinds, "counting", unit="layer", delay=2, disable=not progress)
     with some_process_group(), torch.device("meta"):
-        for i, layer in enumerate(layers):
-            module = layer.build(context)
-            parameters.append(count_module_parameters(module))
-            for size in micro_batch_sizes:
-                work[size].append(count_work(backbone, i, module, size, roofline.dtype))
+        for i, kind in enumerate(layers):
+            if kind in counted:
+                continue
+            module = backbone.layers[i].build(context)
+            counted[kind] = (
+                count_module_parameters(module),
+                [
+                    count_work(backbone, i, module, size, roofline.dtype)
+                    for size in micro_batch_sizes
+                ],
+            )
+    parameters = [counted[kind][0] for kind in kinds]
+    work = {
+        size: [counted[kind][1][at] for kind in kinds] for at, size in enumerate(micro_batch_sizes)
+    }
     chain, skips, conditioning = describe_chain(backbone, parameters, roofline.dtype)
     return Profile(
         backbone=backbone.record,
@@ -69,12 +79,24 @@ def analyse(
     )
 
 
+def _kind(backbone: Backbone, index: int) -> str:
+    """The same for layers that do the same: built by the same function of the same arguments,
+    between the same tensors, and both behind a layer that wants a gradient, or neither."""
+    layer = backbone.layers[index]
+    edges = list(layer.pops.values()), sorted(layer.pushes.values()), list(layer.provides.values())
+    behind = any(not earlier.embedder for earlier in backbone.layers[:index])
+    parts = (layer.build, layer.inputs, layer.outputs, edges, layer.uses, layer.embedder, behind)
+    return repr(parts)
+
+
 def count_work(
     backbone: Backbone, index: int, module: Any, micro_batch_size: int, dtype: str
 ) -> LayerWork:
     """What layer ``index`` does at one microbatch size. Use under ``torch.device("meta")``."""
     call = make_call(backbone, index, module, micro_batch_size, dtype, "meta")
     kernels = Kernels()
+    with torch.no_grad():
+        call.forward()  # makes the layer's constants, which later calls find
     with FlashAttention(), live_bytes(call) as live, kernels:
         with kernels.record() as forward, KeptStorages(call) as storages:
             results = call.forward()

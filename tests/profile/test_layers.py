@@ -193,3 +193,18 @@ def test_medians() -> None:
     assert median_and_spread([-1.0, -3.0]) == (0.0, 1.0)
     with pytest.raises(ValueError, match="min_repetitions"):
         Patience(min_repetitions=0)
+
+
+@pytest.mark.parametrize("name", ["uvit-tiny", "sd-tiny", "hunyuan-tiny", "flux-tiny"])
+def test_layers_of_a_kind_are_counted_once_and_alike(name, monkeypatch):
+    from megatron_pulse.profile import analytic
+
+    roofline = Roofline(PRESETS["H100"], "bfloat16")
+    backbone = load_backbone(name)
+    built = []
+    count = analytic.count_work
+    monkeypatch.setattr(analytic, "count_work", lambda *args: built.append(args[1]) or count(*args))
+    once = analytic.analyse(backbone, [2], roofline)
+    assert len(built) < len(backbone.layers)
+    monkeypatch.setattr(analytic, "_kind", lambda backbone, index: str(index))
+    assert analytic.analyse(backbone, [2], roofline) == once

@@ -1,0 +1,131 @@
+"""The plan of a run, from its flags: costs, placement, partition, embedders, schedule."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.integration.arguments import PulseOptions
+from megatron_pulse.planner.costs import ChainCosts, Link, MemoryRule, SkipCost
+from megatron_pulse.planner.embedders import choose_embedders
+from megatron_pulse.planner.memory import bytes_per_parameter, in_flight
+from megatron_pulse.planner.partition import Goal, MemoryRules
+from megatron_pulse.planner.placement import Placement, PlacementKind
+from megatron_pulse.planner.plan import Plan, make_plan
+from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS, Device, Roofline, custom_device
+from megatron_pulse.profile.files import load_profile
+from megatron_pulse.profile.layer_call import describe_chain
+from megatron_pulse.profile.profile import Profile
+
+
+def plan_run(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
+    """The plan that these flags ask for; raises ValueError (PlanError, ProfileError, ...).
+
+    Every rank comes to the same plan by itself: nothing here depends on the rank.
+    """
+    sizes = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
+    replicas = args.world_size // sizes
+    samples_per_pass = args.micro_batch_size * replicas
+    num_microbatches = (args.global_batch_size or samples_per_pass) // samples_per_pass
+    placement = options.make_placement(args.pipeline_model_parallel_size)
+    profile = _profile(args, options, backbone)
+    costs = _costs(args, profile, backbone)
+    plan = make_plan(
+        backbone,
+        costs,
+        placement,
+        options.schedule if placement.num_stages > 1 else "auto",
+        options.activation_cap,
+        Goal(
+            collocate=placement.kind is PlacementKind.FOLD and options.partition == "exact",
+            link=Link(options.link_us * 1e-6, options.link_gbs * 1e9),
+            memory=_memory(args, options, num_microbatches, replicas),
+        ),
+    )
+    choices = choose_embedders(
+        backbone,
+        plan.partition,
+        [layer.parameters for layer in profile.layers],
+        num_microbatches * args.micro_batch_size,
+        ELEMENT_BYTES[profile.dtype],
+        options.conditioning,
+    )
+    plan = replace(plan, embedders=choices)
+    plan.step(num_microbatches)
+    return plan
+
+
+def _dtype(args: argparse.Namespace) -> str:
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+
+
+def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Profile:
+    """The file that ``--pulse-profile`` names, or what a named device would take."""
+    dtype = _dtype(args)
+    if options.profile in PRESETS:
+        return analyse(backbone, [args.micro_batch_size], Roofline(PRESETS[options.profile], dtype))
+    if options.profile is not None:
+        if not Path(options.profile).exists():
+            raise ValueError(
+                f"--pulse-profile {options.profile}: neither a file nor one of {', '.join(PRESETS)}"
+            )
+        profile = load_profile(options.profile)
+        names = tuple(layer.name for layer in profile.layers)
+        if names != tuple(layer.name for layer in backbone.layers):
+            raise ValueError(
+                f"--pulse-profile {options.profile} is of another backbone "
+                f"({profile.backbone.get('name')}, {len(names)} layers): profile this one with "
+                f"'pulse profile --backbone {backbone.name}' and the same options"
+            )
+        return profile
+    return analyse(backbone, [args.micro_batch_size], Roofline(_this_device(), dtype))
+
+
+def _this_device() -> Device:
+    """The preset of the GPU here; what a CPU core does, roughly, where there is none."""
+    if not torch.cuda.is_available():
+        return custom_device(peak_tflops=0.1, bandwidth_gbs=20, memory_gb=0)
+    name = torch.cuda.get_device_name()
+    known = [device for kind, device in PRESETS.items() if kind.split("-")[0] in name]
+    return known[0] if known else PRESETS["A100-80GB"]
+
+
+def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> ChainCosts:
+    """Costs at the run's microbatch size; under sequence parallelism the edges are divided."""
+    costs = profile.at(args.micro_batch_size, args.recompute_granularity == "full")
+    parts = args.tensor_model_parallel_size
+    chain, skips, _ = describe_chain(backbone, costs.parameters, profile.dtype)
+    size = args.micro_batch_size
+    return replace(
+        costs,
+        forward_s=tuple(t / parts for t in costs.forward_s),
+        backward_s=tuple(t / parts for t in costs.backward_s),
+        saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
+        boundary_bytes=tuple(size * layer.boundary_bytes for layer in chain),
+        skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes) for s in skips),
+    )
+
+
+def _memory(
+    args: argparse.Namespace, options: PulseOptions, num_microbatches: int, replicas: int
+) -> MemoryRules | None:
+    """What a device may hold: ``--pulse-memory-gb``, or else a GPU's memory."""
+    limit = options.memory_gb * 1e9 if options.memory_gb is not None else None
+    if limit is None and torch.cuda.is_available():
+        limit = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if limit is None:
+        return None
+    per_parameter = bytes_per_parameter(
+        _dtype(args), args.use_distributed_optimizer, data_parallel=replicas
+    )
+    per_parameter /= args.tensor_model_parallel_size
+
+    def rule(placement: Placement) -> MemoryRule:
+        return MemoryRule(limit, per_parameter, in_flight(placement, num_microbatches))
+
+    return rule

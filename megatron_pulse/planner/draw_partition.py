@@ -1,0 +1,292 @@
+"""A partition as a picture (SVG): devices as rows, units as bars, skips as arcs.
+
+The chain runs from left to right through the rows of the devices that host it, so a fold goes
+down to the turn and up again, and a skip that stays at home is an arc within its row. Shades go
+from light (first unit) to dark (last), and travelling skips are thick, so it reads in grey too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from xml.etree import ElementTree
+
+from megatron_pulse.planner.costs import ChainCosts, Evaluation
+from megatron_pulse.planner.partition import Partition
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1200.0, 82.0, 210.0, 62.0, 46.0
+_CHAIN = _WIDTH - _LEFT - _RIGHT
+_BAR = 22.0
+_LABELS = 30.0  # two lines of text below the bars of a row
+_SHADES = ((0xF9, 0xE2, 0x8A), (0x5C, 0xB5, 0x8C), (0x1F, 0x3B, 0x73))
+_TRAVEL, _HOME, _INK, _FAINT = "#d1193e", "#8c8c8c", "#222222", "#dddddd"
+
+
+def draw_partition(
+    costs: ChainCosts, partition: Partition, found: Evaluation, title: str, subtitle: str = ""
+) -> str:
+    """The picture of ``partition`` as SVG text; ``found`` is its evaluation.
+
+    A unit's bar is as wide as its forward and backward time, and a little wider so that each can
+    be seen. Pointing at a bar or an arc shows its name and figures.
+    """
+    return _Drawing(costs, partition, found).draw(title, subtitle)
+
+
+class _Drawing:
+    def __init__(self, costs: ChainCosts, partition: Partition, found: Evaluation) -> None:
+        self.costs, self.partition, self.found = costs, partition, found
+        self.devices = partition.placement.num_devices
+        self.row = max(74.0, min(124.0, 760.0 / self.devices))
+        self.height = _TOP + self.row * self.devices + _BOTTOM
+        times = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+        self.times = times
+        whole, least = sum(times), min(1.0, _CHAIN / (2 * len(times)))
+        even = _CHAIN / len(times)
+        scale = (_CHAIN - least * len(times)) / whole if whole else 0.0
+        widths = [least + scale * time if whole else even for time in times]
+        self.edges = [_LEFT, *itertools.accumulate(widths, initial=_LEFT)][1:]
+        self.home = [partition.device_of_layer(i) for i in range(len(times))]
+        self.svg = ElementTree.Element(
+            "svg",
+            xmlns="http://www.w3.org/2000/svg",
+            width=f"{_WIDTH:g}",
+            height=f"{self.height:g}",
+            viewBox=f"0 0 {_WIDTH:g} {self.height:g}",
+        )
+        self.svg.set("font-family", "Helvetica, Arial, sans-serif")
+
+    def draw(self, title: str, subtitle: str) -> str:
+        self._add("rect", x=0, y=0, width=_WIDTH, height=self.height, fill="white")
+        self._text(_LEFT, 26, title, size=17, weight="bold")
+        self._text(_LEFT, 45, subtitle, size=12, fill="#555555")
+        self._rows()
+        self._handovers()
+        self._skips()
+        self._units()
+        self._stages()
+        self._loads()
+        self._legend()
+        ElementTree.indent(self.svg, " ")
+        return ElementTree.tostring(self.svg, encoding="unicode") + "\n"
+
+    def _bar_top(self, device: int) -> float:
+        return _TOP + self.row * (device + 1) - _LABELS - _BAR
+
+    def _centre(self, layer: int) -> float:
+        return (self.edges[layer] + self.edges[layer + 1]) / 2
+
+    def _rows(self) -> None:
+        for device in range(self.devices):
+            top = _TOP + self.row * device
+            if device % 2 == 0:
+                self._add("rect", x=0, y=top, width=_WIDTH, height=self.row, fill="#f6f6f6")
+            middle = self._bar_top(device) + _BAR / 2
+            self._text(12, middle + 4, f"device {device}", size=13, weight="bold")
+            end = _LEFT + _CHAIN
+            self._add("line", x1=_LEFT, y1=middle, x2=end, y2=middle, stroke=_FAINT)
+
+    def _handovers(self) -> None:
+        """Where the chain goes on in another row."""
+        placed, cuts = self.partition.placement.device_of_stage, self.partition.cuts
+        for stage, (one, other) in enumerate(itertools.pairwise(placed), start=1):
+            if one == other:
+                continue
+            x = self.edges[cuts[stage]]
+            y1, y2 = (self._bar_top(d) + _BAR / 2 for d in (one, other))
+            size = self.costs.boundary_bytes[cuts[stage]]
+            line = self._add("line", x1=x, y1=y1, x2=x, y2=y2, stroke="#555555")
+            line.set("stroke-dasharray", "3 2")
+            self._hint(line, f"stage {stage - 1} to {stage}: {size / 1e6:.3g} MB each way")
+
+    def _units(self) -> None:
+        for i, name in enumerate(self.costs.names):
+            bar = self._add(
+                "rect",
+                x=self.edges[i],
+                y=self._bar_top(self.home[i]),
+                width=self.edges[i + 1] - self.edges[i],
+                height=_BAR,
+                fill=_shade(i / max(1, len(self.home) - 1)),
+                stroke="white",
+            )
+            bar.set("stroke-width", "0.4")
+            bar.set("class", "unit")
+            self._hint(
+                bar,
+                f"{name}: forward {_ms(self.costs.forward_s[i])}, backward "
+                f"{_ms(self.costs.backward_s[i])}, {self.costs.parameters[i] / 1e6:.3g} M "
+                "parameters",
+            )
+
+    def _skips(self) -> None:
+        """Faint arcs at home first, so that travelling ones lie over them."""
+        span = max((s.destination - s.source for s in self.costs.skips), default=1)
+        for skip in sorted(self.costs.skips, key=lambda s: self._travels(s.source, s.destination)):
+            one, other = self.home[skip.source], self.home[skip.destination]
+            x1, x2 = self._centre(skip.source), self._centre(skip.destination)
+            y1, y2 = self._bar_top(one), self._bar_top(other)
+            travels = one != other
+            room = self.row - _LABELS - _BAR - 4
+            lift = room * (0.3 + 0.7 * (skip.destination - skip.source) / span) / 0.75
+            top = min(y1, y2) - lift if not travels else None
+            bend = 0.12 * (x2 - x1)
+            path = (
+                f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {top:.1f} {x2 - bend:.1f} {top:.1f} "
+                f"{x2:.1f} {y2:.1f}"
+                if top is not None
+                else f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {y1 - lift:.1f} {x2 - bend:.1f} "
+                f"{y2 - lift:.1f} {x2:.1f} {y2:.1f}"
+            )
+            arc = self._add("path", d=path, fill="none", stroke=_TRAVEL if travels else _HOME)
+            arc.set("stroke-width", "1.8" if travels else "0.8")
+            arc.set("class", "skip travels" if travels else "skip home")
+            self._hint(
+                arc,
+                f"{self.costs.names[skip.source]} to {self.costs.names[skip.destination]}: "
+                f"{skip.num_bytes / 1e6:.3g} MB, "
+                + (f"device {one} to {other}" if travels else f"stays on device {one}"),
+            )
+
+    def _travels(self, source: int, destination: int) -> bool:
+        return self.home[source] != self.home[destination]
+
+    def _stages(self) -> None:
+        """A frame and two lines of text for each stage, as long as there is room for."""
+        cuts = self.partition.cuts
+        for device in range(self.devices):
+            stages = self.partition.placement.stages_of_device(device)
+            spans = [(self.edges[cuts[s]], self.edges[cuts[s + 1]]) for s in stages]
+            borders = [(a[1] + b[0]) / 2 for a, b in itertools.pairwise(spans)]
+            bounds = [_LEFT, *borders, _LEFT + _CHAIN]
+            for k, stage in enumerate(stages):
+                left, right = spans[k]
+                top = self._bar_top(device)
+                self._add(
+                    "rect",
+                    x=left,
+                    y=top,
+                    width=right - left,
+                    height=_BAR,
+                    fill="none",
+                    stroke=_INK,
+                )
+                layers = range(cuts[stage], cuts[stage + 1])
+                names = [self.costs.names[i] for i in layers]
+                ends = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+                units = f"{len(names)} unit{'s' * (len(names) > 1)}"
+                took = _ms(sum(self.times[i] for i in layers))
+                lines = (
+                    ((f"stage {stage}: {units}, {took}", f"stage {stage}", str(stage)), 11, _INK),
+                    ((ends, _shorter(names[0]), ""), 10, "#666666"),
+                )
+                for number, (texts, size, colour) in enumerate(lines):
+                    self._fitting(
+                        texts,
+                        (left + right) / 2,
+                        (bounds[k] + 2, bounds[k + 1] - 2),
+                        top + _BAR + 12 + 12 * number,
+                        size,
+                        colour,
+                    )
+
+    def _fitting(
+        self,
+        texts: tuple[str, ...],
+        centre: float,
+        room: tuple[float, float],
+        y: float,
+        size: int,
+        colour: str,
+    ) -> None:
+        """The first of ``texts`` that is not wider than ``room``, as near ``centre`` as it goes."""
+        for text in texts:
+            half = 0.27 * size * len(text)
+            if 2 * half <= room[1] - room[0]:
+                x = min(max(centre, room[0] + half), room[1] - half)
+                self._text(x, y, text, size=size, fill=colour, anchor="middle")
+                return
+
+    def _loads(self) -> None:
+        """Each device's computing and communication time at the right, with the mean."""
+        begin, room = _LEFT + _CHAIN + 20, _RIGHT - 110
+        loads, compute = self.found.load_s, self.found.compute_s
+        largest = max(loads) or 1.0
+        mean = sum(compute) / len(compute)
+        self._text(begin, _TOP - 6, "load: computing and sending", size=11, fill="#555555")
+        for device, (load, part) in enumerate(zip(loads, compute, strict=True)):
+            top, full = self._bar_top(device), room * load / largest
+            width = room * part / largest
+            self._add("rect", x=begin, y=top, width=width, height=_BAR, fill="#666666")
+            self._add(
+                "rect", x=begin + width, y=top, width=full - width, height=_BAR, fill="#c4c4c4"
+            )
+            self._text(begin + full + 6, top + _BAR / 2 + 4, _ms(load), size=12)
+            share = f"computes {part / mean:.2f} of the mean" if mean else ""
+            self._text(begin, top + _BAR + 12, share, size=10, fill="#666666")
+        x = begin + room * mean / largest
+        bottom = self.height - _BOTTOM
+        line = self._add("line", x1=x, y1=_TOP, x2=x, y2=bottom, stroke=_INK)
+        line.set("stroke-dasharray", "1 3")
+        self._hint(line, f"mean computing time {_ms(mean)}")
+
+    def _legend(self) -> None:
+        y, x = self.height - 20, _LEFT
+        self._text(x, y + 4, "first unit", size=11)
+        for k in range(40):
+            self._add("rect", x=x + 56 + 3 * k, y=y - 6, width=3.2, height=12, fill=_shade(k / 39))
+        self._text(x + 182, y + 4, "last unit", size=11)
+        travelling = sum(self._travels(s.source, s.destination) for s in self.costs.skips)
+        at_home = len(self.costs.skips) - travelling
+        for x, colour, width, text in (
+            (x + 270, _HOME, "0.8", f"skip that stays on its device ({at_home})"),
+            (x + 520, _TRAVEL, "1.8", f"skip that travels ({travelling})"),
+        ):
+            self._add("path", d=f"M{x} {y + 5}q18 -16 36 0", fill="none", stroke=colour).set(
+                "stroke-width", width
+            )
+            self._text(x + 44, y + 4, text, size=11)
+        line = self._add("line", x1=x + 200, y1=y, x2=x + 236, y2=y, stroke="#555555")
+        line.set("stroke-dasharray", "3 2")
+        self._text(x + 244, y + 4, "the chain goes on", size=11)
+
+    def _add(self, tag: str, **attributes: str | float) -> ElementTree.Element:
+        written = {
+            key: value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+            for key, value in attributes.items()
+        }
+        return ElementTree.SubElement(self.svg, tag, written)
+
+    def _text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: int,
+        fill: str = _INK,
+        weight: str = "normal",
+        anchor: str = "start",
+    ) -> None:
+        element = self._add("text", x=x, y=y, fill=fill)
+        element.set("font-size", str(size))
+        element.set("font-weight", weight)
+        element.set("text-anchor", anchor)
+        element.text = text
+
+    def _hint(self, element: ElementTree.Element, text: str) -> None:
+        ElementTree.SubElement(element, "title").text = text
+
+
+def _shade(depth: float) -> str:
+    """The colour at ``depth`` of the chain, 0 to 1; ever darker."""
+    at = depth * (len(_SHADES) - 1)
+    k = min(int(at), len(_SHADES) - 2)
+    mixed = (round(a + (at - k) * (b - a)) for a, b in zip(_SHADES[k], _SHADES[k + 1], strict=True))
+    return "#" + "".join(f"{value:02x}" for value in mixed)
+
+
+def _shorter(name: str) -> str:
+    return name if len(name) <= 12 else name[:11] + "…"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
