@@ -15,7 +15,7 @@ source launch/setup.sh
 source launch/training.sh
 pulse_setup
 
-num_iters=${PULSE_TRAIN_ITERS:-2000}
+num_iters=${PULSE_TRAIN_ITERS:-1000}
 model=(
     --pulse-backbone sdxl-tiny
     --pulse-option sample_size=32

@@ -13,12 +13,15 @@ from xml.etree import ElementTree
 from megatron_pulse.planner.costs import ChainCosts, Evaluation
 from megatron_pulse.planner.partition import Partition
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1200.0, 82.0, 210.0, 62.0, 46.0
+_WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1200.0, 82.0, 210.0, 62.0, 52.0
 _CHAIN = _WIDTH - _LEFT - _RIGHT
 _BAR = 22.0
 _LABELS = 30.0  # two lines of text below the bars of a row
 _SHADES = ((0xF9, 0xE2, 0x8A), (0x5C, 0xB5, 0x8C), (0x1F, 0x3B, 0x73))
-_TRAVEL, _HOME, _INK, _FAINT = "#d1193e", "#8c8c8c", "#222222", "#dddddd"
+_INK, _FAINT = "#222222", "#dddddd"
+_CHAIN_LINE = {"stroke": "#555555", "stroke_dasharray": "3 2"}
+_HOME = {"fill": "none", "stroke": "#8c8c8c", "stroke_width": "0.8"}
+_TRAVEL = {"fill": "none", "stroke": "#d1193e", "stroke_width": "1.8"}
 
 
 def draw_partition(
@@ -44,7 +47,7 @@ class _Drawing:
         even = _CHAIN / len(times)
         scale = (_CHAIN - least * len(times)) / whole if whole else 0.0
         widths = [least + scale * time if whole else even for time in times]
-        self.edges = [_LEFT, *itertools.accumulate(widths, initial=_LEFT)][1:]
+        self.edges = list(itertools.accumulate(widths, initial=_LEFT))
         self.home = [partition.device_of_layer(i) for i in range(len(times))]
         self.svg = ElementTree.Element(
             "svg",
@@ -61,8 +64,8 @@ class _Drawing:
         self._text(_LEFT, 45, subtitle, size=12, fill="#555555")
         self._rows()
         self._handovers()
-        self._skips()
         self._units()
+        self._skips()
         self._stages()
         self._loads()
         self._legend()
@@ -94,8 +97,7 @@ class _Drawing:
             x = self.edges[cuts[stage]]
             y1, y2 = (self._bar_top(d) + _BAR / 2 for d in (one, other))
             size = self.costs.boundary_bytes[cuts[stage]]
-            line = self._add("line", x1=x, y1=y1, x2=x, y2=y2, stroke="#555555")
-            line.set("stroke-dasharray", "3 2")
+            line = self._add("line", x1=x, y1=y1, x2=x, y2=y2, **_CHAIN_LINE)
             self._hint(line, f"stage {stage - 1} to {stage}: {size / 1e6:.3g} MB each way")
 
     def _units(self) -> None:
@@ -108,9 +110,9 @@ class _Drawing:
                 height=_BAR,
                 fill=_shade(i / max(1, len(self.home) - 1)),
                 stroke="white",
+                stroke_width=0.4,
+                class_="unit",
             )
-            bar.set("stroke-width", "0.4")
-            bar.set("class", "unit")
             self._hint(
                 bar,
                 f"{name}: forward {_ms(self.costs.forward_s[i])}, backward "
@@ -128,18 +130,14 @@ class _Drawing:
             travels = one != other
             room = self.row - _LABELS - _BAR - 4
             lift = room * (0.3 + 0.7 * (skip.destination - skip.source) / span) / 0.75
-            top = min(y1, y2) - lift if not travels else None
-            bend = 0.12 * (x2 - x1)
-            path = (
-                f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {top:.1f} {x2 - bend:.1f} {top:.1f} "
-                f"{x2:.1f} {y2:.1f}"
-                if top is not None
-                else f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {y1 - lift:.1f} {x2 - bend:.1f} "
-                f"{y2 - lift:.1f} {x2:.1f} {y2:.1f}"
+            top, bend = min(y1, y2) - lift, 0.12 * (x2 - x1)
+            arc = self._add(
+                "path",
+                d=f"M{x1:.1f} {y1:.1f}C{x1 + bend:.1f} {top:.1f} {x2 - bend:.1f} {top:.1f} "
+                f"{x2:.1f} {y2:.1f}",
+                **(_TRAVEL if travels else _HOME),
+                class_="skip travels" if travels else "skip home",
             )
-            arc = self._add("path", d=path, fill="none", stroke=_TRAVEL if travels else _HOME)
-            arc.set("stroke-width", "1.8" if travels else "0.8")
-            arc.set("class", "skip travels" if travels else "skip home")
             self._hint(
                 arc,
                 f"{self.costs.names[skip.source]} to {self.costs.names[skip.destination]}: "
@@ -151,16 +149,19 @@ class _Drawing:
         return self.home[source] != self.home[destination]
 
     def _stages(self) -> None:
-        """A frame and two lines of text for each stage, as long as there is room for."""
-        cuts = self.partition.cuts
+        """A frame for each stage, and below it what there is room for, clear of other lines."""
+        placed, cuts = self.partition.placement.device_of_stage, self.partition.cuts
+        crossed = [
+            (self.edges[cuts[s]], *sorted((placed[s - 1], placed[s])))
+            for s in range(1, len(placed))
+        ]
         for device in range(self.devices):
             stages = self.partition.placement.stages_of_device(device)
             spans = [(self.edges[cuts[s]], self.edges[cuts[s + 1]]) for s in stages]
             borders = [(a[1] + b[0]) / 2 for a, b in itertools.pairwise(spans)]
-            bounds = [_LEFT, *borders, _LEFT + _CHAIN]
-            for k, stage in enumerate(stages):
-                left, right = spans[k]
-                top = self._bar_top(device)
+            lines = [x for x, upper, lower in crossed if upper <= device < lower]
+            top = self._bar_top(device)
+            for k, (stage, (left, right)) in enumerate(zip(stages, spans, strict=True)):
                 self._add(
                     "rect",
                     x=left,
@@ -170,40 +171,34 @@ class _Drawing:
                     fill="none",
                     stroke=_INK,
                 )
-                layers = range(cuts[stage], cuts[stage + 1])
-                names = [self.costs.names[i] for i in layers]
-                ends = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
-                units = f"{len(names)} unit{'s' * (len(names) > 1)}"
-                took = _ms(sum(self.times[i] for i in layers))
-                lines = (
-                    ((f"stage {stage}: {units}, {took}", f"stage {stage}", str(stage)), 11, _INK),
-                    ((ends, _shorter(names[0]), ""), 10, "#666666"),
-                )
-                for number, (texts, size, colour) in enumerate(lines):
-                    self._fitting(
-                        texts,
-                        (left + right) / 2,
-                        (bounds[k] + 2, bounds[k + 1] - 2),
-                        top + _BAR + 12 + 12 * number,
-                        size,
-                        colour,
-                    )
+                low, high = [_LEFT, *borders, _LEFT + _CHAIN][k : k + 2]
+                stops = sorted([low, high, *(x for x in lines if low < x < high)])
+                self._label(stage, (left + right) / 2, list(itertools.pairwise(stops)), top + _BAR)
 
-    def _fitting(
-        self,
-        texts: tuple[str, ...],
-        centre: float,
-        room: tuple[float, float],
-        y: float,
-        size: int,
-        colour: str,
+    def _label(
+        self, stage: int, centre: float, rooms: list[tuple[float, float]], below: float
     ) -> None:
-        """The first of ``texts`` that is not wider than ``room``, as near ``centre`` as it goes."""
-        for text in texts:
-            half = 0.27 * size * len(text)
-            if 2 * half <= room[1] - room[0]:
-                x = min(max(centre, room[0] + half), room[1] - half)
-                self._text(x, y, text, size=size, fill=colour, anchor="middle")
+        """The longest text that fits into one of ``rooms``, as near ``centre`` as it goes."""
+        layers = self.partition.layers_of_stage(stage)
+        names = [self.costs.names[i] for i in layers]
+        ends = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+        units = f"{len(names)} unit{'s' * (len(names) > 1)}"
+        took = _ms(sum(self.times[i] for i in layers))
+        for texts in (
+            (f"stage {stage}: {units}, {took}", ends),
+            (f"stage {stage}", took),
+            (str(stage), ""),
+        ):
+            half = max(0.28 * 11 * len(texts[0]), 0.28 * 10 * len(texts[1])) + 3
+            places = [
+                min(max(centre, low + half), high - half)
+                for low, high in rooms
+                if 2 * half <= high - low
+            ]
+            if places:
+                x = min(places, key=lambda place: abs(place - centre))
+                self._text(x, below + 12, texts[0], size=11, anchor="middle", halo=True)
+                self._text(x, below + 24, texts[1], 10, "#666666", anchor="middle", halo=True)
                 return
 
     def _loads(self) -> None:
@@ -220,38 +215,35 @@ class _Drawing:
             self._add(
                 "rect", x=begin + width, y=top, width=full - width, height=_BAR, fill="#c4c4c4"
             )
-            self._text(begin + full + 6, top + _BAR / 2 + 4, _ms(load), size=12)
+            self._text(begin + room + 8, top + _BAR / 2 + 4, _ms(load), size=12)
+            x = begin + room * mean / largest
+            mark = self._add("line", x1=x, y1=top - 5, x2=x, y2=top + _BAR, stroke=_INK)
+            self._hint(mark, f"mean computing time {_ms(mean)}")
             share = f"computes {part / mean:.2f} of the mean" if mean else ""
             self._text(begin, top + _BAR + 12, share, size=10, fill="#666666")
-        x = begin + room * mean / largest
-        bottom = self.height - _BOTTOM
-        line = self._add("line", x1=x, y1=_TOP, x2=x, y2=bottom, stroke=_INK)
-        line.set("stroke-dasharray", "1 3")
-        self._hint(line, f"mean computing time {_ms(mean)}")
 
     def _legend(self) -> None:
-        y, x = self.height - 20, _LEFT
+        y, x = self.height - 26, _LEFT
         self._text(x, y + 4, "first unit", size=11)
         for k in range(40):
             self._add("rect", x=x + 56 + 3 * k, y=y - 6, width=3.2, height=12, fill=_shade(k / 39))
         self._text(x + 182, y + 4, "last unit", size=11)
         travelling = sum(self._travels(s.source, s.destination) for s in self.costs.skips)
         at_home = len(self.costs.skips) - travelling
-        for x, colour, width, text in (
-            (x + 270, _HOME, "0.8", f"skip that stays on its device ({at_home})"),
-            (x + 520, _TRAVEL, "1.8", f"skip that travels ({travelling})"),
+        for offset, style, text in (
+            (270, _HOME, f"skip that stays on its device ({at_home})"),
+            (520, _TRAVEL, f"skip that travels ({travelling})"),
         ):
-            self._add("path", d=f"M{x} {y + 5}q18 -16 36 0", fill="none", stroke=colour).set(
-                "stroke-width", width
-            )
-            self._text(x + 44, y + 4, text, size=11)
-        line = self._add("line", x1=x + 200, y1=y, x2=x + 236, y2=y, stroke="#555555")
-        line.set("stroke-dasharray", "3 2")
-        self._text(x + 244, y + 4, "the chain goes on", size=11)
+            self._add("path", d=f"M{x + offset} {y + 5}q18 -16 36 0", **style)
+            self._text(x + offset + 44, y + 4, text, size=11)
+        self._add("line", x1=x + 720, y1=y, x2=x + 756, y2=y, **_CHAIN_LINE)
+        self._text(x + 764, y + 4, "the chain goes on", size=11)
 
     def _add(self, tag: str, **attributes: str | float) -> ElementTree.Element:
         written = {
-            key: value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+            key.rstrip("_").replace("_", "-"): value
+            if isinstance(value, str)
+            else f"{value:.2f}".rstrip("0").rstrip(".")
             for key, value in attributes.items()
         }
         return ElementTree.SubElement(self.svg, tag, written)
@@ -265,8 +257,17 @@ class _Drawing:
         fill: str = _INK,
         weight: str = "normal",
         anchor: str = "start",
+        halo: bool = False,
     ) -> None:
+        if halo:  # lines below the text fade
+            behind = self._add("text", x=x, y=y, stroke="white", stroke_width=4, opacity=0.8)
+            self._write(behind, text, size, weight, anchor)
         element = self._add("text", x=x, y=y, fill=fill)
+        self._write(element, text, size, weight, anchor)
+
+    def _write(
+        self, element: ElementTree.Element, text: str, size: int, weight: str, anchor: str
+    ) -> None:
         element.set("font-size", str(size))
         element.set("font-weight", weight)
         element.set("text-anchor", anchor)
@@ -282,10 +283,6 @@ def _shade(depth: float) -> str:
     k = min(int(at), len(_SHADES) - 2)
     mixed = (round(a + (at - k) * (b - a)) for a, b in zip(_SHADES[k], _SHADES[k + 1], strict=True))
     return "#" + "".join(f"{value:02x}" for value in mixed)
-
-
-def _shorter(name: str) -> str:
-    return name if len(name) <= 12 else name[:11] + "…"
 
 
 def _ms(seconds: float) -> str:

@@ -143,9 +143,11 @@ class _SkipSums:
 
 
 def optimal_fold(
-    pairs: PairCosts, closed: Bools | None, order: tuple[str, ...]
+    pairs: PairCosts, closed: Bools | None, order: tuple[str, ...], slack: float = 0.0
 ) -> tuple[int, ...] | None:
     """Cuts of the fold that is smallest by the measures of ``order``, the first first.
+
+    A measure may be larger than its smallest value by the share ``slack`` where a later one gains.
 
     ``closed[a, b]`` says that no skip has exactly one end among the layers a <= i < b, which then
     must hold at every cut. None if no fold is legal and fits.
@@ -161,7 +163,7 @@ def optimal_fold(
         if found is None:
             return None
         value, cuts = found
-        caps[measure] = value * SLACK
+        caps[measure] = value * (1 + slack) * SLACK
     return cuts
 
 
@@ -218,26 +220,27 @@ def _next_level(
     pair: int,
 ) -> _Level | None:
     found: list[tuple[Ints, Ints, Floats, Ints]] = []
-    for part in _portions(pairs, caps, level, pair):
-        state, a2, b2 = part
-        a, b = level.a[state], level.b[state]
-        keep = pairs.fits(pair, a, a2, b2, b)
+    for state, a2, b2 in _portions(pairs, caps, level, pair):
         if closed is not None and pair + 1 < pairs.num_pairs:
-            keep &= closed[a2, b2]
-        values = {}
-        for name in {measure, *caps}:
-            values[name] = getattr(pairs, name)(a, a2, b2, b)
-            if name != "bytes":
-                keep &= values[name] <= caps.get(name, np.inf) * SLACK
+            state, a2, b2 = _where(closed[a2, b2], state, a2, b2)
+        a, b = level.a[state], level.b[state]
+        state, a2, b2 = _where(pairs.fits(pair, a, a2, b2, b), state, a2, b2)
+        for name in ("load", "stage"):
+            if caps.get(name, np.inf) < np.inf:
+                values = getattr(pairs, name)(level.a[state], a2, b2, level.b[state])
+                state, a2, b2 = _where(values <= caps[name] * SLACK, state, a2, b2)
+        values = getattr(pairs, measure)(level.a[state], a2, b2, level.b[state])
         before = level.value[state]
-        total = (
-            before + values[measure] if measure == "bytes" else np.maximum(before, values[measure])
-        )
-        found.append(_best(a2[keep], b2[keep], total[keep], state[keep]))
+        total = before + values if measure == "bytes" else np.maximum(before, values)
+        found.append(_best(a2, b2, total, state))
     if not found:
         return None
     a2, b2, value, parent = (np.concatenate(column) for column in zip(*found, strict=True))
     return _Level(*_best(a2, b2, value, parent)) if len(a2) else None
+
+
+def _where(keep: Bools, *columns: Ints) -> tuple[Ints, ...]:
+    return tuple(column[keep] for column in columns)
 
 
 def _best(a: Ints, b: Ints, value: Floats, parent: Ints) -> tuple[Ints, Ints, Floats, Ints]:

@@ -13,9 +13,11 @@ from megatron_pulse.planner.fold import SLACK, Bools, Ints, PairCosts
 
 
 def optimal_row(
-    pairs: PairCosts, num_stages: int, order: tuple[str, ...]
+    pairs: PairCosts, num_stages: int, order: tuple[str, ...], slack: float = 0.0
 ) -> tuple[int, ...] | None:
     """Cuts into ``num_stages`` that are smallest by the measures of ``order``, the first first.
+
+    A measure may be larger than its smallest value by the share ``slack`` where a later one gains.
 
     None if no cuts fit the devices' memory.
     """
@@ -32,7 +34,9 @@ def optimal_row(
             return None
         value, cuts = found
         if measure != "bytes":
-            allowed = [stage & (tables[measure] <= value * SLACK) for stage in allowed]
+            allowed = [
+                stage & (tables[measure] <= value * (1 + slack) * SLACK) for stage in allowed
+            ]
     return cuts
 
 

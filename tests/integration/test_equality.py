@@ -26,6 +26,7 @@ def one_process(backbone: str, *more: str) -> Run:
         ("unet", 4, ["--recompute-granularity", "full"]),
         ("unet", 2, ["--pulse-placement", "sequential", "--pulse-schedule", "gpipe"]),
         ("unet", 2, ["--pulse-placement", "interleaved"]),
+        ("unet", 4, ["--pulse-partition", "soft", "--pulse-profile", "A100-80GB"]),
     ],
 )
 def test_placements_are_bit_identical(backbone: str, num_devices: int, flags: list[str]) -> None:

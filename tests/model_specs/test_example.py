@@ -22,7 +22,7 @@ def test_it_fits_on_a_page():
 def test_tensors_are_as_declared(dtype, one_rank):
     backbone = model_specs.load_backbone("example-tiny", {"depth": 2, "image_size": 8})
     assert check_backbone(backbone) == []
-    assert len(backbone.skips) == 2 and largest_fold(len(backbone.layers), backbone.skips) == 4
+    assert len(backbone.skips) == 2 and largest_fold(len(backbone.layers), backbone.skips) == 3
     chain = build_chain(backbone, dtype)
     image, fields = chain.batch(3)
     assert chain(image, fields).isfinite().all()

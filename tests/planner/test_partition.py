@@ -90,6 +90,15 @@ def score(costs: ChainCosts, partition: Partition, goal: Goal) -> tuple[float, .
     return tuple(round(values[measure], 6) for measure in goal.order)
 
 
+def acceptable(options: list[tuple[float, ...]], slack: float) -> set[tuple[float, ...]]:
+    """Those that are best by one measure after the other, within the slack."""
+    for at in range(len(options[0])):
+        limit = min(option[at] for option in options)
+        limit *= 1 + slack * (at + 1 < len(options[0]))
+        options = [option for option in options if option[at] <= limit + 1e-6]
+    return set(options)
+
+
 def random_goal(rng: random.Random) -> Goal:
     in_flight = tuple(rng.randint(1, 3) for _ in range(8))
     limit = rng.randint(15, 80)
@@ -104,6 +113,7 @@ def random_goal(rng: random.Random) -> Goal:
         link=Link(rng.choice((0, 0.5)), rng.choice((float("inf"), 2.0))),
         lam=rng.choice((0, 1, 2)),
         memory=rules,
+        slack=rng.choice((0.0, 0.0, 0.2)),
     )
 
 
@@ -111,7 +121,7 @@ def random_goal(rng: random.Random) -> Goal:
 @pytest.mark.parametrize("block", range(20))
 def test_optimal_among_all_cuts(placement_of, block: int) -> None:
     """2,000 random chains of up to 12 layers: exact and soft folds and sequential stages, loads and
-    stages, with and without links and memory limits."""
+    stages, with and without links, memory limits and slack."""
     for seed in range(50 * block, 50 * block + 50):
         rng = random.Random(seed)
         placement = placement_of(rng.randint(2, 4))
@@ -129,7 +139,7 @@ def test_optimal_among_all_cuts(placement_of, block: int) -> None:
             continue
         found = find_partition(costs, placement, goal)
         assert found.placement == placement
-        assert score(costs, found, goal) == min(options), seed
+        assert score(costs, found, goal) in acceptable(options, goal.slack), seed
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -14,8 +14,9 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.planner.costs import weighted_costs
 from megatron_pulse.planner.embedders import EmbedderChoice
+from megatron_pulse.planner.partition import Partition
 from megatron_pulse.planner.placement import make_placement
-from megatron_pulse.planner.plan import make_plan
+from megatron_pulse.planner.plan import Plan, make_plan
 from megatron_pulse.runtime.executor import Executor, RunSettings, message_spec
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.links import Links
@@ -51,7 +52,7 @@ class Outcome:
     replica_bytes: int = 0
 
 
-def _batch(backbone: Backbone, case: Case, step: int, microbatch: int) -> dict[str, Tensor]:
+def make_batch(backbone: Backbone, case: Case, step: int, microbatch: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
     spec = backbone.input_spec
     shape = spec.full_shape(case.micro_batch_size)
@@ -80,14 +81,11 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
     device = group.rank() if group is not None else 0
     placement = make_placement(case.placement, num_devices, case.num_chunks)
     costs = weighted_costs(backbone, [1.0] * len(backbone.layers))
-    plan = make_plan(
-        backbone, costs, placement, case.schedule if placement.num_stages > 1 else "auto"
-    )
+    schedule = case.schedule if placement.num_stages > 1 else "auto"
     if case.cuts is not None and num_devices > 1:
-        from megatron_pulse.planner.partition import Partition
-        from megatron_pulse.planner.plan import Plan
-
-        plan = Plan(backbone, Partition(placement, case.cuts), case.schedule)
+        plan = Plan(backbone, Partition(placement, case.cuts), schedule)
+    else:
+        plan = make_plan(backbone, costs, placement, schedule)
     if num_devices > 1:
         choices = tuple(EmbedderChoice(name, 0, 0, True) for name in case.replicated)
         plan = replace(plan, embedders=choices)
@@ -139,7 +137,7 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
     outcome = Outcome()
     for step in range(case.steps):
         optimizer.zero_grad()
-        batches = (_batch(backbone, case, step, m) for m in range(case.num_microbatches))
+        batches = (make_batch(backbone, case, step, m) for m in range(case.num_microbatches))
         outcome.losses += [loss.item() for loss in executor.run(batches, settings)]
         assert executor.held_bytes == 0
         if step == 0:

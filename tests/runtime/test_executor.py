@@ -206,3 +206,28 @@ def test_a_silent_rank_is_a_timeout_that_names_it() -> None:
     assert "no answer within 3 s" in output
     assert "pipeline device 1 (rank 1)" in output
     assert "stage" in output and "microbatch" in output
+
+
+# Cuts of folds that leave some skips on two devices, which then travel directly.
+SOFT = {
+    "nested": {2: (0, 2, 4, 8, 10), 4: (0, 1, 3, 4, 5, 6, 7, 9, 10)},
+    "crossing": {2: (0, 3, 5, 6, 10), 4: (0, 1, 2, 3, 4, 6, 7, 8, 10)},
+    "conditioned": {2: (0, 2, 3, 9, 10), 4: (0, 2, 3, 4, 5, 6, 7, 8, 10)},
+}
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_skips_that_travel_under_a_fold_equal_one_process(num_devices: int) -> None:
+    cases = [
+        (name, Case("fold", m, "wave", dtype="float32", steps=2, cuts=cuts[num_devices]))
+        for name, cuts in SOFT.items()
+        for m in (num_devices - 1, num_devices, 2 * num_devices + 1)
+    ]
+    expected = reference(cases)
+    ranks = run_ranks(num_devices, run_cases, cases, timeout_s=240)
+    for i, (name, case) in enumerate(cases):
+        got = merge([outcomes[i] for outcomes in ranks])
+        assert got.skip_bytes > 0, name
+        assert got.losses == expected[i].losses, f"{name} {case}"
+        different = differences(got.parameters, expected[i].parameters)
+        assert not different, f"{name} {case}: {different}"

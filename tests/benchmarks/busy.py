@@ -1,0 +1,155 @@
+"""Predicted against measured: two profiles of this machine, and the busy time of each device.
+
+For a U-ViT and a UNet: profiles twice, partitions by each over 2 folded ranks, runs the first
+partition, and compares the time that each rank spends in its operations with what the profile says.
+
+    .venv/bin/python -m tests.benchmarks.busy
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+from tests.ranks import run_ranks
+
+BACKBONES: dict[str, tuple[str, dict[str, Any]]] = {
+    "uvit": ("uvit-tiny", {"depth": 10, "embed_dim": 256, "num_heads": 4, "image_size": 24}),
+    "unet": ("sd-tiny", {"block_out_channels": (64, 64, 128, 128), "sample_size": 32}),
+}
+MICRO_BATCH_SIZE = 4
+
+
+def profile(kind: str) -> Any:
+    """A measured profile in a process of its own."""
+    import torch
+
+    from megatron_pulse.profile.measure import measure
+    from model_specs import load_backbone
+
+    torch.set_num_threads(1)
+    name, options = BACKBONES[kind]
+    return measure(load_backbone(name, options), [MICRO_BATCH_SIZE])
+
+
+def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) -> list[float]:
+    """Seconds that this rank spends in operations, for each step."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_pulse.planner.partition import Partition
+    from megatron_pulse.planner.placement import fold
+    from megatron_pulse.planner.plan import Plan
+    from megatron_pulse.runtime.executor import Executor, RunSettings, message_spec
+    from megatron_pulse.runtime.failures import default_board
+    from megatron_pulse.runtime.links import Links
+    from megatron_pulse.runtime.stage import Stage
+    from model_specs import load_backbone
+    from tests.runtime.equality import Case, make_batch, mean_squared_error
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world)
+    model_parallel_cuda_manual_seed(1)
+    name, options = BACKBONES[kind]
+    backbone = load_backbone(name, options)
+    plan = Plan(backbone, Partition(fold(world), cuts))
+    step = plan.step(num_microbatches)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
+    )
+    settings = RunSettings(MICRO_BATCH_SIZE, torch.float32, torch.device("cpu"), mean_squared_error)
+    stages = {
+        s: Stage(config, backbone, plan.routes, s, seed=1)
+        for s in plan.placement.stages_of_device(rank)
+    }
+    board = default_board()
+    links = Links(
+        dist.group.WORLD, lambda m: settings.make_empty(message_spec(plan.routes, m)), board, 60.0
+    )
+    executor = Executor(
+        backbone, plan.routes, step.schedule, step.programs[rank], rank, stages, links, board
+    )
+    spent = 0.0
+    run = executor._run
+
+    def timed(operation: Any) -> None:
+        nonlocal spent
+        start = time.perf_counter()
+        run(operation)
+        spent += time.perf_counter() - start
+
+    executor._run = timed  # type: ignore[method-assign]
+    case = Case("fold", num_microbatches, dtype="float32", micro_batch_size=MICRO_BATCH_SIZE)
+    batches = [make_batch(backbone, case, 0, m) for m in range(num_microbatches)]
+    seconds = []
+    for _ in range(steps):
+        spent = 0.0
+        executor.run(iter(batches), settings)
+        seconds.append(spent)
+        dist.barrier()
+    return seconds[2:]
+
+
+def main() -> None:
+    """Measure and print."""
+    from megatron_pulse.planner.partition import Goal, find_partition
+    from megatron_pulse.planner.placement import fold
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    results = []
+    for kind in BACKBONES:
+        goal = Goal(collocate=True)
+        loads, partitions = [], []
+        profiles = [run_ranks(1, profile, kind, timeout_s=300)[0] for _ in range(2)]
+        first = profiles[0].at(MICRO_BATCH_SIZE)
+        for found in profiles:
+            costs = found.at(MICRO_BATCH_SIZE)
+            partitions.append(find_partition(costs, fold(2), goal))
+            loads.append(goal.evaluate(costs, partitions[-1]))
+        ranks = run_ranks(
+            2, busy, kind, partitions[0].cuts, args.microbatches, args.steps + 2, timeout_s=600
+        )
+        measured = [statistics.median(seconds) for seconds in ranks]
+        predicted = [args.microbatches * seconds for seconds in loads[0].compute_s]
+        results.append(
+            {
+                "backbone": kind,
+                "largest_load_s": [max(load.load_s) for load in loads],
+                "second_partition_s": max(goal.evaluate(first, partitions[1]).load_s),
+                "predicted_busy_s": predicted,
+                "measured_busy_s": measured,
+            }
+        )
+    if args.json:
+        print(json.dumps(results))
+        return
+    for result in results:
+        first, second = result["largest_load_s"]
+        print(
+            f"{result['backbone']}: predicted load by two profiles {1e3 * first:.1f} and "
+            f"{1e3 * second:.1f} ms per microbatch ({100 * (second / first - 1):+.1f} %); the "
+            f"second's partition by the first profile: "
+            f"{100 * (result['second_partition_s'] / first - 1):+.1f} %"
+        )
+        pairs = zip(result["predicted_busy_s"], result["measured_busy_s"], strict=True)
+        for device, (said, seen) in enumerate(pairs):
+            print(
+                f"  device {device}: {1e3 * said:.0f} ms busy predicted, {1e3 * seen:.0f} ms "
+                f"measured ({100 * (said / seen - 1):+.1f} %)"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Memory: Megatron's bytes of a parameter, and what schedules have in flight."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_pulse.planner.memory import bytes_per_parameter, in_flight
+from megatron_pulse.planner.placement import (
+    Placement,
+    fold,
+    interleaved,
+    make_placement,
+    sequential,
+)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "whole", "divided_by_4"),
+    [("bfloat16", 18, 9), ("float16", 20, 8), ("float32", 16, 10)],
+)
+def test_bytes_of_a_parameter(dtype: str, whole: float, divided_by_4: float) -> None:
+    assert bytes_per_parameter(dtype) == whole
+    assert bytes_per_parameter(dtype, data_parallel=4) == whole
+    assert bytes_per_parameter(dtype, distributed_optimizer=True) == whole
+    assert bytes_per_parameter(dtype, True, 4) == divided_by_4
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 9])
+def test_1f1b_holds_one_microbatch_less_on_each_next_stage(num_microbatches: int) -> None:
+    expected = tuple(min(num_microbatches, 4 - stage) for stage in range(4))
+    assert in_flight(sequential(4), num_microbatches) == expected
+
+
+def test_one_device_holds_one_microbatch() -> None:
+    assert in_flight(make_placement("fold", 1), 8) == (1,)
+
+
+@pytest.mark.parametrize("placement", [fold(2), fold(3), interleaved(2)])
+def test_what_is_in_flight_is_possible(placement: Placement) -> None:
+    held = in_flight(placement, 6)
+    assert len(held) == placement.num_stages
+    assert all(1 <= count <= 6 for count in held)
+    assert held[0] == max(held)  # the first stage waits longest for its backward
+    assert all(1 <= count <= 6 for count in in_flight(placement, 6, effort=1))
+    assert in_flight(placement, 1) == (1,) * placement.num_stages
+
+
+def test_a_fold_holds_as_much_as_its_cap() -> None:
+    assert in_flight(fold(2), 4) == (4, 3, 2, 1)
