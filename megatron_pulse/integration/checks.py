@@ -165,13 +165,14 @@ def _unwritable(folder: Path) -> str | None:
     return None
 
 
-def check_world(args: argparse.Namespace) -> None:
-    """Raise FlagError if any rank was started with other flags (collective)."""
+def check_world(args: argparse.Namespace, plan_digest: str) -> None:
+    """Raise FlagError if any rank was started with other flags or plans otherwise (collective)."""
     import torch.distributed as dist
 
     own = {k: repr(v) for k, v in vars(args).items() if k not in _PER_RANK}
-    flags: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(flags, own)
+    gathered: list[tuple[dict[str, str], str]] = [({}, "") for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, (own, plan_digest))
+    flags = [rank_flags for rank_flags, _ in gathered]
     faults = []
     for rank, theirs in enumerate(flags):
         for name in sorted({**flags[0], **theirs}):
@@ -180,6 +181,13 @@ def check_world(args: argparse.Namespace) -> None:
                     f"rank {rank} was started with {_flag(name)} {theirs.get(name)}, "
                     f"rank 0 with {flags[0].get(name)}: start every rank with the same flags"
                 )
+    if not faults:
+        faults = [
+            f"rank {rank} plans otherwise than rank 0, though its flags are the same (another GPU "
+            "or torch version?): plan by a file, --pulse-profile FILE"
+            for rank, (_, digest) in enumerate(gathered)
+            if digest != gathered[0][1]
+        ]
     if faults:
         raise FlagError(faults)
 

@@ -21,19 +21,19 @@ from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS, Device, Roofl
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.layer_call import describe_chain
 from megatron_pulse.profile.profile import Profile
+from model_specs import load_backbone
 
 
 def plan_run(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
     """The plan that these flags ask for; raises ValueError (PlanError, ProfileError, ...).
 
-    Every rank comes to the same plan by itself: nothing here depends on the rank.
+    Every rank comes to it by itself; ``check_world`` compares what they came to.
     """
-    sizes = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
-    replicas = args.world_size // sizes
-    samples_per_pass = args.micro_batch_size * replicas
-    num_microbatches = (args.global_batch_size or samples_per_pass) // samples_per_pass
+    count = num_microbatches(args)
     placement = options.make_placement(args.pipeline_model_parallel_size)
-    profile = _profile(args, options, backbone)
+    # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
+    whole = load_backbone(backbone.record["name"], backbone.record["options"])
+    profile = _profile(args, options, whole)
     costs = _costs(args, profile, backbone)
     plan = make_plan(
         backbone,
@@ -44,20 +44,32 @@ def plan_run(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
         Goal(
             collocate=placement.kind is PlacementKind.FOLD and options.partition == "exact",
             link=Link(options.link_us * 1e-6, options.link_gbs * 1e9),
-            memory=_memory(args, options, num_microbatches, replicas),
+            memory=_memory(args, options, count),
         ),
     )
     choices = choose_embedders(
         backbone,
         plan.partition,
         [layer.parameters for layer in profile.layers],
-        num_microbatches * args.micro_batch_size,
+        count * args.micro_batch_size,
         ELEMENT_BYTES[profile.dtype],
         options.conditioning,
     )
     plan = replace(plan, embedders=choices)
-    plan.step(num_microbatches)
+    plan.step(count)
     return plan
+
+
+def num_microbatches(args: argparse.Namespace) -> int:
+    """Microbatches of a training step on one pipeline."""
+    per_pass = args.micro_batch_size * _replicas(args)
+    return int((args.global_batch_size or per_pass) // per_pass)
+
+
+def _replicas(args: argparse.Namespace) -> int:
+    return int(
+        args.world_size // (args.pipeline_model_parallel_size * args.tensor_model_parallel_size)
+    )
 
 
 def _dtype(args: argparse.Namespace) -> str:
@@ -111,9 +123,7 @@ def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> Ch
     )
 
 
-def _memory(
-    args: argparse.Namespace, options: PulseOptions, num_microbatches: int, replicas: int
-) -> MemoryRules | None:
+def _memory(args: argparse.Namespace, options: PulseOptions, count: int) -> MemoryRules | None:
     """What a device may hold: ``--pulse-memory-gb``, or else a GPU's memory."""
     limit = options.memory_gb * 1e9 if options.memory_gb is not None else None
     if limit is None and torch.cuda.is_available():
@@ -121,11 +131,11 @@ def _memory(
     if limit is None:
         return None
     per_parameter = bytes_per_parameter(
-        _dtype(args), args.use_distributed_optimizer, data_parallel=replicas
+        _dtype(args), args.use_distributed_optimizer, data_parallel=_replicas(args)
     )
     per_parameter /= args.tensor_model_parallel_size
 
     def rule(placement: Placement) -> MemoryRule:
-        return MemoryRule(limit, per_parameter, in_flight(placement, num_microbatches))
+        return MemoryRule(limit, per_parameter, in_flight(placement, count))
 
     return rule

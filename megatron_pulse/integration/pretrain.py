@@ -34,7 +34,7 @@ from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.integration.data import DiffusionData
 from megatron_pulse.integration.grad_norm import use_layout_independent_grad_norm
 from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
-from megatron_pulse.integration.planning import plan_run
+from megatron_pulse.integration.planning import num_microbatches, plan_run
 from megatron_pulse.integration.schedule import PulseSchedule
 from megatron_pulse.integration.step import wrap_train_step
 from megatron_pulse.planner.plan import Plan
@@ -50,7 +50,7 @@ def main() -> None:
         args, options = _parse()
         plan, data = _prepare(args, options)
         _connect(args)
-        check_world(args)
+        check_world(args, plan.digest(num_microbatches(args)))
         board = default_board()
         _train(args, options, plan, data, board, start)
     except SystemExit:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -12,7 +14,7 @@ from megatron_pulse.planner.communication import (
     CommunicationPlan,
     compile_communication,
 )
-from megatron_pulse.planner.costs import ChainCosts
+from megatron_pulse.planner.costs import ChainCosts, Link
 from megatron_pulse.planner.embedders import EmbedderChoice
 from megatron_pulse.planner.nccl_check import check_events
 from megatron_pulse.planner.partition import Goal, Partition, find_partition
@@ -37,12 +39,22 @@ class StepPlan:
     programs: tuple[tuple[Event, ...], ...]
 
 
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of every stage on one microbatch, and of a boundary between devices."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    link: float
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A partitioned backbone and the schedule that runs it, for any number of microbatches.
 
     ``cap`` bounds the live stage activations of a device (None: the schedule's own default).
-    ``embedders`` says of each embedder whether it is replicated.
+    ``embedders`` says of each embedder whether it is replicated. The schedule is made for
+    ``times``; without them every backward takes twice a forward.
     """
 
     backbone: Backbone
@@ -50,6 +62,7 @@ class Plan:
     schedule_name: str = "auto"
     cap: int | None = None
     embedders: tuple[EmbedderChoice, ...] = ()
+    times: StageTimes | None = None
 
     @cached_property
     def routes(self) -> Routes:
@@ -80,6 +93,12 @@ class Plan:
             "cap": self.cap,
             "embedders": [asdict(choice) for choice in self.embedders],
         }
+
+    def digest(self, num_microbatches: int) -> str:
+        """The same for plans that run alike: stages, embedders, and every device's order."""
+        orders = [[str(op) for op in ops] for ops in self.step(num_microbatches).schedule.order]
+        text = json.dumps([self.summary(), orders], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self) -> str:
         """The plan in a few lines for people."""
@@ -119,17 +138,55 @@ def make_plan(
     require_valid(backbone)
     if goal is None:
         goal = Goal(collocate=placement.kind is PlacementKind.FOLD)
-    return Plan(backbone, find_partition(costs, placement, goal), schedule_name, cap)
+    partition = find_partition(costs, placement, goal)
+    times = stage_times(costs, partition, goal.link)
+    return Plan(backbone, partition, schedule_name, cap, times=times)
+
+
+def stage_times(costs: ChainCosts, partition: Partition, link: Link) -> StageTimes | None:
+    """What each stage takes; None where a stage takes no time, which no schedule can be made for.
+
+    The link's time is the mean of all boundaries between devices.
+    """
+    placement = partition.placement
+    stages = [partition.layers_of_stage(s) for s in range(placement.num_stages)]
+    forward = tuple(sum(costs.forward_s[i] for i in layers) for layers in stages)
+    backward = tuple(sum(costs.backward_s[i] for i in layers) for layers in stages)
+    if min(*forward, *backward) <= 0:
+        return None
+    placed = placement.device_of_stage
+    sent = [
+        link.time_s(costs.boundary_bytes[layers[0]])
+        for s, layers in enumerate(stages)
+        if s and placed[s] != placed[s - 1]
+    ]
+    return StageTimes(forward, backward, sum(sent) / len(sent) if sent else 0.0)
 
 
 @lru_cache(maxsize=64)
-def _schedule(name: str, placement: Placement, num_microbatches: int, cap: int | None) -> Schedule:
-    return make_schedule(name, placement, num_microbatches, cap=cap)
+def _schedule(
+    name: str,
+    placement: Placement,
+    num_microbatches: int,
+    cap: int | None,
+    times: StageTimes | None,
+) -> Schedule:
+    if times is None:
+        return make_schedule(name, placement, num_microbatches, cap=cap)
+    return make_schedule(
+        name,
+        placement,
+        num_microbatches,
+        cap=cap,
+        forward=times.forward,
+        backward=times.backward,
+        link=times.link,
+    )
 
 
 @lru_cache(maxsize=64)
 def _compile_step(plan: Plan, num_microbatches: int, forward_only: bool) -> StepPlan:
-    schedule = _schedule(plan.schedule_name, plan.placement, num_microbatches, plan.cap)
+    schedule = _schedule(plan.schedule_name, plan.placement, num_microbatches, plan.cap, plan.times)
     if forward_only:
         schedule = schedule.forward_only()
     communication = compile_communication(plan.routes, schedule)

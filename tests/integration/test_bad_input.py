@@ -129,6 +129,23 @@ def test_ranks_with_different_flags() -> None:
         assert "rank 1 was started with --lr 0.0001, rank 0 with 0.001" in output
 
 
+def plan_otherwise() -> None:
+    from megatron_pulse.planner.plan import Plan
+    from tests.integration.runs import train
+
+    original = Plan.digest
+    rank = os.environ["RANK"]
+    Plan.digest = lambda self, count: original(self, count) + rank  # type: ignore[method-assign]
+    train([*GOOD, *pipeline(2)])
+
+
+def test_ranks_that_plan_differently() -> None:
+    with pytest.raises(RanksFailed) as error:
+        run_ranks(2, plan_otherwise, timeout_s=90)
+    for output in error.value.outputs:
+        assert "rank 1 plans otherwise than rank 0" in output
+
+
 def test_sequence_parallelism_needs_a_sequence() -> None:
     from megatron_pulse.integration.pretrain import _divide
     from model_specs import load_backbone
