@@ -78,9 +78,12 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     )
     group.add_argument(
         "--pulse-schedule",
-        choices=list(SCHEDULES),
+        type=_schedule_name,
         default="auto",
-        help="auto: the wave under fold, 1F1B under sequential, interleaved 1F1B under interleaved",
+        metavar="NAME|FILE.csv",
+        help=f"one of {', '.join(SCHEDULES)}, or a file with a row of operations for each device "
+        "(2F0,2B0 or F2:0,B2:0). auto: the wave under fold, 1F1B under sequential, interleaved "
+        "1F1B under interleaved. zb-h1 (sequential) and zb-v (fold) split the backward pass",
     )
     group.add_argument(
         "--pulse-activation-cap",
@@ -183,6 +186,12 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     )
     parser.set_defaults(**_defaults())
     return parser
+
+
+def _schedule_name(text: str) -> str:
+    if text not in SCHEDULES and not text.endswith(".csv"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SCHEDULES)}, nor a .csv")
+    return text
 
 
 def _defaults() -> dict[str, Any]:

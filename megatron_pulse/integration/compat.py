@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import inspect
 import multiprocessing.managers
 import os
 import stat
@@ -245,6 +246,49 @@ def _close_sockets() -> None:
                 os.close(int(name))
 
 
+def wait_for_weight_gradients() -> None:
+    """Let weight gradients of Megatron's linear layers wait where the runtime wants it.
+
+    Its own fused node computes both gradients; where they are to be split, its collectives and a
+    linear map whose weight gradient waits take its place.
+    """
+    import megatron.core.tensor_parallel.layers as layers
+    from megatron.core.tensor_parallel.mappings import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
+
+    from megatron_pulse.runtime.weight_gradients import can_wait, linear, waiting_weights
+
+    fused = layers.linear_with_grad_accumulation_and_async_allreduce
+    if getattr(fused, "waits", False):
+        return
+
+    signature = inspect.signature(fused)
+
+    @functools.wraps(fused, updated=())
+    def product(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if (later := waiting_weights()) is None:
+            return fused(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        tokens, weight = given["input"], given["weight"]
+        if not can_wait(tokens, weight):
+            return fused(*args, **kwargs)
+        if given["sequence_parallel"]:
+            tokens = gather_from_sequence_parallel_region(
+                tokens, tensor_parallel_output_grad=True, group=given["tp_group"]
+            )
+        elif given["allreduce_dgrad"]:
+            tokens = copy_to_tensor_model_parallel_region(tokens, group=given["tp_group"])
+        return linear(tokens, weight, given["bias"], later=later)
+
+    product.waits = True  # type: ignore[attr-defined]
+    product.warned = True  # type: ignore[attr-defined]
+    layers.linear_with_grad_accumulation_and_async_allreduce = product
+
+
 def patch_megatron() -> None:
     """Apply what needs ``megatron.training`` to be imported. Runs once per process."""
     global _patched
@@ -263,6 +307,7 @@ def patch_megatron() -> None:
         optimizer_class._set_main_param_and_optimizer_states
     )
     _use_fused_adam()
+    wait_for_weight_gradients()
     if _redirect is None:
         return
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem

@@ -16,6 +16,8 @@ skip            to F(t), source to            to B(s), directly
 conditioning    to the first F on every       one sum per device, from the last B
                 device that uses it           on the device that uses it, to B(s)
 ==============  ============================  =====================================
+
+Where backwards are split, input gradients I take the place of B; weight gradients W stay at home.
 """
 
 from __future__ import annotations
@@ -76,6 +78,8 @@ def messages_of(routes: Routes, operation: Operation) -> tuple[Message, ...]:
     """The messages that are ready when ``operation`` has run."""
     if operation.kind is Kind.FORWARD:
         return _forward_messages(routes, operation)
+    if operation.kind is Kind.WEIGHT_GRAD:
+        return ()
     return _gradient_messages(routes, operation)
 
 
@@ -109,7 +113,7 @@ def _gradient_messages(routes: Routes, producer: Operation) -> tuple[Message, ..
 
     def send(payload: Payload, name: str, to_stage: int) -> None:
         if placed[to_stage] != source:
-            consumer = Operation(Kind.BACKWARD, to_stage, producer.microbatch)
+            consumer = Operation(producer.kind, to_stage, producer.microbatch)
             messages.append(Message(producer, consumer, payload, name, source, placed[to_stage]))
 
     if stage > 0:

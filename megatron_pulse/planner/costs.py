@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone, TensorSpec
-    from megatron_pulse.planner.partition import Partition
+    from megatron_pulse.planner.stages import Partition
 
 type Floats = NDArray[np.float64]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron_pulse.planner.placement import Placement
-from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.registry import make_schedule
 
 
@@ -42,6 +41,6 @@ def in_flight(
     most = [0] * placement.num_stages
     for order in schedule.order:
         for operation in order:
-            live[operation.stage] += 1 if operation.kind is Kind.FORWARD else -1
+            live[operation.stage] += operation.kind.live
             most[operation.stage] = max(most[operation.stage], live[operation.stage])
     return tuple(most)

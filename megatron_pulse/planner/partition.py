@@ -9,33 +9,15 @@ from typing import Protocol
 import numpy as np
 
 from megatron_pulse.planner.costs import ChainCosts, Evaluation, Link, MemoryRule, evaluate
-from megatron_pulse.planner.fold import Bools, Ints, PairCosts, optimal_fold
+from megatron_pulse.planner.fold import optimal_fold
+from megatron_pulse.planner.pair_costs import Bools, Ints, PairCosts
 from megatron_pulse.planner.placement import Placement, PlacementKind
 from megatron_pulse.planner.row import optimal_row
+from megatron_pulse.planner.stages import Partition
 
 
 class PartitionError(ValueError):
     """No legal partition exists; the message says why and what would be legal."""
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Stage ``s`` holds the layers ``cuts[s] <= i < cuts[s + 1]``."""
-
-    placement: Placement
-    cuts: tuple[int, ...]
-
-    def layers_of_stage(self, stage: int) -> range:
-        """Indices of the layers in ``stage``."""
-        return range(self.cuts[stage], self.cuts[stage + 1])
-
-    def stage_of_layer(self, layer: int) -> int:
-        """The stage that holds the layer at index ``layer``."""
-        return next(s for s in range(len(self.cuts) - 1) if layer < self.cuts[s + 1])
-
-    def device_of_layer(self, layer: int) -> int:
-        """The device that hosts the layer at index ``layer``."""
-        return self.placement.device_of_stage[self.stage_of_layer(layer)]
 
 
 MemoryRules = Callable[[Placement], MemoryRule]

@@ -6,6 +6,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
@@ -17,13 +18,15 @@ from megatron_pulse.planner.communication import (
 from megatron_pulse.planner.costs import ChainCosts, Link
 from megatron_pulse.planner.embedders import EmbedderChoice
 from megatron_pulse.planner.nccl_check import check_events
-from megatron_pulse.planner.partition import Goal, Partition, find_partition
+from megatron_pulse.planner.partition import Goal, find_partition
 from megatron_pulse.planner.placement import Placement, PlacementKind
 from megatron_pulse.planner.program import Event, compile_program
 from megatron_pulse.planner.routes import Routes, trace_routes
+from megatron_pulse.planner.schedule.files import from_csv
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.validate import validate
+from megatron_pulse.planner.stages import Partition
 
 
 class PlanError(ValueError):
@@ -171,6 +174,8 @@ def _schedule(
     cap: int | None,
     times: StageTimes | None,
 ) -> Schedule:
+    if name.endswith(".csv"):
+        return _read_schedule(Path(name), placement, num_microbatches)
     if times is None:
         return make_schedule(name, placement, num_microbatches, cap=cap)
     return make_schedule(
@@ -182,6 +187,19 @@ def _schedule(
         backward=times.backward,
         link=times.link,
     )
+
+
+def _read_schedule(path: Path, placement: Placement, num_microbatches: int) -> Schedule:
+    try:
+        schedule = from_csv(path.read_text(), placement, path.stem)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"schedule {path}: {error}") from error
+    if schedule.num_microbatches != num_microbatches:
+        raise PlanError(
+            f"schedule {path} is for {schedule.num_microbatches} microbatches, but a step has "
+            f"{num_microbatches}: change --global-batch-size (or --eval-global-batch-size)"
+        )
+    return schedule
 
 
 @lru_cache(maxsize=64)

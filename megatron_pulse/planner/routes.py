@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.planner.partition import Partition
+from megatron_pulse.planner.stages import Partition
 
 
 class Carrier(StrEnum):

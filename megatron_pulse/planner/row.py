@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_pulse.planner.costs import Floats
-from megatron_pulse.planner.fold import SLACK, Bools, Ints, PairCosts
+from megatron_pulse.planner.pair_costs import SLACK, Bools, Ints, PairCosts
 
 
 def optimal_row(

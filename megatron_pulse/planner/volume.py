@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_pulse.planner.costs import ChainCosts
-from megatron_pulse.planner.partition import Partition
+from megatron_pulse.planner.stages import Partition
 
 
 @dataclass(frozen=True)

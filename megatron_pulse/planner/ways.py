@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_pulse.planner.costs import ChainCosts, Evaluation
-from megatron_pulse.planner.partition import Goal, Partition, PartitionError, find_partition
+from megatron_pulse.planner.partition import Goal, PartitionError, find_partition
 from megatron_pulse.planner.placement import PlacementKind, make_placement
+from megatron_pulse.planner.stages import Partition
 from megatron_pulse.planner.volume import Volume, relayed, volume
 
 

@@ -26,6 +26,7 @@ from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.replicas import Replicas
 from megatron_pulse.runtime.skips import TensorStore
+from megatron_pulse.runtime.weight_gradients import Later
 
 Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Tensor, Batch], Tensor]
@@ -60,6 +61,7 @@ class _Saved:
     conditioning: dict[str, Tensor]
     edges: dict[tuple[Payload, str], GradientEdge | None] = field(default_factory=dict)
     loss: Tensor | None = None
+    later: Later | None = None
 
 
 def message_spec(routes: Routes, message: Message) -> TensorSpec:
@@ -75,7 +77,7 @@ def message_spec(routes: Routes, message: Message) -> TensorSpec:
             return next(r.spec for r in routes.skips if r.name == message.name)
         case Payload.CONDITIONING:
             spec = next(c.spec for c in routes.conditioning if c.name == message.name)
-            is_gradient = message.producer.kind is Kind.BACKWARD
+            is_gradient = message.producer.kind is not Kind.FORWARD
             return replace(spec, dtype="float64") if is_gradient else spec
 
 
@@ -117,6 +119,8 @@ class Executor:
         self._fields = {s: batch_fields_of(backbone, routes, s) for s in self._own}
         self._store = TensorStore()
         self._saved: dict[tuple[int, int], _Saved] = {}
+        self._later: dict[tuple[int, int], Later] = {}
+        self._is_split = any(op.kind is Kind.INPUT_GRAD for op in self._position)
         self._conditioning_gradients: dict[tuple[str, int], Tensor] = {}
         self._outgoing: dict[Message, Tensor] = {}
         self._batches: dict[int, Batch] = {}
@@ -178,6 +182,7 @@ class Executor:
     def _give_up(self, operation: Operation | None, error: BaseException) -> None:
         self._store.clear()
         self._saved.clear()
+        self._later.clear()
         self._conditioning_gradients.clear()
         self._outgoing.clear()
         self._batches.clear()
@@ -216,7 +221,7 @@ class Executor:
         """Put a tensor from device ``source`` where its taker on this device finds it."""
         if payload is not Payload.CONDITIONING:
             self._store.put(consumer, payload, name, tensor)
-        elif consumer.kind is Kind.BACKWARD:
+        elif consumer.kind is not Kind.FORWARD:
             self._store.put(consumer, payload, f"{name}@{source}", tensor)
         else:
             edge = next(c for c in self._routes.conditioning if c.name == name)
@@ -240,10 +245,13 @@ class Executor:
     # --- operations ---------------------------------------------------------------------------
 
     def _run(self, operation: Operation) -> None:
-        if operation.kind is Kind.FORWARD:
-            self._forward(operation)
-        else:
-            self._backward(operation)
+        match operation.kind:
+            case Kind.FORWARD:
+                self._forward(operation)
+            case Kind.WEIGHT_GRAD:
+                self._weight_gradient(operation)
+            case _:
+                self._backward(operation)
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
@@ -257,8 +265,10 @@ class Executor:
             name: self._cast(batch[name], self._backbone.batch_fields[name])
             for name in self._fields[stage]
         }
+        if self._is_split and self._training:
+            saved.later = Later()
         outputs, skips, provided = self._stages[stage](
-            saved.inputs, saved.skips, {**given, **saved.conditioning}
+            saved.inputs, saved.skips, {**given, **saved.conditioning}, saved.later
         )
         results = [(Payload.SKIP, name, tensor) for name, tensor in skips.items()]
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
@@ -327,7 +337,7 @@ class Executor:
     def _backward(self, op: Operation) -> None:
         stage = op.stage
         saved = self._saved.pop((stage, op.microbatch))
-        if op.microbatch + 1 == self._schedule.num_microbatches:
+        if self._is_last(op) and op.kind is Kind.BACKWARD:
             self._syncing[stage].close()  # the last microbatch's gradients may be reduced
         if saved.loss is not None:
             loss = saved.loss / self._schedule.num_microbatches
@@ -336,6 +346,33 @@ class Executor:
         else:
             self._backward_from_edges(op, saved)
         self._deliver_gradients(op, saved)
+        if saved.later is not None:
+            self._later[stage, op.microbatch] = saved.later
+
+    def _is_last(self, op: Operation) -> bool:
+        return op.microbatch + 1 == self._schedule.num_microbatches
+
+    def _weight_gradient(self, op: Operation) -> None:
+        later = self._later.pop((op.stage, op.microbatch))
+        if self._is_last(op) and op.stage in self._no_sync:
+            # From here on a gradient that arrives may be reduced. Those that came with input
+            # gradients are all there; an addition of nothing says so.
+            self._syncing[op.stage].close()
+            self._announce(op.stage, later.parameters)
+        later.compute()
+
+    def _announce(self, stage: int, awaited: set[nn.Parameter]) -> None:
+        """Tell Megatron that all gradients of a stage but those ``awaited`` are complete."""
+        elsewhere = tuple(f"{name}." for name in self._routes.replicated)
+        complete = [
+            parameter
+            for name, parameter in _inside(self._stages[stage]).named_parameters()
+            if parameter.requires_grad
+            and parameter not in awaited
+            and not name.startswith(elsewhere)
+        ]
+        if complete:
+            torch.autograd.backward(complete, [torch.zeros_like(p) for p in complete])
 
     def _backward_from_edges(self, op: Operation, saved: _Saved) -> None:
         edges, gradients = [], []
@@ -377,6 +414,13 @@ class Executor:
                 self._deliver(op, edge.source_stage, Payload.CONDITIONING, edge.name, gradient)
             else:
                 self._conditioning_gradients[key] = gradient
+
+
+def _inside(stage: nn.Module) -> nn.Module:
+    """The stage within Megatron's wrappers, whose parameters have their own names."""
+    while isinstance(inner := getattr(stage, "module", None), nn.Module):
+        stage = inner
+    return stage
 
 
 def _gradient(leaf: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_pulse.planner.routes import Carrier, Routes, embedders_of
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.replicas import Replicas
 from megatron_pulse.runtime.sharded_state import ema_entries, sharded_module_state
+from megatron_pulse.runtime.weight_gradients import Later, deferring
 
 Tensors = dict[str, Tensor]
 
@@ -81,14 +83,18 @@ class Stage(MegatronModule):
         self._chain = tuple(modules)  # a tuple: the modules are registered under their names
 
     def forward(
-        self, inputs: tuple[Tensor, ...], skips: Tensors, conditioning: Tensors
+        self,
+        inputs: tuple[Tensor, ...],
+        skips: Tensors,
+        conditioning: Tensors,
+        later: Later | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
         """Run the stage's layers on one microbatch.
 
         ``inputs`` are the boundary tensors, ``skips`` those popped here and pushed in another
         stage, ``conditioning`` what the layers use and do not compute here (fp64 where another
         layer computed it). Returns the boundary tensors, the skips that leave, and the
-        conditioning that leaves (fp64).
+        conditioning that leaves (fp64). Weight gradients that can wait are left to ``later``.
         """
         skips = {**skips, **{name: inputs[i] for name, i in self._boundary_skips.items()}}
         conditioning = {**conditioning, **self._embed(conditioning)}
@@ -98,10 +104,11 @@ class Stage(MegatronModule):
             popped = {name: _alias(skips.pop(name)) for name in spec.pops}
             used = {name: self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
+            run = functools.partial(_run, module, later)
             if self.recompute and torch.is_grad_enabled():
-                results = checkpoint(module, inputs, popped, used, use_reentrant=False)
+                results = checkpoint(run, inputs, popped, used, use_reentrant=False)
             else:
-                results = module(inputs, popped, used)
+                results = run(inputs, popped, used)
             inputs = results[: len(spec.outputs)]
             for name, tensor in zip(spec.provides, results[len(spec.outputs) :], strict=True):
                 conditioning[name] = tensor.double()
@@ -155,6 +162,12 @@ class Stage(MegatronModule):
                 {k.removeprefix("ema."): v for k, v in state_dict.items() if k.startswith("ema.")}
             )
         return super().load_state_dict(own, strict=strict, assign=assign)
+
+
+def _run(module: nn.Module, later: Later | None, *given: Any) -> Any:
+    """A layer; called again to recompute it, it leaves its weight gradients to the same place."""
+    with deferring(later):
+        return module(*given)
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +14,12 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import sharded_state_dict_default
 
 
 class LayerModule(MegatronModule):
     """A Megatron module that knows its tensor-parallel group, which its checkpoints need.
 
-    Containers must be of this class, or ``ShardedModuleList``: Megatron takes everything inside
-    any other container to be replicated.
+    Containers must be of this class: Megatron takes everything inside any other to be replicated.
     """
 
     def __init__(
@@ -31,25 +28,6 @@ class LayerModule(MegatronModule):
         super().__init__(config)
         if pg_collection is not None:
             self.tp_group = pg_collection.tp
-
-
-class ShardedModuleList(torch.nn.ModuleList):
-    """A ModuleList whose children keep their own sharding in distributed checkpoints."""
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """The children's sharded state dicts, under ``prefix`` and their index."""
-        return {
-            key: value
-            for name, child in self.named_children()
-            for key, value in sharded_state_dict_default(
-                child, f"{prefix}{name}.", sharded_offsets, metadata
-            ).items()
-        }
 
 
 class LayerNorm(torch.nn.LayerNorm):

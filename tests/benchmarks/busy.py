@@ -39,32 +39,24 @@ def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) ->
     """Seconds that this rank spends in operations, for each step."""
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_pulse.planner.partition import Partition
     from megatron_pulse.planner.placement import fold
     from megatron_pulse.planner.plan import Plan
+    from megatron_pulse.planner.stages import Partition
     from megatron_pulse.runtime.executor import Executor, RunSettings, message_spec
     from megatron_pulse.runtime.failures import default_board
     from megatron_pulse.runtime.links import Links
     from megatron_pulse.runtime.stage import Stage
     from model_specs import load_backbone
-    from tests.runtime.equality import Case, make_batch, mean_squared_error
+    from tests.runtime.equality import Case, join_pipeline, make_batch, mean_squared_error
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    config, _ = join_pipeline()
     rank, world = dist.get_rank(), dist.get_world_size()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world)
-    model_parallel_cuda_manual_seed(1)
     name, options = BACKBONES[kind]
     backbone = load_backbone(name, options)
     plan = Plan(backbone, Partition(fold(world), cuts))
     step = plan.step(num_microbatches)
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
-    )
     settings = RunSettings(MICRO_BATCH_SIZE, torch.float32, torch.device("cpu"), mean_squared_error)
     stages = {
         s: Stage(config, backbone, plan.routes, s, seed=1)

@@ -20,10 +20,11 @@ import time
 from dataclasses import asdict, dataclass
 
 from megatron_pulse.planner.costs import ChainCosts, Link, SkipCost
-from megatron_pulse.planner.partition import Goal, Partition, find_partition
+from megatron_pulse.planner.partition import Goal, find_partition
 from megatron_pulse.planner.placement import fold
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.simulate import simulate
-from megatron_pulse.planner.schedule.wave import wave
+from megatron_pulse.planner.stages import Partition
 from megatron_pulse.planner.volume import volume
 
 LINK = Link(5e-6, 10e9)
@@ -144,7 +145,9 @@ def predicted_iteration(costs: ChainCosts, partition: Partition) -> float:
         if placement.device_of_stage[s] != placement.device_of_stage[s - 1]
     ]
     link = sum(sent) / len(sent)
-    schedule = wave(placement, NUM_MICROBATCHES, forward=forward, backward=backward, link=link)
+    schedule = make_schedule(
+        "wave", placement, NUM_MICROBATCHES, forward=forward, backward=backward, link=link
+    )
     return simulate(schedule, forward, backward, link).makespan
 
 

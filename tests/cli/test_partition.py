@@ -14,8 +14,9 @@ import pytest
 from megatron_pulse.cli import main
 from megatron_pulse.planner.costs import Link, MemoryRule, evaluate
 from megatron_pulse.planner.memory import in_flight
-from megatron_pulse.planner.partition import Goal, Partition, find_partition
+from megatron_pulse.planner.partition import Goal, find_partition
 from megatron_pulse.planner.placement import fold, make_placement
+from megatron_pulse.planner.stages import Partition
 from megatron_pulse.planner.volume import volume
 from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.files import save_profile

@@ -35,6 +35,7 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "1F1B on a fold": (2, pipeline(2, "--pulse-schedule", "1f1b"), "1f1b"),
     "odd fold": (2, pipeline(2, "--pulse-num-chunks", "3"), "a fold has 2 stages"),
     "cap too small": (2, pipeline(2, "--pulse-activation-cap", "1"), "cap"),
+    "schedule file": (2, pipeline(2, "--pulse-schedule", "none.csv"), "none.csv"),
     "dropout": (1, ["--attention-dropout", "0.1"], "--attention-dropout"),
     "sequence parallel": (
         2,

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
 
 
@@ -52,3 +53,51 @@ def with_order(schedule: Schedule, device: int, order: list[Operation]) -> Sched
     """The schedule with another order on one device."""
     changed = tuple(tuple(order) if d == device else old for d, old in enumerate(schedule.order))
     return Schedule("mutated", schedule.placement, schedule.num_microbatches, changed)
+
+
+def equal(
+    placement: Placement,
+    num_microbatches: int,
+    cap: float | None = None,
+    split: bool = False,
+    link: float = 0.0,
+    backward: float = 2.0,
+) -> ScheduleProblem:
+    """Equal stages: forward 1, ``backward`` whole or in two halves; ``cap`` on every device."""
+    num = placement.num_stages
+    return ScheduleProblem(
+        placement,
+        num_microbatches,
+        (1.0,) * num,
+        (backward / 2 if split else backward,) * num,
+        (backward / 2,) * num if split else None,
+        link,
+        cap=None if cap is None else (float(cap),) * placement.num_devices,
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> ScheduleProblem:
+    """Random times, links, memory and caps, whole or split."""
+    placement = draw(placements())
+    num = placement.num_stages
+
+    def numbers(least: float, most: float) -> tuple[float, ...]:
+        return tuple(draw(st.lists(st.floats(least, most), min_size=num, max_size=num)))
+
+    activation = draw(st.none() | st.just(numbers(0.0, 3.0)))
+    taken = activation or (1.0,) * num
+    cap = tuple(
+        sum(taken[s] for s in placement.stages_of_device(d)) * draw(st.floats(1.0, 3.0))
+        for d in range(placement.num_devices)
+    )
+    return ScheduleProblem(
+        placement,
+        draw(st.integers(1, 6)),
+        numbers(0.1, 5.0),
+        numbers(0.1, 5.0),
+        draw(st.none() | st.just(numbers(0.1, 5.0))),
+        draw(st.sampled_from([0.0, 0.5, 3.0])),
+        activation,
+        draw(st.none() | st.just(cap)),
+    )

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_pulse.planner.costs import ChainCosts, Link, SkipCost, evaluate
 from megatron_pulse.planner.draw_partition import draw_partition
-from megatron_pulse.planner.partition import Goal, Partition, find_partition
+from megatron_pulse.planner.partition import Goal, find_partition
 from megatron_pulse.planner.placement import (
     Placement,
     fold,
@@ -17,6 +17,7 @@ from megatron_pulse.planner.placement import (
     make_placement,
     sequential,
 )
+from megatron_pulse.planner.stages import Partition
 
 NUM = 24
 

@@ -4,9 +4,9 @@ import pytest
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.planner.embedders import choose_embedders
-from megatron_pulse.planner.partition import Partition
 from megatron_pulse.planner.placement import make_placement
 from megatron_pulse.planner.plan import Plan
+from megatron_pulse.planner.stages import Partition
 
 TOKENS = TensorSpec((8,))
 TEXT = TensorSpec((10, 4), dtype="float32")

@@ -26,8 +26,8 @@ from megatron_pulse.planner.placement import fold
 from megatron_pulse.planner.program import Event, Issue, Run, Wait, compile_program
 from megatron_pulse.planner.routes import trace_routes
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.validate import validate
-from megatron_pulse.planner.schedule.wave import wave
 from tests.planner.chains import chain
 from tests.planner.strategies import schedules
 
@@ -90,7 +90,7 @@ def test_compiled_plans_complete(schedule: Schedule, seed: int) -> None:
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_on_demand_groups_deadlock_where_rounds_do_not(num_devices: int) -> None:
     """Measured on NCCL semantics: a fold's unbatched sends and receives block each other."""
-    schedule = wave(fold(num_devices), 2 * num_devices, effort=2)
+    schedule = make_schedule("wave", fold(num_devices), 2 * num_devices, effort=2)
     plan = compiled(schedule)
     assert check_program(schedule, plan) == []
     faults = check_events(on_demand(schedule, plan))

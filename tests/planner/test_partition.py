@@ -10,13 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_pulse.planner.costs import ChainCosts, Link, MemoryRule, SkipCost, weighted_costs
-from megatron_pulse.planner.partition import (
-    Goal,
-    Partition,
-    PartitionError,
-    find_partition,
-    largest_fold,
-)
+from megatron_pulse.planner.partition import Goal, PartitionError, find_partition, largest_fold
 from megatron_pulse.planner.placement import (
     Placement,
     PlacementKind,
@@ -25,6 +19,7 @@ from megatron_pulse.planner.placement import (
     make_placement,
     sequential,
 )
+from megatron_pulse.planner.stages import Partition
 from tests.planner.chains import HUNYUAN_DIT, SD_UNET, SDXL_UNET, UVIT_L, UVIT_S, chain
 
 Edges = Sequence[tuple[int, int]]

@@ -23,7 +23,6 @@ from megatron_pulse.planner.schedule.simulate import (
     simulate,
 )
 from megatron_pulse.planner.schedule.validate import peak_activations, validate
-from megatron_pulse.planner.schedule.wave import wave
 from tests.planner.strategies import schedules
 
 # PULSE (arXiv 2606.19163), figure 9: P = M = 4, one column per slot, stage then microbatch.
@@ -40,9 +39,23 @@ def makespan(schedule: Schedule, forward: float = 1, backward: float = 2, link: 
     return simulate(schedule, [forward] * num, [backward] * num, link).makespan
 
 
+def wave(
+    placement: Placement,
+    num_microbatches: int,
+    cap: int | None = None,
+    times: tuple[float, float] = (1, 2),
+    effort: int | None = None,
+) -> Schedule:
+    forward, backward = ([t] * placement.num_stages for t in times)
+    return make_schedule(
+        "wave", placement, num_microbatches,
+        cap=cap, forward=forward, backward=backward, effort=effort,
+    )  # fmt: skip
+
+
 def golden_wave(p: int, m: int, cap: int | None, forward: float = 1, backward: float = 2) -> float:
     """The makespan of the folded wave of equal stages, once it has been validated."""
-    schedule = wave(fold(p), m, cap, [forward] * 2 * p, [backward] * 2 * p)
+    schedule = wave(fold(p), m, cap, (forward, backward))
     assert validate(schedule, cap=2 * p if cap is None else cap) == []
     return makespan(schedule, forward, backward)
 
@@ -69,7 +82,7 @@ def test_figure_9_of_the_paper() -> None:
     times = logical_times(schedule)
     assert times.keys() == slots.keys()
     assert all(times[op] <= slots[op] for op in slots)
-    assert makespan(wave(fold(4), 4, None, [1] * 8, [1] * 8), 1, 1) <= 22
+    assert makespan(wave(fold(4), 4, None, (1, 1)), 1, 1) <= 22
 
 
 @pytest.mark.parametrize(("p", "golden"), [(2, 10), (4, 22), (8, 46)])
@@ -166,7 +179,9 @@ def test_one_stage_alternates() -> None:
     for kind in ("sequential", "interleaved", "fold"):
         for name in SCHEDULES:
             schedule = make_schedule(name, make_placement(kind, 1), 2)
-            assert [str(op) for op in schedule.order[0]] == ["F0:0", "B0:0", "F0:1", "B0:1"]
+            backward = ["I0:{}", "W0:{}"] if name.startswith("zb") else ["B0:{}"]
+            expected = [text.format(m) for m in range(2) for text in ("F0:{}", *backward)]
+            assert [str(op) for op in schedule.order[0]] == expected
 
 
 @pytest.mark.parametrize(
@@ -184,15 +199,17 @@ def test_schedules_that_cannot_work_say_why() -> None:
         make_schedule("1f1b", interleaved(2), 4)
     with pytest.raises(ValueError, match=r"needs an interleaved placement.*fold.*wave"):
         make_schedule("interleaved", fold(2), 4)
-    with pytest.raises(ValueError, match="there are: auto, gpipe, 1f1b, interleaved, wave"):
+    with pytest.raises(
+        ValueError, match="there are: auto, gpipe, 1f1b, interleaved, zb-h1, zb-v, wave"
+    ):
         make_schedule("zero-bubble", fold(2), 4)
     with pytest.raises(ValueError, match="at least one microbatch"):
         make_schedule("auto", fold(2), 0)
-    with pytest.raises(ValueError, match="cap of 1 .* below the 2"):
+    with pytest.raises(ValueError, match="device 0 holds 2 for one microbatch, its cap is 1"):
         make_schedule("wave", fold(2), 4, cap=1)
     with pytest.raises(ValueError, match="a cap needs schedule wave"):
         make_schedule("gpipe", fold(2), 4, cap=4)
-    with pytest.raises(ValueError, match="4 forward and 4 backward"):
+    with pytest.raises(ValueError, match="forward: need 4 values, got 1"):
         make_schedule("wave", fold(2), 4, forward=[1.0])
     with pytest.raises(ValueError, match="positive"):
         make_schedule("wave", fold(2), 4, forward=[1.0, 0.0, 1.0, 1.0])

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.communication import Message, Payload
-from megatron_pulse.planner.partition import Partition
 from megatron_pulse.planner.placement import fold, sequential
 from megatron_pulse.planner.schedule.classic import one_f_one_b
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.simulate import DeadlockError, simulate
 from megatron_pulse.planner.schedule.validate import peak_activations, validate
-from megatron_pulse.planner.schedule.wave import wave
+from megatron_pulse.planner.stages import Partition
 from tests.planner.strategies import schedules, with_order
 
 many = settings(max_examples=100, deadline=None, derandomize=True)
@@ -86,7 +86,7 @@ def test_microbatches_out_of_order(schedule: Schedule, data: st.DataObject) -> N
 @given(schedules(), st.data())
 def test_backward_before_its_forward(schedule: Schedule, data: st.DataObject) -> None:
     device, _, op = any_operation(schedule, data)
-    forward, backward = (Operation(kind, op.stage, op.microbatch) for kind in Kind)
+    forward, backward = (Operation(Kind(k), op.stage, op.microbatch) for k in "FB")
     mutated = swapped(schedule, device, forward, backward)
     assert f"device {device} runs {backward} before {forward}" in validate(mutated)
 
@@ -158,7 +158,7 @@ def test_peak_and_cap() -> None:
 
 
 def test_partition_must_fit() -> None:
-    schedule = wave(fold(2), 2)
+    schedule = make_schedule("wave", fold(2), 2)
     assert validate(schedule, Partition(fold(2), (0, 1, 2, 3, 4))) == []
     faults = validate(schedule, Partition(sequential(4), (0, 2, 2, 3)))
     assert any("partition for (0, 1, 2, 3)" in fault for fault in faults)

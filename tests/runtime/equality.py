@@ -14,9 +14,9 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.planner.costs import weighted_costs
 from megatron_pulse.planner.embedders import EmbedderChoice
-from megatron_pulse.planner.partition import Partition
 from megatron_pulse.planner.placement import make_placement
 from megatron_pulse.planner.plan import Plan, make_plan
+from megatron_pulse.planner.stages import Partition
 from megatron_pulse.runtime.executor import Executor, RunSettings, message_spec
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.links import Links
@@ -50,6 +50,23 @@ class Outcome:
     gradient_bytes: int = 0
     skip_bytes: int = 0
     replica_bytes: int = 0
+
+
+def join_pipeline() -> tuple[Any, dist.ProcessGroup | None]:
+    """Megatron's groups with all ranks as one pipeline: (a configuration, the group or None)."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world)
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
+    )
+    return config, dist.group.WORLD if world > 1 else None
 
 
 def make_batch(backbone: Backbone, case: Case, step: int, microbatch: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from megatron_pulse.backbone.chain import Backbone
 from model_specs import load_backbone
 from tests.ranks import run_ranks
-from tests.runtime.equality import Case, Outcome, differences, merge, train
+from tests.runtime.equality import Case, Outcome, differences, join_pipeline, merge, train
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "uvit": {"depth": 8, "embed_dim": 16, "num_heads": 2, "image_size": 4, "in_channels": 1},
@@ -32,22 +32,9 @@ def backbone(kind: str) -> Backbone:
 
 
 def run_cases(kind: str, cases: list[Case]) -> list[Outcome]:
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo")
-    world = dist.get_world_size()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world)
-    model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True
-    )
-    group = dist.group.WORLD if world > 1 else None
+    config, group = join_pipeline()
     outcomes = [train(backbone(kind), case, config, group) for case in cases]
-    dist.barrier()
+    torch.distributed.barrier()
     return outcomes
 
 

@@ -24,13 +24,14 @@ def check_microbatches(num_microbatches: int) -> None:
         raise ValueError(f"a schedule needs at least one microbatch; got {num_microbatches}")
 
 
-def trivial(placement: Placement, num_microbatches: int, name: str = "trivial") -> Schedule:
+def trivial(
+    placement: Placement, num_microbatches: int, name: str = "trivial", split: bool = False
+) -> Schedule:
     """One stage on one device: each microbatch forward, then at once backward."""
     check_microbatches(num_microbatches)
+    backward = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) if split else (Kind.BACKWARD,)
     order = tuple(
-        Operation(kind, 0, m)
-        for m in range(num_microbatches)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
+        Operation(kind, 0, m) for m in range(num_microbatches) for kind in (Kind.FORWARD, *backward)
     )
     return Schedule(name, placement, num_microbatches, (order,))
 

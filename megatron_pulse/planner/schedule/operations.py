@@ -10,10 +10,20 @@ from megatron_pulse.planner.placement import Placement
 
 
 class Kind(StrEnum):
-    """What an operation computes; the values are the letters of the text form."""
+    """What an operation computes; the values are the letters of the text form.
+
+    A backward pass is one operation, or an input gradient and, later, a weight gradient.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+
+    @property
+    def live(self) -> int:
+        """By how much the operation changes the number of live activations on its device."""
+        return {Kind.FORWARD: 1, Kind.INPUT_GRAD: 0}.get(self, -1)
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +40,7 @@ class Operation:
     @classmethod
     def parse(cls, text: str) -> Operation:
         """The operation written as ``F2:7``; raises ValueError for anything else."""
-        match = re.fullmatch(r"([FB])(\d+):(\d+)", text.strip())
+        match = re.fullmatch(r"([FBIW])(\d+):(\d+)", text.strip())
         if match is None:
             raise ValueError(f"not an operation: {text!r}; expected for example F2:7")
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
@@ -44,6 +54,17 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     order: tuple[tuple[Operation, ...], ...]
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What every stage does with every microbatch, in that order.
+
+        Only forwards in an evaluation; a schedule splits every backward pass or none.
+        """
+        used = {op.kind for ops in self.order for op in ops}
+        if used & {Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}:
+            return (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+        return (Kind.FORWARD, Kind.BACKWARD) if Kind.BACKWARD in used else (Kind.FORWARD,)
 
     def forward_only(self) -> Schedule:
         """The same schedule without its backward operations (evaluation)."""

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from megatron_pulse.planner.placement import Placement, PlacementKind
 from megatron_pulse.planner.schedule.classic import (
+    check_microbatches,
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
     trivial,
 )
+from megatron_pulse.planner.schedule.classic_split import zb_h1, zb_v
 from megatron_pulse.planner.schedule.operations import Schedule
-from megatron_pulse.planner.schedule.wave import wave
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.synthesize import synthesize
 
-SCHEDULES = ("auto", "gpipe", "1f1b", "interleaved", "wave")
+CLASSICS: Mapping[str, Callable[[Placement, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved_1f1b,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
+}
+"""Schedules whose order does not depend on durations."""
+
+SPLIT = ("zb-h1", "zb-v")
+"""The classic schedules whose backwards are split."""
+
+SCHEDULES = ("auto", *CLASSICS, "wave")
 
 AUTO = {
     PlacementKind.SEQUENTIAL: "1f1b",
@@ -32,27 +49,41 @@ def make_schedule(
     cap: int | None = None,
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
+    weight_grad: Sequence[float] | None = None,
     link: float = 0.0,
     effort: int | None = None,
 ) -> Schedule:
-    """The schedule called ``name`` (one of SCHEDULES); the keyword arguments are those of wave.
+    """The schedule called ``name`` (one of SCHEDULES); the keyword arguments are for ``wave``.
 
+    A wave is synthesized for durations per stage (by default 1 and 2) and a ``link`` time in the
+    same unit; with ``weight_grad`` its backwards are split, and ``backward`` is the input gradient
+    (by default 1). ``cap`` bounds the live stage activations on a device, by default one per stage
+    of the whole chain (2P on the fold: 1F1B's peak); ``num_chunks * num_microbatches`` is no bound.
     Raises ValueError, with the alternatives, for an unknown name, a schedule that the placement
-    cannot run, fewer than one microbatch, or a cap given to a schedule whose memory is fixed.
+    cannot run, fewer than one microbatch, times or a cap that cannot be, or a cap given to a
+    schedule whose memory is fixed.
     """
     if name not in SCHEDULES:
         raise ValueError(f"no schedule is called {name!r}; there are: {', '.join(SCHEDULES)}")
+    check_microbatches(num_microbatches)
     picked = AUTO[placement.kind] if name == "auto" else name
-    if placement.num_stages == 1:
-        return trivial(placement, num_microbatches, picked)
-    if cap is not None and picked != "wave":
-        raise ValueError(f"{picked} has a fixed peak of activations; a cap needs schedule wave")
-    match picked:
-        case "gpipe":
-            return gpipe(placement, num_microbatches)
-        case "1f1b":
-            return one_f_one_b(placement, num_microbatches)
-        case "interleaved":
-            return interleaved_1f1b(placement, num_microbatches)
-        case _:
-            return wave(placement, num_microbatches, cap, forward, backward, link, effort)
+    num = placement.num_stages
+    if num == 1:
+        split = picked in SPLIT or (picked == "wave" and weight_grad is not None)
+        return trivial(placement, num_microbatches, picked, split)
+    if picked in CLASSICS:
+        if cap is not None:
+            raise ValueError(f"{picked} has a fixed peak of activations; a cap needs schedule wave")
+        return CLASSICS[picked](placement, num_microbatches)
+    problem = ScheduleProblem(
+        placement,
+        num_microbatches,
+        tuple(forward or (1.0,) * num),
+        tuple(backward or (2.0 if weight_grad is None else 1.0,) * num),
+        None if weight_grad is None else tuple(weight_grad),
+        link,
+        cap=(float(num if cap is None else cap),) * placement.num_devices,
+    )
+    # Without a limit of time: every rank makes its schedule and must come to the same.
+    found = synthesize(problem, seconds=math.inf, effort=effort)
+    return replace(found.schedule, name=picked)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
 class DeadlockError(RuntimeError):
@@ -28,8 +29,14 @@ class Timeline:
 
 
 def dependency(operation: Operation, num_stages: int) -> Operation | None:
-    """The operation whose result ``operation`` takes: the chain forward, then back."""
+    """The operation whose result ``operation`` takes: the chain forward, then back.
+
+    A weight gradient takes its stage's input gradient, which passes gradients on as a whole
+    backward does.
+    """
     kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
+    if kind is Kind.WEIGHT_GRAD:
+        return Operation(Kind.INPUT_GRAD, stage, microbatch)
     if kind is Kind.FORWARD:
         return Operation(kind, stage - 1, microbatch) if stage else None
     if stage == num_stages - 1:
@@ -90,13 +97,18 @@ def play(
 
 
 def simulate(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], link: float = 0.0
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    link: float = 0.0,
+    weight_grad: Sequence[float] | None = None,
 ) -> Timeline:
     """Run the schedule's orders as early as data and devices allow.
 
     ``forward[s]`` and ``backward[s]`` are the durations of stage s, ``link`` the time of a boundary
-    between two devices, all in one unit. Raises DeadlockError naming the waiting operations, and
-    ValueError when a stage has no duration.
+    between two devices, all in one unit. A split schedule needs ``weight_grad`` too, and
+    ``backward`` is then the input gradient alone. Raises DeadlockError naming the waiting
+    operations, and ValueError when an operation has no duration.
     """
     num_stages = schedule.placement.num_stages
     if len(forward) != num_stages or len(backward) != num_stages:
@@ -104,9 +116,14 @@ def simulate(
             f"{num_stages} stages need {num_stages} forward and backward durations each; "
             f"got {len(forward)} and {len(backward)}"
         )
+    times = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT_GRAD: backward}
+    if weight_grad is not None:
+        times[Kind.WEIGHT_GRAD] = weight_grad
+    if Kind.WEIGHT_GRAD in schedule.kinds and len(times.get(Kind.WEIGHT_GRAD, ())) != num_stages:
+        raise ValueError(f"a split schedule of {num_stages} stages needs as many weight gradients")
 
     def duration(operation: Operation) -> float:
-        return (forward if operation.kind is Kind.FORWARD else backward)[operation.stage]
+        return times[operation.kind][operation.stage]
 
     def needs(operation: Operation) -> tuple[Operation, ...]:
         required = dependency(operation, num_stages)
@@ -121,13 +138,18 @@ def simulate(
     return Timeline(schedule, start, end, makespan, busy, tuple(makespan - b for b in busy))
 
 
+def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
+    """``schedule`` with the times of ``problem``."""
+    return simulate(schedule, problem.forward, problem.backward, problem.link, problem.weight_grad)
+
+
 def logical_times(schedule: Schedule) -> dict[Operation, int]:
     """Finish slot (1, 2, ...) of every operation when each takes one slot and links none.
 
     Messages are grouped into rounds by it. Raises DeadlockError.
     """
     ones = [1.0] * schedule.placement.num_stages
-    return {op: round(time) for op, time in simulate(schedule, ones, ones).end.items()}
+    return {op: round(time) for op, time in simulate(schedule, ones, ones, 0.0, ones).end.items()}
 
 
 def grid(schedule: Schedule | Timeline) -> str:

@@ -3,65 +3,96 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from megatron_pulse.planner.communication import Message
-from megatron_pulse.planner.partition import Partition
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.simulate import dependency, grid, play
+from megatron_pulse.planner.stages import Partition
 
 
 def validate(
     schedule: Schedule,
     partition: Partition | None = None,
     messages: Iterable[Message] | None = None,
-    cap: int | None = None,
+    cap: float | Sequence[float] | None = None,
+    activation: Sequence[float] | None = None,
 ) -> list[str]:
     """All faults of ``schedule``; empty when it can run.
 
     Checks that every operation is there once and on its stage's device, that every stage works
     through the microbatches in order (gradients accumulate in that order), that backwards follow
-    forwards, that nothing waits in a circle (data flow of the chain and, if given, of
-    ``messages``), that no device holds more than ``cap`` live stage activations, and that the ends
-    of every message are in the schedule where the message says. A schedule without any backward
-    is taken as an evaluation: only forwards are expected, and no activation is kept.
+    forwards and weight gradients input gradients, that backwards are either whole or split, that
+    nothing waits in a circle (data flow of the chain and, if given, of ``messages``), that no
+    device holds more than ``cap`` (one for all, or one each) live stage activations, each counted
+    as ``activation`` of its stage (default 1), and that the ends of every message are in the
+    schedule where the message says. A schedule without any backward is taken as an evaluation:
+    only forwards are expected, and no activation is kept.
     """
     known = [] if messages is None else list(messages)
     faults = [
         *_placement_faults(schedule, partition),
+        *_kind_faults(schedule),
         *_set_faults(schedule),
         *_order_faults(schedule),
         *_message_faults(schedule, known),
     ]
     faults.extend(_deadlock_faults(schedule, known))
-    if cap is not None and not _is_evaluation(schedule):
+    if cap is not None and len(schedule.kinds) > 1:
+        peaks = peak_activations(schedule, activation)
+        caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
         faults.extend(
-            f"device {d} holds {peak} live stage activations at its peak; the cap is {cap}"
-            for d, peak in enumerate(peak_activations(schedule))
-            if peak > cap
+            f"device {d} holds {peak:g} live stage activations at its peak; the cap is {limit:g}"
+            for d, (peak, limit) in enumerate(zip(peaks, caps, strict=False))
+            if peak > limit * (1 + 1e-9)
         )
     return faults
 
 
-def peak_activations(schedule: Schedule) -> tuple[int, ...]:
-    """Per device, the most stage activations alive at once; one lives from its F to its B."""
+def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
+    """All faults of ``schedule`` as an answer to ``problem``; empty when it is one."""
+    faults = []
+    if schedule.placement != problem.placement:
+        faults.append(
+            f"the schedule is for placement {schedule.placement.device_of_stage}, the problem for "
+            f"{problem.placement.device_of_stage}"
+        )
+    if schedule.num_microbatches != problem.num_microbatches:
+        faults.append(
+            f"the schedule has {schedule.num_microbatches} microbatches, the problem "
+            f"{problem.num_microbatches}"
+        )
+    if schedule.kinds != problem.kinds:
+        kinds = ["".join(kind.value for kind in kinds) for kinds in (schedule.kinds, problem.kinds)]
+        faults.append(f"the schedule is of {kinds[0]}, the problem of {kinds[1]}")
+    if faults:
+        return faults
+    return validate(schedule, cap=problem.cap, activation=problem.activation)
+
+
+def peak_activations(
+    schedule: Schedule, activation: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Per device, the most stage activations alive at once; one lives from its F to its B or W.
+
+    ``activation`` is what each stage's counts (default 1).
+    """
+    weights = None if activation is None else dict(enumerate(activation))
     peaks = []
     for order in schedule.order:
-        live: set[tuple[int, int]] = set()
-        peak = 0
+        live: dict[tuple[int, int], float] = {}
+        peak = 0.0
         for operation in order:
-            activation = (operation.stage, operation.microbatch)
+            key = (operation.stage, operation.microbatch)
             if operation.kind is Kind.FORWARD:
-                live.add(activation)
-                peak = max(peak, len(live))
-            else:
-                live.discard(activation)
+                live[key] = 1.0 if weights is None else weights.get(operation.stage, 1.0)
+                peak = max(peak, sum(live.values()))
+            elif operation.kind.live < 0:
+                live.pop(key, None)
         peaks.append(peak)
     return tuple(peaks)
-
-
-def _is_evaluation(schedule: Schedule) -> bool:
-    return not any(op.kind is Kind.BACKWARD for order in schedule.order for op in order)
 
 
 def _placement_faults(schedule: Schedule, partition: Partition | None) -> Iterator[str]:
@@ -88,6 +119,17 @@ def _placement_faults(schedule: Schedule, partition: Partition | None) -> Iterat
             yield f"stage {stage} of the partition is empty: layers {first} to {last}"
 
 
+def _kind_faults(schedule: Schedule) -> Iterator[str]:
+    """Whole and split backwards in one schedule: gradients would go to what does not exist."""
+    if len(schedule.kinds) == 3:
+        whole = sorted(op for order in schedule.order for op in order if op.kind is Kind.BACKWARD)
+        if whole:
+            yield (
+                f"the schedule mixes whole backwards (B) with split ones (I and W): "
+                f"{', '.join(map(str, whole[:3]))}{', ...' if len(whole) > 3 else ''}"
+            )
+
+
 def _set_faults(schedule: Schedule) -> Iterator[str]:
     """Operations that are missing, there twice, unknown, or on the wrong device."""
     home, count = schedule.placement.device_of_stage, schedule.num_microbatches
@@ -106,11 +148,10 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
                     f"{operation} is on device {device}; stage {operation.stage} is on device "
                     f"{home[operation.stage]}"
                 )
-    kinds = (Kind.FORWARD,) if _is_evaluation(schedule) else tuple(Kind)
     for operation, times in seen.items():
         if times > 1:
             yield f"{operation} is in the schedule {times} times"
-    for kind in kinds:
+    for kind in schedule.kinds:
         for stage in range(len(home)):
             for m in range(count):
                 if Operation(kind, stage, m) not in seen:
@@ -118,15 +159,17 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
 
 
 def _order_faults(schedule: Schedule) -> Iterator[str]:
-    """A backward before its forward, or microbatches of a stage out of order."""
+    """A backward before its forward, a weight gradient before its input gradient, or microbatches
+    of a stage out of order."""
     for device, order in enumerate(schedule.order):
         position = {operation: i for i, operation in reversed(list(enumerate(order)))}
         last: dict[tuple[Kind, int], Operation] = {}
         for i, operation in enumerate(order):
-            if operation.kind is Kind.BACKWARD:
-                forward = Operation(Kind.FORWARD, operation.stage, operation.microbatch)
-                if position.get(forward, -1) > i:
-                    yield f"device {device} runs {operation} before {forward}"
+            if operation.kind is not Kind.FORWARD:
+                after_input = operation.kind is Kind.WEIGHT_GRAD
+                first = replace(operation, kind=Kind.INPUT_GRAD if after_input else Kind.FORWARD)
+                if position.get(first, -1) > i:
+                    yield f"device {device} runs {operation} before {first}"
             line = (operation.kind, operation.stage)
             previous = last.get(line)
             if previous is not None and previous.microbatch > operation.microbatch:

@@ -1,0 +1,187 @@
+"""A step as a job shop in whole numbers: what list scheduling and improvement work on.
+
+A *class* is a kind of operation on a stage, numbered ``kind * S + stage`` with the kinds of the
+problem in order; operation ``class * M + m`` is it on microbatch m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron_pulse.planner.placement import Placement
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+
+TICKS = 1000
+"""Ticks of the longest operation when the durations are not whole numbers."""
+
+UNITS = 1 << 60
+"""Units of the largest memory when activations or caps are not whole numbers."""
+
+
+@dataclass(frozen=True)
+class JobShop:
+    """One step, operations numbered as the module says.
+
+    ``duration[i]`` is in ticks >= 1; ``before[i]`` lists ``(j, lag)``: i starts at the earliest
+    ``lag`` ticks after j has ended. ``delta[i]`` is by how much i changes the memory that is in use
+    on its device, of which there is ``cap[device]``.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    kinds: tuple[Kind, ...]
+    duration: tuple[int, ...]
+    device: tuple[int, ...]
+    before: tuple[tuple[tuple[int, int], ...], ...]
+    delta: tuple[int, ...]
+    cap: tuple[int, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Kinds times stages."""
+        return len(self.kinds) * self.placement.num_stages
+
+    def classes_of(self, device: int) -> list[int]:
+        """The classes of a device."""
+        count = self.num_microbatches
+        return [k for k in range(self.num_classes) if self.device[k * count] == device]
+
+    def load(self, device: int) -> int:
+        """Ticks that one microbatch takes on a device."""
+        return sum(self.duration[k * self.num_microbatches] for k in self.classes_of(device))
+
+    def heads(self) -> list[int]:
+        """Earliest possible start of each class."""
+        count, num = self.num_microbatches, self.placement.num_stages
+        heads = [0] * self.num_classes
+        for k in (*range(num), *reversed(range(num, 2 * num)), *range(2 * num, self.num_classes)):
+            for j, lag in self.before[k * count]:
+                heads[k] = max(heads[k], heads[j // count] + self.duration[j] + lag)
+        return heads
+
+    def mirrored(self) -> JobShop:
+        """The same with time running backwards."""
+        after: list[list[tuple[int, int]]] = [[] for _ in self.before]
+        for i, edges in enumerate(self.before):
+            for j, lag in edges:
+                after[j].append((i, lag))
+        return JobShop(
+            self.placement,
+            self.num_microbatches,
+            self.kinds,
+            self.duration,
+            self.device,
+            tuple(map(tuple, after)),
+            tuple(-d for d in self.delta),
+            self.cap,
+        )
+
+    def makespan(self, start: Sequence[int]) -> int:
+        """Ticks from 0 to the last end."""
+        return max(t + p for t, p in zip(start, self.duration, strict=True))
+
+    def operation(self, i: int) -> Operation:
+        """The operation of that number."""
+        k, m = divmod(i, self.num_microbatches)
+        kind, stage = divmod(k, self.placement.num_stages)
+        return Operation(self.kinds[kind], stage, m)
+
+    def number(self, operation: Operation) -> int:
+        """The number of an operation."""
+        k = self.kinds.index(operation.kind) * self.placement.num_stages + operation.stage
+        return k * self.num_microbatches + operation.microbatch
+
+    def schedule(self, name: str, start: Sequence[int]) -> Schedule:
+        """The operations of every device in the order of their starts."""
+        order: list[list[Operation]] = [[] for _ in range(self.placement.num_devices)]
+        for i in sorted(range(len(start)), key=start.__getitem__):
+            order[self.device[i]].append(self.operation(i))
+        return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, order)))
+
+    def earliest(self, schedule: Schedule) -> list[int]:
+        """Start times of a valid schedule's orders, each operation as early as they allow."""
+        lines = [[self.number(op) for op in order] for order in schedule.order]
+        previous = {b: a for line in lines for a, b in zip(line, line[1:], strict=False)}
+        end = [-1] * len(self.duration)
+        position = [0] * len(lines)
+        pending = list(range(len(lines)))
+        while pending:
+            device = pending.pop()
+            line = lines[device]
+            while position[device] < len(line):
+                i = line[position[device]]
+                if any(end[j] < 0 for j, _ in self.before[i]):
+                    break
+                ready = max((end[j] + lag for j, lag in self.before[i]), default=0)
+                end[i] = max(ready, end[previous[i]] if i in previous else 0) + self.duration[i]
+                position[device] += 1
+                pending = list(range(len(lines)))
+        return [e - p for e, p in zip(end, self.duration, strict=True)]
+
+
+def job_shop(problem: ScheduleProblem) -> JobShop:
+    """``problem`` in ticks and units of memory; whole numbers stay as they are."""
+    placement, count, kinds = problem.placement, problem.num_microbatches, problem.kinds
+    num, home = placement.num_stages, placement.device_of_stage
+    times = [problem.duration(kind, s) for kind in kinds for s in range(num)]
+    *ticks, link = _to_ticks([*times, problem.link])
+    weight, cap = _to_units(problem)
+    duration, device, delta = [], [], []
+    before: list[tuple[tuple[int, int], ...]] = []
+    for index, kind in enumerate(kinds):
+        for stage in range(num):
+            own = index * num + stage
+            source, lag = _source(own, kinds, home, link)
+            for m in range(count):
+                edges = [] if source is None else [(source * count + m, lag)]
+                if m:
+                    edges.append((own * count + m - 1, 0))
+                before.append(tuple(edges))
+            duration += [ticks[own]] * count
+            device += [home[stage]] * count
+            delta += [kind.live * weight[stage]] * count
+    return JobShop(
+        placement,
+        count,
+        kinds,
+        tuple(duration),
+        tuple(device),
+        tuple(before),
+        tuple(delta),
+        cap,
+    )
+
+
+def _source(
+    own: int, kinds: tuple[Kind, ...], home: tuple[int, ...], link: int
+) -> tuple[int | None, int]:
+    """The class whose result a class takes, and the time until it arrives."""
+    num = len(home)
+    index, stage = divmod(own, num)
+    if kinds[index] is Kind.WEIGHT_GRAD or (index == 1 and stage == num - 1):
+        return own - num, 0
+    upstream = stage - 1 if index == 0 else stage + 1
+    if upstream < 0:
+        return None, 0
+    return index * num + upstream, link if home[upstream] != home[stage] else 0
+
+
+def _to_ticks(times: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion; operations (all but the last, the link) take at least one."""
+    whole = all(float(t).is_integer() for t in times) and max(times) <= TICKS
+    unit = 1.0 if whole else TICKS / max(times[:-1])
+    return [max(1, round(t * unit)) for t in times[:-1]] + [round(times[-1] * unit)]
+
+
+def _to_units(problem: ScheduleProblem) -> tuple[list[int], tuple[int, ...]]:
+    """What a forward of each stage takes, and what each device has."""
+    weight = [problem.activation_of(s) for s in range(problem.placement.num_stages)]
+    enough = problem.num_microbatches * sum(weight)
+    cap = [min(enough, c) for c in problem.cap or [enough] * problem.placement.num_devices]
+    whole = all(w.is_integer() for w in map(float, weight))
+    unit = Fraction(1) if whole else UNITS / Fraction(max(*weight, *cap))
+    room = tuple(int(Fraction(c * (1 + 1e-9)) * unit) for c in cap)
+    return [round(Fraction(w) * unit) for w in weight], room

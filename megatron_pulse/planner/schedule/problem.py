@@ -1,0 +1,111 @@
+"""What is to be scheduled, and what is known about the answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_pulse.planner.placement import Placement
+from megatron_pulse.planner.schedule.operations import Kind, Schedule
+
+
+@dataclass(frozen=True)
+class ScheduleProblem:
+    """One step. Durations are of each stage on one microbatch, all in one unit.
+
+    ``backward`` is the whole backward pass, or the input gradient alone where ``weight_grad`` is
+    given: the pass is then split into two operations. ``link`` is the time of a boundary between
+    two devices. A stage's forward takes ``activation`` (default 1) of its device's memory, which
+    its backward, or its weight gradient, gives back; device d has ``cap[d]`` (None: enough).
+    Raises ValueError with every fault.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight_grad: tuple[float, ...] | None = None
+    link: float = 0.0
+    activation: tuple[float, ...] | None = None
+    cap: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if faults := self._faults():
+            raise ValueError("; ".join(faults))
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The operations of every stage and microbatch, in their order."""
+        if self.weight_grad is None:
+            return (Kind.FORWARD, Kind.BACKWARD)
+        return (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+
+    def duration(self, kind: Kind, stage: int) -> float:
+        """Time of an operation."""
+        if kind is Kind.FORWARD:
+            return self.forward[stage]
+        if kind is Kind.WEIGHT_GRAD:
+            assert self.weight_grad is not None
+            return self.weight_grad[stage]
+        return self.backward[stage]
+
+    def activation_of(self, stage: int) -> float:
+        """Memory that a forward of ``stage`` takes."""
+        return 1.0 if self.activation is None else self.activation[stage]
+
+    def _faults(self) -> list[str]:
+        stages, devices = self.placement.num_stages, self.placement.num_devices
+        faults = []
+        if self.num_microbatches < 1:
+            faults.append(f"{self.num_microbatches} microbatches: there must be one or more")
+        for name, count, least in (
+            ("forward", stages, 1e-12),
+            ("backward", stages, 1e-12),
+            ("weight_grad", stages, 1e-12),
+            ("activation", stages, 0.0),
+            ("cap", devices, 0.0),
+        ):
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if len(values) != count:
+                faults.append(f"{name}: need {count} values, got {len(values)}")
+            if not all(math.isfinite(v) and v >= least for v in values):
+                faults.append(
+                    f"{name}: values must be finite and {'positive' if least else '>= 0'}"
+                )
+        if not (math.isfinite(self.link) and self.link >= 0):
+            faults.append(f"link: must be finite and not negative, is {self.link}")
+        if not faults and self.cap is not None:
+            for device, cap in enumerate(self.cap):
+                held = sum(map(self.activation_of, self.placement.stages_of_device(device)))
+                if held > cap * (1 + 1e-9):
+                    faults.append(
+                        f"device {device} holds {held:g} for one microbatch, its cap is {cap:g}"
+                    )
+        return faults
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What is known of a schedule: its length, a bound below which none can be, and how it was
+    found. ``gap`` is makespan / lower_bound - 1; ``proved`` says that no schedule is shorter."""
+
+    makespan: float
+    lower_bound: float
+    proved: bool
+    solver: str
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """How far from the bound, at most, as a share."""
+        return self.makespan / self.lower_bound - 1
+
+
+@dataclass(frozen=True)
+class Synthesis:
+    """A schedule and its certificate."""
+
+    schedule: Schedule
+    certificate: Certificate

@@ -1,0 +1,84 @@
+"""Split backward passes in whole Megatron runs: the same numbers as one process."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import Run, assert_same, pipeline, run
+
+STEPS = ["--global-batch-size", "8", "--train-iters", "4"]
+ZB_V = ["--pulse-schedule", "zb-v"]
+ZB_H1 = ["--pulse-schedule", "zb-h1", "--pulse-placement", "sequential"]
+
+
+@functools.lru_cache(maxsize=4)
+def one_process(backbone: str, *more: str) -> Run:
+    return run(1, *STEPS, *more, backbone=backbone)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "num_devices", "flags"),
+    [
+        ("uvit", 4, ZB_V),
+        ("unet", 2, ZB_V),
+        ("unet", 4, ZB_H1),
+        ("uvit", 2, [*ZB_H1, "--recompute-granularity", "full"]),
+    ],
+)
+def test_bit_identical(backbone: str, num_devices: int, flags: list[str]) -> None:
+    got = run(num_devices, *STEPS, *pipeline(num_devices, *flags), backbone=backbone)
+    assert_same(got, one_process(backbone))
+
+
+def test_bf16_is_bit_identical_too() -> None:
+    got = run(2, *STEPS, *pipeline(2, *ZB_V, "--bf16"), backbone="unet")
+    assert_same(got, one_process("unet", "--bf16"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        (["--use-distributed-optimizer", "--overlap-grad-reduce"], 1e-6),
+        (
+            [
+                *("--use-distributed-optimizer", "--overlap-grad-reduce"),
+                *("--pulse-conditioning", "replicate"),
+            ],
+            1e-6,
+        ),
+        (["--tensor-model-parallel-size", "2"], 1e-5),
+    ],
+    ids=["dp2-overlap", "dp2-overlap-replicated", "tp2"],
+)
+def test_with_other_parallelism(flags: list[str], tolerance: float) -> None:
+    """Overlapped reductions must not begin before the last weight gradient is there."""
+    for backbone in ("uvit", "unet"):
+        if backbone == "uvit" and "replicate" in flags:
+            continue  # it has no embedder
+        got = run(4, *STEPS, *pipeline(2, *ZB_V, *flags), backbone=backbone)
+        expected = one_process(backbone)
+        assert got.losses == pytest.approx(expected.losses, rel=tolerance)
+        assert got.grad_norms == pytest.approx(expected.grad_norms, rel=10 * tolerance)
+        assert got.validation == pytest.approx(expected.validation, rel=tolerance)
+
+
+def test_sequence_parallel() -> None:
+    flags = [*ZB_V, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    got = run(4, *STEPS, *pipeline(2, *flags))
+    assert got.losses == pytest.approx(one_process("uvit").losses, rel=1e-5)
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    """Written by hand, say: GPipe's order with every weight gradient at the end."""
+    rows = []
+    for stages in ((0, 3), (1, 2)):
+        forwards = [f"{s}F{m}" for s in stages for m in range(4)]
+        backwards = [f"{s}I{m}" for s in reversed(stages) for m in range(4)]
+        rows.append(",".join([*forwards, *backwards, *(b.replace("I", "W") for b in backwards)]))
+    file = tmp_path / "mine.csv"
+    file.write_text("\n".join(rows))
+    got = run(2, *STEPS, *pipeline(2, "--pulse-schedule", str(file)))
+    assert_same(got, one_process("uvit"))

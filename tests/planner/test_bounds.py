@@ -1,0 +1,91 @@
+"""Lower bounds: never above the optimum of tiny problems, and tight where they are said to be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.placement import fold, sequential
+from megatron_pulse.planner.schedule.bounds import (
+    device_bound,
+    jackson,
+    lower_bound,
+    memory_bound,
+    one_machine_bound,
+)
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.schedule.validate import faults_for
+from tests.planner.exact import optimum
+from tests.planner.strategies import equal
+
+
+@st.composite
+def tiny(draw: st.DrawFn) -> ScheduleProblem:
+    """Problems of at most 18 operations."""
+    placement, most = draw(st.sampled_from([(sequential(2), 4), (sequential(3), 2), (fold(2), 2)]))
+    count = draw(st.integers(1, most))
+    num = placement.num_stages
+    split = draw(st.booleans()) and num * count <= 6
+
+    def times() -> tuple[float, ...]:
+        return tuple(map(float, draw(st.lists(st.integers(1, 4), min_size=num, max_size=num))))
+
+    taken = tuple(map(float, draw(st.lists(st.integers(1, 3), min_size=num, max_size=num))))
+    held = [
+        sum(taken[s] for s in placement.stages_of_device(d)) for d in range(placement.num_devices)
+    ]
+    cap = tuple(h + draw(st.integers(0, 3)) for h in held)
+    capped = draw(st.booleans())
+    return ScheduleProblem(
+        placement,
+        count,
+        times(),
+        times(),
+        times() if split else None,
+        float(draw(st.integers(0, 2))),
+        taken if capped else None,
+        cap if capped else None,
+    )
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(tiny())
+def test_no_bound_is_above_the_optimum_and_no_schedule_below(problem: ScheduleProblem) -> None:
+    best = optimum(problem)
+    for bound in (device_bound, one_machine_bound, memory_bound, lower_bound):
+        assert bound(problem) <= best + 1e-9, bound.__name__
+    assert device_bound(problem) <= one_machine_bound(problem) + 1e-9
+    found = synthesize(problem)
+    assert faults_for(problem, found.schedule) == []
+    assert best <= found.certificate.makespan <= 1.2 * best
+    if found.certificate.proved:
+        assert found.certificate.makespan == pytest.approx(best)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16), (4, 32)])
+def test_device_bound_of_equal_stages(p: int, m: int) -> None:
+    assert device_bound(equal(fold(p), m)) == 6 * m + 3 * (p - 1)
+    assert device_bound(equal(fold(p), m, split=True)) == 6 * m + p - 1
+    c = 0.5
+    assert device_bound(equal(fold(p), m, link=c)) == 6 * m + 3 * (p - 1) + 2 * (p - 1) * c
+
+
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_one_machine_bound_is_tight_for_few_microbatches(p: int) -> None:
+    assert one_machine_bound(equal(fold(p), p)) == 10 * p - 4
+
+
+def test_memory_bound_is_the_rate_times_the_microbatches() -> None:
+    """Room for one microbatch: on device 0 they follow each other."""
+    problem = equal(sequential(3), 5, cap=1)
+    assert memory_bound(problem) == 5 * 9
+    assert optimum(equal(sequential(3), 2, cap=1)) == lower_bound(equal(sequential(3), 2, cap=1))
+    assert memory_bound(equal(sequential(3), 5)) == 0
+
+
+def test_jackson() -> None:
+    assert jackson([(0, 3, 0), (1, 1, 5)]) == 7  # the second interrupts the first
+    assert jackson([(2, 1, 1), (0, 1, 0)]) == 4
+    assert jackson([]) == 0

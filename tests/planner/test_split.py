@@ -1,0 +1,211 @@
+"""Split backwards: the classic generators, what is checked, and what travels."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.communication import Payload, compile_communication, messages_of
+from megatron_pulse.planner.costs import weighted_costs
+from megatron_pulse.planner.nccl_check import check_nccl, check_program
+from megatron_pulse.planner.partition import find_partition
+from megatron_pulse.planner.placement import fold, interleaved, sequential
+from megatron_pulse.planner.routes import trace_routes
+from megatron_pulse.planner.schedule.classic import one_f_one_b
+from megatron_pulse.planner.schedule.classic_split import zb_h1, zb_v
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.simulate import DeadlockError, grid, logical_times, simulate
+from megatron_pulse.planner.schedule.validate import peak_activations, validate
+from tests.planner.chains import chain
+from tests.planner.strategies import with_order
+
+TWO = ("F0:0 F0:1 I0:0 W0:0 I0:1 W0:1", "F1:0 I1:0 F1:1 I1:1 W1:0 W1:1")
+
+
+def two(*rows: str) -> Schedule:
+    order = tuple(tuple(map(Operation.parse, row.split())) for row in rows)
+    return Schedule("two", sequential(2), 2, order)
+
+
+def same(schedule: Schedule, time: float) -> float:
+    """Makespan where every operation takes ``time``."""
+    each = [time] * schedule.placement.num_stages
+    return simulate(schedule, each, each, 0.0, each).makespan
+
+
+@pytest.mark.parametrize(
+    ("schedule", "time", "expected", "peak"),
+    [
+        (zb_h1(sequential(4), 8), 2, 54, 4),  # a sequential stage is two half stages
+        (zb_h1(sequential(8), 16), 2, 110, 8),
+        (zb_v(fold(4), 8), 1, 51, 8),
+        (zb_v(fold(8), 16), 1, 103, 16),
+    ],
+)
+def test_golden(schedule: Schedule, time: float, expected: float, peak: float) -> None:
+    assert validate(schedule) == []
+    assert same(schedule, time) == expected
+    assert max(peak_activations(schedule)) == peak
+
+
+@pytest.mark.parametrize("p", range(2, 8))
+def test_any_number_of_microbatches(p: int) -> None:
+    for m in range(1, 3 * p + 2):
+        h1, v = zb_h1(sequential(p), m), zb_v(fold(p), m)
+        assert validate(h1, cap=p) == validate(v, cap=2 * p) == []
+        assert same(h1, 1) <= simulate(one_f_one_b(sequential(p), m), [1] * p, [2] * p).makespan
+        if m >= p:
+            assert same(h1, 1) == 3 * m + p - 1
+        if m >= 2 * p - 2:
+            assert same(v, 1) == 6 * m + p - 1
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(2, 5), st.integers(1, 12), st.data())
+def test_unequal_durations(p: int, m: int, data: st.DataObject) -> None:
+    for schedule in (zb_h1(sequential(p), m), zb_v(fold(p), m)):
+        num = schedule.placement.num_stages
+        times = st.lists(st.floats(0.1, 9.0), min_size=num, max_size=num)
+        forward, backward, weight = (data.draw(times) for _ in range(3))
+        timeline = simulate(schedule, forward, backward, 0.3, weight)
+        assert len(timeline.end) == 3 * num * m
+        assert timeline.makespan >= max(timeline.busy) - 1e-9
+        for op, start in timeline.start.items():
+            if op.kind is Kind.WEIGHT_GRAD:
+                assert start >= timeline.end[Operation(Kind.INPUT_GRAD, op.stage, op.microbatch)]
+
+
+def test_other_placements_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"zb-h1 needs one stage per device; the fold.*zb-v"):
+        make_schedule("zb-h1", fold(2), 4)
+    for placement in (sequential(2), interleaved(2), fold(2, 2)):
+        with pytest.raises(ValueError, match="zb-v needs a fold of one wave"):
+            make_schedule("zb-v", placement, 4)
+    with pytest.raises(ValueError, match="zb-v has a fixed peak"):
+        make_schedule("zb-v", fold(2), 4, cap=8)
+
+
+def test_wave_splits_when_weight_gradients_have_a_time() -> None:
+    schedule = make_schedule("wave", fold(3), 4, weight_grad=[1.0] * 6)
+    assert schedule.kinds == (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+    assert schedule.name == "wave" and validate(schedule, cap=6) == []
+
+
+def test_kinds_and_evaluation() -> None:
+    schedule = two(*TWO)
+    assert validate(schedule) == []
+    assert schedule.kinds == (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+    assert schedule.forward_only().kinds == (Kind.FORWARD,)
+    assert validate(schedule.forward_only(), cap=0) == []
+    assert one_f_one_b(sequential(2), 2).kinds == (Kind.FORWARD, Kind.BACKWARD)
+
+
+def test_an_activation_lives_until_its_weight_gradient() -> None:
+    assert peak_activations(two(*TWO)) == (2, 2)
+    eager = two(TWO[0], "F1:0 I1:0 W1:0 F1:1 I1:1 W1:1")
+    assert peak_activations(eager) == (2, 1)
+    assert peak_activations(eager, [1.5, 4.0]) == (3, 4)
+    assert validate(eager, cap=[3, 4], activation=[1.5, 4.0]) == []
+    assert validate(eager, cap=[3, 3.5], activation=[1.5, 4.0]) == [
+        "device 1 holds 4 live stage activations at its peak; the cap is 3.5"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ((TWO[0], TWO[1].replace(" W1:0", "")), "W1:0 is missing on device 1"),
+        ((TWO[0], TWO[1].replace(" I1:1", "")), "I1:1 is missing on device 1"),
+        (
+            (TWO[0].replace("I0:0 W0:0", "W0:0 I0:0"), TWO[1]),
+            "device 0 runs W0:0 before I0:0",
+        ),
+        (
+            (TWO[0], TWO[1].replace("F1:0 I1:0", "I1:0 F1:0")),
+            "device 1 runs I1:0 before F1:0",
+        ),
+        (
+            (TWO[0], TWO[1].replace("W1:0 W1:1", "W1:1 W1:0")),
+            "device 1 runs W1:1 before W1:0; the microbatches of a stage must run in order",
+        ),
+        (
+            (TWO[0], "F1:0 B1:0 F1:1 B1:1"),
+            "the schedule mixes whole backwards (B) with split ones (I and W): B1:0, B1:1",
+        ),
+        (
+            (TWO[0], TWO[1] + " B1:1"),
+            "the schedule mixes whole backwards (B) with split ones (I and W): B1:1",
+        ),
+        ((TWO[0] + " W1:0", TWO[1]), "W1:0 is in the schedule 2 times"),
+        (
+            (TWO[0] + " W1:0", TWO[1].replace(" W1:0", "")),
+            "W1:0 is on device 0; stage 1 is on device 1",
+        ),
+    ],
+)
+def test_faults(rows: tuple[str, str], reason: str) -> None:
+    assert reason in validate(two(*rows))
+
+
+def test_circular_waits() -> None:
+    stuck = two("F0:0 I0:0 W0:0 F0:1 I0:1 W0:1", "F1:0 F1:1 I1:0 W1:0 I1:1 W1:1")
+    (fault,) = validate(stuck)
+    assert "device 0 is at I0:0, which waits for I1:0" in fault
+    with pytest.raises(DeadlockError):
+        logical_times(stuck)
+
+
+def test_simulation_needs_a_time_for_weight_gradients() -> None:
+    with pytest.raises(ValueError, match="split schedule of 2 stages needs as many weight"):
+        simulate(two(*TWO), [1, 1], [1, 1])
+    timeline = simulate(two(*TWO), [1, 1], [1, 1], 0, [2, 2])
+    assert grid(timeline).splitlines() == [
+        "device  0 | F0:0 F0:1 .    I0:0 W0:0 -    I0:1 W0:1 -",
+        "device  1 | .    F1:0 I1:0 F1:1 I1:1 W1:0 -    W1:1 -",
+    ]
+
+
+@pytest.mark.parametrize("schedule", [zb_h1(sequential(3), 5), zb_v(fold(3), 5)])
+def test_gradients_travel_from_input_gradient_to_input_gradient(schedule: Schedule) -> None:
+    """The same messages as of whole backwards, with I in the place of B; none of W."""
+    num = schedule.placement.num_stages
+    backbone = chain(num, [(0, num - 1), (1, num - 1)], {0: range(1, num)})
+    partition = find_partition(weighted_costs(backbone, [1.0] * num), schedule.placement)
+    routes = trace_routes(backbone, partition)
+    kinds = set()
+    for s in range(num):
+        whole = messages_of(routes, Operation(Kind.BACKWARD, s, 1))
+        split = messages_of(routes, Operation(Kind.INPUT_GRAD, s, 1))
+        text = [str(message) for message in whole]
+        assert [str(m).replace(" I", " B") for m in split] == text
+        assert all(m.consumer.kind is Kind.INPUT_GRAD for m in split)
+        assert messages_of(routes, Operation(Kind.WEIGHT_GRAD, s, 1)) == ()
+        kinds.update(m.payload for m in split)
+    assert {Payload.BOUNDARY, Payload.CONDITIONING} <= kinds
+    plan = compile_communication(routes, schedule)
+    assert validate(schedule, partition, plan.messages) == []
+    assert check_nccl(plan, schedule.placement.num_devices) == []
+    assert check_program(schedule, plan) == []
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.sampled_from([zb_h1(sequential(3), 4), zb_v(fold(3), 4)]), st.data())
+def test_mutations(schedule: Schedule, data: st.DataObject) -> None:
+    """A weight gradient that is dropped, doubled, or put before its input gradient."""
+    device = data.draw(st.integers(0, 2))
+    order = list(schedule.order[device])
+    op = data.draw(st.sampled_from([o for o in order if o.kind is Kind.WEIGHT_GRAD]))
+    at, source = order.index(op), Operation(Kind.INPUT_GRAD, op.stage, op.microbatch)
+    dropped = order[:at] + order[at + 1 :]
+    assert validate(with_order(schedule, device, dropped)) == [
+        f"{op} is missing on device {device}"
+    ]
+    doubled = [*order, op]
+    assert f"{op} is in the schedule 2 times" in validate(with_order(schedule, device, doubled))
+    early = order.index(source)
+    moved = [*order[:early], op, *dropped[early:]]
+    assert f"device {device} runs {op} before {source}" in validate(
+        with_order(schedule, device, moved)
+    )
