@@ -22,7 +22,7 @@ def expected() -> Run:
     ("num_ranks", "flags"),
     [
         (2, pipeline(2)),
-        (4, pipeline(4, "--pulse-placement", "sequential")),
+        (2, pipeline(2, "--pulse-placement", "sequential")),
         (4, pipeline(2, "--use-distributed-optimizer", "--overlap-grad-reduce")),
         (
             4,

@@ -38,7 +38,7 @@ def test_replicated_embedders_train_as_one_process(num_devices: int) -> None:
         Case(placement, m, dtype=dtype, steps=STEPS, replicated=embedder)
         for placement in ("fold", "sequential", "interleaved")
         for m in (num_devices - 1, num_devices, 2 * num_devices + 1)
-        for dtype in ("float64", "float32")
+        for dtype in (("float64", "float32") if placement == "fold" else ("float32",))
     ]
     (expected,) = run_ranks(1, run_cases, cases)
     ranks = run_ranks(num_devices, run_cases, cases, timeout_s=240)

@@ -51,8 +51,7 @@ def run_cases(kind: str, cases: list[Case], delay: int | None) -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize(("kind", "delay"), [*((kind, 3) for kind in KINDS), ("uvit", 0)])
 def test_split_schedules_equal_one_process(kind: str, delay: int) -> None:
     cases = [
         Case(placement, m, dtype="float32", steps=2, recompute=m == 2)
