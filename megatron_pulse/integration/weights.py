@@ -30,9 +30,9 @@ from megatron_pulse.integration.checkpoints import (
     saved_arguments,
 )
 from megatron_pulse.integration.compat import patch_megatron
-from megatron_pulse.planner.costs import weighted_costs
 from megatron_pulse.planner.placement import sequential
-from megatron_pulse.planner.plan import make_plan
+from megatron_pulse.planner.routes import trace_routes
+from megatron_pulse.planner.stages import Partition
 from megatron_pulse.runtime.stage import Stage
 from model_specs import load_backbone, published_form
 
@@ -51,9 +51,7 @@ def whole_stage(backbone: Backbone, *, initialise: bool = False) -> Stage:
     """The backbone as one stage in fp32 on the CPU, in a world of one process."""
     patch_megatron()
     one_process_groups()
-    plan = make_plan(
-        backbone, weighted_costs(backbone, [1.0] * len(backbone.layers)), sequential(1)
-    )
+    whole = Partition(sequential(1), (0, len(backbone.layers)))
     config = TransformerConfig(
         num_layers=1,
         hidden_size=64,
@@ -63,7 +61,7 @@ def whole_stage(backbone: Backbone, *, initialise: bool = False) -> Stage:
         transformer_impl="local",
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return Stage(config, backbone, plan.routes, 0, 0, groups)
+    return Stage(config, backbone, trace_routes(backbone, whole), 0, 0, groups)
 
 
 def load_whole(

@@ -113,3 +113,17 @@ def transformer_config(
             raise AttributeError(f"TransformerConfig has no field {name!r}")
         setattr(config, name, value)
     return config
+
+
+def dit_config(hidden_size: int, num_heads: int, base: TransformerConfig) -> TransformerConfig:
+    """What DiT, PixArt, SD3 and Flux share: tanh-GELU MLPs of width 4D, norms' epsilon 1e-6,
+    linears drawn by Xavier's rule."""
+    return transformer_config(
+        base,
+        hidden_size=hidden_size,
+        num_attention_heads=num_heads,
+        ffn_hidden_size=4 * hidden_size,
+        init_method=xavier_init,
+        activation_func=tanh_gelu,
+        layernorm_epsilon=1e-6,
+    )

@@ -10,7 +10,6 @@ from collections import OrderedDict
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
 from model_specs.dit import DiTConfig
@@ -23,7 +22,7 @@ from model_specs.modules.common import (
     leave_sequence,
     works_on_shards,
 )
-from model_specs.modules.config import tanh_gelu, transformer_config, xavier_init
+from model_specs.modules.config import dit_config
 from model_specs.modules.patches import (
     Named,
     PatchEmbed,
@@ -35,19 +34,6 @@ from model_specs.modules.patches import (
 
 _FEED_FORWARD_NORM_EPS = 1e-5
 _NORM_EPS = 1e-6
-
-
-def dit_transformer_config(sizes: DiTConfig, base: TransformerConfig) -> TransformerConfig:
-    """The Megatron configuration of every block of this DiT."""
-    return transformer_config(
-        base,
-        hidden_size=sizes.dim,
-        num_attention_heads=sizes.num_attention_heads,
-        ffn_hidden_size=4 * sizes.dim,
-        init_method=xavier_init,
-        activation_func=tanh_gelu,
-        layernorm_epsilon=_NORM_EPS,
-    )
 
 
 class PatchLayer(PatchEmbed):
@@ -110,7 +96,7 @@ class Attention(LayerModule):
     """
 
     def __init__(self, sizes: DiTConfig, context: LayerContext, own_embedder: bool = True) -> None:
-        config = dit_transformer_config(sizes, context.config)
+        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
         super().__init__(config, context.pg_collection)
         initialize = config.perform_initialization
         self.emb = TimeClassEmbedder(sizes, initialize) if own_embedder else None
@@ -138,7 +124,7 @@ class FeedForward(LayerModule):
     """Tokens + gate * MLP(modulated norm of tokens), with the vectors that ``Attention`` made."""
 
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
-        config = dit_transformer_config(sizes, context.config)
+        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
         super().__init__(config, context.pg_collection)
         groups = context.pg_collection
         self.norm = LayerNorm(config, sizes.dim, _FEED_FORWARD_NORM_EPS, elementwise_affine=False)

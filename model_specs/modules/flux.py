@@ -15,7 +15,7 @@ from megatron_pulse.backbone.context import LayerContext
 from model_specs.flux import PACKED, FluxConfig
 from model_specs.modules.attention import Builder, Rotary, parts
 from model_specs.modules.common import LayerModule, Table, enter_sequence, works_on_shards
-from model_specs.modules.config import xavier_init
+from model_specs.modules.config import dit_config, xavier_init
 from model_specs.modules.joint_attention import (
     StreamProjections,
     StreamSubmodules,
@@ -33,7 +33,6 @@ from model_specs.modules.mmdit import (
     TimeTextEmbed,
     drawn_linear,
     joint_block_spec,
-    mmdit_config,
     normed,
 )
 
@@ -42,7 +41,7 @@ _SCALE = 1000  # of guidance in the model
 
 
 def _config(sizes: FluxConfig, context: LayerContext) -> TransformerConfig:
-    return mmdit_config(sizes.dim, sizes.num_attention_heads, context.config)
+    return dit_config(sizes.dim, sizes.num_attention_heads, context.config)
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,10 @@ from model_specs.modules.common import (
     leave_sequence,
     works_on_shards,
 )
-from model_specs.modules.config import InitMethod, tanh_gelu, transformer_config, xavier_init
+from model_specs.modules.config import (
+    InitMethod,
+    xavier_init,
+)
 from model_specs.modules.joint_attention import head_rms_norm, joint_attention_spec
 from model_specs.modules.patches import modulate
 
@@ -32,19 +35,6 @@ Tensors = tuple[torch.Tensor, ...]
 Named = Mapping[str, torch.Tensor]
 
 EPS = 1e-6
-
-
-def mmdit_config(hidden_size: int, num_heads: int, base: TransformerConfig) -> TransformerConfig:
-    """The Megatron configuration of all blocks: tanh-GELU MLPs of width 4D, norms' epsilon 1e-6."""
-    return transformer_config(
-        base,
-        hidden_size=hidden_size,
-        num_attention_heads=num_heads,
-        ffn_hidden_size=4 * hidden_size,
-        init_method=xavier_init,
-        activation_func=tanh_gelu,
-        layernorm_epsilon=EPS,
-    )
 
 
 def drawn_linear(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
 from model_specs.modules.attention import (
@@ -26,7 +25,7 @@ from model_specs.modules.common import (
     leave_sequence,
     works_on_shards,
 )
-from model_specs.modules.config import tanh_gelu, transformer_config, xavier_init
+from model_specs.modules.config import dit_config, tanh_gelu
 from model_specs.modules.patches import (
     Named,
     PatchEmbed,
@@ -38,19 +37,6 @@ from model_specs.modules.patches import (
 from model_specs.pixart import PixArtConfig
 
 _NORM_EPS = 1e-6
-
-
-def pixart_transformer_config(sizes: PixArtConfig, base: TransformerConfig) -> TransformerConfig:
-    """The Megatron configuration of every block of this PixArt."""
-    return transformer_config(
-        base,
-        hidden_size=sizes.dim,
-        num_attention_heads=sizes.num_attention_heads,
-        ffn_hidden_size=4 * sizes.dim,
-        init_method=xavier_init,
-        activation_func=tanh_gelu,
-        layernorm_epsilon=_NORM_EPS,
-    )
 
 
 def _linear(inputs: int, outputs: int, std: float, initialize: bool) -> torch.nn.Linear:
@@ -132,7 +118,7 @@ class SelfAttention(LayerModule):
     """Tokens + gate * self-attention(modulated norm of tokens)."""
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
-        config = pixart_transformer_config(sizes, context.config)
+        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
         super().__init__(config, context.pg_collection)
         self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
         self.scale_shift_table = _table(3, sizes.dim)
@@ -157,7 +143,7 @@ class CrossAttention(LayerModule):
     """Tokens + attention to the caption, without norm or modulation."""
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
-        config = pixart_transformer_config(sizes, context.config)
+        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
         super().__init__(config, context.pg_collection)
         self.attention = build_module(
             cross_attention_spec(
@@ -184,7 +170,7 @@ class FeedForward(LayerModule):
     """Tokens + gate * MLP(modulated norm of tokens)."""
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
-        config = pixart_transformer_config(sizes, context.config)
+        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
         super().__init__(config, context.pg_collection)
         groups = context.pg_collection
         self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)

@@ -11,20 +11,20 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
+from model_specs.modules.config import dit_config
 from model_specs.modules.mmdit import (
     ContextEmbedder,
     Head,
     JointBlock,
     TimeTextEmbed,
     joint_block_spec,
-    mmdit_config,
 )
 from model_specs.modules.patches import PatchEmbed, sincos_positions, unpatchify
 from model_specs.sd3 import SD3Config
 
 
 def _config(sizes: SD3Config, context: LayerContext) -> TransformerConfig:
-    return mmdit_config(sizes.dim, sizes.num_attention_heads, context.config)
+    return dit_config(sizes.dim, sizes.num_attention_heads, context.config)
 
 
 class PositionedPatches(PatchEmbed):
