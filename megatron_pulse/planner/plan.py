@@ -44,11 +44,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of every stage on one microbatch, and of a boundary between devices."""
+    """Seconds of every stage on one microbatch; ``link[s]`` is of the boundary after stage s."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    link: float
+    link: tuple[float, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,23 +147,14 @@ def make_plan(
 
 
 def stage_times(costs: ChainCosts, partition: Partition, link: Link) -> StageTimes | None:
-    """What each stage takes; None where a stage takes no time, which no schedule can be made for.
-
-    The link's time is the mean of all boundaries between devices.
-    """
-    placement = partition.placement
-    stages = [partition.layers_of_stage(s) for s in range(placement.num_stages)]
+    """What each stage takes; None where a stage takes no time: no schedule is made for that."""
+    stages = [partition.layers_of_stage(s) for s in range(partition.placement.num_stages)]
     forward = tuple(sum(costs.forward_s[i] for i in layers) for layers in stages)
     backward = tuple(sum(costs.backward_s[i] for i in layers) for layers in stages)
     if min(*forward, *backward) <= 0:
         return None
-    placed = placement.device_of_stage
-    sent = [
-        link.time_s(costs.boundary_bytes[layers[0]])
-        for s, layers in enumerate(stages)
-        if s and placed[s] != placed[s - 1]
-    ]
-    return StageTimes(forward, backward, sum(sent) / len(sent) if sent else 0.0)
+    sent = tuple(link.time_s(costs.boundary_bytes[layers[0]]) for layers in stages[1:])
+    return StageTimes(forward, backward, sent)
 
 
 @lru_cache(maxsize=64)

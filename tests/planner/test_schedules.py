@@ -272,7 +272,7 @@ def test_simulation_names_the_waiting_operations() -> None:
     assert "device 0 is at B0:0, which waits for B1:0" in message
     assert "device 1 is at F1:0, which waits for F0:0" in message
     assert "device  0 | B0:0 F0:0" in message
-    with pytest.raises(ValueError, match="2 forward and backward durations"):
+    with pytest.raises(ValueError, match="forward: need 2 values, got 1"):
         simulate(stuck, [1], [1, 1])
 
 

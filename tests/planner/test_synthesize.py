@@ -162,3 +162,13 @@ def test_answers_to_other_problems_are_faults() -> None:
     assert "4 microbatches, the problem 5" in faults_for(equal(fold(2), 5), schedule)[0]
     assert "is for placement (0, 1, 1, 0)" in faults_for(equal(interleaved(2), 4), schedule)[0]
     assert "holds 8" in faults_for(equal(fold(2), 4, cap=4), CLASSICS["gpipe"](fold(2), 4))[0]
+
+
+def test_every_boundary_has_its_own_link_time() -> None:
+    links = (0.5, 2.0, 9.0, 0.25, 1.0)
+    problem = ScheduleProblem(fold(3), 1, (1.0,) * 6, (2.0,) * 6, link=links)
+    crossed = 2 * (sum(links) - links[2])  # the turn stays on its device
+    found = synthesize(problem)
+    assert found.certificate.makespan == found.certificate.lower_bound == 18 + crossed
+    with pytest.raises(ValueError, match="link: need one value, or 5, got 2"):
+        ScheduleProblem(fold(3), 1, (1.0,) * 6, (2.0,) * 6, link=(1.0, 1.0))

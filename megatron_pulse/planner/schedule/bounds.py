@@ -49,11 +49,9 @@ class _Path:
     @cached_property
     def first(self) -> list[float]:
         """Earliest start of each class of the path."""
-        home = self.problem.placement.device_of_stage
         first = [0.0]
         for (_, s), (_, t), time in zip(self.classes, self.classes[1:], self.time, strict=False):
-            lag = self.problem.link if home[s] != home[t] else 0.0
-            first.append(first[-1] + time + lag)
+            first.append(first[-1] + time + self.problem.lag(s, t))
         return first
 
     @cached_property

@@ -127,14 +127,15 @@ def job_shop(problem: ScheduleProblem) -> JobShop:
     placement, count, kinds = problem.placement, problem.num_microbatches, problem.kinds
     num, home = placement.num_stages, placement.device_of_stage
     times = [problem.duration(kind, s) for kind in kinds for s in range(num)]
-    *ticks, link = _to_ticks([*times, problem.link])
+    lags = [problem.lag(s, s + 1) for s in range(num - 1)]
+    ticks, lag_ticks = _to_ticks(times, lags)
     weight, cap = _to_units(problem)
     duration, device, delta = [], [], []
     before: list[tuple[tuple[int, int], ...]] = []
     for index, kind in enumerate(kinds):
         for stage in range(num):
             own = index * num + stage
-            source, lag = _source(own, kinds, home, link)
+            source, lag = _source(own, kinds, num, lag_ticks)
             for m in range(count):
                 edges = [] if source is None else [(source * count + m, lag)]
                 if m:
@@ -156,24 +157,23 @@ def job_shop(problem: ScheduleProblem) -> JobShop:
 
 
 def _source(
-    own: int, kinds: tuple[Kind, ...], home: tuple[int, ...], link: int
+    own: int, kinds: tuple[Kind, ...], num: int, lags: Sequence[int]
 ) -> tuple[int | None, int]:
     """The class whose result a class takes, and the time until it arrives."""
-    num = len(home)
     index, stage = divmod(own, num)
     if kinds[index] is Kind.WEIGHT_GRAD or (index == 1 and stage == num - 1):
         return own - num, 0
     upstream = stage - 1 if index == 0 else stage + 1
     if upstream < 0:
         return None, 0
-    return index * num + upstream, link if home[upstream] != home[stage] else 0
+    return index * num + upstream, lags[min(stage, upstream)]
 
 
-def _to_ticks(times: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion; operations (all but the last, the link) take at least one."""
-    whole = all(float(t).is_integer() for t in times) and max(times) <= TICKS
-    unit = 1.0 if whole else TICKS / max(times[:-1])
-    return [max(1, round(t * unit)) for t in times[:-1]] + [round(times[-1] * unit)]
+def _to_ticks(times: Sequence[float], lags: Sequence[float]) -> tuple[list[int], list[int]]:
+    """Whole numbers in proportion; operations take at least one tick."""
+    whole = all(float(t).is_integer() for t in (*times, *lags)) and max(*times, *lags) <= TICKS
+    unit = 1.0 if whole else TICKS / max(times)
+    return [max(1, round(t * unit)) for t in times], [round(t * unit) for t in lags]
 
 
 def _to_units(problem: ScheduleProblem) -> tuple[list[int], tuple[int, ...]]:

@@ -12,23 +12,28 @@ from megatron_pulse.planner.placement import Placement
 class Kind(StrEnum):
     """What an operation computes; the values are the letters of the text form.
 
-    A backward pass is one operation, or an input gradient and, later, a weight gradient.
+    A backward pass is one operation, or an input gradient and, later, a weight gradient. A filler
+    is no part of the backbone (frozen encoders, for instance): it runs where a device would idle.
     """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
+    FILLER = "X"
 
     @property
     def live(self) -> int:
         """By how much the operation changes the number of live activations on its device."""
-        return {Kind.FORWARD: 1, Kind.INPUT_GRAD: 0}.get(self, -1)
+        return {Kind.FORWARD: 1, Kind.INPUT_GRAD: 0, Kind.FILLER: 0}.get(self, -1)
 
 
 @dataclass(frozen=True, order=True)
 class Operation:
-    """One stage on one microbatch. Text form ``F2:7``: forward, stage 2, microbatch 7."""
+    """One stage on one microbatch. Text form ``F2:7``: forward, stage 2, microbatch 7.
+
+    Of a filler ``stage`` is its number and ``microbatch`` the slice of its work.
+    """
 
     kind: Kind
     stage: int
@@ -40,7 +45,7 @@ class Operation:
     @classmethod
     def parse(cls, text: str) -> Operation:
         """The operation written as ``F2:7``; raises ValueError for anything else."""
-        match = re.fullmatch(r"([FBIW])(\d+):(\d+)", text.strip())
+        match = re.fullmatch(r"([FBIWX])(\d+):(\d+)", text.strip())
         if match is None:
             raise ValueError(f"not an operation: {text!r}; expected for example F2:7")
         return cls(Kind(match[1]), int(match[2]), int(match[3]))

@@ -15,8 +15,9 @@ class ScheduleProblem:
 
     ``backward`` is the whole backward pass, or the input gradient alone where ``weight_grad`` is
     given: the pass is then split into two operations. ``link`` is the time of a boundary between
-    two devices. A stage's forward takes ``activation`` (default 1) of its device's memory, which
-    its backward, or its weight gradient, gives back; device d has ``cap[d]`` (None: enough).
+    two devices: one for all, or ``link[s]`` for the one between stages s and s + 1. A stage's
+    forward takes ``activation`` (default 1) of its device's memory, which its backward, or its
+    weight gradient, gives back; device d has ``cap[d]`` (None: enough).
     Raises ValueError with every fault.
     """
 
@@ -25,7 +26,7 @@ class ScheduleProblem:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight_grad: tuple[float, ...] | None = None
-    link: float = 0.0
+    link: float | tuple[float, ...] = 0.0
     activation: tuple[float, ...] | None = None
     cap: tuple[float, ...] | None = None
 
@@ -48,6 +49,13 @@ class ScheduleProblem:
             assert self.weight_grad is not None
             return self.weight_grad[stage]
         return self.backward[stage]
+
+    def lag(self, stage: int, other: int) -> float:
+        """Time of the boundary between two neighbouring stages; none on one device."""
+        home = self.placement.device_of_stage
+        if home[stage] == home[other]:
+            return 0.0
+        return self.link[min(stage, other)] if isinstance(self.link, tuple) else self.link
 
     def activation_of(self, stage: int) -> float:
         """Memory that a forward of ``stage`` takes."""
@@ -74,7 +82,10 @@ class ScheduleProblem:
                 faults.append(
                     f"{name}: values must be finite and {'positive' if least else '>= 0'}"
                 )
-        if not (math.isfinite(self.link) and self.link >= 0):
+        links = self.link if isinstance(self.link, tuple) else (self.link,) * (stages - 1)
+        if len(links) != stages - 1:
+            faults.append(f"link: need one value, or {stages - 1}, got {len(links)}")
+        if not all(math.isfinite(time) and time >= 0 for time in links):
             faults.append(f"link: must be finite and not negative, is {self.link}")
         if not faults and self.cap is not None:
             for device, cap in enumerate(self.cap):

@@ -50,12 +50,12 @@ def make_schedule(
     forward: Sequence[float] | None = None,
     backward: Sequence[float] | None = None,
     weight_grad: Sequence[float] | None = None,
-    link: float = 0.0,
+    link: float | tuple[float, ...] = 0.0,
     effort: int | None = None,
 ) -> Schedule:
     """The schedule called ``name`` (one of SCHEDULES); the keyword arguments are for ``wave``.
 
-    A wave is synthesized for durations per stage (by default 1 and 2) and a ``link`` time in the
+    A wave is synthesized for durations per stage (by default 1 and 2) and ``link`` times in the
     same unit; with ``weight_grad`` its backwards are split, and ``backward`` is the input gradient
     (by default 1). ``cap`` bounds the live stage activations on a device, by default one per stage
     of the whole chain (2P on the fold: 1F1B's peak); ``num_chunks * num_microbatches`` is no bound.

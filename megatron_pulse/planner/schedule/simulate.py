@@ -61,16 +61,15 @@ def play(
     schedule: Schedule,
     needs: Callable[[Operation], Iterable[Operation]],
     duration: Callable[[Operation], float],
-    link: float = 0.0,
+    lag: Callable[[Operation, Operation], float] = lambda _, __: 0.0,
 ) -> tuple[dict[Operation, float], dict[Operation, float], list[Waiting]]:
     """Execute every device's order; return starts, ends, and who is stuck at the end.
 
-    ``needs(op)`` are the operations whose results ``op`` takes; ``link`` is added when one of
-    them ran on another device.
+    ``needs(op)`` are the operations whose results ``op`` takes; ``lag(r, op)`` is the time
+    that the result of r takes to where op runs.
     """
     start: dict[Operation, float] = {}
     end: dict[Operation, float] = {}
-    ran_on: dict[Operation, int] = {}
     position = [0] * len(schedule.order)
     clock = [0.0] * len(schedule.order)
     progress = True
@@ -82,10 +81,9 @@ def play(
                 required = tuple(needs(operation))
                 if any(r not in end for r in required):
                     break
-                arrivals = (end[r] + (link if ran_on[r] != device else 0.0) for r in required)
+                arrivals = (end[r] + lag(r, operation) for r in required)
                 start[operation] = max(clock[device], *arrivals, 0.0)
                 clock[device] = end[operation] = start[operation] + duration(operation)
-                ran_on[operation] = device
                 position[device] += 1
                 progress = True
     stuck = [
@@ -100,47 +98,53 @@ def simulate(
     schedule: Schedule,
     forward: Sequence[float],
     backward: Sequence[float],
-    link: float = 0.0,
+    link: float | tuple[float, ...] = 0.0,
     weight_grad: Sequence[float] | None = None,
 ) -> Timeline:
-    """Run the schedule's orders as early as data and devices allow.
+    """Run the schedule's orders with the times that ``ScheduleProblem`` describes.
 
-    ``forward[s]`` and ``backward[s]`` are the durations of stage s, ``link`` the time of a boundary
-    between two devices, all in one unit. A split schedule needs ``weight_grad`` too, and
-    ``backward`` is then the input gradient alone. Raises DeadlockError naming the waiting
-    operations, and ValueError when an operation has no duration.
+    Raises DeadlockError naming the waiting operations, and ValueError when an operation has no
+    duration.
+    """
+    split = None if weight_grad is None else tuple(weight_grad)
+    problem = ScheduleProblem(
+        schedule.placement,
+        schedule.num_microbatches,
+        tuple(forward),
+        tuple(backward),
+        split,
+        link,
+    )
+    return run(problem, schedule)
+
+
+def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
+    """Run the schedule's orders as early as data and devices allow, with ``problem``'s times.
+
+    Raises DeadlockError naming the waiting operations, and ValueError when ``problem`` has no
+    weight gradients and the schedule has.
     """
     num_stages = schedule.placement.num_stages
-    if len(forward) != num_stages or len(backward) != num_stages:
-        raise ValueError(
-            f"{num_stages} stages need {num_stages} forward and backward durations each; "
-            f"got {len(forward)} and {len(backward)}"
-        )
-    times = {Kind.FORWARD: forward, Kind.BACKWARD: backward, Kind.INPUT_GRAD: backward}
-    if weight_grad is not None:
-        times[Kind.WEIGHT_GRAD] = weight_grad
-    if Kind.WEIGHT_GRAD in schedule.kinds and len(times.get(Kind.WEIGHT_GRAD, ())) != num_stages:
+    if Kind.WEIGHT_GRAD in schedule.kinds and problem.weight_grad is None:
         raise ValueError(f"a split schedule of {num_stages} stages needs as many weight gradients")
 
     def duration(operation: Operation) -> float:
-        return times[operation.kind][operation.stage]
+        return problem.duration(operation.kind, operation.stage)
 
     def needs(operation: Operation) -> tuple[Operation, ...]:
         required = dependency(operation, num_stages)
         return () if required is None else (required,)
 
-    start, end, stuck = play(schedule, needs, duration, link)
+    def lag(source: Operation, operation: Operation) -> float:
+        return problem.lag(source.stage, operation.stage)
+
+    start, end, stuck = play(schedule, needs, duration, lag)
     if stuck:
         lines = "\n".join(f"  {waiting}" for waiting in stuck)
         raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")
     makespan = max(end.values(), default=0.0)
     busy = tuple(sum(duration(op) for op in order) for order in schedule.order)
     return Timeline(schedule, start, end, makespan, busy, tuple(makespan - b for b in busy))
-
-
-def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
-    """``schedule`` with the times of ``problem``."""
-    return simulate(schedule, problem.forward, problem.backward, problem.link, problem.weight_grad)
 
 
 def logical_times(schedule: Schedule) -> dict[Operation, int]:
