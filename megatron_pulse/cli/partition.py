@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import time
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -219,10 +218,7 @@ def _limit(args: argparse.Namespace, profile: Profile) -> float | None:
 
 
 def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | None) -> MemoryRules:
-    """What devices may hold. In flight is what the schedule that would run has.
-
-    For other numbers of devices, which only the advice of an error needs, it is an estimate.
-    """
+    """What devices may hold."""
     from megatron_pulse.planner.costs import MemoryRule
     from megatron_pulse.planner.memory import bytes_per_parameter, in_flight
 
@@ -231,13 +227,11 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
     )
     num_microbatches = args.microbatches or 2 * args.num_devices
 
-    @lru_cache
     def rule(placement: Placement) -> MemoryRule:
-        effort = None if placement.num_devices == args.num_devices else 1
         return MemoryRule(
             math.inf if limit_bytes is None else limit_bytes,
             per_parameter,
-            in_flight(placement, num_microbatches, effort),
+            in_flight(placement, num_microbatches),
         )
 
     return rule

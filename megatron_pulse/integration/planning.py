@@ -20,6 +20,7 @@ from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS, Device, Roofline, custom_device
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.layer_call import describe_chain
+from megatron_pulse.profile.parameters import Sizes
 from megatron_pulse.profile.profile import Profile
 from model_specs import load_backbone
 
@@ -111,7 +112,8 @@ def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> Ch
     """Costs at the run's microbatch size; under sequence parallelism the edges are divided."""
     costs = profile.at(args.micro_batch_size, args.recompute_granularity == "full")
     parts = args.tensor_model_parallel_size
-    chain, skips, _ = describe_chain(backbone, costs.parameters, profile.dtype)
+    sizes = [Sizes(count, 0, 0) for count in costs.parameters]
+    chain, skips, _ = describe_chain(backbone, sizes, profile.dtype)
     size = args.micro_batch_size
     return replace(
         costs,

@@ -36,7 +36,8 @@ class ChainCosts:
     """Every layer's costs at one microbatch size, in chain order.
 
     ``boundary_bytes[i]`` is what crosses a cut before layer i (the first is not a cut).
-    ``saved_bytes`` is what a layer keeps from forward to backward.
+    ``saved_bytes`` is what a layer keeps from forward to backward. ``weight_grad_s`` is the part of
+    ``backward_s`` that may be put off (empty: unknown).
     """
 
     names: tuple[str, ...]
@@ -46,6 +47,7 @@ class ChainCosts:
     saved_bytes: tuple[int, ...]
     boundary_bytes: tuple[int, ...]
     skips: tuple[SkipCost, ...] = ()
+    weight_grad_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {
@@ -58,6 +60,8 @@ class ChainCosts:
                 self.boundary_bytes,
             )
         }
+        if self.weight_grad_s:
+            lengths.add(len(self.weight_grad_s))
         if lengths != {len(self.names)}:
             raise ValueError(f"{len(self.names)} layers, but columns of {sorted(lengths)} values")
         values = np.array(

@@ -15,7 +15,7 @@ from megatron_pulse.profile.flops import FlashAttention, some_process_group
 from megatron_pulse.profile.kernels import Kernels
 from megatron_pulse.profile.layer_call import describe_chain, make_call
 from megatron_pulse.profile.memory import Kept, KeptStorages, live_bytes, saved_bytes
-from megatron_pulse.profile.parameters import count_module_parameters, meta_context
+from megatron_pulse.profile.parameters import Sizes, meta_context, module_sizes
 from megatron_pulse.profile.profile import LayerTimes, Profile, Source
 
 
@@ -43,7 +43,7 @@ def analyse(
     Raises ProfileError and whatever a layer raises that does not fit its specs.
     """
     context = meta_context(roofline.dtype)
-    counted: dict[str, tuple[int, list[LayerWork]]] = {}
+    counted: dict[str, tuple[Sizes, list[LayerWork]]] = {}
     kinds = [_kind(backbone, i) for i in range(len(backbone.layers))]
     layers = tqdm(kinds, "counting", unit="layer", delay=2, disable=not progress)
     with some_process_group(), torch.device("meta"):
@@ -52,17 +52,17 @@ def analyse(
                 continue
             module = backbone.layers[i].build(context)
             counted[kind] = (
-                count_module_parameters(module),
+                module_sizes(module),
                 [
                     count_work(backbone, i, module, size, roofline.dtype)
                     for size in micro_batch_sizes
                 ],
             )
-    parameters = [counted[kind][0] for kind in kinds]
+    sizes = [counted[kind][0] for kind in kinds]
     work = {
         size: [counted[kind][1][at] for kind in kinds] for at, size in enumerate(micro_batch_sizes)
     }
-    chain, skips, conditioning = describe_chain(backbone, parameters, roofline.dtype)
+    chain, skips, conditioning = describe_chain(backbone, sizes, roofline.dtype)
     return Profile(
         backbone=backbone.record,
         source=Source.ANALYTIC,

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any
 
 from megatron_pulse.diffusion.files import replacing
-from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.profile.profile import Profile, ProfiledLayer, ProfileError
 
 _FORMAT = "megatron_pulse profile 1"
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -82,18 +82,21 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
         return None
     kinds = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""
-    faults += [f"{prefix}{name} is missing" for name in kinds if name not in value]
+    fields = dataclasses.fields(kind) if kind is ProfiledLayer else ()
+    optional = {f.name for f in fields if f.default is not dataclasses.MISSING}
+    missing = [name for name in kinds if name not in {*value, *optional}]
+    faults += [f"{prefix}{name} is missing" for name in missing]
     faults += [f"{prefix}{name} is unknown" for name in value if name not in kinds]
     before = len(faults)
-    fields = {
+    read = {
         name: _read(kinds[name], value[name], f"{prefix}{name}", faults)
         for name in kinds
         if name in value
     }
     if kind is Profile:
-        return fields
-    complete = len(faults) == before and len(fields) == len(kinds)
-    return kind(**fields) if complete else None
+        return read
+    complete = len(faults) == before and not missing
+    return kind(**read) if complete else None
 
 
 def _read_key(kind: Any, key: str, where: str, faults: list[str]) -> Any:

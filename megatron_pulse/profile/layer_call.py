@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.profile.parameters import Sizes
 from megatron_pulse.profile.profile import (
     ProfiledConditioning,
     ProfiledLayer,
@@ -136,7 +137,7 @@ def make_call(
 
 
 def describe_chain(
-    backbone: Backbone, parameters: Sequence[int], dtype: str
+    backbone: Backbone, sizes: Sequence[Sizes], dtype: str
 ) -> tuple[tuple[ProfiledLayer, ...], tuple[ProfiledSkip, ...], tuple[ProfiledConditioning, ...]]:
     """What a profile says of a chain whatever the microbatch size; bytes per sample."""
 
@@ -147,8 +148,14 @@ def describe_chain(
 
     return (
         tuple(
-            ProfiledLayer(layer.name, count, sum(map(size, layer.inputs)))
-            for layer, count in zip(backbone.layers, parameters, strict=True)
+            ProfiledLayer(
+                layer.name,
+                held.parameters,
+                sum(map(size, layer.inputs)),
+                held.sharded,
+                held.sums,
+            )
+            for layer, held in zip(backbone.layers, sizes, strict=True)
         ),
         tuple(
             ProfiledSkip(skip.name, skip.source, skip.destination, size(skip.spec))

@@ -23,7 +23,7 @@ from megatron_pulse.profile.clock import Patience, median_and_spread, repeat
 from megatron_pulse.profile.flops import some_process_group
 from megatron_pulse.profile.layer_call import LayerCall, describe_chain, make_call
 from megatron_pulse.profile.memory import Kept, KeptStorages, live_bytes, saved_bytes
-from megatron_pulse.profile.parameters import count_module_parameters, meta_context
+from megatron_pulse.profile.parameters import Sizes, meta_context, module_sizes
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 
 _DEFAULT_PATIENCE = Patience()
@@ -60,7 +60,7 @@ def measure(
     """
     place = torch.device(device)
     context = meta_context(dtype)
-    parameters: list[int] = []
+    sizes: list[Sizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
     known: dict[str, LayerMeasure] = {}
     layers = tqdm(backbone.layers, "measuring", unit="layer", delay=2, disable=not progress)
@@ -68,7 +68,7 @@ def measure(
         for i, layer in enumerate(layers):
             module = layer.build(context).to(place)
             _fill(module)
-            parameters.append(count_module_parameters(module))
+            sizes.append(module_sizes(module))
             for size in micro_batch_sizes:
                 try:
                     call = make_call(backbone, i, module, size, dtype, place)
@@ -83,7 +83,7 @@ def measure(
                     ) from error
                 measured[size].append(known[key])
             del module, call
-    chain, skips, conditioning = describe_chain(backbone, parameters, dtype)
+    chain, skips, conditioning = describe_chain(backbone, sizes, dtype)
     return Profile(
         backbone=backbone.record,
         source=Source.MEASURED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
@@ -68,3 +69,19 @@ def _count(backbone: Backbone) -> tuple[int, ...]:
 def count_module_parameters(module: Any) -> int:
     """Number of parameters of one built layer."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a built layer holds, and what tensor parallelism does to it (see ``ProfiledLayer``)."""
+
+    parameters: int
+    sharded: int
+    sums: int
+
+
+def module_sizes(module: Any) -> Sizes:
+    """The sizes of one layer, built whole."""
+    sharded = (p for p in module.parameters() if getattr(p, "tensor_model_parallel", False))
+    sums = [m for m in module.modules() if "RowParallel" in type(m).__name__]
+    return Sizes(count_module_parameters(module), sum(p.numel() for p in sharded), len(sums))

@@ -59,11 +59,17 @@ class LayerTimes:
 @dataclass(frozen=True)
 class ProfiledLayer:
     """What does not depend on the microbatch size; ``boundary_bytes`` are those of all boundary
-    tensors that the layer takes, together, per sample."""
+    tensors that the layer takes, together, per sample.
+
+    Tensor parallelism divides ``sharded_parameters`` of the parameters, and sums over its ranks
+    ``shard_sums`` times in a forward pass and as often in a backward pass.
+    """
 
     name: str
     parameters: int
     boundary_bytes: int
+    sharded_parameters: int = 0
+    shard_sums: int = 0
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,7 @@ class Profile:
                 SkipCost(skip.source, skip.destination, micro_batch_size * skip.num_bytes)
                 for skip in self.skips
             ),
+            weight_grad_s=tuple(layer.weight_grad_s for layer in times),
         )
 
     def _neighbours(self, size: int) -> tuple[int | None, int]:
@@ -202,7 +209,8 @@ class Profile:
         for i, layer in enumerate(self.layers):
             if first.setdefault(layer.name, i) != i:
                 yield f"layers {first[layer.name]} and {i} are both called {layer.name!r}"
-            yield from _below_zero(f"layers[{i}]", layer, ("parameters", "boundary_bytes"))
+            counts = ("parameters", "boundary_bytes", "sharded_parameters", "shard_sums")
+            yield from _below_zero(f"layers[{i}]", layer, counts)
         for size, times in self.times.items():
             if size < 1:
                 yield f"times: the microbatch size {size} must be 1 or more"
