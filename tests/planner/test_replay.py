@@ -1,0 +1,93 @@
+"""Steps whose messages share links."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.costs import ChainCosts, Link, SkipCost
+from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.replay import Edge, edges_of, link_bound, replay
+from megatron_pulse.planner.schedule.classic import gpipe
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.stages import Partition
+
+
+def problem_of(
+    placement: Placement, count: int, link: float = 0.0, split: bool = False
+) -> ScheduleProblem:
+    num = placement.num_stages
+    backward = (1.0 if split else 2.0,) * num
+    weight = (1.0,) * num if split else None
+    return ScheduleProblem(placement, count, (1.0,) * num, backward, weight, link)
+
+
+def chain_edges(placement: Placement, seconds: float) -> tuple[Edge, ...]:
+    home = placement.device_of_stage
+    stages = range(placement.num_stages - 1)
+    return tuple(Edge(s, s + 1, seconds) for s in stages if home[s] != home[s + 1])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([fold(2), fold(3), sequential(3), interleaved(2), fold(2, 2)]),
+    st.integers(1, 6),
+    st.booleans(),
+    st.sampled_from([0.0, 0.25, 1.0, 4.0]),
+)
+def test_sharing_links_never_shortens_a_step(
+    placement: Placement, count: int, split: bool, seconds: float
+) -> None:
+    problem = problem_of(placement, count, seconds, split)
+    schedule = synthesize(problem, effort=4).schedule
+    alone = run(problem, schedule).makespan
+    edges = chain_edges(placement, seconds)
+    shared = replay(problem, schedule, edges)
+    assert shared.timeline.makespan >= alone - 1e-9
+    assert shared.timeline.makespan >= link_bound(problem, edges) - 1e-9
+    if seconds == 0:
+        assert shared.timeline.makespan == pytest.approx(alone)
+    assert set(shared.timeline.end) == {op for order in schedule.order for op in order}
+    assert sum(shared.sending_s) == pytest.approx(2 * count * sum(e.seconds for e in edges))
+
+
+def test_a_slow_link_decides() -> None:
+    """Two stages, one boundary of 10: four forwards leave one after another, then gradients."""
+    problem = problem_of(sequential(2), 4)
+    schedule = gpipe(problem.placement, 4)
+    edges = chain_edges(problem.placement, 10.0)
+    makespan = replay(problem, schedule, edges).timeline.makespan
+    assert makespan == pytest.approx(1 + 4 * 10 + 1 + 2 + 4 * 10 + 2)
+    assert link_bound(problem, edges) == 40
+
+
+def test_a_skip_delays_its_consumer_and_the_boundary_behind_it() -> None:
+    placement = sequential(3)
+    problem = problem_of(placement, 1)
+    schedule = synthesize(problem).schedule
+    edges = (Edge(0, 1, 1.0), Edge(1, 2, 1.0), Edge(0, 2, 7.0))
+    timeline = replay(problem, schedule, edges).timeline
+    # F0 ends at 1, its boundary at 2, its skip at 9; F1 ends at 3, but stage 2 receives until 9.
+    assert timeline.start[Operation(Kind.FORWARD, 2, 0)] == 10
+
+
+def test_edges_of_a_partition() -> None:
+    costs = ChainCosts(
+        names=tuple("abcd"),
+        forward_s=(1.0,) * 4,
+        backward_s=(2.0,) * 4,
+        parameters=(0,) * 4,
+        saved_bytes=(0,) * 4,
+        boundary_bytes=(0, 10, 20, 30),
+        skips=(SkipCost(0, 3, 100), SkipCost(1, 2, 50)),
+    )
+    link = Link(1.0, 10.0)
+    cut = Partition(sequential(2), (0, 2, 4))
+    # The skip from b is the boundary tensor itself; the one from a travels.
+    assert edges_of(costs, cut, lambda a, b: link) == (Edge(0, 1, 3.0), Edge(0, 1, 11.0))
+    folded = Partition(fold(2), (0, 1, 2, 3, 4))
+    assert edges_of(costs, folded, lambda a, b: link) == (Edge(0, 1, 2.0), Edge(2, 3, 4.0))
