@@ -78,7 +78,7 @@ def messages_of(routes: Routes, operation: Operation) -> tuple[Message, ...]:
     """The messages that are ready when ``operation`` has run."""
     if operation.kind is Kind.FORWARD:
         return _forward_messages(routes, operation)
-    if operation.kind is Kind.WEIGHT_GRAD:
+    if operation.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
         return ()
     return _gradient_messages(routes, operation)
 

@@ -48,7 +48,9 @@ class Goal:
         return evaluate(costs, partition, self.link, self.lam, rule)
 
 
-def find_partition(costs: ChainCosts, placement: Placement, goal: Goal | None = None) -> Partition:
+def find_partition(
+    costs: ChainCosts, placement: Placement, goal: Goal | None = None, explain: bool = True
+) -> Partition:
     """The best cuts of ``costs`` over ``placement``; ``goal`` is the load unless given.
 
     Optimal with one stage per device and on a fold of one wave. With more stages per device a
@@ -56,7 +58,8 @@ def find_partition(costs: ChainCosts, placement: Placement, goal: Goal | None = 
     (interleaved) are first spread as if each had a device of its own, which keeps skips at home
     where they must be, and single cuts are then moved while that betters the devices.
 
-    Raises PartitionError when no cut is legal or fits, naming what would.
+    Raises PartitionError when no cut is legal or fits, naming what would (searching for that takes
+    longer than for the cut, and is left out without ``explain``).
     """
     goal = goal or Goal()
     folded = placement.kind is PlacementKind.FOLD and placement.num_stages > 1
@@ -72,7 +75,8 @@ def find_partition(costs: ChainCosts, placement: Placement, goal: Goal | None = 
         )
     partition = _search(costs, placement, goal, folded)
     if partition is None:
-        raise PartitionError(_why_not(costs, placement, goal, folded))
+        why = _why_not(costs, placement, goal, folded) if explain else "no cut is legal and fits"
+        raise PartitionError(why)
     return partition
 
 

@@ -7,12 +7,45 @@ import json
 import pytest
 from hypothesis import given, settings
 
-from megatron_pulse.planner.placement import fold, interleaved, sequential
+from megatron_pulse.planner.placement import bidirectional, fold, interleaved, sequential
 from megatron_pulse.planner.schedule.files import from_csv, from_json, to_csv, to_json
-from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.fillers import fill
+from megatron_pulse.planner.schedule.operations import Filler, Schedule
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.validate import validate
-from tests.planner.strategies import schedules
+from tests.planner.strategies import equal, schedules
+
+
+def filled() -> Schedule:
+    """Two fillers, one of them at home on one device only."""
+    problem = equal(sequential(3), 4)
+    fillers = [Filler("text", (0.5, 1.5, 0.25)), Filler("image", (1.0, 9.0), (2,))]
+    return fill(problem, make_schedule("1f1b", sequential(3), 4), fillers)
+
+
+def test_fillers_round_trip() -> None:
+    schedule = filled()
+    assert from_json(json.dumps(to_json(schedule))) == schedule
+    assert from_csv(to_csv(schedule), name="1f1b", fillers=schedule.fillers) == schedule
+    assert "1X1" in to_csv(schedule)
+
+
+def test_a_csv_alone_does_not_tell_its_fillers() -> None:
+    faults = validate(from_csv(to_csv(filled())))
+    assert len(faults) == 5 and all("there is no filler" in fault for fault in faults)
+
+
+def test_only_stages_show_the_placement() -> None:
+    assert from_csv("0X9,0F0,0B0\n1F0,1B0,0X8").num_microbatches == 1
+    with pytest.raises(ValueError, match="no operations"):
+        from_csv("0X0")
+
+
+@pytest.mark.parametrize("m", [2, 3, 7])
+def test_two_directions_round_trip(m: int) -> None:
+    schedule = make_schedule("chimera", bidirectional(4), m)
+    assert from_json(json.dumps(to_json(schedule))) == schedule
+    assert from_csv(to_csv(schedule), name="chimera") == schedule
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -34,7 +67,9 @@ def test_both_forms_spaces_and_idle_slots() -> None:
     assert " ".join(map(str, schedule.order[0])) == "F0:0 F0:1 B0:0 B0:1"
 
 
-@pytest.mark.parametrize("placement", [sequential(3), fold(2), fold(2, 2), interleaved(3, 3)])
+@pytest.mark.parametrize(
+    "placement", [sequential(3), fold(2), fold(2, 2), interleaved(3, 3), bidirectional(4)]
+)
 def test_the_rows_show_the_placement(placement) -> None:
     assert from_csv(to_csv(make_schedule("gpipe", placement, 2))).placement == placement
 
@@ -49,8 +84,8 @@ def test_a_given_placement_is_kept_and_checked_by_validate() -> None:
     ("text", "reason"),
     [
         ("", "no operations"),
-        ("0F0,0B0\n1F0,1X0", "row 2, cell 2: not an operation: '1X0'; expected"),
-        ("0F0,1F0\n1B0,0B0", "stage 1 is in rows 1, 2"),
+        ("0F0,0B0\n1F0,1G0", "row 2, cell 2: not an operation: '1G0'; expected"),
+        ("0F0,1F0\n1B0,0B0", "stage 0 is in rows 1, 2"),
         ("0F0,0B0\n2F0,2B0", "no row runs stage 1"),
         ("0F0\n1F0\n2F0,3F0", r"stages on devices \(0, 1, 2, 2\) are none of the placements"),
     ],
@@ -62,12 +97,14 @@ def test_wrong_csv(text: str, reason: str) -> None:
 
 def test_wrong_json() -> None:
     good = to_json(make_schedule("1f1b", sequential(2), 2))
-    for key in good:
+    for key in good.keys() - {"fillers"}:
         with pytest.raises(ValueError, match=key):
             from_json({k: v for k, v in good.items() if k != key})
     with pytest.raises(ValueError, match="no fold placement has its stages on devices"):
         from_json({**good, "placement": "fold"})
     with pytest.raises(ValueError, match="not an operation: 'G0:0'"):
         from_json({**good, "order": [["G0:0"]]})
+    with pytest.raises(ValueError, match="filler 'text': it has no slices"):
+        from_json({**good, "fillers": [{"name": "text", "slice_seconds": [], "devices": None}]})
     with pytest.raises(ValueError):
         from_json("[")

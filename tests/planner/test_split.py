@@ -35,21 +35,6 @@ def same(schedule: Schedule, time: float) -> float:
     return simulate(schedule, each, each, 0.0, each).makespan
 
 
-@pytest.mark.parametrize(
-    ("schedule", "time", "expected", "peak"),
-    [
-        (zb_h1(sequential(4), 8), 2, 54, 4),  # a sequential stage is two half stages
-        (zb_h1(sequential(8), 16), 2, 110, 8),
-        (zb_v(fold(4), 8), 1, 51, 8),
-        (zb_v(fold(8), 16), 1, 103, 16),
-    ],
-)
-def test_golden(schedule: Schedule, time: float, expected: float, peak: float) -> None:
-    assert validate(schedule) == []
-    assert same(schedule, time) == expected
-    assert max(peak_activations(schedule)) == peak
-
-
 @pytest.mark.parametrize("p", range(2, 8))
 def test_any_number_of_microbatches(p: int) -> None:
     for m in range(1, 3 * p + 2):

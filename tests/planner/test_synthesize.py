@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.placement import fold, interleaved, sequential
+from megatron_pulse.planner.schedule.classics import CLASSICS
 from megatron_pulse.planner.schedule.jobshop import job_shop
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import CLASSICS
 from megatron_pulse.planner.schedule.simulate import run
 from megatron_pulse.planner.schedule.synthesize import classics, synthesize
 from megatron_pulse.planner.schedule.validate import faults_for, peak_activations, validate

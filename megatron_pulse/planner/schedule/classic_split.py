@@ -72,12 +72,7 @@ def zb_v(placement: Placement, num_microbatches: int) -> Schedule:
     (f+i+w)M + (P-1)f/2, the least there is, for M >= 2P-2. Source of the idea: Qi et al.,
     arXiv 2405.15362. Raises ValueError for another placement.
     """
-    check_microbatches(num_microbatches)
-    if placement.kind is not PlacementKind.FOLD or placement.num_chunks != 2:
-        raise ValueError(
-            f"zb-v needs a fold of one wave; this is {placement.kind.value} with "
-            f"{placement.num_chunks} stages per device. Use wave, or zb-h1 on a sequential one"
-        )
+    _check_one_wave("zb-v", placement, num_microbatches)
     num_devices = placement.num_devices
     orders = []
     for device in range(num_devices):
@@ -103,3 +98,67 @@ def zb_v(placement: Placement, num_microbatches: int) -> Schedule:
             order.add(down, W)
         orders.append(tuple(order.operations))
     return Schedule("zb-v", placement, num_microbatches, tuple(orders))
+
+
+def dualpipe_v(placement: Placement, num_microbatches: int) -> Schedule:
+    """DualPipe cut in half: forwards down the fold paired with backwards up it, and the reverse.
+
+    With r = P-1-d devices behind device d, a microbatch that left stage ``down`` is back at ``up``
+    after 2r operations, and its gradient takes as long from ``up`` to ``down``:
+
+    ==== ============== ==================================================================
+    2r   Fd             until the first microbatch is back
+    d+1  Fd Fu          until the first gradient is back
+    r    Iu Wu Fu       until the first gradient has been down the fold as well
+    rest Fd Iu Wu       every forward with a backward of the other direction ...
+         Fu Id Wd       ... the pairs of the steady state, M-2r-d-1 times two
+    r    Iu Wu Fu Id Wd no forward is left to go down
+    d+1  Iu Id          none at all: weight gradients are put off after half of them
+    r    W Id           and fill the wait for the last gradients; then all that are left
+    ==== ============== ==================================================================
+
+    DualPipe overlaps the sends of a pair with its computing; here one runs after the other, with
+    transfers behind both. Peak: 2P+1 activations, on every device. Makespan with f = i = w as
+    zb-v's for M >= 2P. Source of the idea: DeepSeek-V3, arXiv 2412.19437, section 3.2.1, cut in
+    half as proposed by Sea AI Lab (2025). Raises ValueError for another placement.
+    """
+    _check_one_wave("dualpipe-v", placement, num_microbatches)
+    orders = []
+    for device in range(placement.num_devices):
+        down, up = placement.stages_of_device(device)
+        behind = placement.num_devices - 1 - device
+        order = _Order(num_microbatches)
+        for _ in range(2 * behind):
+            order.add(down, F)
+        for _ in range(device + 1):
+            order.add(down, F)
+            order.add(up, F)
+        for _ in range(behind):
+            order.add(up, I, W, F)
+        for _ in range(num_microbatches - 2 * behind - device - 1):
+            order.add(down, F)
+            order.add(up, I, W, F)
+            order.add(down, I, W)
+        for _ in range(behind):
+            order.add(up, I, W, F)
+            order.add(down, I, W)
+        for i in range(2 * (device + 1)):
+            order.add((up, down)[i % 2], *((I, W) if i <= device else (I,)))
+        for _ in range(behind):
+            order.add(up if order.done[W, up] < order.done[I, up] else down, W)
+            order.add(down, I)
+        for _ in range(num_microbatches):
+            order.add(up, W)
+            order.add(down, W)
+        orders.append(tuple(order.operations))
+    return Schedule("dualpipe-v", placement, num_microbatches, tuple(orders))
+
+
+def _check_one_wave(name: str, placement: Placement, num_microbatches: int) -> None:
+    """Raises ValueError unless ``placement`` is a fold of one wave."""
+    check_microbatches(num_microbatches)
+    if placement.kind is not PlacementKind.FOLD or placement.num_chunks != 2:
+        raise ValueError(
+            f"{name} needs a fold of one wave; this is {placement.kind.value} with "
+            f"{placement.num_chunks} stages per device. Use wave, or zb-h1 on a sequential one"
+        )

@@ -1,9 +1,9 @@
 """Schedules as text: CSV in the style of torch.distributed.pipelining's action files, and JSON.
 
 CSV has one row per device and one cell per operation, in order: ``2F0`` is the forward of stage 2
-on microbatch 0 (B whole backward, I input gradient, W weight gradient). Ours are also read and
-may be mixed: ``F2:0``. Empty cells (idle slots) count for nothing. Stages are on the devices whose
-rows name them.
+on microbatch 0 (B whole backward, I input gradient, W weight gradient), ``2X0`` slice 0 of filler
+2, of which only JSON tells more. Ours are also read and may be mixed: ``F2:0``. Empty cells (idle
+slots) count for nothing. Stages are on the devices whose rows name them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,19 @@ import csv
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.placement import (
+    Placement,
+    PlacementKind,
+    bidirectional,
+    fold,
+    interleaved,
+    sequential,
+)
+from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -27,7 +35,12 @@ def to_csv(schedule: Schedule) -> str:
     )
 
 
-def from_csv(text: str, placement: Placement | None = None, name: str = "csv") -> Schedule:
+def from_csv(
+    text: str,
+    placement: Placement | None = None,
+    name: str = "csv",
+    fillers: tuple[Filler, ...] = (),
+) -> Schedule:
     """The schedule of a CSV text, for ``placement`` or the one that its rows show.
 
     Raises ValueError naming the row and cell that cannot be read, or when the rows show none of
@@ -45,42 +58,57 @@ def from_csv(text: str, placement: Placement | None = None, name: str = "csv") -
         order.append(tuple(operations))
     while order and not order[-1]:
         order.pop()
-    if not any(order):
+    stages = [op for operations in order for op in operations if op.kind is not Kind.FILLER]
+    if not stages:
         raise ValueError("the file has no operations")
-    count = 1 + max(op.microbatch for operations in order for op in operations)
-    return Schedule(name, placement or _shown(order), count, tuple(order))
+    count = 1 + max(op.microbatch for op in stages)
+    return Schedule(name, placement or _shown(order), count, tuple(order), fillers)
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
-    """Name, placement, microbatches, and per device its operations as ``F2:0``."""
+    """Name, placement, microbatches, fillers, and per device its operations as ``F2:0``."""
     return {
         "name": schedule.name,
         "placement": schedule.placement.kind.value,
         "device_of_stage": list(schedule.placement.device_of_stage),
         "num_microbatches": schedule.num_microbatches,
         "order": [[str(op) for op in order] for order in schedule.order],
+        "fillers": [asdict(filler) for filler in schedule.fillers],
     }
 
 
 def from_json(value: str | Mapping[str, Any]) -> Schedule:
-    """The schedule of what ``to_json`` gives, or of its text; ValueError for other things."""
+    """The schedule of what ``to_json`` gives, or of its text; ValueError for other things.
+
+    Without ``fillers`` there are none.
+    """
     record = json.loads(value) if isinstance(value, str) else value
     try:
         home = tuple(int(device) for device in record["device_of_stage"])
         order = tuple(tuple(_operation(text) for text in row) for row in record["order"])
         name, count = str(record["name"]), int(record["num_microbatches"])
         kind = str(record["placement"])
+        fillers = tuple(map(_filler, record.get("fillers", ())))
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a schedule: {error!r}") from None
-    placement = _known(home)
-    if placement is None or placement.kind.value != kind:
+    placement = next((p for p in _known(home) if p.kind.value == kind), None)
+    if placement is None:
         raise ValueError(f"no {kind} placement has its stages on devices {home}")
-    return Schedule(name, placement, count, order)
+    return Schedule(name, placement, count, order, fillers)
+
+
+def _filler(record: Mapping[str, Any]) -> Filler:
+    devices = record["devices"]
+    return Filler(
+        str(record["name"]),
+        tuple(float(time) for time in record["slice_seconds"]),
+        None if devices is None else tuple(int(device) for device in devices),
+    )
 
 
 def _operation(text: str) -> Operation:
     """``2F0`` or ``F2:0``."""
-    match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text.strip())
+    match = re.fullmatch(r"(\d+)([FBIWX])(\d+)", text.strip())
     if match is None:
         try:
             return Operation.parse(text)
@@ -93,33 +121,41 @@ def _operation(text: str) -> Operation:
 
 def _shown(order: Sequence[Sequence[Operation]]) -> Placement:
     """The placement whose stages are where the rows run them."""
-    home: dict[int, int] = {}
-    for device, operations in enumerate(order):
-        for op in operations:
-            if home.setdefault(op.stage, device) != device:
-                raise ValueError(f"stage {op.stage} is in rows {home[op.stage] + 1}, {device + 1}")
-    stages = sorted(home)
-    if stages != list(range(len(stages))):
-        missing = sorted(set(range(stages[-1])) - set(stages))
+    ran = sorted(
+        (op.stage, op.microbatch, device)
+        for device, operations in enumerate(order)
+        for op in operations
+        if op.kind is not Kind.FILLER
+    )
+    home = {stage: device for stage, _, device in reversed(ran)}
+    missing = sorted(set(range(max(home))) - set(home))
+    if missing:
         raise ValueError(f"no row runs stage {', '.join(map(str, missing))}")
-    found = _known(tuple(home[s] for s in stages))
-    if found is None or found.num_devices != len(order):
-        raise ValueError(
-            f"stages on devices {tuple(home[s] for s in stages)} are none of the placements "
-            f"sequential, interleaved and fold on {len(order)} devices"
-        )
-    return found
+    homes = tuple(home[stage] for stage in sorted(home))
+    for placement in _known(homes):
+        if placement.num_devices == len(order) and all(
+            placement.device_of(stage, m) == device for stage, m, device in ran
+        ):
+            return placement
+    for stage, _, device in ran:
+        if device != home[stage]:
+            both = sorted((home[stage] + 1, device + 1))
+            raise ValueError(f"stage {stage} is in rows {both[0]}, {both[1]}")
+    raise ValueError(
+        f"stages on devices {homes} are none of the placements "
+        f"{', '.join(kind.value for kind in PlacementKind)} on {len(order)} devices"
+    )
 
 
-def _known(home: tuple[int, ...]) -> Placement | None:
-    """The placement with these homes of its stages."""
+def _known(home: tuple[int, ...]) -> Iterator[Placement]:
+    """The placements with these homes of their stages (bidirectional: of the first replica's)."""
     num_devices = max(home, default=0) + 1
     chunks = len(home) // num_devices
-    for placement in (
+    known = [
         sequential(num_devices),
         interleaved(num_devices, chunks),
         fold(num_devices, max(1, chunks // 2)),
-    ):
-        if placement.device_of_stage == home:
-            return placement
-    return None
+    ]
+    if num_devices % 2 == 0:
+        known.append(bidirectional(num_devices))
+    return (placement for placement in known if placement.device_of_stage == home)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -52,17 +53,49 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Filler:
+    """Work in slices that wait for nothing and that nothing in the step waits for.
+
+    ``slice_seconds[i]`` is how long slice i takes, in the unit of the stages' durations; each runs
+    on one of ``devices`` (None: any). Raises ValueError with every fault.
+    """
+
+    name: str
+    slice_seconds: tuple[float, ...]
+    devices: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not self.slice_seconds:
+            faults.append("it has no slices")
+        if not all(math.isfinite(time) and time > 0 for time in self.slice_seconds):
+            faults.append("the times of its slices must be finite and positive")
+        if self.devices is not None and not self.devices:
+            faults.append("there is no device that it may run on")
+        if faults:
+            raise ValueError(f"filler {self.name!r}: {'; '.join(faults)}")
+
+    def may_run_on(self, device: int) -> bool:
+        """Whether ``device`` is one of its own."""
+        return self.devices is None or device in self.devices
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """``order[d]`` is what device ``d`` executes, in order."""
+    """``order[d]`` is what device ``d`` executes, in order; ``X2:7`` is slice 7 of ``fillers[2]``.
+
+    Every slice of every filler is in it once.
+    """
 
     name: str
     placement: Placement
     num_microbatches: int
     order: tuple[tuple[Operation, ...], ...]
+    fillers: tuple[Filler, ...] = ()
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What every stage does with every microbatch, in that order.
+        """What every stage does with every microbatch, in that order; fillers do not count.
 
         Only forwards in an evaluation; a schedule splits every backward pass or none.
         """
@@ -72,7 +105,10 @@ class Schedule:
         return (Kind.FORWARD, Kind.BACKWARD) if Kind.BACKWARD in used else (Kind.FORWARD,)
 
     def forward_only(self) -> Schedule:
-        """The same schedule without its backward operations (evaluation)."""
+        """The same schedule without its backward operations and fillers (evaluation).
+
+        Fillers prepare the next step of training; an evaluation has no idle time set aside for it.
+        """
         return Schedule(
             self.name,
             self.placement,

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pulse.planner.placement import Placement, PlacementKind
-from megatron_pulse.planner.schedule.classic import (
-    check_microbatches,
-    gpipe,
-    interleaved_1f1b,
-    one_f_one_b,
-    trivial,
-)
-from megatron_pulse.planner.schedule.classic_split import zb_h1, zb_v
+from megatron_pulse.planner.schedule.classic import check_microbatches, trivial
+from megatron_pulse.planner.schedule.classics import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.synthesize import synthesize
-
-CLASSICS: Mapping[str, Callable[[Placement, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved": interleaved_1f1b,
-    "zb-h1": zb_h1,
-    "zb-v": zb_v,
-}
-"""Schedules whose order does not depend on durations."""
-
-SPLIT = ("zb-h1", "zb-v")
-"""The classic schedules whose backwards are split."""
 
 SCHEDULES = ("auto", *CLASSICS, "wave")
 
@@ -37,6 +19,7 @@ AUTO = {
     PlacementKind.SEQUENTIAL: "1f1b",
     PlacementKind.INTERLEAVED: "interleaved",
     PlacementKind.FOLD: "wave",
+    PlacementKind.BIDIRECTIONAL: "chimera",
 }
 """What ``auto`` picks: the classic schedule where there is one."""
 
@@ -75,6 +58,8 @@ def make_schedule(
         if cap is not None:
             raise ValueError(f"{picked} has a fixed peak of activations; a cap needs schedule wave")
         return CLASSICS[picked](placement, num_microbatches)
+    if placement.kind is PlacementKind.BIDIRECTIONAL:
+        raise ValueError("wave needs every stage on one device; use chimera, or a fold")
     problem = ScheduleProblem(
         placement,
         num_microbatches,

@@ -32,9 +32,11 @@ def dependency(operation: Operation, num_stages: int) -> Operation | None:
     """The operation whose result ``operation`` takes: the chain forward, then back.
 
     A weight gradient takes its stage's input gradient, which passes gradients on as a whole
-    backward does.
+    backward does. A filler takes nothing.
     """
     kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
+    if kind is Kind.FILLER:
+        return None
     if kind is Kind.WEIGHT_GRAD:
         return Operation(Kind.INPUT_GRAD, stage, microbatch)
     if kind is Kind.FORWARD:
@@ -121,27 +123,24 @@ def simulate(
 def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
     """Run the schedule's orders as early as data and devices allow, with ``problem``'s times.
 
-    Raises DeadlockError naming the waiting operations, and ValueError when ``problem`` has no
-    weight gradients and the schedule has.
+    Fillers take the times that the schedule gives. Raises DeadlockError naming the waiting
+    operations, and ValueError when ``problem`` has no weight gradients and the schedule has.
     """
-    num_stages = schedule.placement.num_stages
     if Kind.WEIGHT_GRAD in schedule.kinds and problem.weight_grad is None:
-        raise ValueError(f"a split schedule of {num_stages} stages needs as many weight gradients")
+        raise ValueError(
+            f"a split schedule of {schedule.placement.num_stages} stages needs as many weight "
+            f"gradients"
+        )
 
     def duration(operation: Operation) -> float:
+        if operation.kind is Kind.FILLER:
+            return schedule.fillers[operation.stage].slice_seconds[operation.microbatch]
         return problem.duration(operation.kind, operation.stage)
-
-    def needs(operation: Operation) -> tuple[Operation, ...]:
-        required = dependency(operation, num_stages)
-        return () if required is None else (required,)
 
     def lag(source: Operation, operation: Operation) -> float:
         return problem.lag(source.stage, operation.stage)
 
-    start, end, stuck = play(schedule, needs, duration, lag)
-    if stuck:
-        lines = "\n".join(f"  {waiting}" for waiting in stuck)
-        raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")
+    start, end = _play_all(schedule, duration, lag)
     makespan = max(end.values(), default=0.0)
     busy = tuple(sum(duration(op) for op in order) for order in schedule.order)
     return Timeline(schedule, start, end, makespan, busy, tuple(makespan - b for b in busy))
@@ -152,8 +151,27 @@ def logical_times(schedule: Schedule) -> dict[Operation, int]:
 
     Messages are grouped into rounds by it. Raises DeadlockError.
     """
-    ones = [1.0] * schedule.placement.num_stages
-    return {op: round(time) for op, time in simulate(schedule, ones, ones, 0.0, ones).end.items()}
+    end = _play_all(schedule, lambda _: 1.0, lambda _, __: 0.0)[1]
+    return {operation: round(time) for operation, time in end.items()}
+
+
+def _play_all(
+    schedule: Schedule,
+    duration: Callable[[Operation], float],
+    lag: Callable[[Operation, Operation], float],
+) -> tuple[dict[Operation, float], dict[Operation, float]]:
+    """Starts and ends with the chain's dependencies; raises DeadlockError."""
+    num_stages = schedule.placement.num_stages
+
+    def needs(operation: Operation) -> tuple[Operation, ...]:
+        required = dependency(operation, num_stages)
+        return () if required is None else (required,)
+
+    start, end, stuck = play(schedule, needs, duration, lag)
+    if stuck:
+        lines = "\n".join(f"  {waiting}" for waiting in stuck)
+        raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")
+    return start, end
 
 
 def grid(schedule: Schedule | Timeline) -> str:

@@ -22,14 +22,15 @@ def validate(
 ) -> list[str]:
     """All faults of ``schedule``; empty when it can run.
 
-    Checks that every operation is there once and on its stage's device, that every stage works
-    through the microbatches in order (gradients accumulate in that order), that backwards follow
-    forwards and weight gradients input gradients, that backwards are either whole or split, that
-    nothing waits in a circle (data flow of the chain and, if given, of ``messages``), that no
-    device holds more than ``cap`` (one for all, or one each) live stage activations, each counted
-    as ``activation`` of its stage (default 1), and that the ends of every message are in the
-    schedule where the message says. A schedule without any backward is taken as an evaluation:
-    only forwards are expected, and no activation is kept.
+    Checks that every operation is there once and on its stage's device (a slice of a filler: on one
+    of the filler's), that every stage works through the microbatches in order on each device
+    (gradients accumulate in that order), that backwards follow forwards and weight gradients input
+    gradients, that backwards are either whole or split, that nothing waits in a circle (data flow
+    of the chain and, if given, of ``messages``), that no device holds more than ``cap`` (one for
+    all, or one each) live stage activations, each counted as ``activation`` of its stage (default
+    1), and that the ends of every message are in the schedule where the message says. A schedule
+    without any backward is taken as an evaluation: only forwards are expected, and no activation
+    is kept.
     """
     known = [] if messages is None else list(messages)
     faults = [
@@ -132,30 +133,56 @@ def _kind_faults(schedule: Schedule) -> Iterator[str]:
 
 def _set_faults(schedule: Schedule) -> Iterator[str]:
     """Operations that are missing, there twice, unknown, or on the wrong device."""
-    home, count = schedule.placement.device_of_stage, schedule.num_microbatches
+    placement, count = schedule.placement, schedule.num_microbatches
     seen: Counter[Operation] = Counter()
     for device, order in enumerate(schedule.order):
         for operation in order:
             seen[operation] += 1
-            if not 0 <= operation.stage < len(home):
+            if operation.kind is Kind.FILLER:
+                yield from _slice_faults(schedule, device, operation)
+            elif not 0 <= operation.stage < placement.num_stages:
                 yield f"{operation} on device {device}: there is no stage {operation.stage}"
             elif not 0 <= operation.microbatch < count:
                 yield (
                     f"{operation} on device {device}: there is no microbatch {operation.microbatch}"
                 )
-            elif home[operation.stage] != device:
+            elif (home := placement.device_of(operation.stage, operation.microbatch)) != device:
                 yield (
                     f"{operation} is on device {device}; stage {operation.stage} is on device "
-                    f"{home[operation.stage]}"
+                    f"{home}"
                 )
     for operation, times in seen.items():
         if times > 1:
             yield f"{operation} is in the schedule {times} times"
     for kind in schedule.kinds:
-        for stage in range(len(home)):
+        for stage in range(placement.num_stages):
             for m in range(count):
                 if Operation(kind, stage, m) not in seen:
-                    yield f"{Operation(kind, stage, m)} is missing on device {home[stage]}"
+                    home = placement.device_of(stage, m)
+                    yield f"{Operation(kind, stage, m)} is missing on device {home}"
+    for index, filler in enumerate(schedule.fillers):
+        for number in range(len(filler.slice_seconds)):
+            if Operation(Kind.FILLER, index, number) not in seen:
+                operation = Operation(Kind.FILLER, index, number)
+                yield f"{operation} of filler {filler.name!r} is missing"
+
+
+def _slice_faults(schedule: Schedule, device: int, operation: Operation) -> Iterator[str]:
+    """A filler or slice that there is not, or that may not run on ``device``."""
+    if not 0 <= operation.stage < len(schedule.fillers):
+        yield f"{operation} on device {device}: there is no filler {operation.stage}"
+        return
+    filler = schedule.fillers[operation.stage]
+    if not 0 <= operation.microbatch < len(filler.slice_seconds):
+        yield (
+            f"{operation} on device {device}: filler {filler.name!r} has "
+            f"{len(filler.slice_seconds)} slices"
+        )
+    if not filler.may_run_on(device):
+        yield (
+            f"{operation} is on device {device}; filler {filler.name!r} may run on "
+            f"{', '.join(map(str, filler.devices or ()))}"
+        )
 
 
 def _order_faults(schedule: Schedule) -> Iterator[str]:
@@ -165,6 +192,8 @@ def _order_faults(schedule: Schedule) -> Iterator[str]:
         position = {operation: i for i, operation in reversed(list(enumerate(order)))}
         last: dict[tuple[Kind, int], Operation] = {}
         for i, operation in enumerate(order):
+            if operation.kind is Kind.FILLER:
+                continue
             if operation.kind is not Kind.FORWARD:
                 after_input = operation.kind is Kind.WEIGHT_GRAD
                 first = replace(operation, kind=Kind.INPUT_GRAD if after_input else Kind.FORWARD)

@@ -1,0 +1,151 @@
+"""One way to run a backbone on a cluster, and all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
+
+from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
+
+
+class Layout(StrEnum):
+    """How the chain is laid over the devices of a pipeline."""
+
+    WHOLE = "one device"
+    SEQUENTIAL = "sequential"
+    INTERLEAVED = "interleaved"
+    FOLD_EXACT = "fold exact"
+    FOLD_SOFT = "fold soft"
+    TWO_WAVES = "two waves"
+
+    @property
+    def kind(self) -> PlacementKind:
+        """The kind of placement."""
+        if self in (Layout.WHOLE, Layout.SEQUENTIAL):
+            return PlacementKind.SEQUENTIAL
+        return PlacementKind.INTERLEAVED if self is Layout.INTERLEAVED else PlacementKind.FOLD
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages on every device."""
+        return {Layout.WHOLE: 1, Layout.SEQUENTIAL: 1, Layout.TWO_WAVES: 4}.get(self, 2)
+
+    @property
+    def collocates(self) -> bool:
+        """Whether both ends of every skip must be on one device."""
+        return self in (Layout.FOLD_EXACT, Layout.TWO_WAVES)
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """Degrees, microbatch size in samples, and how a step is run.
+
+    ``split`` puts off weight gradients; ``ample`` lets a schedule hold as many activations as fit,
+    not only as many as 1F1B would. With ``pipeline_inside`` neighbours in the pipeline are
+    neighbours in a node (Megatron's tp-pp-dp order), otherwise replicas are (tp-dp-pp, its
+    default).
+    """
+
+    pipeline: int
+    data: int
+    tensor: int
+    micro_batch_size: int
+    layout: Layout
+    split: bool = False
+    ample: bool = False
+    recompute: bool = False
+    distributed_optimizer: bool = False
+    pipeline_inside: bool = False
+
+    @property
+    def placement(self) -> Placement:
+        """Which device of the pipeline hosts which stage."""
+        return make_placement(self.layout.kind, self.pipeline, self.layout.num_chunks)
+
+    def num_microbatches(self, global_batch_size: int) -> int:
+        """Microbatches of a step on one pipeline."""
+        return global_batch_size // (self.data * self.micro_batch_size)
+
+    def __str__(self) -> str:
+        parts = [f"P={self.pipeline} D={self.data} T={self.tensor} b={self.micro_batch_size}"]
+        parts.append(self.layout.value)
+        for name in ("split", "ample", "recompute"):
+            parts += [name] * getattr(self, name)
+        if self.distributed_optimizer:
+            parts.append("distributed optimizer")
+        if self.pipeline > 1 and self.data > 1:
+            parts.append("pipeline inside" if self.pipeline_inside else "replicas inside")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What may be chosen; each is a list of values that are tried."""
+
+    layouts: tuple[Layout, ...] = tuple(Layout)
+    pipeline: tuple[int, ...] | None = None
+    tensor: tuple[int, ...] = (1, 2, 4, 8)
+    micro_batch_size: tuple[int, ...] | None = None
+    split: tuple[bool, ...] = (False, True)
+    ample: tuple[bool, ...] = (False, True)
+    recompute: tuple[bool, ...] = (False, True)
+    distributed_optimizer: tuple[bool, ...] = (False, True)
+
+
+def configs(
+    num_devices: int,
+    devices_per_node: int,
+    global_batch_size: int,
+    has_skips: bool,
+    choices: Choices,
+) -> Iterator[Config]:
+    """All configs that use every device and divide the batch; each way of running only once.
+
+    Tensor parallelism stays inside a node. Without skips there is one kind of fold.
+    """
+    for pipeline, tensor in product(divisors(num_devices), choices.tensor):
+        if choices.pipeline is not None and pipeline not in choices.pipeline:
+            continue
+        if num_devices % (pipeline * tensor) or devices_per_node % tensor:
+            continue
+        data = num_devices // (pipeline * tensor)
+        if global_batch_size % data:
+            continue
+        for size in _sizes(global_batch_size // data, choices.micro_batch_size):
+            for layout in choices.layouts:
+                if (layout is Layout.WHOLE) != (pipeline == 1):
+                    continue
+                if layout is Layout.FOLD_SOFT and not has_skips:
+                    continue
+                for split, ample, recompute, divided, inside in product(
+                    choices.split if pipeline > 1 else (False,),
+                    choices.ample if pipeline > 1 else (False,),
+                    choices.recompute,
+                    choices.distributed_optimizer if data > 1 else (False,),
+                    (False, True) if pipeline > 1 and data > 1 else (False,),
+                ):
+                    yield Config(
+                        pipeline,
+                        data,
+                        tensor,
+                        size,
+                        layout,
+                        split,
+                        ample,
+                        recompute,
+                        divided,
+                        inside,
+                    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _sizes(samples: int, wanted: Sequence[int] | None) -> list[int]:
+    """Microbatch sizes that divide what a pipeline has: the wanted ones, or powers of two."""
+    candidates = wanted or [2**k for k in range(samples.bit_length())]
+    return [size for size in candidates if samples % size == 0]

@@ -1,0 +1,262 @@
+"""The classic schedules: golden makespans and peaks, closed forms, and every size there is."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.costs import weighted_costs
+from megatron_pulse.planner.partition import find_partition
+from megatron_pulse.planner.placement import (
+    Placement,
+    PlacementKind,
+    bidirectional,
+    fold,
+    interleaved,
+    make_placement,
+    sequential,
+)
+from megatron_pulse.planner.plan import Plan, PlanError
+from megatron_pulse.planner.schedule.classic_clock import chimera, hanayo
+from megatron_pulse.planner.schedule.classic_split import dualpipe_v
+from megatron_pulse.planner.schedule.classics import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.simulate import Timeline, grid, run, simulate
+from megatron_pulse.planner.schedule.validate import peak_activations, validate
+from tests.planner.chains import chain
+from tests.planner.strategies import with_order
+
+HOMES = {
+    "gpipe": [sequential, interleaved, fold, bidirectional],
+    "1f1b": [sequential],
+    "zb-h1": [sequential],
+    "interleaved": [interleaved, lambda p: interleaved(p, 3)],
+    "zb-v": [fold],
+    "dualpipe-v": [fold],
+    "hanayo": [fold, lambda p: fold(p, 2), lambda p: fold(p, 3)],
+    "chimera": [bidirectional],
+}
+"""The placements of every classic schedule."""
+
+
+def timed(schedule: Schedule, stage: float = 1, link: float = 0.0) -> Timeline:
+    """Equal stages of forward ``stage`` and backward twice that, in halves where it is split."""
+    num = schedule.placement.num_stages
+    if schedule.name in SPLIT:
+        return simulate(schedule, [stage] * num, [stage] * num, link, [stage] * num)
+    return simulate(schedule, [stage] * num, [2 * stage] * num, link)
+
+
+def runs_on(name: str, num_devices: int) -> list[Placement]:
+    """The placements of a schedule on so many devices."""
+    even = num_devices % 2 == 0
+    return [make(num_devices) for make in HOMES[name] if even or make is not bidirectional]
+
+
+def test_there_is_a_home_for_every_classic() -> None:
+    assert HOMES.keys() == CLASSICS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "small", "large", "links"),
+    [  # makespan and peak on P = 4, M = 8; on P = 8, M = 16; on P = 4, M = 8 with links of 0.5
+        ("gpipe", 2, (66, 16), (138, 32), 69),
+        ("1f1b", 2, (66, 8), (138, 16), 74),
+        ("interleaved", 1, (57, 11), (117, 23), 64),
+        ("zb-h1", 2, (54, 8), (110, 16), 60),
+        ("zb-v", 1, (51, 8), (103, 16), 57.5),
+        ("dualpipe-v", 1, (51, 9), (103, 17), 56),
+        ("hanayo", 1, (66, 8), (138, 16), 79),
+        ("chimera", 2, (60, 8), (132, 16), 65.5),
+    ],
+)
+def test_golden(
+    name: str, stage: int, small: tuple[int, int], large: tuple[int, int], links: float
+) -> None:
+    """Time and memory in half stages: a device's share of the chain is two of them."""
+    for (p, m), golden in (((4, 8), small), ((8, 16), large)):
+        schedule = CLASSICS[name](HOMES[name][0](p), m)
+        assert validate(schedule) == []
+        peak = stage * max(peak_activations(schedule))
+        assert (timed(schedule, stage).makespan, peak) == golden
+    assert timed(CLASSICS[name](HOMES[name][0](4), 8), stage, 0.5).makespan == links
+
+
+@pytest.mark.parametrize("name", CLASSICS)
+def test_every_size_is_valid(name: str) -> None:
+    """All of them, each run with uneven times and links, too."""
+    rng = random.Random(name)
+    for num_devices in range(2, 7):
+        for placement in runs_on(name, num_devices):
+            for m in range(1, 2 * num_devices + 4):
+                schedule = CLASSICS[name](placement, m)
+                assert validate(schedule) == []
+                num = placement.num_stages
+                forward, backward, weight = (
+                    [rng.uniform(0.2, 3) for _ in range(num)] for _ in range(3)
+                )
+                timeline = simulate(
+                    schedule, forward, backward, rng.random(), weight if name in SPLIT else None
+                )
+                assert len(timeline.end) == len(schedule.kinds) * num * m
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.data())
+def test_large_and_uneven(data: st.DataObject) -> None:
+    """Any size and any times: an operation waits for its input's arrival and for its device."""
+    name = data.draw(st.sampled_from(sorted(CLASSICS)))
+    num_devices = data.draw(st.integers(1, 5)) * 2
+    placement = data.draw(st.sampled_from(runs_on(name, num_devices)))
+    schedule = CLASSICS[name](placement, data.draw(st.integers(1, 24)))
+    assert validate(schedule) == []
+    num = placement.num_stages
+    rng = random.Random(data.draw(st.integers(0, 99)))
+    times = [tuple(rng.uniform(0.1, 9) for _ in range(num)) for _ in range(3)]
+    problem = ScheduleProblem(
+        placement, schedule.num_microbatches, *times[:2], times[2] if name in SPLIT else None, 0.3
+    )
+    timeline = run(problem, schedule)
+    for kind, other in zip(schedule.kinds, schedule.kinds[1:], strict=False):
+        for s, m in product(range(num), range(schedule.num_microbatches)):
+            assert timeline.end[Operation(kind, s, m)] <= timeline.start[Operation(other, s, m)]
+    for order in schedule.order:
+        for a, b in zip(order, order[1:], strict=False):
+            assert timeline.end[a] <= timeline.start[b]
+
+
+@pytest.mark.parametrize(("p", "k", "b"), product((2, 3, 4, 8), (1, 2, 3), (0.5, 1.0, 2.0)))
+def test_clock_schedules_idle_as_their_formula_says(p: int, k: int, b: float) -> None:
+    """Of pairs of a forward and a backward, Chimera idles for P/2-1 and waves for P-1 small ones;
+    where they differ, at every group's end for the difference."""
+    idle = 1 + b + (2 * k - 1) * abs(b - 1)
+    for w in (1, 2):
+        num = 2 * p * w
+        timeline = simulate(hanayo(fold(p, w), k * p), [1] * num, [b] * num)
+        assert timeline.bubble == pytest.approx([(p - 1) * idle] * p)
+    if p % 2 == 0:
+        timeline = simulate(chimera(bidirectional(p), k * p), [1] * p, [b] * p)
+        assert timeline.bubble == pytest.approx([(p / 2 - 1) * idle] * p)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4, 8])
+def test_hanayo_is_the_papers_figure_9_of_equal_slots(p: int) -> None:
+    """P microbatches down and up a fold and back take 6P-2 slots: 22 where P = 4."""
+    num = 2 * p
+    assert simulate(hanayo(fold(p), p), [1] * num, [1] * num).makespan == 6 * p - 2
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+def test_chimera_keeps_its_memory(p: int) -> None:
+    """Between P/2 + 1 and P, most in the middle."""
+    expected = tuple(p / 2 + 1 + min(d, p - 1 - d) for d in range(p))
+    for k in (1, 2, 4):
+        assert peak_activations(chimera(bidirectional(p), k * p)) == expected
+
+
+def test_hanayo_keeps_its_memory() -> None:
+    for p, w, m in product((2, 4), (1, 2), (1, 2, 3, 4, 9)):
+        assert max(peak_activations(hanayo(fold(p, w), m))) == 2 * w * min(m, p)
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_dualpipe_v_is_as_short_as_zb_v(p: int) -> None:
+    for m in range(1, 3 * p + 2):
+        schedule = dualpipe_v(fold(p), m)
+        assert validate(schedule, cap=2 * p + 1) == []
+        if m >= 2 * p:
+            assert timed(schedule).makespan == 6 * m + p - 1
+            assert peak_activations(schedule) == (2 * p + 1,) * p
+
+
+def test_dualpipe_v_pairs_forwards_with_backwards_of_the_other_direction() -> None:
+    steady = " ".join(map(str, dualpipe_v(fold(2), 7).order[0]))
+    assert "F0:3 I3:1 W3:1 F3:2 I0:0 W0:0 F0:4 I3:2 W3:2 F3:3 I0:1 W0:1" in steady
+
+
+def test_chimera_runs_down_and_up() -> None:
+    schedule = chimera(bidirectional(4), 4)
+    assert grid(simulate(schedule, [1] * 4, [1] * 4)).splitlines() == [
+        "device  0 | F0:0 F0:2 .    F3:1 B3:1 F3:3 B3:3 B0:0 .    B0:2",
+        "device  1 | .    F1:0 F2:1 F1:2 F2:3 B2:1 B1:0 B2:3 B1:2 .",
+        "device  2 | .    F1:1 F2:0 F1:3 F2:2 B2:0 B1:1 B2:2 B1:3 .",
+        "device  3 | F0:1 F0:3 .    F3:0 B3:0 F3:2 B3:2 B0:1 .    B0:3",
+    ]
+
+
+def test_bidirectional_placement() -> None:
+    placement = make_placement("bidirectional", 4)
+    assert [placement.device_of(1, m) for m in range(3)] == [1, 2, 1]
+    assert placement.stages_of_device(1) == (1, 2)
+    assert (placement.num_stages, placement.num_chunks) == (4, 2)
+    assert placement.over(6) == bidirectional(6)
+    with pytest.raises(ValueError, match="an even number of devices; got 3"):
+        bidirectional(3)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from([2, 4, 6]), st.integers(2, 8), st.data())
+def test_chimera_on_the_wrong_replica(p: int, m: int, data: st.DataObject) -> None:
+    """A microbatch belongs to one direction: the other holder of its stage must not run it."""
+    schedule = chimera(bidirectional(p), m)
+    device = data.draw(st.integers(0, p - 1))
+    op = data.draw(st.sampled_from(schedule.order[device]))
+    moved = with_order(schedule, device, [o for o in schedule.order[device] if o != op])
+    other = p - 1 - device
+    moved = with_order(moved, other, [*moved.order[other], op])
+    reason = f"{op} is on device {other}; stage {op.stage} is on device {device}"
+    assert reason in validate(moved)
+    missing = with_order(schedule, device, [o for o in schedule.order[device] if o != op])
+    assert f"{op} is missing on device {device}" in validate(missing)
+
+
+def test_replicas_need_not_wait_for_each_others_microbatches() -> None:
+    """Only on one replica of a stage are its microbatches in order."""
+    placement = bidirectional(2)
+    order = (
+        [Operation.parse(text) for text in "F1:1 B1:1 F0:0 B0:0".split()],
+        [Operation.parse(text) for text in "F0:1 B0:1 F1:0 B1:0".split()],
+    )
+    schedule = Schedule("odd first", placement, 2, tuple(map(tuple, order)))
+    assert validate(schedule) == []
+    assert simulate(schedule, [1, 1], [1, 1]).makespan == 7
+
+
+def test_a_run_refuses_two_holders_of_a_weight() -> None:
+    placement = bidirectional(2)
+    backbone = chain(4)
+    partition = find_partition(weighted_costs(backbone, [1.0] * 4), placement)
+    with pytest.raises(PlanError, match="holds every stage's weights on two devices"):
+        Plan(backbone, partition, "chimera")
+    assert make_schedule("auto", placement, 4).name == "chimera"
+    with pytest.raises(ValueError, match="wave needs every stage on one device; use chimera"):
+        make_schedule("wave", placement, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("1f1b", "one stage per device; the {} placement has"),
+        ("zb-h1", "one stage per device; the {} placement has"),
+        ("interleaved", "needs an interleaved placement"),
+        ("zb-v", "needs a fold of one wave; this is {}"),
+        ("dualpipe-v", "needs a fold of one wave; this is {}"),
+        ("hanayo", "needs a fold; this is {}"),
+        ("chimera", "needs a bidirectional placement; this is {}"),
+    ],
+)
+def test_other_placements_are_refused(name: str, reason: str) -> None:
+    own = {home.kind for home in runs_on(name, 4)}
+    assert len(own) == 1
+    for kind in set(PlacementKind) - own:
+        with pytest.raises(ValueError, match=f"{name} needs.*") as error:
+            make_schedule(name, make_placement(kind, 4), 4)
+        assert reason.format(kind.value) in str(error.value)
+    with pytest.raises(ValueError, match="at least one microbatch"):
+        CLASSICS[name](runs_on(name, 4)[0], 0)
