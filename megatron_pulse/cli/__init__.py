@@ -1,4 +1,4 @@
-"""``pulse``: backbones, profiles, partitions, data, curves, samples, and weights in and out.
+"""``pulse``: backbones, profiles, partitions, schedules, data, curves, samples, weights.
 
 One module per command; what is slow to import is imported by the command that needs it.
 """
@@ -10,7 +10,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_pulse.cli import backbones, curve, data, partition, profile, sample, weights
+from megatron_pulse.cli import (
+    backbones,
+    cache,
+    clusters,
+    curve,
+    data,
+    partition,
+    probe,
+    profile,
+    sample,
+    schedule,
+    weights,
+)
 from megatron_pulse.cli.errors import UserError
 
 _EPILOG = """\
@@ -20,6 +32,7 @@ Training is started with torchrun and launch/pretrain_diffusion.py. A first tour
   pulse backbones                                      what can be trained, and how far it folds
   pulse profile --backbone uvit-tiny -o profile.json   what each layer costs on this machine
   pulse partition --profile profile.json -p 2          where to cut it for two devices
+  pulse schedule --profile profile.json -p 2 -m 8      in which order they then work
   pulse data info mnist                                what a dataset holds
   pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
@@ -37,7 +50,18 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (backbones, profile, partition, sample, curve, data):
+    for command in (
+        backbones,
+        profile,
+        clusters,
+        probe,
+        partition,
+        schedule,
+        cache,
+        sample,
+        curve,
+        data,
+    ):
         command.add_command(commands)
     weights.add_commands(commands)
     return parser

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_pulse.planner.communication import (
     CommunicationPlan,
     compile_communication,
 )
-from megatron_pulse.planner.costs import ChainCosts, Link
+from megatron_pulse.planner.costs import ChainCosts, Link, MemoryRule
 from megatron_pulse.planner.embedders import EmbedderChoice
 from megatron_pulse.planner.nccl_check import check_events
 from megatron_pulse.planner.partition import Goal, find_partition
@@ -24,7 +25,9 @@ from megatron_pulse.planner.program import Event, compile_program
 from megatron_pulse.planner.routes import Routes, trace_routes
 from megatron_pulse.planner.schedule.files import from_csv
 from megatron_pulse.planner.schedule.operations import Schedule
-from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick
+from megatron_pulse.planner.schedule.synthesize import synthesize
 from megatron_pulse.planner.schedule.validate import validate
 from megatron_pulse.planner.stages import Partition
 
@@ -44,11 +47,19 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of every stage on one microbatch; ``link[s]`` is of the boundary after stage s."""
+    """What a schedule is synthesized for, of every stage on one microbatch.
+
+    Seconds; ``link[s]`` is of the boundary after stage s, and ``weight_grad`` the part of
+    ``backward`` that may be put off (None: unknown). ``saved_bytes`` is what a forward keeps, and
+    ``room_bytes`` what each device has for that (both None: no limit is known).
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     link: tuple[float, ...]
+    weight_grad: tuple[float, ...] | None = None
+    saved_bytes: tuple[float, ...] | None = None
+    room_bytes: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +68,8 @@ class Plan:
 
     ``cap`` bounds the live stage activations of a device (None: the schedule's own default).
     ``embedders`` says of each embedder whether it is replicated. The schedule is made for
-    ``times``; without them every backward takes twice a forward.
+    ``times``; without them every backward takes twice a forward. ``schedules`` are used for as many
+    microbatches as they have, whatever ``schedule_name`` says.
     """
 
     backbone: Backbone
@@ -66,6 +78,7 @@ class Plan:
     cap: int | None = None
     embedders: tuple[EmbedderChoice, ...] = ()
     times: StageTimes | None = None
+    schedules: tuple[Schedule, ...] = ()
 
     def __post_init__(self) -> None:
         if self.placement.kind is PlacementKind.BIDIRECTIONAL:
@@ -88,6 +101,47 @@ class Plan:
     def step(self, num_microbatches: int, *, forward_only: bool = False) -> StepPlan:
         """The compiled and proven step for that many microbatches."""
         return _compile_step(self, num_microbatches, forward_only)
+
+    def problem(self, num_microbatches: int) -> ScheduleProblem | None:
+        """What a wave is synthesized for; None where the schedule is not synthesized.
+
+        A device holds as many activations as 1F1B would, and no more than it has room for.
+        """
+        placement, times, num = self.placement, self.times, self.placement.num_stages
+        if self.schedule_name.endswith(".csv") or num == 1:
+            return None
+        if (name := pick(self.schedule_name, placement)) not in WAVES:
+            return None
+        forward, backward = (1.0,) * num, (2.0,) * num
+        weight: tuple[float, ...] | None = (1.0,) * num
+        if times is not None:
+            forward, backward, weight = times.forward, times.backward, times.weight_grad
+        if name == "wave-split":
+            if weight is None:
+                raise PlanError("wave-split needs a profile with weight gradients apart")
+            backward = tuple(b - w for b, w in zip(backward, weight, strict=True))
+        activation, cap = (
+            None,
+            (float(num if self.cap is None else self.cap),) * placement.num_devices,
+        )
+        if self.cap is None and times is not None and times.room_bytes is not None:
+            activation = times.saved_bytes
+            cap = tuple(map(min, times.room_bytes, self._as_1f1b(activation or ())))
+        return ScheduleProblem(
+            placement,
+            num_microbatches,
+            forward,
+            backward,
+            weight if name == "wave-split" else None,
+            0.0 if times is None else times.link,
+            activation,
+            cap,
+        )
+
+    def _as_1f1b(self, saved_bytes: tuple[float, ...]) -> tuple[float, ...]:
+        """What each device would hold under 1F1B: P microbatches."""
+        devices, stages = self.placement.num_devices, self.placement.stages_of_device
+        return tuple(devices * sum(saved_bytes[s] for s in stages(d)) for d in range(devices))
 
     def summary(self) -> dict[str, Any]:
         """What defines the plan, as JSON-able values; equal on all ranks of a job."""
@@ -149,42 +203,51 @@ def make_plan(
     if goal is None:
         goal = Goal(collocate=placement.kind is PlacementKind.FOLD)
     partition = find_partition(costs, placement, goal)
-    times = stage_times(costs, partition, goal.link)
+    rule = goal.memory(placement) if goal.memory is not None else None
+    times = stage_times(costs, partition, goal.link, rule)
     return Plan(backbone, partition, schedule_name, cap, times=times)
 
 
-def stage_times(costs: ChainCosts, partition: Partition, link: Link) -> StageTimes | None:
+def stage_times(
+    costs: ChainCosts, partition: Partition, link: Link, rule: MemoryRule | None = None
+) -> StageTimes | None:
     """What each stage takes; None where a stage takes no time: no schedule is made for that."""
     stages = [partition.layers_of_stage(s) for s in range(partition.placement.num_stages)]
-    forward = tuple(sum(costs.forward_s[i] for i in layers) for layers in stages)
-    backward = tuple(sum(costs.backward_s[i] for i in layers) for layers in stages)
+
+    def total(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sum(values[i] for i in layers) for layers in stages)
+
+    forward, backward = total(costs.forward_s), total(costs.backward_s)
     if min(*forward, *backward) <= 0:
         return None
+    weight = total(costs.weight_grad_s) if costs.weight_grad_s else None
+    if weight is not None and not all(0 < w < b for w, b in zip(weight, backward, strict=True)):
+        weight = None
     sent = tuple(link.time_s(costs.boundary_bytes[layers[0]]) for layers in stages[1:])
-    return StageTimes(forward, backward, sent)
+    times = StageTimes(forward, backward, sent, weight)
+    if rule is None or math.isinf(rule.limit_bytes):
+        return times
+    saved = tuple(float(sum(costs.saved_bytes[i] for i in layers)) for layers in stages)
+    held = [0.0] * partition.placement.num_devices
+    for layers, device in zip(stages, partition.placement.device_of_stage, strict=True):
+        held[device] += rule.bytes_per_parameter * sum(costs.parameters[i] for i in layers)
+    room = tuple(rule.limit_bytes - h for h in held)
+    return replace(times, saved_bytes=saved, room_bytes=room)
 
 
 @lru_cache(maxsize=64)
-def _schedule(
-    name: str,
-    placement: Placement,
-    num_microbatches: int,
-    cap: int | None,
-    times: StageTimes | None,
-) -> Schedule:
+def _schedule(plan: Plan, num_microbatches: int) -> Schedule:
+    for schedule in plan.schedules:
+        if schedule.num_microbatches == num_microbatches:
+            return schedule
+    name, placement = plan.schedule_name, plan.placement
     if name.endswith(".csv"):
         return _read_schedule(Path(name), placement, num_microbatches)
-    if times is None:
-        return make_schedule(name, placement, num_microbatches, cap=cap)
-    return make_schedule(
-        name,
-        placement,
-        num_microbatches,
-        cap=cap,
-        forward=times.forward,
-        backward=times.backward,
-        link=times.link,
-    )
+    problem = plan.problem(num_microbatches)
+    if problem is None:
+        return make_schedule(name, placement, num_microbatches, cap=plan.cap)
+    # Without a limit of time: whoever makes it comes to the same.
+    return replace(synthesize(problem, seconds=math.inf).schedule, name=pick(name, placement))
 
 
 def _read_schedule(path: Path, placement: Placement, num_microbatches: int) -> Schedule:
@@ -202,7 +265,7 @@ def _read_schedule(path: Path, placement: Placement, num_microbatches: int) -> S
 
 @lru_cache(maxsize=64)
 def _compile_step(plan: Plan, num_microbatches: int, forward_only: bool) -> StepPlan:
-    schedule = _schedule(plan.schedule_name, plan.placement, num_microbatches, plan.cap, plan.times)
+    schedule = _schedule(plan, num_microbatches)
     if forward_only:
         schedule = schedule.forward_only()
     communication = compile_communication(plan.routes, schedule)

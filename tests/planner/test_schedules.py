@@ -162,7 +162,7 @@ def test_one_stage_alternates() -> None:
     for kind in ("sequential", "interleaved", "fold"):
         for name in SCHEDULES:
             schedule = make_schedule(name, make_placement(kind, 1), 2)
-            backward = ["I0:{}", "W0:{}"] if name in SPLIT else ["B0:{}"]
+            backward = ["I0:{}", "W0:{}"] if name in (*SPLIT, "wave-split") else ["B0:{}"]
             expected = [text.format(m) for m in range(2) for text in ("F0:{}", *backward)]
             assert [str(op) for op in schedule.order[0]] == expected
 

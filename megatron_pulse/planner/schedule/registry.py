@@ -13,7 +13,10 @@ from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.synthesize import synthesize
 
-SCHEDULES = ("auto", *CLASSICS, "wave")
+WAVES = ("wave", "wave-split")
+"""Schedules that are synthesized; the second splits every backward."""
+
+SCHEDULES = ("auto", *CLASSICS, *WAVES)
 
 AUTO = {
     PlacementKind.SEQUENTIAL: "1f1b",
@@ -22,6 +25,13 @@ AUTO = {
     PlacementKind.BIDIRECTIONAL: "chimera",
 }
 """What ``auto`` picks: the classic schedule where there is one."""
+
+
+def pick(name: str, placement: Placement) -> str:
+    """The schedule that ``name`` (one of SCHEDULES) means there; ValueError for another."""
+    if name not in SCHEDULES:
+        raise ValueError(f"no schedule is called {name!r}; there are: {', '.join(SCHEDULES)}")
+    return AUTO[placement.kind] if name == "auto" else name
 
 
 def make_schedule(
@@ -36,7 +46,7 @@ def make_schedule(
     link: float | tuple[float, ...] = 0.0,
     effort: int | None = None,
 ) -> Schedule:
-    """The schedule called ``name`` (one of SCHEDULES); the keyword arguments are for ``wave``.
+    """The schedule called ``name`` (one of SCHEDULES); the keyword arguments are for waves.
 
     A wave is synthesized for durations per stage (by default 1 and 2) and ``link`` times in the
     same unit; with ``weight_grad`` its backwards are split, and ``backward`` is the input gradient
@@ -46,18 +56,18 @@ def make_schedule(
     cannot run, fewer than one microbatch, times or a cap that cannot be, or a cap given to a
     schedule whose memory is fixed.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"no schedule is called {name!r}; there are: {', '.join(SCHEDULES)}")
     check_microbatches(num_microbatches)
-    picked = AUTO[placement.kind] if name == "auto" else name
+    picked = pick(name, placement)
     num = placement.num_stages
     if num == 1:
-        split = picked in SPLIT or (picked == "wave" and weight_grad is not None)
+        split = picked in (*SPLIT, "wave-split") or (picked == "wave" and weight_grad is not None)
         return trivial(placement, num_microbatches, picked, split)
     if picked in CLASSICS:
         if cap is not None:
             raise ValueError(f"{picked} has a fixed peak of activations; a cap needs schedule wave")
         return CLASSICS[picked](placement, num_microbatches)
+    if picked == "wave-split" and weight_grad is None:
+        weight_grad = (1.0,) * num
     if placement.kind is PlacementKind.BIDIRECTIONAL:
         raise ValueError("wave needs every stage on one device; use chimera, or a fold")
     problem = ScheduleProblem(

@@ -1,0 +1,83 @@
+"""What a cluster file may say, and every fault of one that says something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_pulse.planner.schema import COUNT, faults_of, number, record
+from megatron_pulse.profile.devices import PRESETS
+
+KINDS = (
+    "nvlink",
+    "hccs",
+    "pcie",
+    "shared-memory",
+    "loopback",
+    "infiniband",
+    "roce",
+    "ethernet",
+    "other",
+)
+
+
+_LINK = record(
+    "a record with kind, bandwidth_gbs, latency_us and shared",
+    ["kind", "bandwidth_gbs", "latency_us", "shared"],
+    kind={"enum": list(KINDS), "description": f"one of {', '.join(KINDS)}"},
+    bandwidth_gbs=number("a number above 0: GB/s from one device to one other, one direction"),
+    latency_us=number("a number, 0 or more: microseconds of an empty message", minimum=0),
+    shared={
+        "enum": ["device", "node"],
+        "description": "device (each device has this bandwidth) or node (all of a node share it)",
+    },
+)
+_DEVICE = {
+    "anyOf": [
+        {"enum": list(PRESETS)},
+        {"type": "string", "pattern": r"\.json$"},
+        record(
+            "figures",
+            ["tflops", "bandwidth_gbs"],
+            tflops=number("above 0"),
+            bandwidth_gbs=number("above 0"),
+        ),
+    ],
+    "description": f"one of {', '.join(PRESETS)}; or the .json file that 'pulse profile' wrote; "
+    "or {tflops: above 0, bandwidth_gbs: above 0}, the peaks of a device and of its memory",
+}
+SCHEMA: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    **record(
+        "a record with name, nodes, devices_per_node, memory_gb, device and links",
+        ["name", "nodes", "devices_per_node", "memory_gb", "device", "links"],
+        name={"type": "string", "minLength": 1, "description": "text"},
+        nodes=COUNT,
+        devices_per_node=COUNT,
+        memory_gb=number("a number above 0: 10^9 bytes of one device"),
+        usable_memory=number(
+            "a number above 0, at most 1: the share that planning may fill",
+            exclusiveMinimum=0,
+            maximum=1,
+        ),
+        device=_DEVICE,
+        links=record(
+            "a record with intra_node and, for several nodes, inter_node",
+            ["intra_node"],
+            intra_node=_LINK,
+            inter_node=_LINK,
+        ),
+        all_reduce_efficiency=number(
+            "a number above 0: the part of the bandwidth that collectives reach"
+        ),
+    ),
+}
+
+
+def cluster_faults(content: Any) -> list[str]:
+    """Every fault of a cluster file's content: where it is, and what is allowed there."""
+    faults = faults_of(SCHEMA, content)
+    if isinstance(content, dict) and isinstance(content.get("links"), dict):
+        nodes = content.get("nodes")
+        if type(nodes) is int and nodes > 1 and "inter_node" not in content["links"]:
+            faults.append(f"links.inter_node is missing, and there are {nodes} nodes")
+    return faults

@@ -1,0 +1,336 @@
+"""A timeline as a picture (SVG): devices as rows, operations as bars, time from left to right.
+
+Forwards are light, backwards dark, weight gradients hatched, fillers dotted, and idle time is
+blank. The stages of a device go from lighter to darker along the chain, and those on a way back up
+(every second one) have a stripe along the top. So it reads without colour too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.simulate import Timeline, dependency
+from megatron_pulse.planner.schedule.validate import peak_activations
+from megatron_pulse.planner.schedule_looks import MARKS, NAMES, tile
+
+_LEFT, _RIGHT, _TOP, _HEADING, _AXIS, _LEGEND = 156.0, 150.0, 62.0, 24.0, 40.0, 40.0
+_NARROW, _WIDE = 1400.0, 2600.0
+_LEGIBLE, _SEEN = 12.0, 5.0  # pixels of a bar that carries a number, and of one with its links
+_INK, _GREY, _FAINT = "#222222", "#555555", "#e4e4e4"
+_LINK = "#b3261e"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A timeline among others on one axis, and what it is."""
+
+    name: str
+    timeline: Timeline
+
+
+def draw_schedule(
+    problem: ScheduleProblem,
+    timeline: Timeline | Sequence[Panel],
+    title: str,
+    *,
+    lower_bound: float | None = None,
+    unit: str = "",
+    scale: float = 1.0,
+) -> str:
+    """The picture as SVG text: of one timeline, or of several below each other on one time axis.
+
+    A timeline may be measured: only its starts and ends count, and it may hold fillers. Times are
+    shown in ``unit`` after multiplication by ``scale`` (1e3 and "ms" for seconds). Where bars are
+    wide enough they carry their microbatch, and links that take time are lines from the end of the
+    one to the arrival at the other. Pointing at a bar shows its name and times.
+    """
+    panels = [Panel("", timeline)] if isinstance(timeline, Timeline) else list(timeline)
+    return _Drawing(problem, panels, lower_bound, unit, scale).draw(title)
+
+
+def describe(
+    problem: ScheduleProblem,
+    timeline: Timeline,
+    lower_bound: float | None = None,
+    unit: str = "",
+    scale: float = 1.0,
+) -> str:
+    """The figures of a timeline in a line: makespan, bubble, bound, and the peak of a device."""
+    peak = max(peak_activations(timeline.schedule, problem.activation))
+    idle = sum(timeline.bubble) / (len(timeline.bubble) * timeline.makespan or 1.0)
+    parts = [f"makespan {_figure(timeline.makespan, unit, scale)}", f"bubble {100 * idle:.1f} %"]
+    if lower_bound:
+        over = timeline.makespan / lower_bound - 1
+        near = "attained" if abs(over) < 1e-9 else f"{100 * over:+.1f} %"
+        parts.append(f"lower bound {_figure(lower_bound, unit, scale)} ({near})")
+    return ", ".join([*parts, f"peak {peak:.4g} live stage activations"])
+
+
+class _Drawing:
+    def __init__(
+        self,
+        problem: ScheduleProblem,
+        panels: Sequence[Panel],
+        lower_bound: float | None,
+        unit: str,
+        scale: float,
+    ) -> None:
+        self.problem, self.panels, self.bound = problem, panels, lower_bound
+        self.unit, self.scale = unit, scale
+        self.devices = problem.placement.num_devices
+        self.chunk = {
+            (device, stage): (k, len(stages))
+            for device in range(self.devices)
+            for stages in [problem.placement.stages_of_device(device)]
+            for k, stage in enumerate(stages)
+        }
+        spans = sorted(
+            p.timeline.end[o] - p.timeline.start[o] for p in panels for o in p.timeline.end
+        )
+        self.span = max((p.timeline.makespan for p in panels), default=0.0) or 1.0
+        typical = spans[len(spans) // 4] if spans else 1.0
+        wanted = 4.0 * self.span / typical if typical > 0 else _WIDE
+        self.width = min(max(_NARROW, _LEFT + _RIGHT + wanted), _WIDE)
+        self.chart = self.width - _LEFT - _RIGHT
+        self.typical = self.chart * typical / self.span
+        self.bar = 26.0 if self.devices <= 8 else 20.0
+        self.row = self.bar + (12.0 if self._has_links() else 5.0)
+        self.kinds = [k for k in Kind if any(o.kind is k for p in panels for o in p.timeline.end)]
+        self.head = _HEADING if len(panels) > 1 else 0.0
+        self.panel = self.head + self.row * self.devices + 10.0
+        self.height = _TOP + self.panel * len(panels) + _AXIS + _LEGEND
+        self.svg = ElementTree.Element(
+            "svg",
+            xmlns="http://www.w3.org/2000/svg",
+            width=f"{self.width:g}",
+            height=f"{self.height:g}",
+            viewBox=f"0 0 {self.width:g} {self.height:g}",
+        )
+        self.svg.set("font-family", "Helvetica, Arial, sans-serif")
+        self.svg.set("font-size", "11")
+
+    def draw(self, title: str) -> str:
+        self._definitions()
+        self._add("rect", x=0, y=0, width=self.width, height=self.height, fill="white")
+        self._text(12, 26, title, size=17, weight="bold")
+        if len(self.panels) == 1:
+            self._text(12, 46, self._figures(self.panels[0].timeline, self.bound), fill=_GREY)
+        self._axis()
+        for index, panel in enumerate(self.panels):
+            self._panel(panel, _TOP + self.panel * index)
+        self._bound_line()
+        self._legend()
+        return ElementTree.tostring(self.svg, encoding="unicode") + "\n"
+
+    def _figures(self, timeline: Timeline, bound: float | None) -> str:
+        return describe(self.problem, timeline, bound, self.unit, self.scale)
+
+    def _has_links(self) -> bool:
+        stages = self.problem.placement.num_stages
+        lags = (self.problem.lag(s, s + 1) for s in range(stages - 1))
+        return self.typical >= _SEEN and any(lag > 0 for lag in lags)
+
+    def _x(self, time: float) -> float:
+        return _LEFT + self.chart * time / self.span
+
+    def _fill(self, device: int, operation: Operation) -> str:
+        filler = operation.kind is Kind.FILLER
+        chunk = 0 if filler else self.chunk[device, operation.stage][0]
+        return f"url(#{operation.kind.value}{chunk})"
+
+    def _definitions(self) -> None:
+        """The arrow's head, and the look of every kind on every stage of a device."""
+        definitions = self._add("defs")
+        arrow = ElementTree.SubElement(definitions, "marker", id="arrow", viewBox="0 0 6 6")
+        for name, value in (("refX", "5.5"), ("refY", "3"), ("orient", "auto")):
+            arrow.set(name, value)
+        ElementTree.SubElement(arrow, "path", d="M0 .5L6 3L0 5.5z", fill=_LINK)
+        most = max(count for _, count in self.chunk.values())
+        for kind in self.kinds:
+            for chunk in range(1 if kind is Kind.FILLER else most):
+                definitions.append(tile(kind, chunk, most, self.bar))
+
+    def _axis(self) -> None:
+        bottom = _TOP + self.panel * len(self.panels)
+        step = _step(self.span * self.scale / 12)
+        count = int(self.span * self.scale / step + 1e-9)
+        for k in range(count + 1):
+            x = self._x(k * step / self.scale)
+            self._add("line", x1=x, y1=_TOP - 4, x2=x, y2=bottom + 4, stroke=_FAINT)
+            self._text(x, bottom + 17, f"{k * step:.6g}", fill=_GREY, anchor="middle")
+        end = _LEFT + self.chart
+        self._add("line", x1=_LEFT, y1=bottom + 4, x2=end, y2=bottom + 4, stroke=_GREY)
+        self._text(end + 14, bottom + 17, f"time{f' ({self.unit})' * bool(self.unit)}", fill=_GREY)
+
+    def _panel(self, panel: Panel, top: float) -> None:
+        if self.head:
+            note = f"{panel.name}: {self._figures(panel.timeline, None)}"
+            self._text(12, top + 15, note, size=12, weight="bold")
+        peaks = peak_activations(panel.timeline.schedule, self.problem.activation)
+        self._text(_LEFT + self.chart + 14, top - 6 + self.head * 0.9, "idle", fill=_GREY)
+        self._text(_LEFT + self.chart + 78, top - 6 + self.head * 0.9, "peak", fill=_GREY)
+        if self._has_links():
+            self._links(panel.timeline, top + self.head)
+        for device, operations in enumerate(panel.timeline.schedule.order):
+            y = top + self.head + self.row * device
+            stages = self.problem.placement.stages_of_device(device)
+            middle = y + self.bar / 2 + 4
+            self._text(12, middle, f"device {device}", size=12, weight="bold")
+            shown = (
+                ", ".join(map(str, stages)) if len(stages) < 5 else f"{stages[0]} … {stages[-1]}"
+            )
+            self._text(_LEFT - 8, middle, shown, size=10, fill=_GREY, anchor="end")
+            self._add(
+                "rect", x=_LEFT, y=y, width=self.chart, height=self.bar, fill="none", stroke=_FAINT
+            )
+            idle = panel.timeline.bubble[device] / (panel.timeline.makespan or 1.0)
+            self._text(_LEFT + self.chart + 14, middle, f"{100 * idle:.1f} %", size=12)
+            self._text(_LEFT + self.chart + 78, middle, f"{peaks[device]:.4g}", size=12)
+            row = self._add("g", transform=f"translate(0 {y:g})", class_="device")
+            row.set("stroke", "white" if self.typical >= _SEEN else "none")
+            row.set("stroke-width", "0.6")
+            for operation in operations:
+                self._bar(row, panel.timeline, device, operation)
+
+    def _bar(
+        self, row: ElementTree.Element, timeline: Timeline, device: int, operation: Operation
+    ) -> None:
+        begin, end = timeline.start[operation], timeline.end[operation]
+        x, width = self._x(begin), self._x(end) - self._x(begin)
+        bar = self._add(
+            "rect",
+            row,
+            x=x,
+            width=width,
+            height=self.bar,
+            fill=self._fill(device, operation),
+            class_="op",
+        )
+        what = f"stage {operation.stage}, microbatch {operation.microbatch}"
+        if operation.kind is Kind.FILLER:
+            fillers = timeline.schedule.fillers
+            known = operation.stage < len(fillers)
+            name = fillers[operation.stage].name if known else str(operation.stage)
+            what = f"{name}, slice {operation.microbatch}"
+        ElementTree.SubElement(
+            bar, "title"
+        ).text = (
+            f"{operation}: {NAMES[operation.kind]}, {what}; {self._at(begin)} to {self._at(end)}"
+        )
+        text = str(operation.microbatch)
+        if width >= max(_LEGIBLE, 6.4 * len(text) + 3):
+            dark = operation.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
+            number = self._add("text", row, x=x + width / 2, y=self.bar / 2 + 5)
+            number.set("fill", "white" if dark else _INK)
+            number.set("text-anchor", "middle")
+            if operation.kind in MARKS:  # a halo keeps the number clear of the marks
+                number.set("stroke-width", "3")
+                number.set("paint-order", "stroke")
+            else:
+                number.set("stroke", "none")
+            number.text = text
+
+    def _at(self, time: float) -> str:
+        return f"{time * self.scale:.6g}"
+
+    def _links(self, timeline: Timeline, top: float) -> None:
+        """From the end of what is sent to its arrival; those of gradients are dashed."""
+        group = self._add("g", fill="none", stroke=_LINK, class_="links")
+        placement = self.problem.placement
+        arrows = self.typical >= 16.0
+        for operation in timeline.end:
+            source = dependency(operation, placement.num_stages)
+            if source is None:
+                continue
+            one, other = (placement.device_of(o.stage, o.microbatch) for o in (source, operation))
+            if one == other:
+                continue
+            sent = timeline.end[source]
+            lag = self.problem.lag(source.stage, operation.stage)
+            arrival = max(sent, min(sent + lag, timeline.start[operation]))
+            y1, y2 = (
+                top + self.row * a + (self.bar if a < b else 0.0)
+                for a, b in ((one, other), (other, one))
+            )
+            line = self._add(
+                "line", group, x1=self._x(sent), y1=y1, x2=self._x(arrival), y2=y2, class_="link"
+            )
+            if operation.kind is not Kind.FORWARD:
+                line.set("stroke-dasharray", "3 1.5")
+            if arrows:
+                line.set("marker-end", "url(#arrow)")
+
+    def _bound_line(self) -> None:
+        if self.bound is None or not 0 < self.bound <= self.span:
+            return
+        x, bottom = self._x(self.bound), _TOP + self.panel * len(self.panels) + 4
+        line = self._add("line", x1=x, y1=_TOP - 10, x2=x, y2=bottom, stroke=_INK)
+        line.set("stroke-dasharray", "6 3")
+        ElementTree.SubElement(line, "title").text = f"lower bound {self._at(self.bound)}"
+        self._text(x - 4, _TOP - 6, "lower bound", size=10, fill=_GREY, anchor="end")
+
+    def _legend(self) -> None:
+        x, y = _LEFT, self.height - 30
+        most = max(count for _, count in self.chunk.values())
+        for kind in self.kinds:
+            chunks = 1 if kind is Kind.FILLER else most
+            wide = 26.0 if chunks > 1 else 34.0
+            for chunk in range(chunks):
+                moved = f"translate({x:g} {y:g})"
+                group = self._add("g", transform=moved, stroke=_GREY)
+                group.set("stroke-width", "0.6")
+                fill = f"url(#{kind.value}{chunk})"
+                self._add("rect", group, x=0, y=0, width=wide, height=self.bar, fill=fill)
+                x += wide
+            self._text(x + 6, y + self.bar / 2 + 4, NAMES[kind], size=12)
+            x += 24 + 6.6 * len(NAMES[kind])
+        if most > 1:
+            text = "a device's stages: lighter to darker, every second one striped"
+            self._text(x, y + self.bar / 2 + 4, text, size=12, fill=_GREY)
+            x += 24 + 5.9 * len(text)
+        if self._has_links():
+            middle = y + self.bar / 2
+            self._add("line", x1=x, y1=middle, x2=x + 28, y2=middle, stroke=_LINK)
+            self._text(x + 34, middle + 4, "link (dashed: of gradients)", size=12)
+
+    def _add(
+        self, tag: str, within: ElementTree.Element | None = None, **attributes: str | float
+    ) -> ElementTree.Element:
+        written = {
+            key.rstrip("_").replace("_", "-"): value
+            if isinstance(value, str)
+            else f"{value:.2f}".rstrip("0").rstrip(".")
+            for key, value in attributes.items()
+        }
+        return ElementTree.SubElement(self.svg if within is None else within, tag, written)
+
+    def _text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: int = 11,
+        fill: str = _INK,
+        weight: str = "normal",
+        anchor: str = "start",
+    ) -> None:
+        element = self._add("text", x=x, y=y, fill=fill)
+        element.set("font-size", str(size))
+        element.set("font-weight", weight)
+        element.set("text-anchor", anchor)
+        element.text = text
+
+
+def _step(least: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that is not below ``least``."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(m * power for m in (1.0, 2.0, 5.0, 10.0) if m * power >= least * (1 - 1e-9))
+
+
+def _figure(time: float, unit: str, scale: float) -> str:
+    return f"{time * scale:.4g}{f' {unit}' * bool(unit)}"

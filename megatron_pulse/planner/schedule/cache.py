@@ -1,0 +1,274 @@
+"""Solved scheduling problems on disk, so that what was found once need not be searched again.
+
+A file for each problem, named by a digest of what makes problems alike: stages over devices,
+microbatches, whole or split backwards, stage times in ratio to the longest (to 1 %), links in
+hundredths of it, activations and caps in ratio, the solver asked for, and the code that solves. A
+stored order is only ever a candidate: it is checked, and timed, against the problem at hand.
+
+The folder is ``$PULSE_CACHE_DIR``, or else ``megatron_pulse`` in ``$XDG_CACHE_HOME`` or in
+``~/.cache``. Whatever is wrong with it, there is an answer: a file that cannot be read counts as
+none and is overwritten, and a folder that cannot be written is left alone. Processes may share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.planner.schedule.bounds import lower_bound
+from megatron_pulse.planner.schedule.files import from_json, to_json
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
+from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.validate import faults_for
+
+type Find = Callable[[ScheduleProblem, float, str], Synthesis]
+"""What answers a problem within some seconds by the solver of that name."""
+
+MAX_BYTES = 64_000_000
+"""What the files may take together; those that were not used for the longest go first."""
+
+_FORMAT = "megatron_pulse schedule 1"
+_STALE_S = 3600.0
+_EVER_S = 1e12
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An answer as it was found: ``offered_s`` is the time that the solver was given."""
+
+    schedule: Schedule
+    certificate: Certificate
+    problem: str
+    cap: tuple[float, ...] | None
+    solver: str
+    offered_s: float
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An entry's file; ``used`` is when it was last written or taken, in seconds of the epoch."""
+
+    path: Path
+    entry: Entry
+    num_bytes: int
+    used: float
+
+
+def directory() -> Path:
+    """Where answers are kept; it need not exist."""
+    if named := os.environ.get("PULSE_CACHE_DIR"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron_pulse"
+
+
+def cached(problem: ScheduleProblem, seconds: float, solver: str, find: Find) -> Synthesis:
+    """The stored answer if no more can be expected of ``find``, else the better of both, stored.
+
+    No more is expected when the solver was given ``seconds`` or more before, or when the stored
+    answer is proved for this very problem. Its makespan, and the bound, are of ``problem``'s own
+    times. Raises what ``find`` raises, and nothing else.
+    """
+    began = time.monotonic()
+    seconds = min(seconds, _EVER_S)
+    path = directory() / f"{key(problem, solver)}.json"
+    entry = _read(path)
+    known = None if entry is None else _answer(problem, entry)
+    if entry is not None and known is not None:
+        if known.certificate.proved or entry.offered_s >= seconds:
+            with suppress(OSError):
+                os.utime(path)
+            spent = time.monotonic() - began
+            source = f"cache ({entry.certificate.solver})"
+            return replace(
+                known, certificate=replace(known.certificate, solver=source, seconds=spent)
+            )
+    found = find(problem, seconds, solver)
+    entry = _read(path)  # again: another process may have been faster
+    known = None if entry is None else _answer(problem, entry)
+    if entry is not None and known is not None:
+        seconds = max(seconds, entry.offered_s)
+        if known.certificate.makespan < found.certificate.makespan:
+            found = replace(known, certificate=_tightened(known.certificate, found.certificate))
+    _write(
+        path,
+        Entry(found.schedule, found.certificate, exact(problem), problem.cap, solver, seconds),
+    )
+    return found
+
+
+def key(problem: ScheduleProblem, solver: str) -> str:
+    """The same for problems that are alike (see the module), and only for them."""
+    columns = [problem.forward, problem.backward, problem.weight_grad or ()]
+    longest = max(max(column) for column in columns if column)
+    links = [problem.lag(s, s + 1) for s in range(problem.placement.num_stages - 1)]
+    held = [problem.activation_of(s) for s in range(problem.placement.num_stages)]
+    most = max(held) or 1.0
+    what = [
+        _FORMAT,
+        _code(),
+        solver,
+        problem.placement.kind.value,
+        problem.placement.device_of_stage,
+        problem.num_microbatches,
+        [[round(math.log(t / longest) / math.log(1.01)) for t in column] for column in columns],
+        [round(100 * link / longest) for link in links],
+        [f"{h / most:.9e}" for h in held],
+        None if problem.cap is None else [f"{cap / most:.9e}" for cap in problem.cap],
+    ]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
+
+
+def exact(problem: ScheduleProblem) -> str:
+    """A digest of all of ``problem``: what was proved for it holds for no other."""
+    return hashlib.sha256(repr(problem).encode()).hexdigest()[:40]
+
+
+def stored() -> list[Stored]:
+    """Every readable entry, the last used first."""
+    found = []
+    for path in _files():
+        entry = _read(path)
+        with suppress(OSError):
+            stat = path.stat()
+            if entry is not None:
+                found.append(Stored(path, entry, stat.st_size, stat.st_mtime))
+    return sorted(found, key=lambda item: item.used, reverse=True)
+
+
+def clear() -> int:
+    """Remove every file of the cache, and nothing else; how many entries there were."""
+    gone = 0
+    for path in _files():
+        with suppress(OSError):
+            path.unlink()
+            gone += 1
+    _sweep(older_than_s=0.0)
+    return gone
+
+
+@lru_cache
+def _code() -> str:
+    """A digest of the code that schedules: other code may come to other answers."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _answer(problem: ScheduleProblem, entry: Entry) -> Synthesis | None:
+    """The stored order as an answer to ``problem``; None if it is none."""
+    if faults_for(problem, entry.schedule):
+        return None
+    made = entry.certificate
+    bound, length = lower_bound(problem), run(problem, entry.schedule).makespan
+    if entry.problem == exact(problem) and made.lower_bound <= length * (1 + 1e-9):
+        bound = max(bound, made.lower_bound)
+    proved = length <= bound * (1 + 1e-9)
+    return Synthesis(
+        entry.schedule, replace(made, makespan=length, lower_bound=bound, proved=proved)
+    )
+
+
+def _tightened(known: Certificate, found: Certificate) -> Certificate:
+    """``known`` with the better of both bounds, for the same problem."""
+    bound = min(max(known.lower_bound, found.lower_bound), known.makespan)
+    proved = known.makespan <= bound * (1 + 1e-9)
+    return replace(known, lower_bound=bound, proved=proved, seconds=found.seconds)
+
+
+def _read(path: Path) -> Entry | None:
+    """The entry in a file; None for whatever else is there."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["format"] != _FORMAT:
+            return None
+        made = {name: record["certificate"][name] for name in Certificate.__dataclass_fields__}
+        numbers = [made["makespan"], made["lower_bound"], made["seconds"], record["offered_s"]]
+        if not all(type(n) in (int, float) and n >= 0 for n in numbers) or made["makespan"] <= 0:
+            return None
+        if made["lower_bound"] <= 0 or not all(
+            type(value) is kind for value, kind in ((made["proved"], bool), (made["solver"], str))
+        ):
+            return None
+        cap = record["cap"]
+        return Entry(
+            from_json(record["schedule"]),
+            Certificate(**made),
+            str(record["problem"]),
+            None if cap is None else tuple(map(float, cap)),
+            str(record["solver"]),
+            float(record["offered_s"]),
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+
+
+def _write(path: Path, entry: Entry) -> None:
+    """Put an entry in place whole, then make room; nothing if that is not possible."""
+    record: dict[str, Any] = {
+        "format": _FORMAT,
+        "problem": entry.problem,
+        "cap": entry.cap,
+        "solver": entry.solver,
+        "offered_s": entry.offered_s,
+        "certificate": asdict(entry.certificate),
+        "schedule": to_json(entry.schedule),
+    }
+    text = json.dumps(record)
+    # A random name: processes in several containers may share the folder and a process id.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(".part", "pulse.", path.parent)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(beside, path)
+        finally:
+            Path(beside).unlink(missing_ok=True)
+        _make_room()
+
+
+def _make_room() -> None:
+    """Drop what was not used for the longest until the rest is within ``MAX_BYTES``."""
+    sizes = []
+    for path in _files():
+        with suppress(OSError):
+            stat = path.stat()
+            sizes.append((stat.st_mtime, stat.st_size, path))
+    total = sum(size for _, size, _ in sizes)
+    for _, size, path in sorted(sizes)[:-1]:
+        if total <= MAX_BYTES:
+            break
+        with suppress(OSError):
+            path.unlink()
+        total -= size
+    _sweep(_STALE_S)
+
+
+def _sweep(older_than_s: float) -> None:
+    """Remove what writers that were killed left behind."""
+    with suppress(OSError):
+        for path in list(directory().glob("pulse.*.part")):
+            with suppress(OSError):
+                if time.time() - path.stat().st_mtime >= older_than_s:
+                    path.unlink()
+
+
+def _files() -> Iterator[Path]:
+    """The files whose names are keys."""
+    names: list[Path] = []
+    with suppress(OSError):
+        names = sorted(directory().glob("*.json"))
+    yield from (path for path in names if re.fullmatch(r"[0-9a-f]{40}", path.stem))

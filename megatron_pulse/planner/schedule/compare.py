@@ -1,0 +1,158 @@
+"""The classic schedules beside one's own, on the same chain of stages.
+
+A classic schedule has a placement of its own. The chain stays as it is and is laid out anew over
+as many devices: a device of 1F1B, GPipe or ZB-H1 gets as many *neighbouring* stages as a device has
+here, run as one; interleaved gets the same stages in turn; a schedule for a fold of one wave merges
+neighbours where there are more; a device of Chimera gets what two of 1F1B's have, and the weights
+of both. A boundary keeps its link's time. So every schedule does the same work, and memory is
+counted in the same stage activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_pulse.planner.placement import (
+    Placement,
+    PlacementKind,
+    bidirectional,
+    fold,
+    interleaved,
+    sequential,
+)
+from megatron_pulse.planner.schedule.bounds import lower_bound
+from megatron_pulse.planner.schedule.classics import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.simulate import Timeline, run
+from megatron_pulse.planner.schedule.validate import peak_activations
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A classic schedule on the chain; its memory does not ask whether it fits."""
+
+    name: str
+    problem: ScheduleProblem
+    schedule: Schedule
+    timeline: Timeline
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of all devices' time."""
+        idle = sum(self.timeline.bubble)
+        return idle / (len(self.timeline.bubble) * self.timeline.makespan)
+
+    @property
+    def peak(self) -> tuple[float, ...]:
+        """Most live stage activations of each device."""
+        return peak_activations(self.schedule, self.problem.activation)
+
+    def fits(self, cap: tuple[float, ...] | None) -> bool:
+        """Whether no device holds more than its cap."""
+        return cap is None or all(
+            held <= limit * (1 + 1e-9) for held, limit in zip(self.peak, cap, strict=True)
+        )
+
+
+def rivals(problem: ScheduleProblem, split: ScheduleProblem | None = None) -> list[Rival]:
+    """Every classic schedule that the chain can be laid out for.
+
+    ``split`` is the same problem with split backwards, where those are known: schedules that split
+    are left out without it, and those that do not run a backward as one, also where ``problem``
+    splits.
+    """
+    found = []
+    for name in CLASSICS:
+        found += list(_variants(name, problem, split or (problem if problem.weight_grad else None)))
+    return found
+
+
+def rival(name: str, problem: ScheduleProblem, split: ScheduleProblem | None = None) -> Rival:
+    """The classic schedule of that name; raises ValueError where the chain cannot run it."""
+    for found in _variants(name, problem, split or (problem if problem.weight_grad else None)):
+        return found
+    raise ValueError(
+        f"{name} cannot run {problem.placement.num_stages} stages on "
+        f"{problem.placement.num_devices} devices"
+        + " without times of input and weight gradients"
+        * (name in SPLIT and split is None)
+    )
+
+
+def merged(problem: ScheduleProblem, placement: Placement) -> ScheduleProblem:
+    """``problem`` on another placement of as many devices; neighbouring stages become one.
+
+    Raises ValueError unless ``placement`` has a stage for every so many of the problem's.
+    """
+    each, rest = divmod(problem.placement.num_stages, placement.num_stages)
+    if rest or not each or placement.num_devices != problem.placement.num_devices:
+        raise ValueError(
+            f"{problem.placement.num_stages} stages cannot be merged evenly into "
+            f"{placement.num_stages} on {placement.num_devices} devices"
+        )
+
+    def together(column: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(sum(column[i : i + each]) for i in range(0, len(column), each))
+
+    return ScheduleProblem(
+        placement,
+        problem.num_microbatches,
+        together(problem.forward),
+        together(problem.backward),
+        None if problem.weight_grad is None else together(problem.weight_grad),
+        problem.link[each - 1 :: each] if isinstance(problem.link, tuple) else problem.link,
+        together(tuple(map(problem.activation_of, range(problem.placement.num_stages)))),
+    )
+
+
+def whole(problem: ScheduleProblem) -> ScheduleProblem:
+    """``problem`` with each input and weight gradient as one backward."""
+    if problem.weight_grad is None:
+        return problem
+    both = zip(problem.backward, problem.weight_grad, strict=True)
+    return replace(problem, backward=tuple(i + w for i, w in both), weight_grad=None)
+
+
+def bound(problem: ScheduleProblem) -> float:
+    """A lower bound of the makespan on any placement of this module.
+
+    Where the model is there twice either copy may do the work: what is sure then is a microbatch's
+    path, and an even share of all work.
+    """
+    if problem.placement.kind is not PlacementKind.BIDIRECTIONAL:
+        return lower_bound(problem)
+    num = problem.placement.num_stages
+    path = sum(problem.forward) + sum(problem.backward)
+    path += 2 * sum(problem.lag(s, s + 1) for s in range(num - 1))
+    work = sum(problem.duration(kind, s) for kind in problem.kinds for s in range(num))
+    return max(path, work * problem.num_microbatches / problem.placement.num_devices)
+
+
+def _variants(
+    name: str, problem: ScheduleProblem, split: ScheduleProblem | None
+) -> Iterator[Rival]:
+    own = split if name in SPLIT else whole(problem)
+    if own is None:
+        return
+    for placement in _placements(problem.placement):
+        try:
+            schedule = CLASSICS[name](placement, problem.num_microbatches)
+            laid_out = merged(own, placement)
+        except ValueError:
+            continue  # a placement that the schedule is not for, or stages that do not divide
+        yield Rival(name, laid_out, schedule, run(laid_out, schedule))
+        return
+
+
+def _placements(placement: Placement) -> list[Placement]:
+    """What the chain may be laid out as, in the order of preference."""
+    devices, chunks = placement.num_devices, placement.num_chunks
+    found = [sequential(devices)]
+    if chunks > 1:
+        found.append(interleaved(devices, chunks))
+    found += [fold(devices, waves) for waves in range(1, chunks // 2 + 1)]
+    if devices % 2 == 0:
+        found.append(bidirectional(devices))
+    return found

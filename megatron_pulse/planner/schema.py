@@ -1,0 +1,70 @@
+"""JSON schemas whose faults say where they are and what is allowed there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+from jsonschema.validators import extend
+
+COUNT: dict[str, Any] = {
+    "type": "integer",
+    "minimum": 1,
+    "description": "a whole number, 1 or more",
+}
+
+
+def number(description: str, **limits: float) -> dict[str, Any]:
+    """A number, above 0 unless ``limits`` say otherwise."""
+    return {"type": "number", "description": description, **(limits or {"exclusiveMinimum": 0})}
+
+
+def record(
+    description: str, required: list[str] | None = None, **properties: Any
+) -> dict[str, Any]:
+    """An object of these properties and no others; without ``required`` it must have all."""
+    return {
+        "type": "object",
+        "description": description,
+        "properties": properties,
+        "required": list(properties) if required is None else required,
+        "additionalProperties": False,
+    }
+
+
+def faults_of(schema: dict[str, Any], value: Any) -> list[str]:
+    """Every fault of ``value``; every part of ``schema`` has a description of what is allowed."""
+    errors = _VALIDATOR(schema).iter_errors(value)
+    ordered = sorted(errors, key=lambda error: list(map(str, error.path)))
+    return [line for error in ordered for line in _lines(error)]
+
+
+def _is_number(_: Any, value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+_VALIDATOR = extend(
+    Draft202012Validator,
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine("number", _is_number),
+)
+
+
+def _lines(error: ValidationError) -> Iterator[str]:
+    where = ".".join(map(str, error.absolute_path))
+    properties: dict[str, Any] = error.schema.get("properties", {})
+    if error.validator == "required":  # one error for each name, but only the message has it
+        prefix = f"{where}." if where else ""
+        name = next(n for n in error.validator_value if error.message.startswith(repr(n)))
+        yield f"{prefix}{name} is missing; allowed is {properties[name]['description']}"
+    elif error.validator == "additionalProperties":
+        prefix = f"{where}." if where else ""
+        for name in error.instance:
+            if name not in properties:
+                yield f"{prefix}{name} is unknown; allowed are {', '.join(properties)}"
+    else:
+        shown = repr(error.instance)
+        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        yield f"{where or 'the file'} is {shown}; allowed is {error.schema['description']}"

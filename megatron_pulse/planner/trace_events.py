@@ -1,0 +1,112 @@
+"""A timeline as trace events, the JSON that ui.perfetto.dev and chrome://tracing open.
+
+A timeline is a process, a device a thread, an operation a complete event; a message is a flow from
+the operation that makes it to the one that takes it, and live stage activations are counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_pulse.planner.draw_schedule import Panel
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.simulate import Timeline, dependency
+from megatron_pulse.planner.schedule_looks import NAMES
+
+
+def trace_events(
+    problem: ScheduleProblem, timeline: Timeline | Sequence[Panel], microseconds: float = 1e3
+) -> dict[str, Any]:
+    """JSON-able trace of one timeline, or of several as processes of their names.
+
+    ``microseconds`` is how many make one unit of the timelines: 1e6 for seconds.
+    """
+    panels = [Panel("pipeline", timeline)] if isinstance(timeline, Timeline) else list(timeline)
+    events: list[dict[str, Any]] = []
+    for process, panel in enumerate(panels, start=1):  # 0 is the idle process of a viewer
+        events += _process(problem, panel, process, microseconds)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _process(
+    problem: ScheduleProblem, panel: Panel, process: int, scale: float
+) -> Iterator[dict[str, Any]]:
+    yield _named("process_name", process, 0, panel.name)
+    for device, order in enumerate(panel.timeline.schedule.order):
+        yield _named("thread_name", process, device, f"device {device}")
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": process,
+            "tid": device,
+            "args": {"sort_index": device},
+        }
+        for operation in order:
+            yield _bar(panel.timeline, operation, process, device, scale)
+        yield from _activations(problem, panel.timeline, process, device, scale)
+    yield from _flows(problem, panel.timeline, process, scale)
+
+
+def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _bar(
+    timeline: Timeline, operation: Operation, process: int, device: int, scale: float
+) -> dict[str, Any]:
+    begin, end = timeline.start[operation], timeline.end[operation]
+    return {
+        "ph": "X",
+        "name": str(operation),
+        "cat": NAMES[operation.kind],
+        "pid": process,
+        "tid": device,
+        "ts": begin * scale,
+        "dur": (end - begin) * scale,
+        "args": {"stage": operation.stage, "microbatch": operation.microbatch},
+    }
+
+
+def _activations(
+    problem: ScheduleProblem, timeline: Timeline, process: int, device: int, scale: float
+) -> Iterator[dict[str, Any]]:
+    """A counter of memory: a forward takes at its start, what gives it back does at its end."""
+    live = 0.0
+    for operation in timeline.schedule.order[device]:
+        if operation.kind.live:
+            grows = operation.kind.live > 0
+            live += operation.kind.live * problem.activation_of(operation.stage)
+            yield {
+                "ph": "C",
+                "name": f"live activations, device {device}",
+                "pid": process,
+                "ts": (timeline.start if grows else timeline.end)[operation] * scale,
+                "args": {"stage activations": max(0.0, round(live, 9))},
+            }
+
+
+def _flows(
+    problem: ScheduleProblem, timeline: Timeline, process: int, scale: float
+) -> Iterator[dict[str, Any]]:
+    placement = problem.placement
+    for number, operation in enumerate(timeline.end):
+        source = dependency(operation, placement.num_stages)
+        if source is None:
+            continue
+        one, other = (placement.device_of(o.stage, o.microbatch) for o in (source, operation))
+        if one == other:
+            continue
+        message = {
+            "name": "activation" if operation.kind is Kind.FORWARD else "gradient",
+            "cat": "link",
+            "id": process * len(timeline.end) + number,
+            "pid": process,
+        }
+        # A flow binds to the event that encloses its time, so it leaves just before that ends.
+        begin, end = timeline.start[source], timeline.end[source]
+        leaves = begin + 0.99 * (end - begin)
+        yield {**message, "ph": "s", "tid": one, "ts": leaves * scale}
+        arrives = timeline.start[operation] * scale
+        yield {**message, "ph": "f", "bp": "e", "tid": other, "ts": arrives}

@@ -1,0 +1,206 @@
+"""Clusters: ranks and links, times of collectives, presets, files, and files that are wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.cluster import (
+    Cluster,
+    ClusterError,
+    ClusterLink,
+    DeviceFigures,
+    Shared,
+    cluster,
+    cluster_presets,
+    load_cluster,
+    save_cluster,
+)
+from megatron_pulse.planner.costs import Link
+
+INSIDE = ClusterLink("nvlink", 100, 2, Shared.DEVICE)
+BETWEEN = ClusterLink("ethernet", 10, 20, Shared.NODE)
+
+
+def two_by_four(**changes) -> Cluster:
+    """2 nodes of 4 devices: 100 GB/s and 2 us inside, 10 GB/s of the node and 20 us between."""
+    values = {"device": "H100", "intra_node": INSIDE, "inter_node": BETWEEN, **changes}
+    return Cluster("small", 2, 4, 80, **values)
+
+
+def test_ranks_fill_node_after_node() -> None:
+    small = two_by_four()
+    assert [small.node_of(rank) for rank in range(small.num_devices)] == [0] * 4 + [1] * 4
+    assert small.link(0, 3) == Link(2e-6, 100e9) and small.link(3, 4) == Link(20e-6, 10e9)
+    assert small.link(5, 5) == Link() and small.link(0, 4, concurrent=4) == Link(20e-6, 2.5e9)
+    assert small.link(0, 1, concurrent=4) == small.link(0, 1)
+    for call in (lambda: small.node_of(8), lambda: small.link(-1, 0), lambda: small.link(8, 8)):
+        with pytest.raises(ClusterError, match="small has ranks 0 to 7"):
+            call()
+
+
+def test_the_slowest_link_of_a_ring() -> None:
+    small = two_by_four()
+    assert small.link_between(range(4)) == Link(2e-6, 100e9)
+    assert small.link_between(range(8)) == Link(20e-6, 10e9)
+    assert small.link_between([0, 4, 1, 5]) == Link(20e-6, 5e9), "two links leave each node"
+    assert small.link_between([0, 4], concurrent=4) == Link(20e-6, 2.5e9)
+    assert small.link_between([6]) == Link()
+    own = two_by_four(inter_node=ClusterLink("infiniband", 10, 20, Shared.DEVICE))
+    assert own.link_between([0, 4, 1, 5], concurrent=2) == Link(20e-6, 10e9)
+    for ranks, concurrent in (([], 1), ([0, 0], 1), ([0, 1], 0)):
+        with pytest.raises(ClusterError, match="different ranks"):
+            small.link_between(ranks, concurrent)
+
+
+def test_collectives_by_hand() -> None:
+    small = two_by_four()
+    inside = 3 * (2e-6 + 1e9 / 4 / 100e9)
+    assert small.reduce_scatter_s(1e9, range(4)) == pytest.approx(inside)
+    pair = 20e-6 + 1e9 / 2 / 10e9
+    assert small.all_gather_s(1e9, [0, 4]) == pytest.approx(pair)
+    assert small.allreduce_s(1e9, [0, 4]) == pytest.approx(2 * pair)
+    shared = 20e-6 + 1e9 / 2 / 2.5e9
+    assert small.reduce_scatter_s(1e9, [0, 4], concurrent=4) == pytest.approx(shared)
+    both = inside + 20e-6 + 1e9 / 4 / 2 / (10e9 / 4)
+    assert small.reduce_scatter_s(1e9, range(8)) == pytest.approx(both)
+    uneven = 4 * (20e-6 + 1e9 / 5 / 10e9)
+    assert small.reduce_scatter_s(1e9, [4, 0, 1, 2, 3]) == pytest.approx(uneven)
+    assert small.allreduce_s(1e9, [3]) == 0 and small.allreduce_s(0, range(8)) == 0
+    half = two_by_four(all_reduce_efficiency=0.5)
+    assert half.reduce_scatter_s(1e9, [0, 4]) == pytest.approx(20e-6 + 1e9 / 2 / 5e9)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    ranks=st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True),
+    num_bytes=st.floats(1, 1e10),
+    concurrent=st.integers(1, 4),
+)
+def test_collectives_take_longer_for_more(ranks, num_bytes: float, concurrent: int) -> None:
+    small = two_by_four()
+    seconds = small.allreduce_s(num_bytes, ranks, concurrent)
+    assert small.allreduce_s(2 * num_bytes, ranks, concurrent) >= seconds
+    assert small.allreduce_s(num_bytes, ranks, concurrent + 1) >= seconds
+    assert small.allreduce_s(num_bytes, ranks[::-1], concurrent) == pytest.approx(seconds)
+    if len(ranks) > 1:  # no algorithm sends less than this from a rank, at its fastest link
+        least = 2 * (len(ranks) - 1) / len(ranks) * num_bytes / 100e9
+        assert seconds >= least * (1 - 1e-9)
+
+
+def test_presets_are_what_they_say() -> None:
+    assert {"pulse-v100", "pulse-910a", "dgx-a100", "dgx-h100", "cpu"} <= set(cluster_presets())
+    for name in cluster_presets():
+        assert cluster(name).name == name and cluster(name).peaks is not None
+    paper = cluster("pulse-v100")
+    assert (paper.nodes, paper.devices_per_node, paper.memory_gb) == (2, 8, 32)
+    assert paper.link(0, 7).bytes_per_s == 300e9 and paper.link(7, 8).bytes_per_s == 10e9
+    ascend = cluster("pulse-910a")
+    assert ascend.num_devices == 64 and ascend.link(0, 8).bytes_per_s == 19e9
+
+
+def test_the_number_of_nodes_may_be_given() -> None:
+    assert cluster("dgx-a100:4") == cluster("dgx-a100", nodes=4)
+    assert cluster("dgx-a100:4").num_devices == 32
+    with pytest.raises(ClusterError, match="links.inter_node is missing, and there are 2 nodes"):
+        cluster("cpu:2")
+    with pytest.raises(ClusterError, match="nodes is 0; allowed is a whole number, 1 or more"):
+        cluster("dgx-h100", nodes=0)
+    with pytest.raises(ClusterError, match="no cluster is called 'dgx'; there are: .*dgx-a100"):
+        cluster("dgx")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"device": DeviceFigures(1.5, 20), "usable_memory": 0.8},
+        {"nodes": 1, "inter_node": None, "all_reduce_efficiency": 0.7},
+    ],
+)
+def test_files_round_trip(tmp_path: Path, changed) -> None:
+    values = {**vars(two_by_four()), **changed}
+    save_cluster(Cluster(**values), tmp_path / "c.yaml", "Written by\n\na test")
+    assert cluster(tmp_path / "c.yaml") == Cluster(**values)
+    assert (tmp_path / "c.yaml").read_text().startswith("# Written by\n#\n# a test\nname: small\n")
+
+
+def test_a_profile_is_found_beside_the_file(tmp_path: Path) -> None:
+    profile = tmp_path / "profiles" / "p.json"
+    small = two_by_four(device=str(profile))
+    assert small.peaks is None
+    save_cluster(small, tmp_path / "c.yaml")
+    with pytest.raises(ClusterError, match="there is no profile"):
+        load_cluster(tmp_path / "c.yaml")
+    profile.parent.mkdir()
+    profile.write_text("{}")
+    assert load_cluster(tmp_path / "c.yaml") == small
+
+
+def test_every_fault_of_a_file_is_listed(tmp_path: Path) -> None:
+    text = """
+name: ''
+nodes: 2.5
+memory_gb: .nan
+memory: 3
+device: {tflops: 3}
+usable_memory: 1.5
+links:
+  intra_node: {kind: string, bandwidth_gbs: 0, latency_us: -1, shared: both, speed: 3}
+  internode: 3
+"""
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ClusterError) as failed:
+        load_cluster(tmp_path / "c.yaml")
+    message = str(failed.value)
+    assert "13 faults" in message
+    for part in (
+        "name is ''; allowed is text",
+        "nodes is 2.5; allowed is a whole number, 1 or more",
+        "devices_per_node is missing; allowed is a whole number, 1 or more",
+        "memory_gb is nan; allowed is a number above 0",
+        "memory is unknown; allowed are name, nodes",
+        "usable_memory is 1.5; allowed is a number above 0, at most 1",
+        "device is {'tflops': 3}; allowed is one of V100-32GB",
+        "links.intra_node.kind is 'string'; allowed is one of nvlink",
+        "links.intra_node.bandwidth_gbs is 0; allowed is a number above 0: GB/s",
+        "links.intra_node.latency_us is -1; allowed is a number, 0 or more",
+        "links.intra_node.shared is 'both'; allowed is device",
+        "links.intra_node.speed is unknown",
+        "links.internode is unknown; allowed are intra_node, inter_node",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "the file is None; allowed is a record"),
+        ("- 3", "allowed is a record with name, nodes"),
+        ("a: [", "cannot be read as a cluster"),
+    ],
+)
+def test_files_that_are_no_cluster(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ClusterError, match=reason):
+        load_cluster(tmp_path / "c.yaml")
+    with pytest.raises(ClusterError, match="absent.yaml cannot be read"):
+        cluster(tmp_path / "absent.yaml")
+
+
+def test_values_made_in_code_are_checked_too() -> None:
+    with pytest.raises(ClusterError, match="memory_gb is -1"):
+        Cluster("c", 1, 1, -1, "H100", INSIDE)
+    with pytest.raises(ClusterError, match="links.inter_node is missing"):
+        Cluster("c", 2, 1, 1, "H100", INSIDE)
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, megatron_pulse.planner.cluster as c; c.cluster('cpu'); "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,110 @@
+"""The probe on real ranks: of one machine, and of two emulated nodes whose link is known."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.cluster import Shared, from_record, to_record
+from megatron_pulse.runtime.link_times import StreamTimes, fit_link
+from tests.benchmarks.network import Node, namespaces, unavailable
+from tests.ranks import RanksFailed, run_ranks
+
+
+def probe_here(nodes: list[Node], max_bytes: int, planned_device: str | None = "A100-80GB"):
+    """This rank's ``probe``; on ``nodes``, if there are any, as many ranks on each."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_pulse.runtime.probe import ProbeSettings, probe
+
+    if nodes:
+        each = int(os.environ["WORLD_SIZE"]) // len(nodes)
+        nodes[int(os.environ["RANK"]) // each].enter()
+        os.environ["MASTER_ADDR"] = nodes[0].address
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    try:
+        return probe(ProbeSettings("here", torch.device("cpu"), max_bytes, 30.0, planned_device))
+    finally:
+        dist.destroy_process_group()
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    latency=st.floats(0, 1e-3),
+    rate=st.floats(1e8, 1e11),
+    noise=st.lists(st.floats(0.99, 1.01), min_size=8, max_size=8),
+)
+def test_a_link_is_found_in_its_times(latency: float, rate: float, noise: list[float]) -> None:
+    sizes = [64 * 4**i for i in range(8)] + [2**28]
+    found = fit_link(
+        sizes, [(latency + n / rate) * x for n, x in zip(sizes, [*noise, 1], strict=True)]
+    )
+    assert found.bytes_per_s == pytest.approx(rate, rel=0.05)
+    assert found.latency_s == pytest.approx(latency, abs=70 / rate + 0.05 * latency + 1e-9)
+
+
+def test_times_that_do_not_grow_are_no_link() -> None:
+    with pytest.raises(ValueError, match="give a larger --max-mb"):
+        fit_link([64, 1024, 4096], [1e-5, 1e-5, 1e-5])
+
+
+def test_who_shares_a_link() -> None:
+    assert StreamTimes(2, alone_gbs=10, at_once_gbs=5.1).shared is Shared.NODE
+    assert StreamTimes(8, alone_gbs=10, at_once_gbs=9).shared is Shared.DEVICE
+
+
+def test_two_ranks_of_this_machine() -> None:
+    probed, other = run_ranks(2, probe_here, [], 2**20, None, timeout_s=60)
+    assert other is None
+    cluster = probed.cluster
+    assert (cluster.nodes, cluster.devices_per_node, cluster.inter_node) == (1, 2, None)
+    assert cluster.peaks is not None and cluster.peaks.peak_flops["float32"] > 1e8
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert 0 < 2e9 * cluster.memory_gb <= 1.01 * total
+    (pair,) = probed.pairs
+    assert pair.ranks == (0, 1) and pair.num_bytes[0] == 64 and pair.num_bytes[-1] == 2**20
+    by_fit = cluster.link(0, 1).time_s(2**20)
+    assert by_fit == pytest.approx(pair.median_s[-1], rel=0.5)
+    (group,) = probed.all_reduces
+    if group.latency_s < group.median_s:  # not where other work disturbs the machine
+        predicted = cluster.allreduce_s(group.num_bytes, (0, 1))
+        assert predicted == pytest.approx(group.median_s, rel=0.02)
+    assert from_record(to_record(cluster)) == cluster
+
+
+def test_one_rank_is_told_to_start_more() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(1, probe_here, [], 2**20, timeout_s=60)
+    assert "a link has two ends: start 2 ranks or more" in failed.value.outputs[0]
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "available")
+def test_two_nodes_whose_link_is_known() -> None:
+    rate_mbit = 400
+    with namespaces(2, rate_mbit) as nodes:
+        before = nodes[0].counters()
+        probed = run_ranks(4, probe_here, nodes, 2**22, timeout_s=90)[0]
+        sent, received = np.subtract(nodes[0].counters(), before)
+    cluster = probed.cluster
+    assert (cluster.nodes, cluster.devices_per_node) == (2, 2)
+    assert cluster.inter_node.bandwidth_gbs == pytest.approx(rate_mbit / 8000, rel=0.10)
+    assert cluster.inter_node.shared is Shared.NODE
+    assert cluster.intra_node.bandwidth_gbs > 3 * cluster.inter_node.bandwidth_gbs
+    assert min(sent, received) > sum(p.num_bytes[-1] for p in probed.pairs if p.ranks[1] >= 2)
+
+
+@pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "available")
+def test_namespaces_leave_nothing_behind() -> None:
+    import subprocess
+
+    with pytest.raises(KeyError), namespaces(2, 100, per_node=[50, 100]) as nodes:
+        names = [node.name for node in nodes]
+        raise KeyError
+    shown = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=30)
+    assert not any(name in shown.stdout for name in names)
