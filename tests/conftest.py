@@ -1,9 +1,27 @@
 """Makes Megatron importable on CPU before any test imports it."""
 
+import os
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 warnings.filterwarnings("ignore")
 
 from megatron_pulse.integration import compat  # noqa: E402
 
 compat.install()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def schedule_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Schedules that tests find are kept for this session only."""
+    folder = tmp_path_factory.mktemp("schedules")
+    before = os.environ.get("PULSE_CACHE_DIR")
+    os.environ["PULSE_CACHE_DIR"] = str(folder)
+    yield folder
+    if before is None:
+        del os.environ["PULSE_CACHE_DIR"]
+    else:
+        os.environ["PULSE_CACHE_DIR"] = before

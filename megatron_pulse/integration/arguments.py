@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 
 from megatron_pulse.planner.embedders import Policy
-from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
+from megatron_pulse.planner.placement import Placement, make_placement
 from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.devices import PRESETS
 
@@ -20,7 +21,8 @@ class PulseOptions:
     """The ``--pulse-*`` flags as one typed value; see their help texts."""
 
     backbone: str
-    options: dict[str, str]
+    options: Mapping[str, Any]
+    plan: str | None
     placement: str
     num_chunks: int
     schedule: str
@@ -31,6 +33,8 @@ class PulseOptions:
     link_gbs: float
     link_us: float
     memory_gb: float | None
+    solver: str
+    solver_seconds: float
     timeout_s: float
     data: str
     objective: str
@@ -39,6 +43,8 @@ class PulseOptions:
     class_dropout: float
     ema_decay: float
     progress: bool
+    trace: str | None
+    trace_steps: tuple[int, int]
 
     def make_placement(self, num_devices: int) -> Placement:
         """The placement on ``num_devices`` pipeline devices."""
@@ -63,8 +69,14 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="override one field of the backbone's configuration, e.g. depth=8 (repeatable)",
     )
     group.add_argument(
+        "--pulse-plan",
+        metavar="FILE",
+        help="run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are "
+        "the plan's, and flags that say otherwise are refused",
+    )
+    group.add_argument(
         "--pulse-placement",
-        choices=[kind.value for kind in PlacementKind],
+        choices=["sequential", "interleaved", "fold"],
         default="fold",
         help="fold keeps both ends of every skip on one device (default); sequential is one "
         "stage per device; interleaved loops several stages over the devices",
@@ -83,7 +95,8 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         metavar="NAME|FILE.csv",
         help=f"one of {', '.join(SCHEDULES)}, or a file with a row of operations for each device "
         "(2F0,2B0 or F2:0,B2:0). auto: the wave under fold, 1F1B under sequential, interleaved "
-        "1F1B under interleaved. zb-h1 (sequential) and zb-v (fold) split the backward pass",
+        "1F1B under interleaved. wave-split, zb-h1 (sequential), zb-v and dualpipe-v (fold) put "
+        "weight gradients off",
     )
     group.add_argument(
         "--pulse-activation-cap",
@@ -132,6 +145,21 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         metavar="GB",
         help="what a device may hold of weights, gradients, optimizer and activations (default: "
         "the GPU's memory; without a GPU there is no limit)",
+    )
+    group.add_argument(
+        "--pulse-solver",
+        choices=["auto", "highs", "glpk", "cp-sat", "none"],
+        default="auto",
+        help="integer programming beside the constructive search for waves (default auto: the best "
+        "that is installed)",
+    )
+    group.add_argument(
+        "--pulse-solver-seconds",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="longest search for a schedule at the start, on rank 0; what was found is kept for "
+        "later runs ('pulse cache'; default 10)",
     )
     group.add_argument(
         "--pulse-timeout-s",
@@ -184,6 +212,19 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     group.add_argument(
         "--pulse-no-progress", action="store_true", help="no progress bar on the last rank"
     )
+    group.add_argument(
+        "--pulse-trace",
+        metavar="DIR",
+        help="write DIR/trace.json: when each operation of some steps ran on every device, what it "
+        "waited for, and what was sent; 'pulse compare' sets it beside the plan",
+    )
+    group.add_argument(
+        "--pulse-trace-steps",
+        type=_steps,
+        default=(3, 5),
+        metavar="FIRST-LAST",
+        help="the steps to trace, counted from 1 in this run (default 3-5: after the warm-up)",
+    )
     parser.set_defaults(**_defaults())
     return parser
 
@@ -192,6 +233,17 @@ def _schedule_name(text: str) -> str:
     if text not in SCHEDULES and not text.endswith(".csv"):
         raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SCHEDULES)}, nor a .csv")
     return text
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    try:
+        steps = int(first), int(last or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not FIRST-LAST, for example 3-5") from None
+    if not 1 <= steps[0] <= steps[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: steps count from 1, the first before the last")
+    return steps
 
 
 def _defaults() -> dict[str, Any]:
@@ -229,6 +281,7 @@ def pulse_options(args: argparse.Namespace) -> PulseOptions:
     return PulseOptions(
         backbone=args.pulse_backbone,
         options=dict(text.split("=", 1) for text in args.pulse_option),
+        plan=args.pulse_plan,
         placement=args.pulse_placement,
         num_chunks=args.pulse_num_chunks,
         schedule=args.pulse_schedule,
@@ -239,6 +292,8 @@ def pulse_options(args: argparse.Namespace) -> PulseOptions:
         link_gbs=args.pulse_link_gbs,
         link_us=args.pulse_link_us,
         memory_gb=args.pulse_memory_gb,
+        solver=args.pulse_solver,
+        solver_seconds=args.pulse_solver_seconds,
         timeout_s=args.pulse_timeout_s,
         data=args.pulse_data,
         objective=args.pulse_objective,
@@ -247,6 +302,8 @@ def pulse_options(args: argparse.Namespace) -> PulseOptions:
         class_dropout=args.pulse_class_dropout,
         ema_decay=args.pulse_ema_decay,
         progress=not args.pulse_no_progress,
+        trace=args.pulse_trace,
+        trace_steps=args.pulse_trace_steps,
     )
 
 

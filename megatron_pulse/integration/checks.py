@@ -124,6 +124,8 @@ def _check_training(args: argparse.Namespace, options: PulseOptions) -> Iterator
             "--overlap-param-gather leaves weights incomplete when the average is updated: "
             "drop it or use --pulse-ema-decay 0"
         )
+    if options.solver_seconds <= 0:
+        yield f"--pulse-solver-seconds {options.solver_seconds:g} must be positive"
     if options.timeout_s <= 0:
         yield f"--pulse-timeout-s {options.timeout_s:g} must be positive"
     if args.save_interval is not None and args.save is None:
@@ -147,7 +149,7 @@ def _check_placement(args: argparse.Namespace, options: PulseOptions) -> Iterato
 
 
 def _check_folders(args: argparse.Namespace) -> Iterator[str]:
-    for name in ("save", "tensorboard_dir"):
+    for name in ("save", "tensorboard_dir", "pulse_trace"):
         folder = getattr(args, name)
         if folder is not None and (fault := _unwritable(Path(folder))):
             yield f"{_flag(name)} {folder}: {fault}"

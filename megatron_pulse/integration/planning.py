@@ -5,38 +5,109 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.integration.arguments import PulseOptions
 from megatron_pulse.planner.costs import ChainCosts, Link, MemoryRule, SkipCost
 from megatron_pulse.planner.embedders import choose_embedders
+from megatron_pulse.planner.find_schedules import find_schedules
 from megatron_pulse.planner.memory import bytes_per_parameter, in_flight
 from megatron_pulse.planner.partition import Goal, MemoryRules
 from megatron_pulse.planner.placement import Placement, PlacementKind
-from megatron_pulse.planner.plan import Plan, make_plan
+from megatron_pulse.planner.plan import Plan, StageTimes, make_plan
+from megatron_pulse.planner.plan_file import PlanFile
+from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS, Device, Roofline, custom_device
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.layer_call import describe_chain
-from megatron_pulse.profile.parameters import Sizes
+from megatron_pulse.profile.parameters import Sizes, count_parameters
 from megatron_pulse.profile.profile import Profile
 from model_specs import load_backbone
 
 
-def plan_run(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
-    """The plan that these flags ask for; raises ValueError (PlanError, ProfileError, ...).
+def plan_run(
+    args: argparse.Namespace,
+    options: PulseOptions,
+    backbone: Backbone,
+    given: PlanFile | None = None,
+) -> Plan:
+    """The plan that these flags ask for, or ``given``; raises ValueError (PlanError, ...).
 
-    Every rank comes to it by itself; ``check_world`` compares what they came to.
+    Every rank comes to it by itself, but for the schedule where that has to be searched for
+    (``share_schedules``); ``check_world`` compares what they came to.
     """
+    plan = _by_flags(args, options, backbone) if given is None else _by_file(given, backbone)
+    choices = choose_embedders(
+        backbone,
+        plan.partition,
+        count_parameters(backbone),
+        num_microbatches(args) * args.micro_batch_size,
+        ELEMENT_BYTES[_dtype(args)],
+        options.conditioning,
+    )
+    plan = replace(plan, embedders=choices)
+    if plan.problem(num_microbatches(args)) is None:
+        plan.step(num_microbatches(args))
+    return plan
+
+
+def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:
+    """``plan`` with the schedules that rank 0 finds for training and evaluation (collective).
+
+    Raises ValueError on every rank if rank 0 finds none.
+    """
+    counts = {num_microbatches(args)}
+    if args.eval_iters:
+        size = args.eval_global_batch_size or args.global_batch_size
+        counts.add(num_microbatches(args) if size is None else _count(args, size))
+    if all(plan.problem(count) is None for count in counts):
+        return plan
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            plan, found = find_schedules(plan, counts, options.solver_seconds, options.solver)
+            for certificate in found:
+                print(f"schedule: {certificate}", flush=True)
+            answer = [[to_json(schedule) for schedule in plan.schedules]]
+        except ValueError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    return replace(plan, schedules=tuple(from_json(record) for record in answer[0]))
+
+
+def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
+    """The plan of a file, for this backbone."""
+    names = [name for stage in given.stages for name in stage]
+    if names != [layer.name for layer in backbone.layers]:
+        raise ValueError(
+            f"--pulse-plan: the plan is of another backbone ({given.backbone['name']}, "
+            f"{len(names)} layers) than {backbone.name} ({len(backbone.layers)} layers)"
+        )
+    problem = given.problem()
+    links = tuple(problem.lag(s, s + 1) for s in range(problem.placement.num_stages - 1))
+    backward, weight = problem.backward, problem.weight_grad
+    if weight is not None:
+        backward = tuple(map(sum, zip(backward, weight, strict=True)))
+    times = StageTimes(problem.forward, backward, links, weight, problem.activation, problem.cap)
+    name = "wave" if weight is None else "wave-split"
+    return Plan(backbone, given.partition, name, times=times, schedules=(given.schedule,))
+
+
+def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
     count = num_microbatches(args)
     placement = options.make_placement(args.pipeline_model_parallel_size)
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
     whole = load_backbone(backbone.record["name"], backbone.record["options"])
     profile = _profile(args, options, whole)
     costs = _costs(args, profile, backbone)
-    plan = make_plan(
+    return make_plan(
         backbone,
         costs,
         placement,
@@ -48,23 +119,15 @@ def plan_run(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
             memory=_memory(args, options, count),
         ),
     )
-    choices = choose_embedders(
-        backbone,
-        plan.partition,
-        [layer.parameters for layer in profile.layers],
-        count * args.micro_batch_size,
-        ELEMENT_BYTES[profile.dtype],
-        options.conditioning,
-    )
-    plan = replace(plan, embedders=choices)
-    plan.step(count)
-    return plan
 
 
 def num_microbatches(args: argparse.Namespace) -> int:
     """Microbatches of a training step on one pipeline."""
-    per_pass = args.micro_batch_size * _replicas(args)
-    return int((args.global_batch_size or per_pass) // per_pass)
+    return _count(args, args.global_batch_size or args.micro_batch_size * _replicas(args))
+
+
+def _count(args: argparse.Namespace, batch_size: int) -> int:
+    return int(batch_size // (args.micro_batch_size * _replicas(args)))
 
 
 def _replicas(args: argparse.Namespace) -> int:
@@ -119,6 +182,7 @@ def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> Ch
         costs,
         forward_s=tuple(t / parts for t in costs.forward_s),
         backward_s=tuple(t / parts for t in costs.backward_s),
+        weight_grad_s=tuple(t / parts for t in costs.weight_grad_s),
         saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
         boundary_bytes=tuple(size * layer.boundary_bytes for layer in chain),
         skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes) for s in skips),

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import megatron.training.checkpointing as checkpointing
@@ -34,10 +35,12 @@ from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.integration.data import DiffusionData
 from megatron_pulse.integration.grad_norm import use_layout_independent_grad_norm
 from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
-from megatron_pulse.integration.planning import num_microbatches, plan_run
-from megatron_pulse.integration.schedule import PulseSchedule
+from megatron_pulse.integration.plan_flags import obey
+from megatron_pulse.integration.planning import num_microbatches, plan_run, share_schedules
+from megatron_pulse.integration.schedule import PulseSchedule, TraceOptions
 from megatron_pulse.integration.step import wrap_train_step
 from megatron_pulse.planner.plan import Plan
+from megatron_pulse.planner.plan_file import PlanFile, load_plan
 from megatron_pulse.runtime.failures import FailureBoard, PulseError, default_board
 from model_specs import load_backbone
 
@@ -47,10 +50,11 @@ def main() -> None:
     board: FailureBoard | None = None
     try:
         start = time.time()
-        args, options = _parse()
-        plan, data = _prepare(args, options)
+        args, options, given = _parse()
+        plan, data = _prepare(args, options, given)
         _connect(args)
-        check_world(args, plan.digest(num_microbatches(args)))
+        check_world(args, plan.digest())
+        plan = _share_schedules(plan, args, options)
         board = default_board()
         _train(args, options, plan, data, board, start)
     except SystemExit:
@@ -61,17 +65,37 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _parse() -> tuple[argparse.Namespace, PulseOptions]:
+def _parse() -> tuple[argparse.Namespace, PulseOptions, PlanFile | None]:
     args = parse_args(add_pulse_arguments)
-    if not args.pulse_backbone:
-        raise FlagError(["--pulse-backbone must name a backbone; 'pulse backbones' lists them"])
+    if not args.pulse_backbone and not args.pulse_plan:
+        raise FlagError(
+            [
+                "--pulse-backbone must name a backbone ('pulse backbones' lists them), or "
+                "--pulse-plan a plan of one"
+            ]
+        )
     try:
-        return args, pulse_options(args)
+        options, given = pulse_options(args), None
+        if options.plan is not None:
+            given = load_plan(options.plan)
+            options = obey(given, args, options)
     except ValueError as error:
         raise FlagError([str(error)]) from error
+    return args, options, given
 
 
-def _prepare(args: argparse.Namespace, options: PulseOptions) -> tuple[Plan, DiffusionData]:
+def _share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:
+    try:
+        plan = share_schedules(plan, args, options)
+        plan.step(num_microbatches(args))
+    except ValueError as error:
+        raise FlagError([str(error)]) from error
+    return plan
+
+
+def _prepare(
+    args: argparse.Namespace, options: PulseOptions, given: PlanFile | None
+) -> tuple[Plan, DiffusionData]:
     """Backbone, plan and data from the flags alone; raises FlagError with every fault found."""
     faults = check_flags(args, options)
     backbone = plan = data = None
@@ -93,7 +117,7 @@ def _prepare(args: argparse.Namespace, options: PulseOptions) -> tuple[Plan, Dif
             faults.append(str(error))
         if not faults:
             try:
-                plan = plan_run(args, options, backbone)
+                plan = plan_run(args, options, backbone, given)
             except ValueError as error:
                 faults.append(str(error))
     if faults:
@@ -146,7 +170,11 @@ def _train(
     # It compares flags that follow the layout here; check_checkpoint compares the backbones.
     checkpointing.check_checkpoint_args = lambda *a, **k: None
     use_layout_independent_grad_norm()
-    schedule = PulseSchedule(plan, data.loss, board, options.timeout_s)
+    tracing = None
+    if options.trace is not None:
+        first, last = options.trace_steps
+        tracing = TraceOptions(Path(options.trace), range(first, last + 1))
+    schedule = PulseSchedule(plan, data.loss, board, options.timeout_s, tracing=tracing)
     if args.rank == 0:
         print(plan.describe(), flush=True)
     training.set_startup_timestamps(program_start=start, main_entry=time.time())
@@ -166,6 +194,7 @@ def _train(
             get_embedding_ranks=lambda ranks, *rest: [ranks[0]],
             get_position_embedding_ranks=lambda ranks, *rest: [ranks[0]],
         )
+    schedule.close()
 
 
 def _forward_step(*args: Any) -> None:

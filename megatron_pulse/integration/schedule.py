@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +18,21 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.integration.model import unwrap
 from megatron_pulse.planner.communication import Message
 from megatron_pulse.planner.plan import Plan
-from megatron_pulse.runtime.executor import Executor, LossFunction, RunSettings, message_spec
+from megatron_pulse.runtime.exchange import message_spec
+from megatron_pulse.runtime.executor import Executor, Workload
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.replicas import Replicas
+from megatron_pulse.runtime.settings import LossFunction, RunSettings
+from megatron_pulse.runtime.tracer import Traced, Tracer
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Where ``trace.json`` goes, and the steps it holds, counted from 1 in this run."""
+
+    folder: Path
+    steps: range
 
 
 class PulseSchedule:
@@ -27,15 +40,26 @@ class PulseSchedule:
 
     Called with the keyword arguments of ``megatron.core.pipeline_parallel`` schedules; returns
     one ``{"loss": tensor}`` per microbatch on every rank, averaged over data-parallel replicas.
+    ``fillers`` are what the schedule's fillers run. With ``tracing`` the first pipeline (of data-
+    and tensor-parallel rank 0) is traced.
     """
 
     def __init__(
-        self, plan: Plan, loss: LossFunction, board: FailureBoard, timeout_s: float
+        self,
+        plan: Plan,
+        loss: LossFunction,
+        board: FailureBoard,
+        timeout_s: float,
+        fillers: Sequence[Workload] = (),
+        tracing: TraceOptions | None = None,
     ) -> None:
         self._plan = plan
         self._loss = loss
         self._board = board
         self._timeout_s = timeout_s
+        self._fillers = tuple(fillers)
+        self._tracing = tracing
+        self._tracer: Tracer | None = None
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._links: Links | None = None
         self._replicas: Replicas | None = None
@@ -67,12 +91,42 @@ class PulseSchedule:
         )
         executor = self._executor(chunks, config, groups.pp, num_microbatches, forward_only)
         batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        losses = executor.run(batches, settings, forward_only=forward_only)
+        recorder = None
+        if self._tracing is not None and not forward_only:
+            if self._tracer is None:
+                self._tracer = self._make_tracer(groups, num_microbatches, settings.device)
+            recorder = self._tracer.begin(self._links) if self._tracer is not None else None
+        losses = executor.run(batches, settings, forward_only=forward_only, recorder=recorder)
+        if recorder is not None and self._tracer is not None:
+            self._tracer.end(recorder)
         if not forward_only and config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
                 chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce
             )
         return self._share_losses(losses, num_microbatches, groups, settings.device)
+
+    def close(self) -> None:
+        """Write what was traced of a run that ended before the last step to trace."""
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def _make_tracer(
+        self, groups: Any, num_microbatches: int, device: torch.device
+    ) -> Tracer | None:
+        if groups.dp_cp.rank() or groups.tp.rank():
+            self._tracing = None
+            return None
+        assert self._tracing is not None
+        sizes = {"tensor": groups.tp.size(), "data": groups.dp_cp.size()}
+        traced = Traced(
+            self._plan.digest(num_microbatches),
+            self._plan.backbone.record,
+            self._plan.step(num_microbatches).schedule,
+            {"size": dist.get_world_size(), "pipeline": groups.pp.size(), **sizes},
+        )
+        pipeline = groups.pp if groups.pp.size() > 1 else None
+        steps, folder = self._tracing.steps, self._tracing.folder
+        return Tracer(steps, traced, pipeline, device, self._timeout_s, folder)
 
     def _executor(
         self,
@@ -106,6 +160,7 @@ class PulseSchedule:
                 self._board,
                 _no_sync(config.no_sync_func, stages),
                 self._replicas,
+                self._fillers,
             )
         return self._executors[key]
 

@@ -158,9 +158,14 @@ class Plan:
             "embedders": [asdict(choice) for choice in self.embedders],
         }
 
-    def digest(self, num_microbatches: int) -> str:
-        """The same for plans that run alike: stages, embedders, and every device's order."""
-        orders = [[str(op) for op in ops] for ops in self.step(num_microbatches).schedule.order]
+    def digest(self, num_microbatches: int | None = None) -> str:
+        """The same for plans that run alike: stages, embedders, and every device's order.
+
+        Without ``num_microbatches`` the order is left out.
+        """
+        orders: list[list[str]] = []
+        if num_microbatches is not None:
+            orders = [list(map(str, ops)) for ops in self.step(num_microbatches).schedule.order]
         text = json.dumps([self.summary(), orders], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 

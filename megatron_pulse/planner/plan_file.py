@@ -7,16 +7,13 @@ cuts, every device's order), so that a run needs neither the profile nor a solve
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from megatron_pulse.diffusion.files import replacing
-from megatron_pulse.planner.cluster import Cluster, to_record
 from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
 from megatron_pulse.planner.plan_schema import FORMAT, plan_faults
 from megatron_pulse.planner.replay import Edge, Replay, replay
@@ -25,8 +22,6 @@ from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.validate import faults_for
 from megatron_pulse.planner.stages import Partition
-from megatron_pulse.planner.tune.evaluate import Outcome
-from megatron_pulse.profile.profile import Profile
 
 
 class PlanFileError(ValueError):
@@ -121,66 +116,6 @@ class PlanFile:
         return replay(self.problem(), self.schedule, edges)
 
 
-def plan_of(
-    outcome: Outcome, profile: Profile, cluster: Cluster, sequence_parallel: bool
-) -> PlanFile:
-    """The plan file of a tuner's outcome, whose schedule must be of all microbatches."""
-    if outcome.extrapolated:
-        raise ValueError("the outcome's schedule is of fewer microbatches than a step has")
-    config, stages = outcome.config, outcome.stages
-    partition, certificate = stages.partition, outcome.synthesis.certificate
-    names = stages.costs.names
-    problem = outcome.problem
-    assert problem.activation is not None and problem.cap is not None
-    return PlanFile(
-        backbone=dict(profile.backbone),
-        dtype=profile.dtype,
-        pipeline=config.pipeline,
-        data=config.data,
-        tensor=config.tensor,
-        sequence_parallel=sequence_parallel and config.tensor > 1,
-        rank_order="tp-pp-dp" if config.pipeline_inside else "tp-dp-pp",
-        global_batch_size=outcome.global_batch_size,
-        micro_batch_size=config.micro_batch_size,
-        recompute=config.recompute,
-        distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=config.data > 1,
-        placement=partition.placement.kind.value,
-        num_chunks=config.layout.num_chunks,
-        stages=tuple(
-            tuple(names[i] for i in partition.layers_of_stage(s))
-            for s in range(partition.placement.num_stages)
-        ),
-        schedule=outcome.synthesis.schedule,
-        times=Times(
-            problem.forward,
-            problem.backward,
-            problem.weight_grad,
-            tuple((e.source, e.destination, e.seconds) for e in stages.edges),
-            problem.activation,
-            problem.cap,
-        ),
-        predicted={
-            "step_s": outcome.step_s,
-            "samples_per_s": outcome.throughput,
-            "pipeline_s": outcome.pipeline_s,
-            "exposed_reduction_s": outcome.reduce_s,
-            "optimizer_s": outcome.optimizer_s,
-            "bubble": outcome.bubble,
-            "memory_bytes": list(outcome.memory_bytes),
-            "pipeline_bytes_per_sample": outcome.pipeline_bytes,
-            "data_bytes_per_sample": outcome.data_bytes,
-        },
-        provenance={
-            "profile_sha256": hashlib.sha256(repr(profile).encode()).hexdigest(),
-            "profile": f"{profile.source.value}, {profile.device}: {profile.method}",
-            "cluster": to_record(cluster),
-            "schedule": {**asdict(certificate), "gap": certificate.gap},
-            "versions": {name: _version(name) for name in ("megatron-pulse", "megatron-core")},
-        },
-    )
-
-
 def save_plan(plan: PlanFile, path: str | Path) -> None:
     """Write ``plan``; what was there before is only replaced by a complete file."""
     record = {"format": FORMAT, **asdict(plan), "schedule": to_json(plan.schedule)}
@@ -263,10 +198,3 @@ def _faults(plan: PlanFile) -> Iterator[str]:
             yield f"times: {error}"
             return
         yield from (f"schedule: {fault}" for fault in faults_for(problem, plan.schedule))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"

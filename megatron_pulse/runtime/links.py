@@ -29,13 +29,14 @@ class _Transfer:
 @dataclass
 class Traffic:
     """What a device has sent: bytes of messages (forward and gradients apart), and beside them
-    those of replicated embedders."""
+    those of replicated embedders; and the bytes of the messages that it was sent."""
 
     forward_bytes: int = 0
     gradient_bytes: int = 0
     skip_bytes: int = 0
     replica_bytes: int = 0
     num_messages: int = 0
+    received_bytes: int = 0
 
 
 class Links:
@@ -70,6 +71,8 @@ class Links:
             tensor = outgoing.pop(message).contiguous() if is_send else self._make_buffer(message)
             if is_send:
                 self._count(message, tensor)
+            else:
+                self.traffic.received_bytes += tensor.nbytes
             peer = dist.get_global_rank(
                 self._group, message.destination if is_send else message.source
             )

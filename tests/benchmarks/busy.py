@@ -44,9 +44,11 @@ def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) ->
     from megatron_pulse.planner.placement import fold
     from megatron_pulse.planner.plan import Plan
     from megatron_pulse.planner.stages import Partition
-    from megatron_pulse.runtime.executor import Executor, RunSettings, message_spec
+    from megatron_pulse.runtime.exchange import message_spec
+    from megatron_pulse.runtime.executor import Executor
     from megatron_pulse.runtime.failures import default_board
     from megatron_pulse.runtime.links import Links
+    from megatron_pulse.runtime.settings import RunSettings
     from megatron_pulse.runtime.stage import Stage
     from model_specs import load_backbone
     from tests.runtime.equality import Case, join_pipeline, make_batch, mean_squared_error

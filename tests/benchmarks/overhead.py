@@ -76,9 +76,11 @@ def measure(width: int, num_microbatches: int, repeats: int) -> list[tuple[float
     from megatron_pulse.planner.costs import weighted_costs
     from megatron_pulse.planner.placement import sequential
     from megatron_pulse.planner.plan import make_plan
-    from megatron_pulse.runtime.executor import Executor, RunSettings, message_spec
+    from megatron_pulse.runtime.exchange import message_spec
+    from megatron_pulse.runtime.executor import Executor
     from megatron_pulse.runtime.failures import default_board
     from megatron_pulse.runtime.links import Links
+    from megatron_pulse.runtime.settings import RunSettings
     from megatron_pulse.runtime.stage import Stage
 
     dist.init_process_group("gloo")

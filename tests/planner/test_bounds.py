@@ -57,7 +57,7 @@ def test_no_bound_is_above_the_optimum_and_no_schedule_below(problem: SchedulePr
     for bound in (device_bound, one_machine_bound, memory_bound, lower_bound):
         assert bound(problem) <= best + 1e-9, bound.__name__
     assert device_bound(problem) <= one_machine_bound(problem) + 1e-9
-    found = synthesize(problem)
+    found = synthesize(problem, effort=20)
     assert faults_for(problem, found.schedule) == []
     assert best <= found.certificate.makespan <= 1.2 * best
     if found.certificate.proved:

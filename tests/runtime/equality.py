@@ -17,10 +17,12 @@ from megatron_pulse.planner.embedders import EmbedderChoice
 from megatron_pulse.planner.placement import make_placement
 from megatron_pulse.planner.plan import Plan, make_plan
 from megatron_pulse.planner.stages import Partition
-from megatron_pulse.runtime.executor import Executor, RunSettings, message_spec
+from megatron_pulse.runtime.exchange import message_spec
+from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.replicas import Replicas
+from megatron_pulse.runtime.settings import RunSettings
 
 
 @dataclass

@@ -162,7 +162,7 @@ def clear() -> int:
 def _code() -> str:
     """A digest of the code that schedules: other code may come to other answers."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

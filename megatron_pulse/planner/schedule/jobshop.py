@@ -18,7 +18,10 @@ TICKS = 1000
 """Ticks of the longest operation when the durations are not whole numbers."""
 
 UNITS = 1 << 60
-"""Units of the largest memory when activations or caps are not whole numbers."""
+"""Units of the largest memory when activations are not whole numbers."""
+
+FINE = 1 << 30
+"""A device of which all is less than this many units counts in finer ones of its own."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,15 @@ class JobShop:
                 heads[k] = max(heads[k], heads[j // count] + self.duration[j] + lag)
         return heads
 
+    def tails(self) -> list[int]:
+        """Least time from the end of each class to the end of its microbatch."""
+        count, tails = self.num_microbatches, [0] * self.num_classes
+        for k in sorted(range(self.num_classes), key=self.heads().__getitem__, reverse=True):
+            for j, lag in self.before[k * count]:
+                own = tails[k] + self.duration[k * count] + lag
+                tails[j // count] = max(tails[j // count], own)
+        return tails
+
     def mirrored(self) -> JobShop:
         """The same with time running backwards."""
         after: list[list[tuple[int, int]]] = [[] for _ in self.before]
@@ -94,32 +106,50 @@ class JobShop:
         k = self.kinds.index(operation.kind) * self.placement.num_stages + operation.stage
         return k * self.num_microbatches + operation.microbatch
 
-    def schedule(self, name: str, start: Sequence[int]) -> Schedule:
+    def lines(self, start: Sequence[int]) -> list[list[int]]:
         """The operations of every device in the order of their starts."""
-        order: list[list[Operation]] = [[] for _ in range(self.placement.num_devices)]
+        lines: list[list[int]] = [[] for _ in self.cap]
         for i in sorted(range(len(start)), key=start.__getitem__):
-            order[self.device[i]].append(self.operation(i))
-        return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, order)))
+            lines[self.device[i]].append(i)
+        return lines
+
+    def schedule(self, name: str, start: Sequence[int]) -> Schedule:
+        """The same as a schedule."""
+        order = tuple(tuple(map(self.operation, line)) for line in self.lines(start))
+        return Schedule(name, self.placement, self.num_microbatches, order)
 
     def earliest(self, schedule: Schedule) -> list[int]:
         """Start times of a valid schedule's orders, each operation as early as they allow."""
-        lines = [[self.number(op) for op in order] for order in schedule.order]
-        previous = {b: a for line in lines for a, b in zip(line, line[1:], strict=False)}
-        end = [-1] * len(self.duration)
+        return self.timed([[self.number(op) for op in order] for order in schedule.order])
+
+    def timed(self, lines: Sequence[Sequence[int]]) -> list[int]:
+        """Start times of the operations of every device in an order without circular waits."""
+        duration, before = self.duration, self.before
+        end = [-1] * len(duration)
         position = [0] * len(lines)
+        waiting: dict[int, list[int]] = {}
         pending = list(range(len(lines)))
         while pending:
             device = pending.pop()
-            line = lines[device]
-            while position[device] < len(line):
-                i = line[position[device]]
-                if any(end[j] < 0 for j, _ in self.before[i]):
-                    break
-                ready = max((end[j] + lag for j, lag in self.before[i]), default=0)
-                end[i] = max(ready, end[previous[i]] if i in previous else 0) + self.duration[i]
-                position[device] += 1
-                pending = list(range(len(lines)))
-        return [e - p for e, p in zip(end, self.duration, strict=True)]
+            line, at = lines[device], position[device]
+            now = end[line[at - 1]] if at else 0
+            while at < len(line):
+                i = line[at]
+                ready = now
+                for j, lag in before[i]:
+                    if end[j] < 0:
+                        waiting.setdefault(j, []).append(device)
+                        break
+                    if end[j] + lag > ready:
+                        ready = end[j] + lag
+                else:
+                    end[i] = now = ready + duration[i]
+                    pending += waiting.pop(i, ())
+                    at += 1
+                    continue
+                break
+            position[device] = at
+        return [e - p for e, p in zip(end, duration, strict=True)]
 
 
 def job_shop(problem: ScheduleProblem) -> JobShop:
@@ -179,9 +209,16 @@ def _to_ticks(times: Sequence[float], lags: Sequence[float]) -> tuple[list[int],
 def _to_units(problem: ScheduleProblem) -> tuple[list[int], tuple[int, ...]]:
     """What a forward of each stage takes, and what each device has."""
     weight = [problem.activation_of(s) for s in range(problem.placement.num_stages)]
+    home = problem.placement.device_of_stage
     enough = problem.num_microbatches * sum(weight)
     cap = [min(enough, c) for c in problem.cap or [enough] * problem.placement.num_devices]
-    whole = all(w.is_integer() for w in map(float, weight))
-    unit = Fraction(1) if whole else UNITS / Fraction(max(*weight, *cap))
-    room = tuple(int(Fraction(c * (1 + 1e-9)) * unit) for c in cap)
-    return [round(Fraction(w) * unit) for w in weight], room
+    unit = [Fraction(1)] * len(cap)
+    if not all(w.is_integer() for w in map(float, weight)):
+        unit = [UNITS / Fraction(max(*weight, *cap))] * len(cap)
+        for d, room in enumerate(cap):
+            most = max(room, *(w for w, at in zip(weight, home, strict=True) if at == d))
+            largest = Fraction(most)
+            if 0 < largest * unit[d] < FINE:
+                unit[d] = UNITS / largest
+    room_of = tuple(int(Fraction(c * (1 + 1e-9)) * u) for c, u in zip(cap, unit, strict=True))
+    return [round(Fraction(w) * unit[d]) for w, d in zip(weight, home, strict=True)], room_of

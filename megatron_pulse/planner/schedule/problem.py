@@ -108,6 +108,10 @@ class Certificate:
     solver: str
     seconds: float
 
+    def __str__(self) -> str:
+        known = "proved" if self.proved else f"at most {self.gap:.1%} above the shortest"
+        return f"{self.makespan:.4g} ({known}), by {self.solver} in {self.seconds:.1f} s"
+
     @property
     def gap(self) -> float:
         """How far from the bound, at most, as a share."""

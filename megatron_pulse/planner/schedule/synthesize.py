@@ -14,97 +14,82 @@ device 1  .    F1:0 F2:0 F1:1 F2:1 B2:0 B1:0 B2:1 B1:1 .
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import chain, islice
 
+from megatron_pulse.planner.schedule.anneal import anneal
 from megatron_pulse.planner.schedule.bounds import lower_bound
-from megatron_pulse.planner.schedule.classic import gpipe, interleaved_1f1b, one_f_one_b
-from megatron_pulse.planner.schedule.classic_split import zb_h1, zb_v
+from megatron_pulse.planner.schedule.classics import CLASSICS
+from megatron_pulse.planner.schedule.extend import extended
 from megatron_pulse.planner.schedule.improve import improve
-from megatron_pulse.planner.schedule.jobshop import JobShop, job_shop
+from megatron_pulse.planner.schedule.jobshop import job_shop
 from megatron_pulse.planner.schedule.listing import list_schedule
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.starts import from_template, starts
+from megatron_pulse.planner.schedule.template import Template
 from megatron_pulse.planner.schedule.validate import faults_for
 
 WORK = 60_000
-"""Operations placed by list schedules in all; bounds the time spent at some seconds."""
+"""Operations in all starts together where neither effort nor time is limited: some seconds."""
 
+CORE = 3
+"""Microbatches per device beyond which a schedule is first sought for fewer."""
 
-@dataclass(frozen=True)
-class Rule:
-    """Which of the ready operations of a device comes first: the one of the lowest rank.
+CORE_SHARE, STARTS_SHARE, SHAKEN_SHARE = 0.6, 0.2, 0.1
+"""Of what is left of the effort or time: for fewer microbatches, for starts, for shaken dates."""
 
-    rank = direction * (earliest possible start of the stage in a microbatch)
-    + weight * microbatch * (largest device load), with backwards last on request. Weight gradients
-    come last of all: they only fill what would be idle, or make room.
-    """
+ROUNDS = ((0.6, 1.0), (0.6, 0.3), (1.0, 0.05))
+"""Annealing: share of what is left, and first temperature."""
 
-    direction: int
-    weight: float
-    backward_last: bool
+SWAPS = 100
+"""Swaps of annealing that count as one start: they take about as long."""
 
+LARGE = 1200
+"""Operations from which annealing begins cold: there is no time to cool down."""
 
-RULES = (
-    Rule(-1, 0.0, True),
-    Rule(1, 0.5, False),
-    Rule(1, 1.0, True),
-    Rule(-1, 0.0, False),
-    Rule(1, 0.5, True),
-    Rule(1, 0.25, False),
-    Rule(1, 0.0, False),
-    Rule(1, 1.0, False),
-)
+NOISE = (0.1, 0.3, 1.0)
+"""How far dates are shaken, in units of the largest device load."""
 
-PACES = (0.0, 7 / 6, 13 / 12, 1.0, 1.25, 1.5, 5 / 3)
-"""Time between injected microbatches in units of the largest device load; 0: as fast as it goes."""
+CORES = 4
+"""Repeated parts to try."""
 
 
 def synthesize(
-    problem: ScheduleProblem, seconds: float = 10.0, effort: int | None = None
+    problem: ScheduleProblem,
+    seconds: float = 10.0,
+    effort: int | None = None,
+    templates: Iterable[Template] = (),
 ) -> Synthesis:
     """The shortest schedule found; never longer than a classic one that fits ``problem``.
 
-    On every stage operations of a kind are in microbatch order. Deterministic: ``effort`` is the
-    number of starts to improve (by default by the size of the problem), and ``seconds`` only
-    guards against slow machines: no new start begins after it.
+    On every stage operations of a kind are in microbatch order. The search ends at the lower bound,
+    or after ``seconds``. With ``effort``, the number of starts to improve, the clock has no part in
+    the answer; without a limit of time (``math.inf``) the effort is by the size of the problem.
+    ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top.
     """
     began = time.monotonic()
-    shop, bound = job_shop(problem), lower_bound(problem)
-    effort = max(len(RULES), WORK // len(shop.duration)) if effort is None else effort
-    fitting = classics(problem)
-    best, length = None, float("inf")
-    for classic in fitting:
-        reached = run(problem, classic).makespan
-        if reached < length:
-            best, length = classic, reached
-    current, seen = _Current(shop), set[tuple[int, ...]]()
-    for start in _starts(shop, fitting, effort, current):
-        if best and (length <= bound * (1 + 1e-9) or time.monotonic() - began > seconds):
-            break
-        if tuple(start) in seen:
-            continue
-        seen.add(tuple(start))
-        improved = improve(shop, start)
-        if not current.offer(improved):
-            continue
-        schedule = shop.schedule("wave", improved)
-        reached = run(problem, schedule).makespan
-        if reached < length:
-            best, length = schedule, reached
-    assert best is not None
-    proved = length <= bound * (1 + 1e-9)
-    spent = time.monotonic() - began
-    return Synthesis(best, Certificate(length, bound, proved, "constructive", spent))
+    if effort is None and seconds == math.inf:
+        operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
+        effort = max(16, WORK // operations)
+    search = _Search(problem)
+    search.spend(_Budget(seconds, effort), tuple(templates))
+    length, bound = search.length, search.bound
+    certificate = Certificate(
+        length, bound, search.proved, "constructive", time.monotonic() - began
+    )
+    return Synthesis(search.best, certificate)
 
 
 def classics(problem: ScheduleProblem) -> list[Schedule]:
     """The classic schedules that are an answer to ``problem``."""
     found = []
-    for make in (gpipe, one_f_one_b, interleaved_1f1b, zb_h1, zb_v):
+    for make in CLASSICS.values():
         try:
             schedule = make(problem.placement, problem.num_microbatches)
         except ValueError:
@@ -114,55 +99,118 @@ def classics(problem: ScheduleProblem) -> list[Schedule]:
     return found
 
 
-class _Current:
-    """The shortest start times so far, in ticks."""
+class _Budget:
+    """Time, or a number of starts, that is left."""
 
-    def __init__(self, shop: JobShop) -> None:
-        self.shop = shop
-        self.start: list[int] = []
+    def __init__(self, seconds: float, effort: int | None) -> None:
+        self.effort = effort
+        self.deadline = math.inf if effort is not None else time.monotonic() + seconds
 
-    def offer(self, start: list[int]) -> bool:
-        """Take ``start`` unless it is longer; whether it was taken."""
-        if self.start and self.shop.makespan(start) > self.shop.makespan(self.start):
-            return False
-        self.start = start
-        return True
+    @property
+    def spent(self) -> bool:
+        """Whether nothing is left."""
+        return time.monotonic() >= self.deadline or self.effort == 0
 
+    def take(self) -> None:
+        """One start."""
+        if self.effort is not None:
+            self.effort -= 1
 
-def _starts(
-    shop: JobShop, fitting: Sequence[Schedule], effort: int, current: _Current
-) -> Iterator[list[int]]:
-    """Classic schedules, list schedules, then the shortest so far with its dates shaken."""
-    for classic in fitting:
-        yield shop.earliest(classic)
-    for _, (rule, pace, burst) in zip(range(-(-effort // 2)), _ways(shop), strict=False):
-        yield _by_rule(shop, rule, pace, burst)
-    chance = random.Random(0)
-    load = max(map(shop.load, range(shop.placement.num_devices)))
-    for _ in range(effort // 2):
-        reach = load * chance.choice((0.1, 0.3, 1.0))
-        dates = [t + chance.uniform(-reach, reach) for t in current.start]
-        yield list_schedule(shop, dates, [0] * shop.num_microbatches)
+    def share(self, part: float) -> _Budget:
+        """A part of what is left, which is then no longer here; at least one start."""
+        if self.effort is not None:
+            taken = min(self.effort, max(1, int(self.effort * part)))
+            self.effort -= taken
+            return _Budget(math.inf, taken)
+        return _Budget(max(0.0, part * (self.deadline - time.monotonic())), None)
 
-
-def _ways(shop: JobShop) -> Iterator[tuple[Rule, float, int]]:
-    """Rules, paces and numbers of microbatches injected at once, the most promising first."""
-    half = shop.placement.num_devices // 2
-    for burst in sorted({1, 2, 3, half, half + 1}):
-        for pace in PACES if burst == 1 else PACES[1:]:
-            for rule in RULES:
-                yield rule, pace, max(1, burst)
+    def progress(self) -> Callable[[int], float]:
+        """What ``anneal`` asks for, so that it takes all of this."""
+        if self.effort is not None:
+            swaps = max(1, SWAPS * self.effort)
+            return lambda done: done / swaps
+        began = time.monotonic()
+        return lambda _: (time.monotonic() - began) / max(1e-9, self.deadline - began)
 
 
-def _by_rule(shop: JobShop, rule: Rule, pace: float, burst: int) -> list[int]:
-    """Microbatch m enters the first stage at ``pace * load * (m - burst + 1)`` or later."""
-    num, count, heads = shop.placement.num_stages, shop.num_microbatches, shop.heads()
-    load = max(map(shop.load, range(shop.placement.num_devices)))
-    late = 4 * (max(heads) + load * count)
-    rank = [
-        rule.direction * head + late * ((rule.backward_last and k >= num) + 2 * (k >= 2 * num))
-        for k, head in enumerate(heads)
-    ]
-    release = [int(max(0, m - burst + 1) * pace * load) for m in range(count)]
-    dates = [r + rule.weight * load * m for r in rank for m in range(count)]
-    return list_schedule(shop, dates, release)
+class _Search:
+    """The shortest schedule so far, in the problem's unit, and its start times in ticks."""
+
+    def __init__(self, problem: ScheduleProblem) -> None:
+        self.problem, self.shop, self.bound = problem, job_shop(problem), lower_bound(problem)
+        self.fitting = classics(problem)
+        self.best = self.shop.schedule("wave", next(starts(self.shop)))
+        self.length = run(problem, self.best).makespan
+        for classic in self.fitting:
+            reached = run(problem, classic).makespan
+            if reached < self.length:
+                self.best, self.length = classic, reached
+        self.start = self.shop.earliest(self.best)
+        self.ticks = self.shop.makespan(self.start)
+
+    @property
+    def proved(self) -> bool:
+        """Whether no schedule is shorter."""
+        return self.length <= self.bound * (1 + 1e-9)
+
+    def spend(self, budget: _Budget, templates: Iterable[Template] = ()) -> None:
+        """Search until the bound is reached or the budget spent."""
+        given = (start for t in templates for start in from_template(self.shop, t))
+        self.try_all(chain(map(self.shop.earliest, self.fitting), given), None)
+        count = CORE * self.problem.placement.num_devices
+        if self.problem.num_microbatches > count:
+            part = budget.share(CORE_SHARE)
+            self.try_all(self.by_core(count, part), None)
+        for source, share in ((starts(self.shop), STARTS_SHARE), (self.shaken(), SHAKEN_SHARE)):
+            part = budget.share(share)
+            self.try_all(source, part)
+        for seed, (share, hot) in enumerate(ROUNDS):
+            if self.proved or budget.spent:
+                return
+            part = budget.share(share)
+            self.anneal(part, seed, hot)
+
+    def anneal(self, budget: _Budget, seed: int, hot: float) -> None:
+        """Take all of the budget to anneal the shortest so far."""
+        goal = math.floor(self.bound * self.ticks / self.length + 1e-6)
+        hot = min(hot, ROUNDS[-1][1]) if len(self.start) > LARGE else hot
+        self.offer(anneal(self.shop, self.start, budget.progress(), seed, goal, hot))
+
+    def try_all(self, candidates: Iterable[list[int]], budget: _Budget | None) -> None:
+        """Improve one after the other while there is budget (None: all)."""
+        source = iter(candidates)
+        while not self.proved and not (budget is not None and budget.spent):
+            start = next(source, None)
+            if start is None:
+                return
+            self.offer(start)
+            if budget is not None:
+                budget.take()
+
+    def offer(self, start: list[int]) -> None:
+        """Improve ``start`` and keep it unless it is longer."""
+        improved = improve(self.shop, start)
+        ticks = self.shop.makespan(improved)
+        if ticks > self.ticks:
+            return
+        self.start, self.ticks = improved, ticks
+        schedule = self.shop.schedule("wave", improved)
+        reached = run(self.problem, schedule).makespan
+        if reached < self.length:
+            self.best, self.length = schedule, reached
+
+    def by_core(self, count: int, budget: _Budget) -> Iterator[list[int]]:
+        """The best schedule of ``count`` microbatches, its steady state repeated."""
+        core = _Search(replace(self.problem, num_microbatches=count))
+        core.spend(budget)
+        yield from islice(extended(core.shop, core.start, self.shop), CORES)
+
+    def shaken(self) -> Iterator[list[int]]:
+        """List schedules by the dates of the shortest so far with some noise."""
+        chance = random.Random(0)
+        shop = self.shop
+        load = max(map(shop.load, range(shop.placement.num_devices)))
+        while True:
+            reach = load * chance.choice(NOISE)
+            dates = [t + chance.uniform(-reach, reach) for t in self.start]
+            yield list_schedule(shop, dates, [0] * shop.num_microbatches)

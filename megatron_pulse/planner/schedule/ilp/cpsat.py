@@ -1,0 +1,86 @@
+"""The same problem for CP-SAT (OR-Tools): an interval for every operation.
+
+Microbatches in order, no two operations of a device at once, and on a device with a cap every
+activation a task from the start of its forward to the end of what gives it back, all within it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megatron_pulse.planner.schedule.ilp.solvers import Answer, Status
+from megatron_pulse.planner.schedule.ilp.time_indexed import Found, windows
+from megatron_pulse.planner.schedule.jobshop import JobShop
+from megatron_pulse.planner.schedule.template import lives
+
+MEMORY_BITS = 40
+"""Units of memory are cut to so many bits, in favour of fitting: sums stay whole numbers of 64."""
+
+
+def shortest_by_cp_sat(
+    shop: JobShop,
+    seconds: float,
+    horizon: int,
+    bound: int = 0,
+    start: Sequence[int] | None = None,
+    threads: int = 1,
+) -> Found:
+    """The shortest schedule of at most ``horizon`` ticks; as ``time_indexed.shortest``."""
+    from ortools.sat.python import cp_model
+
+    began = time.monotonic()
+    count = shop.num_microbatches
+    first, last = windows(shop, horizon)
+    if any(a > b for a, b in zip(first, last, strict=True)):
+        return Found(None, horizon + 1, Answer(Status.INFEASIBLE, None, False, 0.0))
+    model = cp_model.CpModel()
+    begin = [
+        model.new_int_var(a, b, f"s{i}") for i, (a, b) in enumerate(zip(first, last, strict=True))
+    ]
+    task = [
+        model.new_fixed_size_interval_var(t, p, f"i{i}")
+        for i, (t, p) in enumerate(zip(begin, shop.duration, strict=True))
+    ]
+    for i, edges in enumerate(shop.before):
+        for j, lag in edges:
+            model.add(begin[i] >= begin[j] + shop.duration[j] + lag)
+    for d, cap in enumerate(shop.cap):
+        mine = [k * count + m for k in shop.classes_of(d) for m in range(count)]
+        model.add_no_overlap([task[i] for i in mine])
+        shift = max(0, cap.bit_length() - MEMORY_BITS)
+        held, demands = [], []
+        for f, b in zip(*lives(shop, d), strict=True):
+            for m in range(count):
+                i, j = f * count + m, b * count + m
+                life = model.new_int_var(0, horizon, f"l{i}")
+                end = begin[j] + shop.duration[j]
+                held.append(model.new_interval_var(begin[i], life, end, f"h{i}"))
+                demands.append(shop.delta[i] >> shift)
+        if sum(demands) > cap >> shift:
+            model.add_cumulative(held, demands, -(-cap >> shift))
+    length = model.new_int_var(bound, horizon, "length")
+    for begun, p in zip(begin, shop.duration, strict=True):
+        model.add(length >= begun + p)
+    model.minimize(length)
+    if start is not None:
+        for variable, t in zip(begin, start, strict=True):
+            model.add_hint(variable, t)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = threads
+    solver.parameters.max_time_in_seconds = max(0.05, seconds - (time.monotonic() - began))
+    code = solver.solve(model)
+    meaning: dict[object, Status] = {
+        cp_model.OPTIMAL: Status.OPTIMAL,
+        cp_model.FEASIBLE: Status.FEASIBLE,
+        cp_model.INFEASIBLE: Status.INFEASIBLE,
+        cp_model.UNKNOWN: Status.TIME_LIMIT,
+    }
+    status = meaning.get(code, Status.FAILED)
+    spent = time.monotonic() - began
+    if status in (Status.OPTIMAL, Status.FEASIBLE):
+        proved = round(solver.best_objective_bound)
+        answer = Answer(status, proved, True, spent)
+        return Found([solver.value(t) for t in begin], proved, answer)
+    proved_length = horizon + 1 if status is Status.INFEASIBLE else None
+    return Found(None, proved_length, Answer(status, None, False, spent))

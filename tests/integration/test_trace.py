@@ -1,0 +1,38 @@
+"""``--pulse-trace``: a whole run writes what its steps did, and computes what it would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_pulse.planner.compare_trace import stage_times
+from megatron_pulse.planner.trace import load_trace
+from tests.integration.runs import assert_same, pipeline, run
+
+STEPS = ["--global-batch-size", "16", "--train-iters", "4"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "traced"), [("2-3", [2, 3]), ("3-9", [3, 4])], ids=["inside", "past the end"]
+)
+def test_a_run_with_a_trace(tmp_path: Path, wanted: str, traced: list[int]) -> None:
+    """Two pipelines, of which the first is traced."""
+    flags = [*STEPS, *pipeline(2, "--pulse-schedule", "zb-v")]
+    trace_flags = ["--pulse-trace", str(tmp_path / "deep"), "--pulse-trace-steps", wanted]
+    got = run(4, *flags, *trace_flags)
+    if traced == [2, 3]:
+        assert_same(got, run(4, *flags))
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["trace.json"]
+    trace = load_trace(tmp_path / "deep" / "trace.json")
+    assert [step.step for step in trace.steps] == traced
+    assert trace.world == {"size": 4, "pipeline": 2, "data": 2, "tensor": 1}
+    assert trace.backbone["name"] == "uvit-tiny" and len(trace.plan_digest) == 64
+    assert trace.num_microbatches == 4 and trace.device_of_stage == (0, 1, 1, 0)
+    times = stage_times(trace)
+    assert times.weight_grad is not None and min(times.forward + times.weight_grad) > 0
+
+
+def test_nothing_is_traced_of_a_run_that_ends_before(tmp_path: Path) -> None:
+    run(1, *STEPS, "--pulse-trace", str(tmp_path / "trace"), "--pulse-trace-steps", "9")
+    assert not (tmp_path / "trace").exists()

