@@ -186,7 +186,7 @@ def check_world(args: argparse.Namespace, plan_digest: str) -> None:
     if not faults:
         faults = [
             f"rank {rank} plans otherwise than rank 0, though its flags are the same (another GPU "
-            "or torch version?): plan by a file, --pulse-profile FILE"
+            "or torch version? another file of that name?): plan by one file, --pulse-plan FILE"
             for rank, (_, digest) in enumerate(gathered)
             if digest != gathered[0][1]
         ]
@@ -194,4 +194,5 @@ def check_world(args: argparse.Namespace, plan_digest: str) -> None:
         raise FlagError(faults)
 
 
-_PER_RANK = {"rank", "local_rank"}
+# What a rank is, and what follows from the plan, which is compared as a whole.
+_PER_RANK = {"rank", "local_rank", "num_layers", "num_virtual_stages_per_pipeline_rank"}

@@ -1,0 +1,117 @@
+"""Runs that obey a plan file, and plan files that a run cannot obey."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_pulse.planner.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.plan_file import save_plan
+from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.tune.config import Config, Layout
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.to_plan import plan_of
+from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.devices import Roofline
+from model_specs import load_backbone
+from tests.integration.runs import BASE, Run, run, train
+from tests.ranks import RanksFailed, run_ranks
+
+UVIT = {"in_channels": 1, "depth": 8, "embed_dim": 32}
+BATCH = 16
+LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
+
+
+def make_plan(path: Path, config: Config) -> Path:
+    """A plan of the tiny U-ViT for ``config``."""
+    ranks = config.pipeline * config.data * config.tensor
+    cluster = Cluster("tests", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK)
+    device = cluster.peaks
+    assert device is not None
+    backbone = load_backbone("uvit-tiny", UVIT)
+    profile = analyse(backbone, [config.micro_batch_size], Roofline(device, "float32"))
+    evaluator = Evaluator(profile, cluster, BATCH)
+    problem = evaluator.problem(config, config.num_microbatches(BATCH))
+    outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
+    save_plan(plan_of(outcome, profile, cluster, sequence_parallel=False), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone() -> Run:
+    """The same training on one process."""
+    return run(1, "--global-batch-size", str(BATCH), "--train-iters", "3")
+
+
+@pytest.mark.parametrize(
+    ("config", "tolerance"),
+    [
+        (Config(2, 1, 1, 2, Layout.FOLD_EXACT, split=True), 0.0),
+        (Config(2, 1, 1, 2, Layout.SEQUENTIAL, split=True, recompute=True), 0.0),
+        (
+            Config(2, 2, 1, 2, Layout.FOLD_SOFT, distributed_optimizer=True, pipeline_inside=True),
+            1e-6,
+        ),
+    ],
+    ids=["split-fold", "recomputed-sequence", "replicas-outside"],
+)
+def test_a_run_obeys_its_plan(tmp_path: Path, alone: Run, config: Config, tolerance: float) -> None:
+    plan = make_plan(tmp_path / "plan.json", config)
+    ranks = config.pipeline * config.data
+    obeyed = run(ranks, "--pulse-plan", str(plan), "--train-iters", "3", backbone="none")
+    if tolerance:
+        assert obeyed.losses == pytest.approx(alone.losses, rel=tolerance)
+        return
+    assert obeyed.losses == alone.losses
+    assert obeyed.grad_norms == alone.grad_norms
+    for name, weight in alone.weights.items():
+        assert torch.equal(obeyed.weights[name], weight), name
+
+
+def refused(num_ranks: int, *argv: str, backbone: str = "none") -> str:
+    with pytest.raises(RanksFailed) as error:
+        run(num_ranks, *argv, "--train-iters", "1", backbone=backbone)
+    return str(error.value)
+
+
+def test_what_contradicts_a_plan_is_refused_all_at_once(tmp_path: Path) -> None:
+    config = Config(2, 1, 1, 2, Layout.FOLD_EXACT)
+    plan = str(make_plan(tmp_path / "plan.json", config))
+    message = refused(
+        1, "--pulse-plan", plan, "--micro-batch-size", "4", "--pulse-schedule", "gpipe",
+        "--pulse-backbone", "uvit-s",
+    )  # fmt: skip
+    assert "is for 2 ranks (pipeline 2 x data 1 x tensor 1), but 1 were started" in message
+    assert "--micro-batch-size 4, but --pulse-plan says 2: leave the flag out" in message
+    assert "--pulse-schedule gpipe together with --pulse-plan" in message
+    assert "--pulse-backbone uvit-s with these options is not what --pulse-plan is of" in message
+
+
+def test_a_broken_plan_is_refused(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "plan.json", Config(2, 1, 1, 2, Layout.FOLD_EXACT))
+    record = json.loads(plan.read_text())
+    record["schedule"]["order"][0].pop()
+    record["pipeline"] = 2
+    plan.write_text(json.dumps(record))
+    message = refused(2, "--pulse-plan", str(plan))
+    assert "is missing on device 0" in message
+
+
+def differ(folder: str) -> None:
+    """Every rank's own file of the same name, as on nodes without shared storage."""
+    os.chdir(Path(folder) / os.environ["RANK"])
+    train([*BASE, "--pulse-plan", "plan.json", "--train-iters", "1"])
+
+
+def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
+    for rank, layout in enumerate((Layout.FOLD_EXACT, Layout.SEQUENTIAL)):
+        (tmp_path / str(rank)).mkdir()
+        make_plan(tmp_path / str(rank) / "plan.json", Config(2, 1, 1, 2, layout))
+    with pytest.raises(RanksFailed) as error:
+        run_ranks(2, differ, str(tmp_path), timeout_s=90)
+    for output in error.value.outputs:
+        assert "rank 1 plans otherwise than rank 0" in output and "--pulse-plan FILE" in output
