@@ -23,6 +23,7 @@ class PulseOptions:
     backbone: str
     options: Mapping[str, Any]
     plan: str | None
+    auto: bool
     placement: str
     num_chunks: int
     schedule: str
@@ -73,6 +74,13 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         metavar="FILE",
         help="run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are "
         "the plan's, and flags that say otherwise are refused",
+    )
+    group.add_argument(
+        "--pulse-auto",
+        action="store_true",
+        help="measure the job's links and devices, tune for --global-batch-size, and run the plan "
+        "(kept as plan.json under --save, and taken again when the job is started again); degrees "
+        "and microbatch size are searched unless they are given",
     )
     group.add_argument(
         "--pulse-placement",
@@ -282,6 +290,7 @@ def pulse_options(args: argparse.Namespace) -> PulseOptions:
         backbone=args.pulse_backbone,
         options=dict(text.split("=", 1) for text in args.pulse_option),
         plan=args.pulse_plan,
+        auto=args.pulse_auto,
         placement=args.pulse_placement,
         num_chunks=args.pulse_num_chunks,
         schedule=args.pulse_schedule,

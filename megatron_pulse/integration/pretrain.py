@@ -29,6 +29,7 @@ from megatron_pulse.integration.arguments import (
     pulse_options,
     set_model_arguments,
 )
+from megatron_pulse.integration.auto import plan_here
 from megatron_pulse.integration.checkpoints import check_checkpoint
 from megatron_pulse.integration.checks import FlagError, check_flags, check_world
 from megatron_pulse.integration.compat import patch_megatron
@@ -51,8 +52,12 @@ def main() -> None:
     try:
         start = time.time()
         args, options, given = _parse()
+        if options.auto:
+            _connect(args)
+            given, options = _tune(args, options)
         plan, data = _prepare(args, options, given)
-        _connect(args)
+        if not options.auto:
+            _connect(args)
         check_world(args, plan.digest())
         plan = _share_schedules(plan, args, options)
         board = default_board()
@@ -74,14 +79,41 @@ def _parse() -> tuple[argparse.Namespace, PulseOptions, PlanFile | None]:
                 "--pulse-plan a plan of one"
             ]
         )
+    if args.save is not None and args.save_interval is None:
+        args.save_interval = 1000  # Megatron has no default and stops without one
     try:
         options, given = pulse_options(args), None
+        if options.auto:
+            _check_auto(args, options)
         if options.plan is not None:
             given = load_plan(options.plan)
             options = obey(given, args, options)
     except ValueError as error:
         raise FlagError([str(error)]) from error
     return args, options, given
+
+
+def _check_auto(args: argparse.Namespace, options: PulseOptions) -> None:
+    faults = []
+    if options.plan is not None:
+        faults.append("--pulse-auto makes a plan, --pulse-plan brings one: leave one out")
+    if not args.pulse_backbone:
+        faults.append("--pulse-auto needs --pulse-backbone")
+    elif options.plan is None:
+        load_backbone(options.backbone, options.options)
+    if args.global_batch_size is None:
+        faults.append("--pulse-auto needs --global-batch-size, which it divides")
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+def _tune(args: argparse.Namespace, options: PulseOptions) -> tuple[PlanFile, PulseOptions]:
+    """The plan of ``--pulse-auto``, and the options that follow from it (collective)."""
+    try:
+        given = plan_here(args, options)
+        return given, obey(given, args, options)
+    except ValueError as error:
+        raise FlagError([str(error)]) from error
 
 
 def _share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:

@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_pulse.planner.cluster import Cluster, ClusterLink, DeviceFigures, Shared
-from megatron_pulse.planner.plan_file import save_plan
+from megatron_pulse.planner.plan_file import load_plan, save_plan
 from megatron_pulse.planner.schedule.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Layout
 from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -18,7 +17,7 @@ from megatron_pulse.planner.tune.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline
 from model_specs import load_backbone
-from tests.integration.runs import BASE, Run, run, train
+from tests.integration.runs import BASE, Run, assert_same, run, train
 from tests.ranks import RanksFailed, run_ranks
 
 UVIT = {"in_channels": 1, "depth": 8, "embed_dim": 32}
@@ -66,10 +65,7 @@ def test_a_run_obeys_its_plan(tmp_path: Path, alone: Run, config: Config, tolera
     if tolerance:
         assert obeyed.losses == pytest.approx(alone.losses, rel=tolerance)
         return
-    assert obeyed.losses == alone.losses
-    assert obeyed.grad_norms == alone.grad_norms
-    for name, weight in alone.weights.items():
-        assert torch.equal(obeyed.weights[name], weight), name
+    assert_same(obeyed, alone)
 
 
 def refused(num_ranks: int, *argv: str, backbone: str = "none") -> str:
@@ -115,3 +111,22 @@ def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
         run_ranks(2, differ, str(tmp_path), timeout_s=90)
     for output in error.value.outputs:
         assert "rank 1 plans otherwise than rank 0" in output and "--pulse-plan FILE" in output
+
+
+def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:
+    flags = [
+        *("--pulse-backbone", "uvit-tiny"),
+        *(part for key, value in UVIT.items() for part in ("--pulse-option", f"{key}={value}")),
+        *("--pulse-auto", "--global-batch-size", str(BATCH), "--save", str(tmp_path)),
+    ]
+    first = run(2, *flags, "--train-iters", "3", backbone="none")
+    assert len(first.losses) == 3 and None not in first.losses
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan.world_size == 2 and plan.global_batch_size == BATCH
+    assert plan.micro_batch_size == 2  # asked for
+    # Started again it is the same job, with the same plan, further on.
+    written = (tmp_path / "plan.json").read_bytes()
+    run(2, *flags, "--load", str(tmp_path), "--train-iters", "4", backbone="none")
+    assert (tmp_path / "plan.json").read_bytes() == written
+    message = refused(1, *flags)
+    assert "is the plan of another job (uvit-tiny on 2 ranks)" in message

@@ -1,8 +1,9 @@
 """The shortest schedule that is found without a solver, for any placement, times and memory.
 
-The classic schedules that fit, list schedules by static rules and paces, and the shortest so far
-with its dates shaken; each is squeezed by ``improve``, and the shortest is kept (the project's
-scheduling.md, section 3). On the fold this is PULSE's wave:
+The classic schedules that fit, templates, list schedules by static rules, the shortest so far with
+its dates shaken, each squeezed by ``improve``; then swaps on the critical path (``anneal``). With
+many microbatches first a schedule of few, whose steady state is repeated (``extend``). The
+project's scheduling.md, section 3. On the fold this is PULSE's wave:
 
 P = 2, M = 2, equal stages, forward = backward = 1 (stage:microbatch; 10 slots)
 
