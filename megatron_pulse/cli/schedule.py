@@ -244,7 +244,7 @@ def _evaluated(
 ) -> tuple[ScheduleProblem, Synthesis]:
     """How good a given schedule is; only a cap that was asked for is one to keep."""
     from megatron_pulse.cli.schedule_input import cap
-    from megatron_pulse.planner.schedule.compare import bound
+    from megatron_pulse.planner.schedule.bounds import lower_bound
     from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
     from megatron_pulse.planner.schedule.simulate import run as simulate
     from megatron_pulse.planner.schedule.validate import faults_for
@@ -253,7 +253,7 @@ def _evaluated(
     with mending(ValueError):
         problem = replace(problem, cap=limit)
     require([f"{schedule.name}: {fault}" for fault in faults_for(problem, schedule)])
-    length, least = simulate(problem, schedule).makespan, bound(problem)
+    length, least = simulate(problem, schedule).makespan, lower_bound(problem)
     proved = length <= least * (1 + 1e-9)
     found = Certificate(length, least, proved, f"none: {schedule.name} as it is", 0.0)
     return problem, Synthesis(schedule, found)

@@ -234,7 +234,19 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="the steps to trace, counted from 1 in this run (default 3-5: after the warm-up)",
     )
     parser.set_defaults(**_defaults())
+    _mend_help(parser)
     return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape percent signs in help texts that argparse cannot format: Megatron 0.19.2 has one."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            if action.help:
+                formatter._expand_help(action)
+        except ValueError:
+            action.help = str(action.help).replace("%", "%%")
 
 
 def _schedule_name(text: str) -> str:

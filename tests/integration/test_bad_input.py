@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
+from megatron_pulse.integration.arguments import add_pulse_arguments
 from megatron_pulse.integration.checks import FlagError
 from tests.integration.runs import BASE, TINY, pipeline, run
 from tests.ranks import RanksFailed, run_ranks
@@ -168,3 +171,10 @@ def test_the_record_is_json() -> None:
 
     record = load_backbone("uvit-tiny", {"depth": "8"}).record
     assert json.loads(json.dumps(record))["options"]["depth"] == 8
+
+
+def test_help_is_printed() -> None:
+    """Megatron's own help texts have a percent sign that argparse cannot format."""
+    parser = add_pulse_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+    text = parser.format_help()
+    assert "--pulse-plan" in text and "10%" in text

@@ -126,7 +126,8 @@ def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:
     assert plan.micro_batch_size == 2  # asked for
     # Started again it is the same job, with the same plan, further on.
     written = (tmp_path / "plan.json").read_bytes()
-    run(2, *flags, "--load", str(tmp_path), "--train-iters", "4", backbone="none")
+    again = ["--load", str(tmp_path), "--train-iters", "4", "--override-opt_param-scheduler"]
+    assert len(run(2, *flags, *again, backbone="none").losses) == 1
     assert (tmp_path / "plan.json").read_bytes() == written
     message = refused(1, *flags)
     assert "is the plan of another job (uvit-tiny on 2 ranks)" in message

@@ -18,14 +18,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_pulse.planner.placement import PlacementKind
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
 def lower_bound(problem: ScheduleProblem) -> float:
     """No schedule is shorter: the best of the bounds of this module."""
+    if problem.placement.kind is PlacementKind.BIDIRECTIONAL:
+        return _replicated_bound(problem)
     path = _Path(problem)
     return max(device_bound(problem, path), one_machine_bound(problem, path), memory_bound(problem))
+
+
+def _replicated_bound(problem: ScheduleProblem) -> float:
+    """Where the model is there twice: a microbatch's path, and an even share of all work."""
+    num = problem.placement.num_stages
+    path = sum(problem.forward) + sum(problem.backward)
+    path += 2 * sum(problem.lag(s, s + 1) for s in range(num - 1))
+    work = sum(problem.duration(kind, s) for kind in problem.kinds for s in range(num))
+    return max(path, work * problem.num_microbatches / problem.placement.num_devices)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 
 from megatron_pulse.planner.placement import (
     Placement,
-    PlacementKind,
     bidirectional,
     fold,
     interleaved,
     sequential,
 )
-from megatron_pulse.planner.schedule.bounds import lower_bound
 from megatron_pulse.planner.schedule.classics import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -113,21 +111,6 @@ def whole(problem: ScheduleProblem) -> ScheduleProblem:
         return problem
     both = zip(problem.backward, problem.weight_grad, strict=True)
     return replace(problem, backward=tuple(i + w for i, w in both), weight_grad=None)
-
-
-def bound(problem: ScheduleProblem) -> float:
-    """A lower bound of the makespan on any placement of this module.
-
-    Where the model is there twice either copy may do the work: what is sure then is a microbatch's
-    path, and an even share of all work.
-    """
-    if problem.placement.kind is not PlacementKind.BIDIRECTIONAL:
-        return lower_bound(problem)
-    num = problem.placement.num_stages
-    path = sum(problem.forward) + sum(problem.backward)
-    path += 2 * sum(problem.lag(s, s + 1) for s in range(num - 1))
-    work = sum(problem.duration(kind, s) for kind in problem.kinds for s in range(num))
-    return max(path, work * problem.num_microbatches / problem.placement.num_devices)
 
 
 def _variants(
