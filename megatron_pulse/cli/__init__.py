@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from megatron_pulse.cli import (
     backbones,
     cache,
+    check,
     clusters,
+    compare,
     curve,
     data,
     partition,
@@ -21,6 +23,8 @@ from megatron_pulse.cli import (
     profile,
     sample,
     schedule,
+    show,
+    tune,
     weights,
 )
 from megatron_pulse.cli.errors import UserError
@@ -33,6 +37,9 @@ Training is started with torchrun and launch/pretrain_diffusion.py. A first tour
   pulse profile --backbone uvit-tiny -o profile.json   what each layer costs on this machine
   pulse partition --profile profile.json -p 2          where to cut it for two devices
   pulse schedule --profile profile.json -p 2 -m 8      in which order they then work
+  pulse check plan.json                                whether what 'pulse tune' found can run
+  pulse show plan.json -o plan.html                    what it does: timeline, memory, messages
+  pulse compare plan.json runs/trace                   and what a run of it did
   pulse data info mnist                                what a dataset holds
   pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
@@ -57,6 +64,10 @@ def make_parser() -> argparse.ArgumentParser:
         probe,
         partition,
         schedule,
+        tune,
+        check,
+        show,
+        compare,
         cache,
         sample,
         curve,

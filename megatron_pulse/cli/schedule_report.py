@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron_pulse.cli import page
 from megatron_pulse.cli.schedule_input import Task
 from megatron_pulse.diffusion.files import replacing
 from megatron_pulse.planner.draw_schedule import draw_schedule
@@ -215,28 +215,9 @@ def write_drawing(result: Result, path: Path) -> None:
         beside.write_text(text, encoding="utf-8")
 
 
-def _page(result: Result, picture: str) -> str:
-    """A page that needs no other file."""
-    table = ""
+def _page(result: Result, drawing: str) -> str:
+    parts = [page.lines(_figures(result)), page.picture(drawing)]
     if result.others:
-        cells = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-            for row in _rows(result)
-        )
-        table = f"<h2>Classic schedules</h2><table><tr>{cells}</tr>{body}</table><p>{_NOTE}</p>"
-    figures = "".join(f"<p>{html.escape(line)}</p>" for line in _figures(result))
-    title = html.escape(result.title)
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.45 Helvetica, Arial, sans-serif; margin: 24px; color: #222; }}
-p {{ margin: 4px 0; }} .picture {{ overflow-x: auto; margin: 16px 0; }}
-table {{ border-collapse: collapse; }} td, th {{ padding: 4px 12px; text-align: right; }}
-th {{ border-bottom: 1px solid #888; }} tr:nth-child(2) {{ font-weight: bold; }}
-td:nth-child(-n+3), th:nth-child(-n+3) {{ text-align: left; }}
-</style></head><body>
-<h1>{title}</h1>{figures}
-<div class="picture">{picture}</div>
-{table}
-</body></html>
-"""
+        rows = page.table(_COLUMNS, _rows(result), left=(0, 1, 2), bold_first=True)
+        parts.append(f"<h2>Classic schedules</h2>{rows}{page.lines([_NOTE])}")
+    return page.page(result.title, *parts)

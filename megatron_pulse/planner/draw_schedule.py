@@ -12,6 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+from megatron_pulse.planner.canvas import FAINT, GREY, INK, Canvas
+from megatron_pulse.planner.draw_lanes import (
+    HEIGHT,
+    LINK,
+    Look,
+    Mark,
+    define,
+    draw_lanes,
+    draw_mark,
+)
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.simulate import Timeline, dependency
@@ -19,18 +29,19 @@ from megatron_pulse.planner.schedule.validate import peak_activations
 from megatron_pulse.planner.schedule_looks import MARKS, NAMES, tile
 
 _LEFT, _RIGHT, _TOP, _HEADING, _AXIS, _LEGEND = 156.0, 150.0, 62.0, 24.0, 40.0, 40.0
+_LANES = 22.0  # the legend's second line
 _NARROW, _WIDE = 1400.0, 2600.0
-_LEGIBLE, _SEEN = 12.0, 5.0  # pixels of a bar that carries a number, and of one with its links
-_INK, _GREY, _FAINT = "#222222", "#555555", "#e4e4e4"
-_LINK = "#b3261e"
+_LEGIBLE, _SEEN, _POINTED = 12.0, 5.0, 16.0
+# Pixels of a bar that carries a number, of one with its links, and of one with arrows.
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline among others on one axis, and what it is."""
+    """A timeline among others on one axis, and what it is; ``lanes`` are drawn below its bars."""
 
     name: str
     timeline: Timeline
+    lanes: tuple[Mark, ...] = ()
 
 
 def draw_schedule(
@@ -41,16 +52,18 @@ def draw_schedule(
     lower_bound: float | None = None,
     unit: str = "",
     scale: float = 1.0,
+    in_bytes: bool = False,
 ) -> str:
     """The picture as SVG text: of one timeline, or of several below each other on one time axis.
 
     A timeline may be measured: only its starts and ends count, and it may hold fillers. Times are
     shown in ``unit`` after multiplication by ``scale`` (1e3 and "ms" for seconds). Where bars are
     wide enough they carry their microbatch, and links that take time are lines from the end of the
-    one to the arrival at the other. Pointing at a bar shows its name and times.
+    one to the arrival at the other; where a panel has lanes, they show messages instead. Pointing
+    at a bar shows its name and times. ``in_bytes`` says that activations are counted in bytes.
     """
     panels = [Panel("", timeline)] if isinstance(timeline, Timeline) else list(timeline)
-    return _Drawing(problem, panels, lower_bound, unit, scale).draw(title)
+    return _Drawing(problem, panels, lower_bound, unit, scale, in_bytes).draw(title)
 
 
 def describe(
@@ -59,6 +72,7 @@ def describe(
     lower_bound: float | None = None,
     unit: str = "",
     scale: float = 1.0,
+    in_bytes: bool = False,
 ) -> str:
     """The figures of a timeline in a line: makespan, bubble, bound, and the peak of a device."""
     peak = max(peak_activations(timeline.schedule, problem.activation))
@@ -68,7 +82,8 @@ def describe(
         over = timeline.makespan / lower_bound - 1
         near = "attained" if abs(over) < 1e-9 else f"{100 * over:+.1f} %"
         parts.append(f"lower bound {_figure(lower_bound, unit, scale)} ({near})")
-    return ", ".join([*parts, f"peak {peak:.4g} live stage activations"])
+    held = f"{peak / 1e9:.3g} GB of" if in_bytes else f"{peak:.4g} live stage"
+    return ", ".join([*parts, f"peak {held} activations"])
 
 
 class _Drawing:
@@ -79,9 +94,10 @@ class _Drawing:
         lower_bound: float | None,
         unit: str,
         scale: float,
+        in_bytes: bool,
     ) -> None:
         self.problem, self.panels, self.bound = problem, panels, lower_bound
-        self.unit, self.scale = unit, scale
+        self.unit, self.scale, self.in_bytes = unit, scale, in_bytes
         self.devices = problem.placement.num_devices
         self.chunk = {
             (device, stage): (k, len(stages))
@@ -99,39 +115,36 @@ class _Drawing:
         self.chart = self.width - _LEFT - _RIGHT
         self.typical = self.chart * typical / self.span
         self.bar = 26.0 if self.devices <= 8 else 20.0
-        self.row = self.bar + (12.0 if self._has_links() else 5.0)
+        self.looks = [x for x in Look if any(m.look is x for p in panels for m in p.lanes)]
+        below = HEIGHT + 10.0 if self.looks else 12.0 if self._has_links() else 5.0
+        self.row = self.bar + below
         self.kinds = [k for k in Kind if any(o.kind is k for p in panels for o in p.timeline.end)]
         self.head = _HEADING if len(panels) > 1 else 0.0
         self.panel = self.head + self.row * self.devices + 10.0
         self.height = _TOP + self.panel * len(panels) + _AXIS + _LEGEND
-        self.svg = ElementTree.Element(
-            "svg",
-            xmlns="http://www.w3.org/2000/svg",
-            width=f"{self.width:g}",
-            height=f"{self.height:g}",
-            viewBox=f"0 0 {self.width:g} {self.height:g}",
-        )
-        self.svg.set("font-family", "Helvetica, Arial, sans-serif")
-        self.svg.set("font-size", "11")
+        self.height += _LANES * bool(self.looks)
+        self.canvas = Canvas(self.width, self.height)
 
     def draw(self, title: str) -> str:
         self._definitions()
-        self._add("rect", x=0, y=0, width=self.width, height=self.height, fill="white")
-        self._text(12, 26, title, size=17, weight="bold")
+        self.canvas.add("rect", x=0, y=0, width=self.width, height=self.height, fill="white")
+        self.canvas.text(12, 26, title, size=17, weight="bold")
         if len(self.panels) == 1:
-            self._text(12, 46, self._figures(self.panels[0].timeline, self.bound), fill=_GREY)
+            self.canvas.text(12, 46, self._figures(self.panels[0].timeline, self.bound), fill=GREY)
         self._axis()
         for index, panel in enumerate(self.panels):
             self._panel(panel, _TOP + self.panel * index)
         self._bound_line()
         self._legend()
-        return ElementTree.tostring(self.svg, encoding="unicode") + "\n"
+        return str(self.canvas)
 
     def _figures(self, timeline: Timeline, bound: float | None) -> str:
-        return describe(self.problem, timeline, bound, self.unit, self.scale)
+        return describe(self.problem, timeline, bound, self.unit, self.scale, self.in_bytes)
 
     def _has_links(self) -> bool:
         stages = self.problem.placement.num_stages
+        if self.looks:
+            return False
         lags = (self.problem.lag(s, s + 1) for s in range(stages - 1))
         return self.typical >= _SEEN and any(lag > 0 for lag in lags)
 
@@ -145,15 +158,16 @@ class _Drawing:
 
     def _definitions(self) -> None:
         """The arrow's head, and the look of every kind on every stage of a device."""
-        definitions = self._add("defs")
+        definitions = self.canvas.add("defs")
         arrow = ElementTree.SubElement(definitions, "marker", id="arrow", viewBox="0 0 6 6")
         for name, value in (("refX", "5.5"), ("refY", "3"), ("orient", "auto")):
             arrow.set(name, value)
-        ElementTree.SubElement(arrow, "path", d="M0 .5L6 3L0 5.5z", fill=_LINK)
+        ElementTree.SubElement(arrow, "path", d="M0 .5L6 3L0 5.5z", fill=LINK)
         most = max(count for _, count in self.chunk.values())
         for kind in self.kinds:
             for chunk in range(1 if kind is Kind.FILLER else most):
                 definitions.append(tile(kind, chunk, most, self.bar))
+        define(definitions, self.looks)
 
     def _axis(self) -> None:
         bottom = _TOP + self.panel * len(self.panels)
@@ -161,37 +175,54 @@ class _Drawing:
         count = int(self.span * self.scale / step + 1e-9)
         for k in range(count + 1):
             x = self._x(k * step / self.scale)
-            self._add("line", x1=x, y1=_TOP - 4, x2=x, y2=bottom + 4, stroke=_FAINT)
-            self._text(x, bottom + 17, f"{k * step:.6g}", fill=_GREY, anchor="middle")
+            self.canvas.add("line", x1=x, y1=_TOP - 4, x2=x, y2=bottom + 4, stroke=FAINT)
+            self.canvas.text(x, bottom + 17, f"{k * step:.6g}", fill=GREY, anchor="middle")
         end = _LEFT + self.chart
-        self._add("line", x1=_LEFT, y1=bottom + 4, x2=end, y2=bottom + 4, stroke=_GREY)
-        self._text(end + 14, bottom + 17, f"time{f' ({self.unit})' * bool(self.unit)}", fill=_GREY)
+        self.canvas.add("line", x1=_LEFT, y1=bottom + 4, x2=end, y2=bottom + 4, stroke=GREY)
+        self.canvas.text(
+            end + 14, bottom + 17, f"time{f' ({self.unit})' * bool(self.unit)}", fill=GREY
+        )
 
     def _panel(self, panel: Panel, top: float) -> None:
         if self.head:
             note = f"{panel.name}: {self._figures(panel.timeline, None)}"
-            self._text(12, top + 15, note, size=12, weight="bold")
+            self.canvas.text(12, top + 15, note, size=12, weight="bold")
         peaks = peak_activations(panel.timeline.schedule, self.problem.activation)
-        self._text(_LEFT + self.chart + 14, top - 6 + self.head * 0.9, "idle", fill=_GREY)
-        self._text(_LEFT + self.chart + 78, top - 6 + self.head * 0.9, "peak", fill=_GREY)
+        self.canvas.text(_LEFT + self.chart + 14, top - 6 + self.head * 0.9, "idle", fill=GREY)
+        self.canvas.text(
+            _LEFT + self.chart + 78,
+            top - 6 + self.head * 0.9,
+            "peak" + " GB" * self.in_bytes,
+            fill=GREY,
+        )
         if self._has_links():
             self._links(panel.timeline, top + self.head)
+        if panel.lanes:
+            begin = top + self.head
+            arrows = self.typical >= _POINTED
+            tops = [begin + self.row * device for device in range(self.devices)]
+            draw_lanes(self.canvas, panel.lanes, self._x, tops, self.bar, arrows)
         for device, operations in enumerate(panel.timeline.schedule.order):
             y = top + self.head + self.row * device
             stages = self.problem.placement.stages_of_device(device)
             middle = y + self.bar / 2 + 4
-            self._text(12, middle, f"device {device}", size=12, weight="bold")
+            self.canvas.text(12, middle, f"device {device}", size=12, weight="bold")
             shown = (
                 ", ".join(map(str, stages)) if len(stages) < 5 else f"{stages[0]} … {stages[-1]}"
             )
-            self._text(_LEFT - 8, middle, shown, size=10, fill=_GREY, anchor="end")
-            self._add(
-                "rect", x=_LEFT, y=y, width=self.chart, height=self.bar, fill="none", stroke=_FAINT
+            self.canvas.text(_LEFT - 8, middle, shown, size=10, fill=GREY, anchor="end")
+            self.canvas.add(
+                "rect", x=_LEFT, y=y, width=self.chart, height=self.bar, fill="none", stroke=FAINT
             )
             idle = panel.timeline.bubble[device] / (panel.timeline.makespan or 1.0)
-            self._text(_LEFT + self.chart + 14, middle, f"{100 * idle:.1f} %", size=12)
-            self._text(_LEFT + self.chart + 78, middle, f"{peaks[device]:.4g}", size=12)
-            row = self._add("g", transform=f"translate(0 {y:g})", class_="device")
+            self.canvas.text(_LEFT + self.chart + 14, middle, f"{100 * idle:.1f} %", size=12)
+            self.canvas.text(
+                _LEFT + self.chart + 78,
+                middle,
+                f"{peaks[device] / (1e9 if self.in_bytes else 1):.4g}",
+                size=12,
+            )
+            row = self.canvas.add("g", transform=f"translate(0 {y:g})", class_="device")
             row.set("stroke", "white" if self.typical >= _SEEN else "none")
             row.set("stroke-width", "0.6")
             for operation in operations:
@@ -202,7 +233,7 @@ class _Drawing:
     ) -> None:
         begin, end = timeline.start[operation], timeline.end[operation]
         x, width = self._x(begin), self._x(end) - self._x(begin)
-        bar = self._add(
+        bar = self.canvas.add(
             "rect",
             row,
             x=x,
@@ -225,8 +256,8 @@ class _Drawing:
         text = str(operation.microbatch)
         if width >= max(_LEGIBLE, 6.4 * len(text) + 3):
             dark = operation.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
-            number = self._add("text", row, x=x + width / 2, y=self.bar / 2 + 5)
-            number.set("fill", "white" if dark else _INK)
+            number = self.canvas.add("text", row, x=x + width / 2, y=self.bar / 2 + 5)
+            number.set("fill", "white" if dark else INK)
             number.set("text-anchor", "middle")
             if operation.kind in MARKS:  # a halo keeps the number clear of the marks
                 number.set("stroke-width", "3")
@@ -240,9 +271,9 @@ class _Drawing:
 
     def _links(self, timeline: Timeline, top: float) -> None:
         """From the end of what is sent to its arrival; those of gradients are dashed."""
-        group = self._add("g", fill="none", stroke=_LINK, class_="links")
+        group = self.canvas.add("g", fill="none", stroke=LINK, class_="links")
         placement = self.problem.placement
-        arrows = self.typical >= 16.0
+        arrows = self.typical >= _POINTED
         for operation in timeline.end:
             source = dependency(operation, placement.num_stages)
             if source is None:
@@ -257,7 +288,7 @@ class _Drawing:
                 top + self.row * a + (self.bar if a < b else 0.0)
                 for a, b in ((one, other), (other, one))
             )
-            line = self._add(
+            line = self.canvas.add(
                 "line", group, x1=self._x(sent), y1=y1, x2=self._x(arrival), y2=y2, class_="link"
             )
             if operation.kind is not Kind.FORWARD:
@@ -269,61 +300,39 @@ class _Drawing:
         if self.bound is None or not 0 < self.bound <= self.span:
             return
         x, bottom = self._x(self.bound), _TOP + self.panel * len(self.panels) + 4
-        line = self._add("line", x1=x, y1=_TOP - 10, x2=x, y2=bottom, stroke=_INK)
+        line = self.canvas.add("line", x1=x, y1=_TOP - 10, x2=x, y2=bottom, stroke=INK)
         line.set("stroke-dasharray", "6 3")
         ElementTree.SubElement(line, "title").text = f"lower bound {self._at(self.bound)}"
-        self._text(x - 4, _TOP - 6, "lower bound", size=10, fill=_GREY, anchor="end")
+        self.canvas.text(x - 4, _TOP - 6, "lower bound", size=10, fill=GREY, anchor="end")
 
     def _legend(self) -> None:
-        x, y = _LEFT, self.height - 30
+        x, y = _LEFT, self.height - 30 - _LANES * bool(self.looks)
         most = max(count for _, count in self.chunk.values())
         for kind in self.kinds:
             chunks = 1 if kind is Kind.FILLER else most
             wide = 26.0 if chunks > 1 else 34.0
             for chunk in range(chunks):
                 moved = f"translate({x:g} {y:g})"
-                group = self._add("g", transform=moved, stroke=_GREY)
+                group = self.canvas.add("g", transform=moved, stroke=GREY)
                 group.set("stroke-width", "0.6")
                 fill = f"url(#{kind.value}{chunk})"
-                self._add("rect", group, x=0, y=0, width=wide, height=self.bar, fill=fill)
+                self.canvas.add("rect", group, x=0, y=0, width=wide, height=self.bar, fill=fill)
                 x += wide
-            self._text(x + 6, y + self.bar / 2 + 4, NAMES[kind], size=12)
+            self.canvas.text(x + 6, y + self.bar / 2 + 4, NAMES[kind], size=12)
             x += 24 + 6.6 * len(NAMES[kind])
         if most > 1:
             text = "a device's stages: lighter to darker, every second one striped"
-            self._text(x, y + self.bar / 2 + 4, text, size=12, fill=_GREY)
+            self.canvas.text(x, y + self.bar / 2 + 4, text, size=12, fill=GREY)
             x += 24 + 5.9 * len(text)
         if self._has_links():
             middle = y + self.bar / 2
-            self._add("line", x1=x, y1=middle, x2=x + 28, y2=middle, stroke=_LINK)
-            self._text(x + 34, middle + 4, "link (dashed: of gradients)", size=12)
-
-    def _add(
-        self, tag: str, within: ElementTree.Element | None = None, **attributes: str | float
-    ) -> ElementTree.Element:
-        written = {
-            key.rstrip("_").replace("_", "-"): value
-            if isinstance(value, str)
-            else f"{value:.2f}".rstrip("0").rstrip(".")
-            for key, value in attributes.items()
-        }
-        return ElementTree.SubElement(self.svg if within is None else within, tag, written)
-
-    def _text(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: int = 11,
-        fill: str = _INK,
-        weight: str = "normal",
-        anchor: str = "start",
-    ) -> None:
-        element = self._add("text", x=x, y=y, fill=fill)
-        element.set("font-size", str(size))
-        element.set("font-weight", weight)
-        element.set("text-anchor", anchor)
-        element.text = text
+            self.canvas.add("line", x1=x, y1=middle, x2=x + 28, y2=middle, stroke=LINK)
+            self.canvas.text(x + 34, middle + 4, "link (dashed: of gradients)", size=12)
+        x, y = _LEFT, y + self.bar + 14
+        for look in self.looks:
+            draw_mark(self.canvas, look, x, y - HEIGHT, 34)
+            self.canvas.text(x + 40, y, look.value, size=12)
+            x += 64 + 6.6 * len(look.value)
 
 
 def _step(least: float) -> float:

@@ -8,6 +8,7 @@ cuts, every device's order), so that a run needs neither the profile nor a solve
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron_pulse.planner.replay import Edge, Replay, replay
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.validate import faults_for
+from megatron_pulse.planner.schedule.validate import faults_for, validate
 from megatron_pulse.planner.stages import Partition
 
 
@@ -125,27 +126,35 @@ def save_plan(plan: PlanFile, path: str | Path) -> None:
 
 def load_plan(path: str | Path) -> PlanFile:
     """Read a plan; raises PlanFileError that lists every fault of form and of legality."""
-    try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanFileError(f"{path} cannot be read as a plan: {error}") from error
-    faults = plan_faults(record)
-    plan = None
-    if not faults:
-        try:
-            plan = _from_record(record)
-        except ValueError as error:
-            faults.append(f"schedule: {error}")
-    if plan is not None:
-        faults = list(_faults(plan))
+    plan, faults = read_plan(path)
     if plan is None or faults:
         lines = "".join(f"\n  - {fault}" for fault in faults)
         raise PlanFileError(f"{path} is not a plan that can run ({len(faults)} fault(s)):{lines}")
     return plan
 
 
+def read_plan(path: str | Path) -> tuple[PlanFile | None, list[str]]:
+    """A plan and every fault of form and of legality; None where its form has faults.
+
+    Raises PlanFileError for a file that is not JSON.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PlanFileError(f"{path} cannot be read as a plan: {error}") from error
+    if faults := plan_faults(record):
+        return None, faults
+    try:
+        plan = _from_record(record)
+    except (ValueError, OverflowError) as error:
+        return None, [f"schedule: {error}"]
+    return plan, list(_faults(plan))
+
+
 def _from_record(record: dict[str, Any]) -> PlanFile:
-    times = record["times"]
+    times, last = record["times"], max(record["schedule"]["device_of_stage"])
+    if last >= len(record["schedule"]["order"]):
+        raise ValueError(f"stages are on devices 0 to {last}, but orders are of fewer")
     fields = {name: value for name, value in record.items() if name != "format"}
     fields["stages"] = tuple(map(tuple, record["stages"]))
     fields["schedule"] = from_json(record["schedule"])
@@ -166,35 +175,61 @@ _COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes")
 
 def _faults(plan: PlanFile) -> Iterator[str]:
     """Values that are each well-formed and do not fit together."""
-    if plan.global_batch_size % (plan.data * plan.micro_batch_size):
+    per_step = plan.data * plan.micro_batch_size
+    whole = plan.global_batch_size % per_step == 0
+    if not whole:
         yield (
-            f"global_batch_size {plan.global_batch_size} is not a multiple of data "
-            f"{plan.data} x micro_batch_size {plan.micro_batch_size}"
+            f"global_batch_size {plan.global_batch_size} is not a multiple of data {plan.data} x "
+            f"micro_batch_size {plan.micro_batch_size}"
         )
-        return
-    if plan.placement == PlacementKind.BIDIRECTIONAL:
-        yield "placement: bidirectional cannot be run: its weights are on two devices"
+    if plan.sequence_parallel and plan.tensor == 1:
+        yield "sequence_parallel: it needs tensor parallelism, and tensor is 1"
+    names = Counter(name for stage in plan.stages for name in stage)
+    for name, count in names.items():
+        if count > 1:
+            yield f"stages: layer {name!r} is there {count} times"
+    shape = list(_shape_faults(plan))
+    yield from shape
+    if shape:
         return
     placement = plan._placement
-    num = placement.num_stages
-    if len(plan.stages) != num:
-        yield f"stages: {len(plan.stages)}, but {plan.placement} on {plan.pipeline} has {num}"
-    for name in _COLUMNS:
-        column = getattr(plan.times, name)
-        if column is not None and len(column) != num:
-            yield f"times.{name}: {len(column)} values for {num} stages"
-    if len(plan.times.cap_bytes) != plan.pipeline:
-        yield f"times.cap_bytes: {len(plan.times.cap_bytes)} values for {plan.pipeline} devices"
-    home = placement.device_of_stage
+    num, home = placement.num_stages, placement.device_of_stage
     for source, destination, _ in plan.times.edges:
         if not 0 <= source < destination < num:
             yield f"times.edges: from stage {source} to {destination}; there are {num}"
         elif home[source] == home[destination]:
             yield f"times.edges: stages {source} and {destination} are on one device"
-    if len(plan.stages) == num and len(plan.times.forward) == len(plan.times.backward) == num:
-        try:
-            problem = plan.problem()
-        except ValueError as error:
+    try:
+        problem = plan.problem()
+    except (ValueError, OverflowError) as error:
+        if whole:
             yield f"times: {error}"
-            return
-        yield from (f"schedule: {fault}" for fault in faults_for(problem, plan.schedule))
+        faults = validate(plan.schedule)
+    else:
+        faults = faults_for(problem, plan.schedule) if whole else validate(plan.schedule)
+    yield from (f"schedule: {fault}" for fault in faults)
+
+
+def _shape_faults(plan: PlanFile) -> Iterator[str]:
+    """Columns that are not as long as there are stages, or devices."""
+    kind, chunks = PlacementKind(plan.placement), plan.num_chunks
+    if kind is PlacementKind.BIDIRECTIONAL:
+        yield "placement: bidirectional cannot be run: its weights are on two devices"
+    if plan.pipeline == 1 or kind is PlacementKind.SEQUENTIAL:
+        if chunks != 1:
+            yield f"num_chunks: {chunks}; {kind.value} on {plan.pipeline} has one stage a device"
+    elif kind is PlacementKind.FOLD and chunks % 2:
+        yield f"num_chunks: {chunks}; a fold has an even number of stages on a device"
+    num, devices = len(plan.stages), plan.pipeline
+    if num != devices * chunks:
+        yield f"stages: {num}, but {devices} device(s) with {chunks} each have {devices * chunks}"
+    for name in _COLUMNS:
+        column = getattr(plan.times, name)
+        if column is not None and len(column) != num:
+            yield f"times.{name}: {len(column)} values for {num} stages"
+    for name, values in (
+        ("times.cap_bytes", plan.times.cap_bytes),
+        ("predicted.memory_bytes", plan.predicted["memory_bytes"]),
+    ):
+        if len(values) != devices:
+            yield f"{name}: {len(values)} values for {devices} device(s)"

@@ -38,6 +38,31 @@ _EDGE = {
     "description": _MESSAGE,
 }
 
+_ANY = {"type": "object", "description": "an object"}
+_FIGURE = {"type": "number", "description": "a number"}
+_STAGE = {"type": "integer", "minimum": 0, "description": "a whole number, 0 or more"}
+_OPERATION = {
+    "type": "string",
+    "pattern": r"^[FBIWX][0-9]{1,9}:[0-9]{1,9}$",
+    "description": "an operation such as F2:0",
+}
+_PREDICTED = (
+    "step_s",
+    "samples_per_s",
+    "pipeline_s",
+    "exposed_reduction_s",
+    "optimizer_s",
+    "bubble",
+    "pipeline_bytes_per_sample",
+    "data_bytes_per_sample",
+)
+
+
+def _at_least(description: str, **properties: Any) -> dict[str, Any]:
+    """An object of these properties, and perhaps others."""
+    return {**record(description, **properties), "additionalProperties": True}
+
+
 SCHEMA = record(
     "a plan as 'pulse tune' writes it",
     format={"const": FORMAT, "description": f"{FORMAT!r} (a plan of this version)"},
@@ -46,7 +71,7 @@ SCHEMA = record(
         "required": ["name", "options"],
         "properties": {
             "name": _TEXT,
-            "options": {"type": "object", "description": "the fields that were overridden"},
+            "options": {"type": "object", "description": "the fields of its configuration"},
         },
         "description": "a backbone's record with name and options",
     },
@@ -64,7 +89,15 @@ SCHEMA = record(
     placement=_one_of([kind.value for kind in PlacementKind]),
     num_chunks=COUNT,
     stages=_list(_list(_TEXT, "names of a stage's layers"), "a list for each stage"),
-    schedule={"type": "object", "description": "a schedule: name, placement, order, ..."},
+    schedule=record(
+        "a schedule: name, placement, order, ...",
+        name=_TEXT,
+        placement=_one_of([kind.value for kind in PlacementKind]),
+        device_of_stage=_list(_STAGE, "the device of each stage"),
+        num_microbatches=COUNT,
+        order=_list(_list(_OPERATION, "a device's operations"), "a list for each device"),
+        fillers={"type": "array", "items": _ANY, "description": "a list of fillers"},
+    ),
     times=record(
         "the times that the schedule was made for",
         forward=_SECONDS,
@@ -74,8 +107,24 @@ SCHEMA = record(
         saved_bytes=_BYTES,
         cap_bytes=_BYTES,
     ),
-    predicted={"type": "object", "description": "what the tuner expects"},
-    provenance={"type": "object", "description": "where the plan is from"},
+    predicted=_at_least(
+        "what the tuner expects", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES
+    ),
+    provenance=_at_least(
+        "where the plan is from",
+        profile_sha256=_TEXT,
+        profile=_TEXT,
+        cluster=_ANY,
+        schedule=_at_least(
+            "how good the schedule is",
+            makespan=_FIGURE,
+            lower_bound=_FIGURE,
+            gap=_FIGURE,
+            proved=_FLAG,
+            solver=_TEXT,
+        ),
+        versions=_ANY,
+    ),
 )
 
 

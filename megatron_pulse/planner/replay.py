@@ -32,11 +32,23 @@ class Edge:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """A message on its way from device ``source`` to ``destination``, for ``consumer``."""
+
+    source: int
+    destination: int
+    consumer: Operation
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
 class Replay:
-    """When operations run, and how long each device is sending."""
+    """When operations run and messages travel, and how long each device is sending."""
 
     timeline: Timeline
     sending_s: tuple[float, ...]
+    transfers: tuple[Transfer, ...]
 
 
 def edges_of(
@@ -110,6 +122,7 @@ class _Run:
         self.receiving = [False for _ in devices]
         self.queue: list[deque[_Message]] = [deque() for _ in devices]
         self.sending_s = [0.0 for _ in devices]
+        self.transfers: list[Transfer] = []
         self.start: dict[Operation, float] = {}
         self.end: dict[Operation, float] = {}
         self.awaited = {op: self._inputs(op) for order in schedule.order for op in order}
@@ -144,7 +157,7 @@ class _Run:
         busy = tuple(sum(map(self._duration, order)) for order in self.schedule.order)
         bubble = tuple(makespan - b for b in busy)
         timeline = Timeline(self.schedule, self.start, self.end, makespan, busy, bubble)
-        return Replay(timeline, tuple(self.sending_s))
+        return Replay(timeline, tuple(self.sending_s), tuple(self.transfers))
 
     def _duration(self, op: Operation) -> float:
         return self.problem.duration(op.kind, op.stage)
@@ -199,7 +212,11 @@ class _Run:
                 self.queue[device].remove(message)
                 self.sending[device] = self.receiving[message.destination] = True
                 self.sending_s[device] += message.seconds
-                self._push(now + message.seconds, message)
+                arrival = now + message.seconds
+                self._push(arrival, message)
+                self.transfers.append(
+                    Transfer(device, message.destination, message.consumer, now, arrival)
+                )
                 return
 
     def _arrive(self, message: _Message, now: float) -> None:

@@ -17,21 +17,25 @@ from megatron_pulse.planner.schedule_looks import NAMES
 
 
 def trace_events(
-    problem: ScheduleProblem, timeline: Timeline | Sequence[Panel], microseconds: float = 1e3
+    problem: ScheduleProblem,
+    timeline: Timeline | Sequence[Panel],
+    microseconds: float = 1e3,
+    in_bytes: bool = False,
 ) -> dict[str, Any]:
     """JSON-able trace of one timeline, or of several as processes of their names.
 
-    ``microseconds`` is how many make one unit of the timelines: 1e6 for seconds.
+    ``microseconds`` is how many make one unit of the timelines: 1e6 for seconds. ``in_bytes`` says
+    that activations are counted in bytes.
     """
     panels = [Panel("pipeline", timeline)] if isinstance(timeline, Timeline) else list(timeline)
     events: list[dict[str, Any]] = []
     for process, panel in enumerate(panels, start=1):  # 0 is the idle process of a viewer
-        events += _process(problem, panel, process, microseconds)
+        events += _process(problem, panel, process, microseconds, in_bytes)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _process(
-    problem: ScheduleProblem, panel: Panel, process: int, scale: float
+    problem: ScheduleProblem, panel: Panel, process: int, scale: float, in_bytes: bool
 ) -> Iterator[dict[str, Any]]:
     yield _named("process_name", process, 0, panel.name)
     for device, order in enumerate(panel.timeline.schedule.order):
@@ -45,7 +49,8 @@ def _process(
         }
         for operation in order:
             yield _bar(panel.timeline, operation, process, device, scale)
-        yield from _activations(problem, panel.timeline, process, device, scale)
+        yield from _activations(problem, panel.timeline, process, device, scale, in_bytes)
+    yield from _lanes(panel, process, scale)
     yield from _flows(problem, panel.timeline, process, scale)
 
 
@@ -70,7 +75,12 @@ def _bar(
 
 
 def _activations(
-    problem: ScheduleProblem, timeline: Timeline, process: int, device: int, scale: float
+    problem: ScheduleProblem,
+    timeline: Timeline,
+    process: int,
+    device: int,
+    scale: float,
+    in_bytes: bool,
 ) -> Iterator[dict[str, Any]]:
     """A counter of memory: a forward takes at its start, what gives it back does at its end."""
     live = 0.0
@@ -83,8 +93,32 @@ def _activations(
                 "name": f"live activations, device {device}",
                 "pid": process,
                 "ts": (timeline.start if grows else timeline.end)[operation] * scale,
-                "args": {"stage activations": max(0.0, round(live, 9))},
+                "args": {"bytes" if in_bytes else "stage activations": max(0.0, round(live, 9))},
             }
+
+
+def _lanes(panel: Panel, process: int, scale: float) -> Iterator[dict[str, Any]]:
+    """What devices send or wait for, as threads of their own below those of the devices."""
+    first = len(panel.timeline.schedule.order)
+    for device in sorted({mark.device for mark in panel.lanes}):
+        yield _named("thread_name", process, first + device, f"device {device}: messages")
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": process,
+            "tid": first + device,
+            "args": {"sort_index": first + device},
+        }
+    for mark in panel.lanes:
+        yield {
+            "ph": "X",
+            "name": mark.text,
+            "cat": mark.look.value,
+            "pid": process,
+            "tid": first + mark.device,
+            "ts": mark.start * scale,
+            "dur": (mark.end - mark.start) * scale,
+        }
 
 
 def _flows(

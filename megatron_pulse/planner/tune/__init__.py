@@ -3,9 +3,11 @@
 ========  =======================================================================================
 config    one way to run: degrees, microbatch, layout, schedule, recomputation, optimizer
 ranks     which rank sits where in the cluster, and what its links are
+stages    what a config's stages are: costs, cuts, memory; why it cannot run
+estimate  what a config takes at the least, and about, without a schedule
 evaluate  what a config takes, by simulating the schedule that would run, or why it cannot run
-search    best-first branch and bound over all configs
-report    the result as a table and in words
+search    best-first branch and bound over all configs; whole schedules for the best
+explain   why the best is the best, and what to change where nothing fits
 ========  =======================================================================================
 
 PULSE (section VI) assumes M = P, seven times the parameters as memory, and neither tensor

@@ -10,7 +10,7 @@ from megatron_pulse.planner.cluster import Cluster
 from megatron_pulse.planner.costs import Link
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ranks:
     """Megatron's order of ranks: tensor first, then replicas, then the pipeline (tp-dp-pp).
 
@@ -48,6 +48,7 @@ class Ranks:
             return 0.0
         return self.cluster.allreduce_s(num_bytes, range(self.tensor))
 
+    @lru_cache(maxsize=4096)  # noqa: B019
     def reduce_s(self, device: int, num_bytes: float, scatter: bool) -> float:
         """Summing gradients over replicas; with ``scatter`` each rank keeps its part only."""
         if self.data == 1 or not num_bytes:
@@ -56,6 +57,7 @@ class Ranks:
         collective = self.cluster.reduce_scatter_s if scatter else self.cluster.allreduce_s
         return collective(num_bytes, ranks, concurrent=shared)
 
+    @lru_cache(maxsize=4096)  # noqa: B019
     def gather_s(self, device: int, num_bytes: float) -> float:
         """Gathering parameters from all replicas."""
         if self.data == 1 or not num_bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron_pulse.planner.cluster import Cluster
 from megatron_pulse.planner.costs import ChainCosts, MemoryRule, SkipCost
@@ -30,6 +30,7 @@ class Unfit(StrEnum):
     PARTITION = "no legal partition"
     SHARDS = "tensor parallelism divides nothing, or not evenly"
     SLOWER = "slower than those listed, by its lower bound"
+    SAME = "comes to the same as one listed"
 
 
 class UnfitError(ValueError):
@@ -58,11 +59,10 @@ class Stages:
 
     def per_device(self, values: tuple[float, ...]) -> tuple[float, ...]:
         """Values of stages, summed over each device's."""
-        placement = self.partition.placement
-        return tuple(
-            sum(values[s] for s in placement.stages_of_device(d))
-            for d in range(placement.num_devices)
-        )
+        sums = [0.0] * self.partition.placement.num_devices
+        for device, value in zip(self.partition.placement.device_of_stage, values, strict=True):
+            sums[device] += value
+        return tuple(sums)
 
 
 class Chain:
@@ -82,15 +82,16 @@ class Chain:
         self.profile, self.cluster = profile, cluster
         self.global_batch_size = global_batch_size
         self.sequence_parallel = sequence_parallel
+        self.heads = _heads(profile)
         self._costs_of = lru_cache(maxsize=512)(self._make_costs)
         self._stages_of = lru_cache(maxsize=4096)(self._make_stages)
         self._partition_of = lru_cache(maxsize=1024)(self._find_partition)
+        self._ranks_of = lru_cache(maxsize=None)(partial(Ranks, cluster))
+        self._spreads: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def ranks(self, config: Config) -> Ranks:
         """Where the config's ranks are."""
-        return Ranks(
-            self.cluster, config.pipeline, config.data, config.tensor, config.pipeline_inside
-        )
+        return self._ranks_of(config.pipeline, config.data, config.tensor, config.pipeline_inside)
 
     def costs(self, config: Config) -> ChainCosts:
         """Costs of the chain on one tensor-parallel rank.
@@ -112,7 +113,14 @@ class Chain:
         """Raises UnfitError for what no partition can mend."""
         sharded = [layer.sharded_parameters for layer in self.profile.layers]
         if config.tensor > 1 and (not any(sharded) or any(n % config.tensor for n in sharded)):
-            raise UnfitError(Unfit.SHARDS, f"T = {config.tensor}")
+            raise UnfitError(Unfit.SHARDS, f"T = {config.tensor} divides no or not all parameters")
+        if odd := [n for n in self.heads if n % config.tensor]:
+            raise UnfitError(Unfit.SHARDS, f"T = {config.tensor} does not divide {odd[0]} heads")
+        num_stages = config.pipeline * config.layout.num_chunks
+        if num_stages > len(sharded):
+            raise UnfitError(
+                Unfit.PARTITION, f"{config}: {len(sharded)} layers for {num_stages} stages"
+            )
         held = sum(self.costs(config).parameters) / config.pipeline
         state, limit = held * self.per_parameter(config), self.cluster.usable_bytes
         if state > limit:
@@ -150,12 +158,17 @@ class Chain:
             weight,
             tuple(lags.get((s, s + 1), 0.0) for s in range(placement.num_stages - 1)),
             stages.saved_bytes,
-            self._room(config, stages),
+            self._room(config, stages, num_microbatches),
         )
 
-    def _room(self, config: Config, stages: Stages) -> tuple[float, ...]:
-        """Bytes for activations: what is left, or P microbatches at the most, as 1F1B holds."""
-        room = []
+    def _room(self, config: Config, stages: Stages, num_microbatches: int) -> tuple[float, ...]:
+        """Bytes for activations: what is left, or P microbatches at the most, as 1F1B holds.
+
+        No more than all microbatches take, so that problems that come to the same are equal.
+        """
+        room, most = [], num_microbatches
+        if not config.ample:
+            most = min(most, config.pipeline)
         for device, least in enumerate(stages.per_device(stages.saved_bytes)):
             left = self._left(stages, device)
             if left < least:
@@ -164,7 +177,7 @@ class Chain:
                     f"{config}: device {device} has {max(0.0, left) / 1e9:.3g} GB for "
                     f"{least / 1e9:.3g} GB of one microbatch",
                 )
-            room.append(left if config.ample else min(left, config.pipeline * least))
+            room.append(min(left, most * least))
         return tuple(room)
 
     def _left(self, stages: Stages, device: int) -> float:
@@ -271,3 +284,10 @@ class Chain:
         )
         held, each = stages.per_device(stages.parameters), self.per_parameter(config)
         return replace(stages, state_bytes=tuple(count * each for count in held))
+
+
+def _heads(profile: Profile) -> tuple[int, ...]:
+    """The numbers of attention heads that the backbone's options name; tensor ranks share them."""
+    options = profile.backbone.get("options", {})
+    named = options.get("num_attention_heads", options.get("num_heads", ()))
+    return (named,) if isinstance(named, int) else tuple(named)

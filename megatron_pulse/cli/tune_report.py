@@ -1,0 +1,141 @@
+"""What ``pulse tune`` prints and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.explain import explain, gap
+from megatron_pulse.planner.tune.search import Tuning
+
+_COLUMNS = (
+    *("", "P", "D", "T", "b", "M", "layout", "schedule", "inside", "ms/sample", "samples/s"),
+    *("bubble", "GB", "MB pipe", "MB data", "gap"),
+)
+
+
+def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
+    """The table, what became of the rest, and on request the reasons."""
+    profile, cluster = evaluator.profile, evaluator.cluster
+    name = profile.backbone.get("name") or profile.backbone.get("table") or "the profile"
+    rows = [_COLUMNS, *(_row(i, o) for i, o in enumerate(found.outcomes, start=1))]
+    lines = [
+        f"{name}, {profile.dtype}, {profile.source} on {profile.device}; {cluster.num_devices} "
+        f"devices of {cluster.name}, {evaluator.global_batch_size} samples a step",
+        "",
+        *_table(rows),
+        "",
+        f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
+        f"{found.seconds:.1f} s; {gap(found)}",
+        "the rest:",
+    ]
+    for reason, count in found.refused.most_common():
+        if count:
+            example = found.examples.get(reason)
+            lines.append(f"  {count:7,d}  {reason}")
+            if explained and example:
+                lines.append(f"           for example {example}")
+    if found.num_left:
+        lines.append(f"  {found.num_left:7,d}  not looked at any further: the time was up")
+    if explained:
+        lines += ["", *explain(found)]
+    return lines
+
+
+def as_json(found: Tuning, evaluator: Evaluator) -> dict[str, Any]:
+    """The same for machines."""
+    return {
+        "backbone": dict(evaluator.profile.backbone),
+        "cluster": evaluator.cluster.name,
+        "global_batch_size": evaluator.global_batch_size,
+        "outcomes": [_record(outcome) for outcome in found.outcomes],
+        "num_configs": found.num_configs,
+        "num_simulated": found.num_simulated,
+        "num_left": found.num_left,
+        "proved": found.proved,
+        "bound_s": found.bound_s if found.num_left else None,
+        "seconds": found.seconds,
+        "refused": {reason.name.lower(): count for reason, count in found.refused.items()},
+        "examples": {reason.name.lower(): text for reason, text in found.examples.items()},
+    }
+
+
+def _record(outcome: Outcome) -> dict[str, Any]:
+    config = outcome.config
+    return {
+        "pipeline": config.pipeline,
+        "data": config.data,
+        "tensor": config.tensor,
+        "micro_batch_size": config.micro_batch_size,
+        "num_microbatches": config.num_microbatches(outcome.global_batch_size),
+        "layout": config.layout.value,
+        "split": config.split,
+        "ample": config.ample,
+        "recompute": config.recompute,
+        "distributed_optimizer": config.distributed_optimizer,
+        "pipeline_inside": config.pipeline_inside,
+        "cuts": list(outcome.stages.partition.cuts),
+        "step_s": outcome.step_s,
+        "samples_per_s": outcome.throughput,
+        "pipeline_s": outcome.pipeline_s,
+        "exposed_reduction_s": outcome.reduce_s,
+        "optimizer_s": outcome.optimizer_s,
+        "bubble": outcome.bubble,
+        "memory_bytes": list(outcome.memory_bytes),
+        "pipeline_bytes_per_sample": outcome.pipeline_bytes,
+        "data_bytes_per_sample": outcome.data_bytes,
+        "gap": outcome.synthesis.certificate.gap,
+        "extrapolated": outcome.extrapolated,
+    }
+
+
+def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
+    config = outcome.config
+    schedule = [
+        word
+        for word, used in (
+            ("split", config.split),
+            ("ample", config.ample),
+            ("recompute", config.recompute),
+            ("dist-opt", config.distributed_optimizer),
+        )
+        if used
+    ]
+    inside = ""
+    if config.pipeline > 1 and config.data > 1:
+        inside = "pipeline" if config.pipeline_inside else "replicas"
+    gap = f"{outcome.synthesis.certificate.gap:.1%}"
+    return (
+        str(rank),
+        str(config.pipeline),
+        str(config.data),
+        str(config.tensor),
+        str(config.micro_batch_size),
+        str(config.num_microbatches(outcome.global_batch_size)),
+        config.layout.value,
+        ",".join(schedule) or "-",
+        inside or "-",
+        f"{1e3 * outcome.step_s / outcome.global_batch_size:.4g}",
+        f"{outcome.throughput:.4g}",
+        f"{outcome.bubble:.1%}",
+        f"{max(outcome.memory_bytes) / 1e9:.1f}",
+        f"{outcome.pipeline_bytes / 1e6:.1f}",
+        f"{outcome.data_bytes / 1e6:.1f}",
+        f"{gap}*" if outcome.extrapolated else gap,
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = {_COLUMNS.index(name) for name in ("layout", "schedule", "inside")}
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i in text else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    if any(row[-1].endswith("*") for row in rows):
+        lines.append("* of 3 P microbatches, continued at the rate of their end")
+    return lines

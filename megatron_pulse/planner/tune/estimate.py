@@ -1,0 +1,153 @@
+"""What a config takes, roughly and at once: bounds and estimates for the order of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megatron_pulse.planner.costs import running_sum
+from megatron_pulse.planner.placement import PlacementKind
+from megatron_pulse.planner.replay import Edge, edges_of, link_bound
+from megatron_pulse.planner.schedule.bounds import device_bound
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.tune.config import Config, Layout
+from megatron_pulse.planner.tune.stages import Chain
+
+GRADIENT_BYTES: Mapping[str, int] = {"bfloat16": 4, "float16": 2, "float32": 4}
+"""Bytes of a gradient as Megatron sums it over replicas."""
+
+PARAMETER_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a parameter as the distributed optimizer gathers it."""
+
+OPTIMIZER_BYTES = 30
+"""Bytes that Adam reads and writes for a parameter: gradient, copy and both moments in fp32."""
+
+CPU_BYTES_PER_S = 10e9
+"""Of memory, roughly, where the cluster does not say what its devices reach."""
+
+_BUBBLE: Mapping[Layout, float] = {
+    Layout.WHOLE: 0.0,
+    Layout.SEQUENTIAL: 1.0,
+    Layout.INTERLEAVED: 0.5,
+    Layout.FOLD_EXACT: 0.5,
+    Layout.FOLD_SOFT: 0.5,
+    Layout.TWO_WAVES: 0.25,
+}
+"""Microbatches' worth of idling per further device, of equal stages with fused backwards."""
+
+
+class Estimator(Chain):
+    """A chain whose configs are bounded and estimated, without and with their partition."""
+
+    def quick_bound(self, config: Config) -> float:
+        """No step of the config is shorter: all work, spread evenly, and the optimizer.
+
+        With one stage on a device and whole backwards, device d also idles while a microbatch is
+        on those before it: M loads of its own and one of each of those fit into the step T. The
+        loads can then come to all work W only if W <= T (1 - (1 - 1/M)^P).
+        """
+        costs = self.costs(config)
+        whole = sum(costs.forward_s) + sum(costs.backward_s)
+        count = config.num_microbatches(self.global_batch_size)
+        work = count * whole / config.pipeline
+        if config.layout is Layout.SEQUENTIAL and not config.split:
+            work = max(work, whole / (1 - (1 - 1 / count) ** config.pipeline))
+        return work + self.optimizer_s(config, sum(costs.parameters) / config.pipeline)
+
+    def bound(self, config: Config) -> float:
+        """No step of the config is shorter, its partition known; raises UnfitError."""
+        stages = self.stages(config)
+        problem = self.problem(config, config.num_microbatches(self.global_batch_size))
+        most = max(stages.per_device(stages.parameters))
+        least = max(device_bound(problem), link_bound(problem, stages.edges))
+        return least + self.optimizer_s(config, most)
+
+    def estimate(self, config: Config) -> float:
+        """About what a step takes, from cuts that spread the work evenly."""
+        costs = self.costs(config)
+        loads, delay, link_s = self._spread(config)
+        held = sum(costs.parameters) / config.pipeline
+        return self._about(config, max(loads, link_s), delay, held)
+
+    def cut_estimate(self, config: Config) -> float:
+        """About what a step takes, from the config's own cuts; raises UnfitError."""
+        stages = self.stages(config)
+        problem = self.problem(config, 1)
+        loads = stages.per_device(tuple(map(sum, zip(*durations(problem), strict=True))))
+        work = max(*loads, link_bound(problem, stages.edges))
+        held = max(stages.per_device(stages.parameters))
+        estimate = self._about(config, work, _delay(stages.edges), held)
+        return max(estimate, self.bound(config))
+
+    def optimizer_s(self, config: Config, parameters: float) -> float:
+        """Seconds of Adam over the ``parameters`` of a rank."""
+        peaks = self.cluster.peaks
+        rate = peaks.bytes_per_s if peaks is not None else CPU_BYTES_PER_S
+        parts = config.data if config.distributed_optimizer else 1
+        return parameters * OPTIMIZER_BYTES / parts / rate
+
+    def _about(self, config: Config, work: float, delay: float, held: float) -> float:
+        share = _BUBBLE[config.layout] * (1 / 3 if config.split else 1)
+        share *= 1 if config.ample or config.layout.num_chunks == 1 else 4 / 3
+        ranks, size = self.ranks(config), GRADIENT_BYTES[self.profile.dtype]
+        last = work * (2 / 3) / config.layout.num_chunks
+        reduce_s = max(0.0, ranks.reduce_s(0, held * size, config.distributed_optimizer) - last)
+        if config.distributed_optimizer:
+            reduce_s += ranks.gather_s(0, held * PARAMETER_BYTES[self.profile.dtype])
+        steps = config.num_microbatches(self.global_batch_size) + share * (config.pipeline - 1)
+        return steps * work + delay + reduce_s + self.optimizer_s(config, held)
+
+    def _spread(self, config: Config) -> tuple[float, float, float]:
+        """The work of a device, the delay of links, and what a device sends, of a microbatch.
+
+        All are of cuts at equal shares of the work; a fold's skips stay at home.
+        """
+        key = (
+            config.pipeline,
+            config.data,
+            config.tensor,
+            config.micro_batch_size,
+            config.layout,
+            config.recompute,
+            config.pipeline_inside,
+        )
+        if key not in self._spreads:
+            costs, placement = self.costs(config), config.placement
+            work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+            edges: tuple[Edge, ...] = ()
+            if placement.num_stages > 1:
+                cuts = even_cuts(work, placement.num_stages)
+                link = self.ranks(config).link
+                edges = edges_of(costs, Partition(placement, cuts), link)
+            if placement.kind is PlacementKind.FOLD:
+                edges = tuple(e for e in edges if e.destination == e.source + 1)
+            busy = [0.0] * config.pipeline
+            for edge in edges:
+                for stage in (edge.source, edge.destination):
+                    busy[placement.device_of_stage[stage]] += 2 * edge.seconds
+            each = max(sum(work) / config.pipeline, max(work))
+            self._spreads[key] = (each, _delay(edges), max(busy))
+        return self._spreads[key]
+
+
+def even_cuts(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Cuts at equal shares of ``work``, every stage with a layer or more."""
+    total = running_sum(work)
+    cuts = [0]
+    for k in range(1, num_stages):
+        near = int(np.searchsorted(total, total[-1] * k / num_stages))
+        cuts.append(max(cuts[-1] + 1, min(near, len(work) - num_stages + k)))
+    return (*cuts, len(work))
+
+
+def durations(problem: ScheduleProblem) -> list[tuple[float, ...]]:
+    """Times of every stage's forward, backward and weight gradient."""
+    none = (0.0,) * len(problem.forward)
+    return [problem.forward, problem.backward, problem.weight_grad or none]
+
+
+def _delay(edges: Sequence[Edge]) -> float:
+    """How long a microbatch travels, there and back."""
+    return 2 * sum(edge.seconds for edge in edges if edge.destination == edge.source + 1)

@@ -1,0 +1,221 @@
+"""What a search found, in words: why the best is the best, and what to change if nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from megatron_pulse.planner.tune.config import Choices, Config, configs
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.search import Tuning
+from megatron_pulse.planner.tune.stages import Unfit, UnfitError
+
+MOST_NODES = 64
+"""Times as many nodes as there are, up to which it is tried whether something fits."""
+
+CLOSEST = 24
+"""Configs that are cut to see what memory they need: those with the least on the mean device."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the seconds of a step go."""
+
+    compute: float
+    idle: float
+    reduction: float
+    optimizer: float
+
+
+def parts(outcome: Outcome) -> Parts:
+    """Computing of the mean device, its waiting in the pipeline, and what comes after."""
+    compute = outcome.pipeline_s * (1 - outcome.bubble)
+    idle = outcome.pipeline_s * outcome.bubble
+    return Parts(compute, idle, outcome.reduce_s, outcome.optimizer_s)
+
+
+def explain(found: Tuning) -> list[str]:
+    """Lines about the winner, and about the best of every other degree and layout."""
+    best = found.outcomes[0]
+    mine = parts(best)
+    lines = [
+        f"why {best.config}:",
+        f"  of a step of {_ms(best.step_s)} the mean device computes {_share(mine.compute, best)}"
+        f" and waits {_share(mine.idle, best)}; gradients that nothing hides take "
+        f"{_share(mine.reduction, best)}, the optimizer {_share(mine.optimizer, best)}",
+    ]
+    least, most = min(best.memory_bytes), max(best.memory_bytes)
+    lines.append(f"  its devices hold {least / 1e9:.3g} to {most / 1e9:.3g} GB")
+    others = {
+        name: rival
+        for name, rival in sorted(found.rivals.items(), key=lambda item: item[1].step_s)
+        if not _shares(name, best.config)
+    }
+    told: dict[Config, list[str]] = {}
+    for name, rival in others.items():
+        told.setdefault(rival.config, []).append(name)
+    for config, names in told.items():
+        rival = others[names[0]]
+        lines.append(f"  {', '.join(names)}: at best {config}: {against(best, rival)}")
+    for degree in sorted(found.degrees):
+        if f"P={degree}" not in found.rivals:
+            counts = found.degrees[degree].most_common(2)
+            said = "; ".join(f"{n} x {reason}" for reason, n in counts)
+            lines.append(f"  P={degree}: none simulated ({said})")
+    return lines
+
+
+def against(best: Outcome, rival: Outcome) -> str:
+    """What ``rival`` loses, and where."""
+    ours, theirs = parts(best), parts(rival)
+    deltas = {
+        "computing": theirs.compute - ours.compute,
+        "waiting": theirs.idle - ours.idle,
+        "reduction": theirs.reduction - ours.reduction,
+        "optimizer": theirs.optimizer - ours.optimizer,
+    }
+    lost = rival.step_s / best.step_s - 1
+    told = [
+        f"{name} {1e3 * delta:+.3g} ms"
+        for name, delta in sorted(deltas.items(), key=lambda item: -abs(item[1]))
+        if abs(delta) > 0.002 * best.step_s
+    ]
+    return f"{lost:.1%} slower ({', '.join(told) or 'by a little of everything'})"
+
+
+def gap(found: Tuning) -> str:
+    """How sure the result is."""
+    if found.proved:
+        return "proved: no config that was left can be sooner than the best, as simulated"
+    better = 1 - found.bound_s / found.outcomes[0].step_s
+    return (
+        f"not proved: {found.num_left} configs were left when the time was up; none can take more "
+        f"than {better:.1%} off the best step"
+    )
+
+
+def nothing_fits(
+    evaluator: Evaluator, choices: Choices, candidates: Iterable[Config], has_skips: bool
+) -> str:
+    """What would have to change; each remedy is one that was tried and fits."""
+    cluster = evaluator.cluster
+    need = _least_memory(evaluator, candidates)
+    said = [f"each device has {cluster.usable_bytes / 1e9:.4g} GB to use"]
+    if need is not None:
+        said.append(f"the least that any config needs is {need[0] / 1e9:.3g} GB ({need[1]})")
+    remedies: list[str] = []
+    for words, relaxed in _relaxations(choices):
+        if remedies and relaxed == Choices():
+            break  # one change is enough
+        fits = _first_fit(evaluator, _configs(evaluator, relaxed, has_skips))
+        if fits is not None:
+            remedies.append(f"{words}: {fits} fits")
+    nodes = cluster.nodes
+    while not remedies and cluster.inter_node and nodes < MOST_NODES * cluster.nodes:
+        nodes *= 2
+        larger = replace(cluster, nodes=nodes)
+        grown = Evaluator(
+            evaluator.profile, larger, evaluator.global_batch_size, evaluator.sequence_parallel
+        )
+        fits = _first_fit(grown, _configs(grown, choices, has_skips))
+        if fits is not None:
+            remedies.append(f"{larger.num_devices} devices ({nodes} nodes): {fits} fits")
+    if not remedies:
+        more = "more nodes" if cluster.inter_node else "the file names no link to more nodes"
+        remedies.append(f"nothing that was tried: other degrees, sizes, recomputation, {more}")
+    return "; ".join(said) + "".join(f"\n  with {remedy}" for remedy in remedies)
+
+
+_EACH = (
+    ("recomputation", "recompute"),
+    ("other microbatch sizes", "micro_batch_size"),
+    ("other pipeline degrees", "pipeline"),
+    ("other tensor degrees", "tensor"),
+    ("other layouts", "layouts"),
+)
+
+
+def _relaxations(choices: Choices) -> list[tuple[str, Choices]]:
+    """``choices`` with one restriction less, for each that there is, and with none."""
+    free = Choices()
+    each = [
+        (words, replace(choices, **{name: getattr(free, name)}))
+        for words, name in _EACH
+        if getattr(choices, name) != getattr(free, name)
+    ]
+    return [*each, ("any choice", free)] if each else []
+
+
+def _configs(evaluator: Evaluator, choices: Choices, has_skips: bool) -> list[Config]:
+    cluster = evaluator.cluster
+    return list(
+        configs(
+            cluster.num_devices,
+            cluster.devices_per_node,
+            evaluator.global_batch_size,
+            has_skips,
+            choices,
+        )
+    )
+
+
+def _by_need(evaluator: Evaluator, candidates: Iterable[Config]) -> list[Config]:
+    """The least memory on the mean device first, without what no memory could mend."""
+    needs = []
+    for config in candidates:
+        try:
+            evaluator.refuse(config)
+        except UnfitError as error:
+            if error.reason not in (Unfit.STATE, Unfit.ACTIVATIONS):
+                continue
+        costs = evaluator.costs(config)
+        held = sum(costs.parameters) * evaluator.per_parameter(config) + sum(costs.saved_bytes)
+        needs.append((held / config.pipeline, config))
+    return [config for _, config in sorted(needs)]
+
+
+def _least_memory(
+    evaluator: Evaluator, candidates: Iterable[Config]
+) -> tuple[float, Config] | None:
+    """The least that the fullest device of one of the closest configs would need, for one
+    microbatch at a time."""
+    ample = Evaluator(
+        evaluator.profile,
+        replace(evaluator.cluster, memory_gb=1e6),
+        evaluator.global_batch_size,
+        evaluator.sequence_parallel,
+    )
+    found = []
+    for config in _by_need(ample, candidates)[:CLOSEST]:
+        try:
+            stages = ample.stages(config)
+        except UnfitError:
+            continue
+        kept = stages.per_device(stages.saved_bytes)
+        columns = zip(stages.state_bytes, stages.transient_bytes, kept, strict=True)
+        found.append((max(map(sum, columns)), config))
+    return min(found, default=None)
+
+
+def _first_fit(evaluator: Evaluator, candidates: Iterable[Config]) -> Config | None:
+    """One of the closest configs that fits; None if none does."""
+    for config in _by_need(evaluator, candidates)[:CLOSEST]:
+        try:
+            evaluator.refuse(config)
+            evaluator.problem(config, 1)
+        except UnfitError:
+            continue
+        return config
+    return None
+
+
+def _shares(name: str, config: Config) -> bool:
+    return name in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.value)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms"
+
+
+def _share(seconds: float, outcome: Outcome) -> str:
+    return f"{seconds / outcome.step_s:.1%}"

@@ -1,0 +1,316 @@
+"""``pulse check``, ``show`` and ``compare``: true figures, true pictures, refusals in full."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_pulse.cli import main
+from megatron_pulse.planner.plan_file import PlanFile, save_plan
+from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.trace import save_trace
+from megatron_pulse.profile.files import save_profile
+from tests.plans import small_plan, small_profile, trace_of
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a plan and its profile."""
+    monkeypatch.chdir(tmp_path)
+    save_plan(small_plan(), "plan.json")
+    save_profile(small_profile(), "profile.json")
+    return tmp_path
+
+
+def as_json(argv: str, capsys: pytest.CaptureFixture[str]) -> Any:
+    assert main([*argv.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def of_class(svg: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    return [element for element in svg.iter() if element.get("class") == name]
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "pipeline"),
+    [("fold", True, 2), ("fold", False, 4), ("sequential", False, 3), ("sequential", False, 1)],
+)
+def test_check_says_what_it_looked_at(
+    kind: str, split: bool, pipeline: int, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = small_plan(kind, split, pipeline)
+    machines = {**plan.provenance["cluster"], "devices_per_node": plan.world_size}
+    save_plan(replace(plan, provenance={**plan.provenance, "cluster": machines}), "a.json")
+    record = as_json("check a.json", capsys)
+    assert record["can_run"] and record["faults"] == []
+    checked = record["checked"]
+    assert list(checked) == "form schedule backbone skips messages ranks memory".split()
+    operations = len(plan.stages) * plan.num_microbatches * (3 if split else 2)
+    assert f"{operations} operations" in checked["schedule"]
+    home = plan.partition.device_of_layer
+    stay = [home(skip.source) == home(skip.destination) for skip in small_profile().skips]
+    numbers = [int(word) for word in checked["skips"].split() if word.isdigit()]
+    assert (numbers[0], sum(numbers[1:])) == (sum(stay), stay.count(False))
+    assert all(stay) == (kind == "fold" or pipeline == 1)
+    at_least = 2 * plan.num_microbatches * len(plan.times.edges)
+    assert int(checked["messages"].split()[0]) >= at_least
+    if pipeline == 1:
+        assert checked["messages"].startswith("0 ")
+    assert main(["check", "a.json"]) == 0
+    out = capsys.readouterr().out
+    assert "it can run: --pulse-plan a.json" in out and all(text in out for text in checked)
+
+
+def change(plan: PlanFile, **changes: Any) -> PlanFile:
+    return replace(plan, **changes)
+
+
+def moved(plan: PlanFile) -> PlanFile:
+    """Two layers have changed places."""
+    first, second, *rest = plan.stages
+    return change(plan, stages=((*first[:-1], second[0]), (first[-1], *second[1:]), *rest))
+
+
+def with_options(plan: PlanFile, **options: Any) -> PlanFile:
+    known = plan.backbone["options"]
+    return change(plan, backbone={**plan.backbone, "options": {**known, **options}})
+
+
+def crowded(plan: PlanFile) -> PlanFile:
+    """Memory that is not there, on machines that are too few; and another backbone."""
+    small = {**plan.provenance["cluster"], "devices_per_node": 2, "memory_gb": 1}
+    return change(
+        with_options(plan, depth=6),
+        predicted={**plan.predicted, "memory_bytes": [3e9, 1e6]},
+        provenance={**plan.provenance, "cluster": small},
+    )
+
+
+def illegal(plan: PlanFile) -> PlanFile:
+    order = (plan.schedule.order[0][1:], plan.schedule.order[1])
+    return change(crowded(plan), schedule=replace(plan.schedule, order=order))
+
+
+BROKEN: dict[str, tuple[Callable[[PlanFile], PlanFile], list[str]]] = {
+    "places": (moved, ["stages: layer", "(in stage 0); uvit-tiny has"]),
+    "other options": (lambda p: with_options(p, depth=10), ["uvit-tiny has"]),
+    "unknown": (
+        lambda p: change(p, backbone={"name": "uvit-tinny", "options": {}}),
+        ["no backbone is called 'uvit-tinny'; did you mean uvit-tiny"],
+    ),
+    "bad options": (lambda p: with_options(p, colour=1), ["backbone: ", "colour"]),
+    "machines": (
+        crowded,
+        [
+            "3 faults",
+            "uvit-tiny has",
+            "the plan is for 4 ranks; cpu has 2",
+            "memory: device 0 needs 3 GB of 0.8 GB",
+        ],
+    ),
+    "illegal too": (
+        illegal,
+        ["F0:0 is missing on device 0", "the plan is for 4 ranks", "device 0 needs 3 GB"],
+    ),
+    "shape": (
+        lambda p: change(crowded(p), times=replace(p.times, cap_bytes=(1e6,))),
+        ["times.cap_bytes: 1 values for 2 device(s)", "the plan is for 4 ranks; cpu has 2"],
+    ),
+    "cluster": (
+        lambda p: change(p, provenance={**p.provenance, "cluster": {"name": "x"}}),
+        ["provenance.cluster", "nodes"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_check_lists_every_fault(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    breaking, expected = BROKEN[case]
+    save_plan(breaking(small_plan()), "bad.json")
+    before = {path: path.read_bytes() for path in here.iterdir()}
+    assert main(["check", "bad.json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("pulse check: error: ") and "Traceback" not in err
+    for text in expected:
+        assert text in err
+    assert main(["check", "bad.json", "--json"]) == 2
+    record = json.loads(capsys.readouterr().out)
+    assert not record["can_run"] and record["faults"]
+    assert all(fault in err for fault in record["faults"])
+    assert {path: path.read_bytes() for path in here.iterdir()} == before
+
+
+def test_check_lists_faults_of_form(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads((here / "plan.json").read_text())
+    del record["tensor"]
+    record["data"] = 0
+    (here / "bad.json").write_text(json.dumps(record))
+    assert main(["check", "bad.json"]) == 2
+    err = capsys.readouterr().err
+    assert "2 faults" in err and "tensor is missing" in err and "data is 0" in err
+    (here / "bad.json").write_text("{")
+    for command in ("check", "show"):
+        assert main([command, "bad.json"]) == 2
+        assert "bad.json cannot be read as a plan" in capsys.readouterr().err
+
+
+def test_show_tells_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "plan.json"]) == 0
+    out = capsys.readouterr().out
+    plan = small_plan()
+    line = plan.replay().timeline
+    for text in (
+        "uvit-tiny on 4 rank(s): pipeline 2 x data 2 x tensor 1, fold of 4 stage(s)",
+        "batch 16 = 2 replica(s) x 4 microbatch(es) of 2, float32",
+        "neighbouring ranks are devices of one stage",
+        f"{1e3 * line.busy[1]:.4g} ms",
+        "constructive",
+        "torchrun --nproc-per-node 4 launch/pretrain_diffusion.py --pulse-plan plan.json",
+        "--pipeline-model-parallel-size 2",
+        "--overlap-grad-reduce",
+        "device  1 | ",
+    ):
+        assert text in out
+    rows = [row for row in out.splitlines() if row.startswith("device  ") and "|" in row]
+    assert sorted(op for row in rows for op in row.split() if ":" in op) == sorted(
+        str(op) for order in plan.schedule.order for op in order
+    )
+    ranks = [row.split()[1] for row in out.splitlines() if row.strip()[:2] in ("0 ", "1 ")]
+    assert ranks == ["0-1", "2-3"]
+    save_plan(replace(plan, rank_order="tp-pp-dp"), "inside.json")
+    assert main(["show", "inside.json"]) == 0
+    out = capsys.readouterr().out
+    assert "0, 2" in out and "1, 3" in out and "--use-tp-pp-dp-mapping" in out
+
+
+def test_show_draws_operations_and_messages(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = small_plan(split=True)
+    save_plan(plan, "split.json")
+    replayed = plan.replay()
+    assert main("show split.json -o d/o.svg".split()) == 0
+    assert "drawn to d/o.svg" in capsys.readouterr().out
+    svg = ElementTree.parse(here / "d/o.svg").getroot()
+    assert len(of_class(svg, "op")) == 3 * 4 * 4
+    groups = of_class(svg, "lanes")
+    marks = [mark for group in groups for mark in of_class(group, "mark")]
+    assert len(marks) == len(replayed.transfers) == 2 * 2 * 4
+    scale = (float(svg.get("width", "")) - 156 - 150) / replayed.timeline.makespan
+    for mark, transfer in zip(marks, replayed.transfers, strict=True):
+        assert float(mark.get("x", "")) == pytest.approx(156 + scale * transfer.start, abs=0.02)
+        lasts = scale * (transfer.end - transfer.start)
+        assert float(mark.get("width", "")) == pytest.approx(max(1.0, lasts), abs=0.02)
+        hatched = mark.get("fill") == "url(#gradient)"
+        assert hatched == (transfer.consumer.kind is not Kind.FORWARD)
+        assert f"for {transfer.consumer}, device" in str(mark.findtext("{*}title"))
+    text = "".join(svg.itertext())
+    assert "sends gradients" in text and "waits for" not in text and "GB of activations" in text
+    assert main("show split.json -o d/o.json".split()) == 0
+    events = json.loads((here / "d/o.json").read_text())["traceEvents"]
+    bars = [event for event in events if event["ph"] == "X"]
+    assert len(bars) == 3 * 4 * 4 + len(replayed.transfers)
+    sent = [event for event in bars if event["tid"] >= 2]
+    assert [event["ts"] for event in sent] == [
+        pytest.approx(1e6 * transfer.start) for transfer in replayed.transfers
+    ]
+
+
+def test_report_is_one_page(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("show plan.json -o o.html --profile profile.json".split()) == 0
+    page = (here / "o.html").read_text()
+    assert "src=" not in page and "href=" not in page
+    drawings = page.split("<svg")[1:]
+    assert len(drawings) == 2
+    cut, timeline = (
+        ElementTree.fromstring("<svg" + text[: text.index("</svg>") + 6]) for text in drawings
+    )
+    assert len(of_class(cut, "unit")) == len(small_profile().layers)
+    assert len(of_class(timeline, "op")) == 2 * 4 * 4
+    for text in ("Memory", "2 GB", "9.6 GB are usable", "0 to 1", "torchrun", "made up"):
+        assert text in page
+    assert main("show plan.json -o alone.html".split()) == 0
+    alone = (here / "alone.html").read_text()
+    assert alone.count("<svg") == 1 and "--profile" in alone
+
+
+FLAGS = {
+    "show missing": ("show none.json", ["none.json cannot be read as a plan"]),
+    "show": (
+        "show plan.json -o o.png --profile none.json",
+        ["2 faults", "must end in .svg, .html or .json", "none.json: there is no such file"],
+    ),
+    "show over itself": ("show plan.json -o plan.json", ["is the plan itself"]),
+    "compare": (
+        "compare plan.json none.json -o o.txt --profile none2.json",
+        [
+            "4 faults",
+            "TRACE none.json: there is no such file",
+            "--profile none2.json: there is no such file",
+            "--profile and --write-profile come together",
+            "must end in .svg",
+        ],
+    ),
+    "compare over its input": (
+        "compare plan.json trace.json -o plan.json --profile profile.json --write-profile "
+        "profile.json",
+        ["2 faults", "-o plan.json would replace what is read", "--write-profile profile.json"],
+    ),
+    "compare no trace": ("compare plan.json profile.json", ["is not a whole trace"]),
+}
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_bad_flags_are_refused(case: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = small_plan()
+    save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
+    argv, expected = FLAGS[case]
+    before = {path: path.read_bytes() for path in here.iterdir()}
+    assert main(argv.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "error: " in err and "Traceback" not in err
+    for text in expected:
+        assert text in err
+    assert {path: path.read_bytes() for path in here.iterdir()} == before
+
+
+def test_another_chains_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = small_profile()
+    first, *rest = profile.layers
+    renamed = replace(profile, layers=(replace(first, name="other"), *rest))
+    save_profile(renamed, "other.json")
+    plan = small_plan()
+    save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
+    for argv in (
+        "show plan.json -o o.html --profile other.json",
+        "compare plan.json trace.json --profile other.json --write-profile new.json",
+    ):
+        assert main(argv.split()) == 2
+        assert "is of other layers than uvit-tiny" in capsys.readouterr().err
+
+
+def test_needs_no_torch(here: Path) -> None:
+    plan = small_plan()
+    save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
+    code = (
+        "import sys; from megatron_pulse.cli import main; "
+        "assert main(['check', 'plan.json']) == 0; "
+        "assert main('show plan.json -o o.html --profile profile.json'.split()) == 0; "
+        "assert main('compare plan.json trace.json -o o.svg'.split()) == 0; "
+        "assert not {'torch', 'megatron', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["check", "show", "compare"])
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert "examples:" in capsys.readouterr().out

@@ -1,0 +1,102 @@
+"""``pulse tune``: its table is the tuner's, plans can be read, and refusals say what to do."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_pulse.cli import main
+from megatron_pulse.planner.cluster import save_cluster
+from megatron_pulse.planner.plan_file import load_plan
+from megatron_pulse.profile.files import save_profile
+from tests.planner.tune.problems import cluster, profile
+
+FAST = "--seconds 2 --solver none"
+ASKED = "tune --profile p.json --cluster c.yaml --global-batch-size 16"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a profile and a cluster."""
+    monkeypatch.chdir(tmp_path)
+    save_profile(profile(random.Random(0), 12, 5), "p.json")
+    save_cluster(cluster(1, 4), "c.yaml")
+    return tmp_path
+
+
+def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{ASKED} {FAST} --top 4 --explain --json t.json -o plan.json".split()) == 0
+    text = capsys.readouterr().out
+    record = json.loads((here / "t.json").read_text())
+    outcomes = record["outcomes"]
+    assert 1 <= len(outcomes) <= 4
+    assert [o["step_s"] for o in outcomes] == sorted(o["step_s"] for o in outcomes)
+    best = outcomes[0]
+    assert best["pipeline"] * best["data"] * best["tensor"] == 4
+    assert best["num_microbatches"] * best["data"] * best["micro_batch_size"] == 16
+    assert f"{best['samples_per_s']:.4g}" in text and "the rest:" in text
+    assert "why P=" in text and "the mean device computes" in text
+    plan = load_plan(here / "plan.json")
+    assert (plan.pipeline, plan.data, plan.tensor) == (
+        best["pipeline"], best["data"], best["tensor"]
+    )  # fmt: skip
+    assert plan.num_microbatches == best["num_microbatches"] == plan.schedule.num_microbatches
+    assert plan.replay().timeline.makespan == pytest.approx(best["pipeline_s"])
+    assert plan.predicted["samples_per_s"] == pytest.approx(best["samples_per_s"])
+
+
+def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--layouts", "fold exact,sequential", "--no-recompute", "--no-split", "--json"]
+    asked = f"{ASKED} {FAST} --pipeline 4 --tensor 1 --micro-batch-size 2"
+    assert main([*asked.split(), *flags]) == 0
+    outcomes = json.loads(capsys.readouterr().out)["outcomes"]
+    assert {o["layout"] for o in outcomes} == {"fold exact", "sequential"}
+    assert {o["pipeline"] for o in outcomes} == {4}
+    for outcome in outcomes:
+        assert outcome["micro_batch_size"] == 2 and outcome["tensor"] == 1
+        assert not outcome["recompute"] and not outcome["split"]
+
+
+def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--layouts", "fold,sequential", "--pipeline", "2,x", "--seconds", "0", "--top", "0"]
+    asked = f"{ASKED} --option a=1 --dtype float16 -o plan.txt".replace("p.json", "none.json")
+    assert main([*asked.split(), *flags]) == 2
+    error = capsys.readouterr().err
+    for part in (
+        "8 faults",
+        "--layouts: 'fold' is none of",
+        "--pipeline 2,x",
+        "--seconds is 0",
+        "--top is 0",
+        "none.json: there is no such file",
+        "--option is for --backbone",
+        "--dtype is for --backbone",
+        "must end in .json",
+    ):
+        assert part in error
+    assert sorted(p.name for p in here.iterdir()) == ["c.yaml", "p.json"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--cluster nowhere", "no cluster is called 'nowhere'"),
+        ("--pipeline 3", "no degrees divide both 4 devices and a global batch of 16"),
+        ("--global-batch-size 15 --tensor 1 --pipeline 2", "no degrees divide"),
+    ],
+)
+def test_refuses(here: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str) -> None:
+    assert main(f"{ASKED} {flags} {FAST}".split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_cluster(cluster(1, 4, memory_gb=0.8), "c.yaml")
+    assert main(f"{ASKED} {FAST} --no-recompute --tensor 1 -o plan.json".split()) == 2
+    error = capsys.readouterr().err
+    assert "nothing fits: each device has 0.8 GB to use; the least that any config" in error
+    assert "with " in error.splitlines()[-1]
+    assert not (here / "plan.json").exists()

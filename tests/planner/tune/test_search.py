@@ -1,0 +1,171 @@
+"""The search finds what simulating every config finds, and its bounds hold."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.schedule.validate import faults_for
+from megatron_pulse.planner.tune.config import Choices, Layout, configs
+from megatron_pulse.planner.tune.estimate import even_cuts
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.explain import nothing_fits
+from megatron_pulse.planner.tune.search import Tuning, finish, search
+from megatron_pulse.planner.tune.stages import Unfit, UnfitError
+from tests.planner.tune.problems import cluster, profile, random_evaluator
+
+
+def simulate_all(evaluator: Evaluator, candidates: list) -> list[Outcome]:
+    """Every config that can run, soonest first."""
+    found = []
+    for config in candidates:
+        try:
+            found.append(evaluator.evaluate(config))
+        except UnfitError:
+            continue
+    return sorted(found, key=lambda outcome: outcome.step_s)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_best_is_that_of_exhaustive_simulation(seed: int) -> None:
+    evaluator, candidates = random_evaluator(seed)
+    everything = simulate_all(evaluator, candidates)
+    found = search(evaluator, candidates, keep=3, seconds=float("inf"))
+    assert bool(found.outcomes) == bool(everything)
+    if everything:
+        assert found.outcomes[0].step_s == pytest.approx(everything[0].step_s, rel=1e-12)
+        assert found.proved and found.num_left == 0
+        assert found.num_simulated <= len(everything)
+    assert found.num_configs == len(candidates)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.data())
+def test_bounds_hold(seed: int, data: st.DataObject) -> None:
+    evaluator, candidates = random_evaluator(seed)
+    config = data.draw(st.sampled_from(candidates))
+    try:
+        evaluator.refuse(config)
+        outcome = evaluator.evaluate(config, quick=True)
+    except UnfitError:
+        return
+    # Not step_s, which the bound itself keeps from being less where it is extrapolated.
+    if not outcome.extrapolated:
+        simulated = outcome.pipeline_s + outcome.reduce_s + outcome.optimizer_s
+        assert evaluator.bound(config) <= simulated * (1 + 1e-9)
+    assert evaluator.quick_bound(config) <= evaluator.bound(config) * (1 + 1e-9)
+
+
+def test_list_has_every_way_once() -> None:
+    """Without a limit of memory or slow links soft folds are cut as exact ones are."""
+    machine = cluster(1, 2, memory_gb=500.0, intra_gbs=500.0)
+    evaluator = Evaluator(profile(random.Random(1), 12, 5, even=True), machine, 8)
+    choices = Choices(tensor=(1,), micro_batch_size=(1, 2, 4))
+    candidates = list(configs(2, 2, 8, True, choices))
+    found = search(evaluator, candidates, keep=10, seconds=float("inf"))
+    runs = [(o.stages.partition, o.problem, replace(o.config, layout=Layout.FOLD_SOFT, ample=False))
+            for o in found.outcomes]  # fmt: skip
+    assert len(set(runs)) == len(runs) == 10
+    assert found.refused[Unfit.SAME] > 0
+    steps = [o.step_s for o in found.outcomes]
+    assert steps == sorted(steps)
+
+
+def test_out_of_time_says_what_is_left() -> None:
+    evaluator = Evaluator(profile(random.Random(2), 14, 6), cluster(2, 4), 32)
+    candidates = list(configs(8, 4, 32, True, Choices()))
+    short = search(evaluator, candidates, keep=3, seconds=0.0)
+    assert len(short.outcomes) == 1 and short.num_left > 0 and not short.proved
+    assert 0 < short.bound_s < short.outcomes[0].step_s
+    long = search(evaluator, candidates, keep=3, seconds=1.5)
+    assert short.bound_s <= long.outcomes[0].step_s <= short.outcomes[0].step_s
+    for found in (short, long):
+        counted = sum(found.refused.values()) + found.num_left
+        assert counted <= found.num_configs
+
+
+def test_finalists_have_whole_schedules() -> None:
+    evaluator = Evaluator(profile(random.Random(3), 12, 5), cluster(), 64)
+    choices = Choices(tensor=(1,), micro_batch_size=(1,), pipeline=(2,), recompute=(False,))
+    found = search(evaluator, configs(4, 4, 64, True, choices), keep=5, seconds=float("inf"))
+    assert any(outcome.extrapolated for outcome in found.outcomes[:3])
+    finish(evaluator, found, seconds=1.5)
+    best = found.outcomes[0]
+    assert not best.extrapolated
+    assert best.synthesis.schedule.num_microbatches == 32 == best.config.num_microbatches(64)
+    assert faults_for(best.problem, best.synthesis.schedule) == []
+    assert [o.step_s for o in found.outcomes] == sorted(o.step_s for o in found.outcomes)
+    assert best.step_s >= evaluator.bound(best.config)
+
+
+def test_no_fold_without_skips_unless_it_is_sooner() -> None:
+    """Slow links: a fold sends twice what a row of stages does."""
+    chain = profile(random.Random(4), 16, 0, megabytes=8.0, even=True)
+    slow = Evaluator(chain, cluster(1, 4, intra_gbs=0.8), 16)
+    choices = Choices(
+        pipeline=(4,), tensor=(1,), micro_batch_size=(1,), ample=(False,), recompute=(False,)
+    )
+    candidates = list(configs(4, 4, 16, False, choices))
+    assert not any(config.layout is Layout.FOLD_SOFT for config in candidates)
+    best = search(slow, candidates, seconds=float("inf")).outcomes[0]
+    assert best.config.layout is Layout.SEQUENTIAL
+    folds = [c for c in candidates if c.layout is Layout.FOLD_EXACT]
+    assert simulate_all(slow, folds)[0].step_s > best.step_s
+    # The same chain on fast links, where few microbatches make the fill count: folds fill sooner.
+    fast = Evaluator(chain, cluster(1, 4, intra_gbs=500.0), 4)
+    few = [c for c in configs(4, 4, 4, False, choices) if not c.split]
+    outcomes = simulate_all(fast, few)
+    chosen = search(fast, few, seconds=float("inf")).outcomes[0]
+    assert chosen.step_s == pytest.approx(outcomes[0].step_s)
+    assert chosen.config.layout is not Layout.SEQUENTIAL
+
+
+def test_tensor_degree_must_divide_heads() -> None:
+    chain = profile(random.Random(5), 8, 3)
+    chain = replace(chain, backbone={"name": "x", "options": {"num_heads": [6, 12]}})
+    evaluator = Evaluator(chain, cluster(1, 4), 8)
+    for config in configs(4, 4, 8, True, Choices(tensor=(4,))):
+        with pytest.raises(UnfitError, match="does not divide 6 heads") as error:
+            evaluator.refuse(config)
+        assert error.value.reason is Unfit.SHARDS
+
+
+def test_says_what_would_fit() -> None:
+    chain = profile(random.Random(6), 12, 5, saved_mb=400.0, parameters=50_000_000)
+    choices = Choices(recompute=(False,), tensor=(1,))
+    small = Evaluator(chain, cluster(2, 2, memory_gb=3.2), 8)
+    candidates = list(configs(4, 2, 8, True, choices))
+    found = search(small, candidates, seconds=float("inf"))
+    assert not found.outcomes and sum(found.refused.values()) == len(candidates)
+    text = nothing_fits(small, choices, candidates, True)
+    assert "the least that any config needs is" in text
+    need = float(text.split("needs is ")[1].split(" GB")[0])
+    enough = Evaluator(chain, cluster(2, 2, memory_gb=1.01 * need), 8)
+    assert search(enough, candidates, seconds=float("inf")).outcomes
+    less = Evaluator(chain, cluster(2, 2, memory_gb=0.97 * need), 8)
+    assert not search(less, candidates, seconds=float("inf")).outcomes
+    assert "fits" in text  # with recomputation or tensor parallelism, or on more devices
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=30), st.integers(1, 30))
+def test_even_cuts_leave_no_stage_empty(work: list[float], num_stages: int) -> None:
+    num_stages = min(num_stages, len(work))
+    cuts = even_cuts(work, num_stages)
+    assert cuts[0] == 0 and cuts[-1] == len(work) and len(cuts) == num_stages + 1
+    assert all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
+
+
+def test_refusals_add_up() -> None:
+    evaluator, candidates = random_evaluator(7)
+    seen: list[Tuning] = []
+    found = search(evaluator, candidates, keep=3, seconds=float("inf"), progress=seen.append)
+    listed = found.num_simulated - found.refused[Unfit.SAME]
+    assert seen and listed >= len(found.outcomes)
+    refused = sum(found.refused.values()) - found.refused[Unfit.SAME]
+    # Every config is refused, or was simulated; the slower of the simulated may be dropped twice.
+    assert refused <= found.num_configs <= refused + found.num_simulated
