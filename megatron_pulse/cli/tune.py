@@ -162,7 +162,7 @@ def tune(evaluator: Evaluator, choices: Choices, seconds: float, solver: str, to
         def progress(now: Tuning) -> None:
             bar.update(min(round(now.seconds), bar.total) - bar.n)
             if now.outcomes:
-                bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s")
+                bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
 
         found = search(evaluator, candidates, top, seconds - finishing, progress)
         if not found.outcomes:

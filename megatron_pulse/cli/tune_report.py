@@ -105,7 +105,7 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
     inside = ""
     if config.pipeline > 1 and config.data > 1:
         inside = "pipeline" if config.pipeline_inside else "replicas"
-    gap = f"{outcome.synthesis.certificate.gap:.1%}"
+    gap = f"{max(0.0, outcome.synthesis.certificate.gap):.1%}"
     return (
         str(rank),
         str(config.pipeline),
@@ -119,9 +119,9 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         f"{1e3 * outcome.step_s / outcome.global_batch_size:.4g}",
         f"{outcome.throughput:.4g}",
         f"{outcome.bubble:.1%}",
-        f"{max(outcome.memory_bytes) / 1e9:.1f}",
-        f"{outcome.pipeline_bytes / 1e6:.1f}",
-        f"{outcome.data_bytes / 1e6:.1f}",
+        f"{max(outcome.memory_bytes) / 1e9:#.3g}",
+        f"{outcome.pipeline_bytes / 1e6:#.3g}",
+        f"{outcome.data_bytes / 1e6:#.3g}",
         f"{gap}*" if outcome.extrapolated else gap,
     )
 

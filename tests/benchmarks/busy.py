@@ -36,42 +36,53 @@ def profile(kind: str) -> Any:
     return measure(load_backbone(name, options), [MICRO_BATCH_SIZE])
 
 
-def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) -> list[float]:
-    """Seconds that this rank spends in operations, for each step."""
+def executor_of(plan: Any, num_microbatches: int, micro_batch_size: int) -> tuple[Any, Any, Any]:
+    """This rank's executor of ``plan``, its settings, and a step's batches."""
     import torch
     import torch.distributed as dist
 
-    from megatron_pulse.planner.placement import fold
-    from megatron_pulse.planner.plan import Plan
-    from megatron_pulse.planner.stages import Partition
     from megatron_pulse.runtime.exchange import message_spec
     from megatron_pulse.runtime.executor import Executor
     from megatron_pulse.runtime.failures import default_board
     from megatron_pulse.runtime.links import Links
     from megatron_pulse.runtime.settings import RunSettings
     from megatron_pulse.runtime.stage import Stage
-    from model_specs import load_backbone
     from tests.runtime.equality import Case, join_pipeline, make_batch, mean_squared_error
 
     torch.set_num_threads(1)
-    config, _ = join_pipeline()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    name, options = BACKBONES[kind]
-    backbone = load_backbone(name, options)
-    plan = Plan(backbone, Partition(fold(world), cuts))
+    config, group = join_pipeline()
+    rank, backbone = dist.get_rank(), plan.backbone
     step = plan.step(num_microbatches)
-    settings = RunSettings(MICRO_BATCH_SIZE, torch.float32, torch.device("cpu"), mean_squared_error)
+    settings = RunSettings(micro_batch_size, torch.float32, torch.device("cpu"), mean_squared_error)
     stages = {
         s: Stage(config, backbone, plan.routes, s, seed=1)
         for s in plan.placement.stages_of_device(rank)
     }
-    board = default_board()
-    links = Links(
-        dist.group.WORLD, lambda m: settings.make_empty(message_spec(plan.routes, m)), board, 60.0
-    )
+    board, links = default_board(), None
+    if group is not None:
+        links = Links(
+            group, lambda m: settings.make_empty(message_spec(plan.routes, m)), board, 60.0
+        )
     executor = Executor(
         backbone, plan.routes, step.schedule, step.programs[rank], rank, stages, links, board
     )
+    case = Case("fold", num_microbatches, dtype="float32", micro_batch_size=micro_batch_size)
+    batches = [make_batch(backbone, case, 0, m) for m in range(num_microbatches)]
+    return executor, settings, batches
+
+
+def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) -> list[float]:
+    """Seconds that this rank spends in operations, for each step."""
+    import torch.distributed as dist
+
+    from megatron_pulse.planner.placement import fold
+    from megatron_pulse.planner.plan import Plan
+    from megatron_pulse.planner.stages import Partition
+    from model_specs import load_backbone
+
+    name, options = BACKBONES[kind]
+    plan = Plan(load_backbone(name, options), Partition(fold(2), cuts))
+    executor, settings, batches = executor_of(plan, num_microbatches, MICRO_BATCH_SIZE)
     spent = 0.0
     run = executor._run
 
@@ -81,9 +92,7 @@ def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) ->
         run(operation)
         spent += time.perf_counter() - start
 
-    executor._run = timed  # type: ignore[method-assign]
-    case = Case("fold", num_microbatches, dtype="float32", micro_batch_size=MICRO_BATCH_SIZE)
-    batches = [make_batch(backbone, case, 0, m) for m in range(num_microbatches)]
+    executor._run = timed
     seconds = []
     for _ in range(steps):
         spent = 0.0
