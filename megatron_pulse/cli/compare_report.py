@@ -13,14 +13,14 @@ from megatron_pulse.cli import page
 from megatron_pulse.cli.plan_text import heading, table
 from megatron_pulse.diffusion.files import replacing
 from megatron_pulse.planner.compare_trace import Comparison, Row
-from megatron_pulse.planner.draw_lanes import sent, waited
-from megatron_pulse.planner.draw_schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.lanes import sent, waited
+from megatron_pulse.planner.draw.looks import NAMES
+from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.measured import timeline_of, typical_step
 from megatron_pulse.planner.plan_file import PlanFile
 from megatron_pulse.planner.replay import Replay
-from megatron_pulse.planner.schedule_looks import NAMES
 from megatron_pulse.planner.trace import Trace
-from megatron_pulse.planner.trace_events import trace_events
 
 
 @dataclass(frozen=True)

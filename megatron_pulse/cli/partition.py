@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.cli.partition_report import Result, as_json, report
     from megatron_pulse.diffusion.files import replacing
     from megatron_pulse.planner.costs import Link
-    from megatron_pulse.planner.draw_partition import draw_partition
+    from megatron_pulse.planner.draw.partition import draw_partition
     from megatron_pulse.planner.partition import Goal, PartitionError
     from megatron_pulse.planner.placement import make_placement
     from megatron_pulse.planner.ways import Way, best, compare

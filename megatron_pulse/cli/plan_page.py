@@ -9,13 +9,13 @@ from pathlib import Path
 from megatron_pulse.cli import page, plan_text
 from megatron_pulse.diffusion.files import replacing
 from megatron_pulse.planner.costs import ChainCosts, Link, evaluate
-from megatron_pulse.planner.draw_lanes import sent
-from megatron_pulse.planner.draw_partition import draw_partition
-from megatron_pulse.planner.draw_schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.lanes import sent
+from megatron_pulse.planner.draw.partition import draw_partition
+from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.plan_file import PlanFile
 from megatron_pulse.planner.replay import Replay
 from megatron_pulse.planner.schedule.validate import peak_activations
-from megatron_pulse.planner.trace_events import trace_events
 
 
 def write(plan: PlanFile, replayed: Replay, costs: ChainCosts | None, path: Path, at: Path) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 from megatron_pulse.cli import page
 from megatron_pulse.cli.schedule_input import Task
 from megatron_pulse.diffusion.files import replacing
-from megatron_pulse.planner.draw_schedule import draw_schedule
+from megatron_pulse.planner.draw.schedule import draw_schedule
+from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.schedule.compare import Rival
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.simulate import Timeline, grid, run
 from megatron_pulse.planner.schedule.validate import peak_activations
-from megatron_pulse.planner.trace_events import trace_events
 
 _GRID_WIDTH = 180
 

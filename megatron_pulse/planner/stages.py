@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from megatron_pulse.planner.placement import Placement
@@ -20,7 +21,7 @@ class Partition:
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that holds the layer at index ``layer``."""
-        return next(s for s in range(len(self.cuts) - 1) if layer < self.cuts[s + 1])
+        return bisect_right(self.cuts, layer) - 1
 
     def device_of_layer(self, layer: int) -> int:
         """The device that hosts the layer at index ``layer``."""

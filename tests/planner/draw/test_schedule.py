@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_pulse.planner.draw_schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.placement import (
     Placement,
     bidirectional,
@@ -21,7 +22,6 @@ from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.simulate import Timeline, run
-from megatron_pulse.planner.trace_events import trace_events
 
 LEFT, RIGHT = 156, 150
 """Pixels beside the bars."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
-from megatron_pulse.planner.canvas import FAINT, GREY, INK, Canvas
-from megatron_pulse.planner.draw_lanes import (
+from megatron_pulse.planner.draw.canvas import FAINT, GREY, INK, Canvas
+from megatron_pulse.planner.draw.lanes import (
     HEIGHT,
     LINK,
     Look,
@@ -22,11 +22,11 @@ from megatron_pulse.planner.draw_lanes import (
     draw_lanes,
     draw_mark,
 )
+from megatron_pulse.planner.draw.looks import MARKS, NAMES, tile
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.simulate import Timeline, dependency
 from megatron_pulse.planner.schedule.validate import peak_activations
-from megatron_pulse.planner.schedule_looks import MARKS, NAMES, tile
 
 _LEFT, _RIGHT, _TOP, _HEADING, _AXIS, _LEGEND = 156.0, 150.0, 62.0, 24.0, 40.0, 40.0
 _LANES = 22.0  # the legend's second line

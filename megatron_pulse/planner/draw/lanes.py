@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from xml.etree import ElementTree
 
-from megatron_pulse.planner.canvas import Canvas
+from megatron_pulse.planner.draw.canvas import Canvas
 from megatron_pulse.planner.replay import Transfer
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.trace import TimedWait

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_pulse.planner.costs import ChainCosts, Link, SkipCost, evaluate
-from megatron_pulse.planner.draw_partition import draw_partition
+from megatron_pulse.planner.draw.partition import draw_partition
 from megatron_pulse.planner.partition import Goal, find_partition
 from megatron_pulse.planner.placement import (
     Placement,
