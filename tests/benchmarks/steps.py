@@ -27,7 +27,7 @@ from model_specs import load_backbone
 from tests.benchmarks.busy import BACKBONES, executor_of
 from tests.ranks import run_ranks
 
-SIZES = (1, 2, 4)
+SIZES = (1, 4)
 FOLD, ROW, LOOPED, WHOLE = (
     Layout.FOLD_EXACT,
     Layout.SEQUENTIAL,
@@ -147,7 +147,7 @@ def rank_correlation(a: list[float], b: list[float]) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=9, help="of each config, two more to warm up")
+    parser.add_argument("--steps", type=int, default=5, help="of each config, two more to warm up")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     cluster = run_ranks(2, probed, timeout_s=300)[0]
@@ -168,8 +168,8 @@ def main() -> None:
     print(f"links: {cluster.intra_node}")
     for c in cells:
         print(
-            f"{c.backbone}, {c.config}, M={c.microbatches}: {1e3 * c.predicted_s:.0f} ms predicted, "
-            f"{1e3 * c.measured_s:.0f} ms measured ({100 * c.error:+.1f} %)"
+            f"{c.backbone}, {c.config}, M={c.microbatches}: {1e3 * c.predicted_s:.0f} ms "
+            f"predicted, {1e3 * c.measured_s:.0f} ms measured ({100 * c.error:+.1f} %)"
         )
     for name, value in summary.items():
         print(f"{name.replace('_', ' ')}: {value:.3f}")
