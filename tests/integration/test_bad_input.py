@@ -139,7 +139,7 @@ def plan_otherwise() -> None:
 
     original = Plan.digest
     rank = os.environ["RANK"]
-    Plan.digest = lambda self, count: original(self, count) + rank  # type: ignore[method-assign]
+    Plan.digest = lambda self, *count: original(self, *count) + rank  # type: ignore[method-assign]
     train([*GOOD, *pipeline(2)])
 
 

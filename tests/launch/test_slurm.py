@@ -30,6 +30,13 @@ def cluster() -> Iterator[SlurmCluster]:
         yield started
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_running(cluster: SlurmCluster) -> Iterator[None]:
+    """A test that fails leaves its nodes to the next."""
+    yield
+    cluster.command("scancel", "--user", "root")
+
+
 class Training:
     """A job of two nodes with one rank each, and what it wrote."""
 
@@ -147,12 +154,12 @@ def test_what_cannot_run_says_so_at_once(
     path = f"launch/slurm/{script}"
     assert "to start at" in cluster.command("sbatch", "--test-only", path, *argv, cwd=ROOT)
     job = cluster.submit("--time=1", f"--output={output}", path, *argv, cwd=ROOT)
-    cluster.wait_for(job, {"FAILED"}, timeout_s=30)
+    cluster.wait_for(job, {"FAILED"}, timeout_s=60)
     assert fault in output.read_text()
 
 
 def test_submitted_elsewhere_it_names_the_repository(cluster: SlurmCluster, tmp_path: Path) -> None:
     script = str(ROOT / "launch/slurm/pretrain.sbatch")
     job = cluster.submit("--time=1", script, cwd=tmp_path)
-    cluster.wait_for(job, {"FAILED"}, timeout_s=30)
+    cluster.wait_for(job, {"FAILED"}, timeout_s=60)
     assert "PULSE_ROOT" in (tmp_path / f"slurm-{job}.out").read_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_pulse.planner.costs import weighted_costs
 from megatron_pulse.planner.placement import make_placement
-from megatron_pulse.planner.plan import make_plan
+from megatron_pulse.planner.plan import Plan, make_plan
 from megatron_pulse.planner.program import Run
 from megatron_pulse.planner.schedule.fillers import Filler, fill
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
@@ -43,12 +43,17 @@ def with_fillers(schedule: Schedule) -> Schedule:
 
 
 def run_filled(case: Case, fails_at: int | None, num_workloads: int) -> Filled:
-    from megatron_pulse.planner import plan
     from tests.runtime import equality
 
     config, group = join_pipeline()
-    make = plan.make_schedule
-    plan.make_schedule = lambda *args, **kwargs: with_fillers(make(*args, **kwargs))
+    make = equality.make_plan
+
+    def make_filled(*args: Any, **kwargs: Any) -> Plan:
+        plan = make(*args, **kwargs)
+        schedule = with_fillers(plan.step(case.num_microbatches).schedule)
+        return replace(plan, schedules=(schedule,))
+
+    equality.make_plan = make_filled
     slices: list[tuple[int, int]] = []
     grad_modes: set[bool] = set()
 

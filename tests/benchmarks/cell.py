@@ -1,0 +1,220 @@
+"""One cell: every contestant in turn, on one backbone over links of one rate."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone
+from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Groups, Runner
+from tests.benchmarks.network import INTERFACE, Node, namespaces
+from tests.benchmarks.runners import make_runner
+from tests.ranks import run_ranks
+
+MOST_DELAY = 0.05
+"""A repetition in which a rank waited longer than this share for a processor is done again."""
+
+RT_PRIORITY = 1
+"""Ranks sleep most of the time; when they wake up they should not queue behind others' work."""
+
+TRIES = 4
+"""How often at the most; then it counts all the same."""
+
+
+@dataclass
+class Measured:
+    """What a rank saw of one contestant: per repetition when its step began and ended, the bytes
+    that its interface sent, the payload by the contestant's own count, and the share of the step
+    in which the rank that was kept longest waited for a processor."""
+
+    start_s: list[float] = field(default_factory=list)
+    end_s: list[float] = field(default_factory=list)
+    wire_bytes: list[int] = field(default_factory=list)
+    sent_bytes: list[int] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
+    held_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A contestant in a cell. Seconds are emulated; bytes are of a step of all ranks, emulated.
+
+    ``held_bytes`` are the real activations that the fullest rank held; ``delays`` are the
+    shares of each repetition that a rank waited for a processor, which other processes had.
+    """
+
+    contestant: str
+    engine: str
+    seconds: list[float]
+    wire_bytes: float
+    sent_bytes: float
+    expected_bytes: int
+    held_bytes: float
+    predicted_s: float
+    compute_s: float
+    bubble: float
+    solver: str
+    delays: list[float]
+
+    @property
+    def median_s(self) -> float:
+        """Of the repetitions."""
+        return median(self.seconds)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def run_cell(
+    backbone: Backbone,
+    contestants: Sequence[Contestant],
+    num_ranks: int,
+    rate_mbit: float,
+    repetitions: int,
+    ranks_per_node: int = 1,
+    timeout_s: float = 1200.0,
+) -> list[Result]:
+    """Measure ``contestants`` on ``num_ranks`` processes; consecutive ranks share a node.
+
+    Raises RuntimeError where there can be no namespaces and RanksFailed if a rank fails.
+    """
+    with namespaces(num_ranks // ranks_per_node, rate_mbit) as nodes:
+        try:
+            measured = run_ranks(
+                num_ranks,
+                _measure,
+                nodes,
+                ranks_per_node,
+                backbone,
+                list(contestants),
+                repetitions,
+                timeout_s=timeout_s,
+            )
+        finally:
+            for rank in multiprocessing.active_children():
+                rank.kill()  # those of an interrupted run
+    return [
+        _result(contestant, [rank[i] for rank in measured], num_ranks)
+        for i, contestant in enumerate(contestants)
+    ]
+
+
+def compute_s(contestant: Contestant) -> float:
+    """Seconds of computing in a step, over all ranks."""
+    count = contestant.num_microbatches
+    if contestant.problem is None:
+        return count * sum(f + b for f, b, _ in contestant.layers)
+    p = contestant.problem
+    return count * (sum(p.forward) + sum(p.backward) + sum(p.weight_grad or ()))
+
+
+def _result(contestant: Contestant, ranks: list[Measured], num_ranks: int) -> Result:
+    repetitions = range(len(ranks[0].start_s))
+    seconds = [
+        max(r.end_s[i] for r in ranks) - min(r.start_s[i] for r in ranks) for i in repetitions
+    ]
+    computing = compute_s(contestant)
+    return Result(
+        contestant.name,
+        contestant.engine.value,
+        seconds,
+        median(sum(r.wire_bytes[i] for r in ranks) for i in repetitions),
+        median(sum(r.sent_bytes[i] for r in ranks) for i in repetitions),
+        contestant.expected_bytes,
+        max(r.held_bytes for r in ranks),
+        contestant.predicted_s,
+        computing,
+        1 - computing / (num_ranks * median(seconds)),
+        contestant.solver,
+        ranks[0].delays,
+    )
+
+
+def _measure(
+    nodes: list[Node],
+    ranks_per_node: int,
+    backbone: Backbone,
+    contestants: list[Contestant],
+    repetitions: int,
+) -> list[Measured]:
+    """On a rank. All clocks are this machine's."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    # Imports take long and are no part of a step: before the ranks become urgent.
+    from tests.benchmarks import data_parallel, relays  # noqa: F401
+
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(RT_PRIORITY))
+    nodes[int(os.environ["RANK"]) // ranks_per_node].enter()
+    os.environ["MASTER_ADDR"] = nodes[0].address
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    groups = Groups.join()
+    runners = []
+    for contestant in contestants:
+        try:
+            runners.append(make_runner(contestant, backbone, groups))
+            runners[-1].step()
+        except BaseException as error:
+            error.add_note(f"contestant {contestant.name}")
+            raise
+    found = [Measured() for _ in runners]
+    gc.collect()
+    gc.disable()
+    for _ in range(repetitions):
+        for runner, measured in zip(runners, found, strict=True):
+            _repeat(runner, measured)
+            gc.collect()
+    dist.barrier()
+    for runner, measured in zip(runners, found, strict=True):
+        measured.held_bytes = runner.held_bytes()
+    return found
+
+
+def _repeat(runner: Runner, measured: Measured) -> None:
+    """One repetition that others' processes did not spoil, or the last try."""
+    import torch
+    import torch.distributed as dist
+
+    for left in reversed(range(TRIES)):
+        dist.barrier()
+        sent, own = _sent_bytes(), runner.sent_bytes()
+        dist.barrier()
+        waited, start = _waited_s(), time.perf_counter()
+        runner.step()
+        end = time.perf_counter()
+        share = torch.tensor([(_waited_s() - waited) / (end - start)])
+        dist.barrier()
+        sent, own = _sent_bytes() - sent, runner.sent_bytes() - own
+        dist.all_reduce(share, dist.ReduceOp.MAX)
+        if share.item() <= MOST_DELAY or not left:
+            break
+    measured.start_s.append(start)
+    measured.end_s.append(end)
+    measured.wire_bytes.append(sent)
+    measured.sent_bytes.append(own)
+    measured.delays.append(share.item())
+
+
+def _waited_s() -> float:
+    """How long this thread has been ready to run and did not, since it began (Linux)."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def _sent_bytes() -> int:
+    """What this node's interface has sent, by the kernel's count."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    raise RuntimeError(f"no interface {INTERFACE}")

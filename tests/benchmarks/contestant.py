@@ -1,0 +1,91 @@
+"""What a contestant is, planned in one process and run in others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.stages import Partition
+
+TIMEOUT_S = 120.0
+"""For any one wait of a rank."""
+
+
+class Engine(StrEnum):
+    """Whose code runs a step."""
+
+    OURS = "ours"
+    MEGATRON_1F1B = "Megatron 1F1B"
+    MEGATRON_INTERLEAVED = "Megatron interleaved"
+    TORCH_1F1B = "torch 1F1B"
+    TORCH_INTERLEAVED = "torch interleaved 1F1B"
+    TORCH_ZBV = "torch ZBV"
+    DATA_PARALLEL = "Megatron DDP"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to run a step, planned for one backbone and one bandwidth; all of it is emulated.
+
+    ``packed`` are the fp32 elements of the one tensor that enters each stage (not ours);
+    ``layers`` of a data-parallel run are (forward seconds, backward seconds, gradient elements).
+    ``exchange`` sends shapes before tensors where they differ, else all are as large as the
+    largest (Megatron interleaved).
+    """
+
+    name: str
+    engine: Engine
+    num_microbatches: int
+    partition: Partition | None = None
+    problem: ScheduleProblem | None = None
+    schedule: Schedule | None = None
+    packed: tuple[int, ...] = ()
+    layers: tuple[tuple[float, float, int], ...] = ()
+    exchange: bool = False
+    solver: str = ""
+    predicted_s: float = 0.0
+    expected_bytes: int = 0
+    saved_bytes: tuple[float, ...] = ()
+    notes: str = ""
+
+
+@dataclass
+class Runner:
+    """``step()`` runs one step; ``sent_bytes()`` is the payload that its own count says it sent."""
+
+    step: Callable[[], None]
+    sent_bytes: Callable[[], int]
+    held_bytes: Callable[[], float] = lambda: 0.0
+
+
+@dataclass
+class Held:
+    """Saved activations of the real backbone that this rank would hold, and the most so far."""
+
+    now: float = 0.0
+    most: float = 0.0
+
+    def add(self, num_bytes: float) -> None:
+        self.now += num_bytes
+        self.most = max(self.most, self.now)
+
+
+@dataclass
+class Groups:
+    """All ranks as one pipeline: Megatron's groups, as its schedules take them."""
+
+    collection: Any
+
+    @staticmethod
+    def join() -> Groups:
+        """Collective."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import schedules
+
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=dist.get_world_size())
+        return Groups(schedules._build_default_pg_collection())

@@ -1,0 +1,245 @@
+"""Who runs: each way with the partition that is best for it at a bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron_pulse.planner.costs import ChainCosts, Link
+from megatron_pulse.planner.partition import Goal, PartitionError, find_partition
+from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.replay import edges_of, replay
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.tune.evaluate import Outcome
+from megatron_pulse.planner.volume import relayed, volume
+from tests.benchmarks.contestant import Contestant, Engine
+from tests.benchmarks.emulation import Emulation
+
+SYNTHESIS_EFFORT = 6
+"""As the tuner searches, so that a schedule is the same every time."""
+
+SOLVER_S = 5.0
+
+TUNED = "tuned"
+
+LEAST_S = 1e-6
+
+
+def contestants(
+    emulation: Emulation,
+    link: Link,
+    num_devices: int,
+    num_microbatches: int,
+    solver_s: float = SOLVER_S,
+) -> list[Contestant]:
+    """All of them over links like ``link`` (emulated)."""
+    plan = _Planner(emulation, link, num_devices, num_microbatches, solver_s)
+    return [*plan.ours(), *plan.theirs(), *plan.data_parallel()]
+
+
+def tuned(
+    emulation: Emulation, link: Link, outcome: Outcome, entered: Sequence[Contestant]
+) -> Contestant:
+    """What the tuner picked: one of ``entered`` if it is the same, else another contestant.
+
+    Data parallel is the one that is entered; the tuner's pipelines are the product's own.
+    """
+    if outcome.config.pipeline == 1:
+        return next(c for c in entered if c.engine is Engine.DATA_PARALLEL)
+    partition, problem = outcome.stages.partition, outcome.problem
+    count = outcome.config.num_microbatches(outcome.global_batch_size)
+    plan = _Planner(emulation, link, partition.placement.num_devices, count, 0.0)
+    found = plan.synthesized(TUNED, partition, outcome.config.split, cap=problem.cap)
+    same = (c for c in entered if c.partition == partition and c.schedule == found.schedule)
+    return next(same, found)
+
+
+class _Planner:
+    def __init__(
+        self, emulation: Emulation, link: Link, num_devices: int, count: int, solver_s: float
+    ) -> None:
+        self.emulation, self.link = emulation, link
+        self.num_devices, self.count, self.solver_s = num_devices, count, solver_s
+        self.costs = emulation.slow
+        self.relayed = relayed(self.costs)
+
+    def ours(self) -> Iterator[Contestant]:
+        folded, row = fold(self.num_devices), sequential(self.num_devices)
+        seen: list[tuple[int, ...]] = []
+        for name, collocate in (("fold exact", True), ("fold soft", False)):
+            partition = self.cut(self.costs, folded, collocate)
+            if partition is None or partition.cuts in seen:
+                continue  # where the best cut breaks no skip, soft is exact
+            seen.append(partition.cuts)
+            yield self.synthesized(name, partition)
+            if self.solver_s:
+                yield self.synthesized(f"{name}, ILP", partition, solver=True)
+            yield self.synthesized(f"{name}, split", partition, split=True)
+        partition = self.cut(self.costs, row)
+        assert partition is not None
+        yield self.classic("sequential direct, 1F1B", partition, "1f1b")
+
+    def theirs(self) -> Iterator[Contestant]:
+        row = self.cut(self.relayed, sequential(self.num_devices))
+        loop = self.cut(self.relayed, interleaved(self.num_devices))
+        folded = self.cut(self.relayed, fold(self.num_devices))
+        assert row is not None and loop is not None and folded is not None
+        yield self.relay(Engine.MEGATRON_1F1B, row)
+        shapes = (self.relay(Engine.MEGATRON_INTERLEAVED, loop, exchange=e) for e in (False, True))
+        yield min(shapes, key=lambda c: c.predicted_s)
+        yield self.relay(Engine.TORCH_1F1B, row)
+        yield self.relay(Engine.TORCH_INTERLEAVED, loop)
+        yield self.relay(Engine.TORCH_ZBV, folded)
+
+    def data_parallel(self) -> Iterator[Contestant]:
+        """Layers as they are; a gradient is as many bytes as the parameter, in half precision."""
+        if self.count % self.num_devices:
+            return
+        costs, divisor = self.emulation.costs, self.emulation.byte_divisor
+        layers = tuple(
+            (forward, backward, round(2 * n / divisor / 4))
+            for forward, backward, n in zip(
+                self.costs.forward_s, self.costs.backward_s, costs.parameters, strict=True
+            )
+        )
+        size = 4 * sum(n for _, _, n in layers)
+        share = size * (self.num_devices - 1) / self.num_devices
+        forward, backward = sum(f for f, _, _ in layers), sum(b for _, b, _ in layers)
+        compute = (forward + backward) * self.count / self.num_devices
+        # Gathering hides behind the first forward, reduction behind the last backward.
+        exposed = max(0.0, self.link.time_s(share) - forward)
+        exposed += max(0.0, self.link.time_s(share) - backward)
+        yield Contestant(
+            str(Engine.DATA_PARALLEL),
+            Engine.DATA_PARALLEL,
+            self.count,
+            layers=layers,
+            predicted_s=compute + exposed,
+            expected_bytes=round(2 * share * self.num_devices),
+            saved_bytes=tuple(map(float, costs.saved_bytes)),
+        )
+
+    def cut(
+        self, costs: ChainCosts, placement: Placement, collocate: bool = False
+    ) -> Partition | None:
+        """The best for this way of moving skips."""
+        try:
+            return find_partition(costs, placement, Goal(collocate=collocate, link=self.link))
+        except PartitionError:
+            return None
+
+    def synthesized(
+        self,
+        name: str,
+        partition: Partition,
+        split: bool = False,
+        solver: bool = False,
+        cap: tuple[float, ...] | None = None,
+    ) -> Contestant:
+        problem = self.problem(self.costs, partition, split)
+        problem = replace(problem, cap=cap or problem.cap)
+        found = (
+            solve(problem, self.solver_s)
+            if solver
+            else synthesize(problem, float("inf"), SYNTHESIS_EFFORT)
+        )
+        made = self.make(name, Engine.OURS, self.costs, partition, problem)
+        edges = edges_of(self.costs, partition, lambda a, b: self.link)
+        predicted = replay(problem, found.schedule, edges).timeline.makespan
+        return replace(
+            made,
+            schedule=found.schedule,
+            solver=found.certificate.solver,
+            predicted_s=predicted,
+        )
+
+    def classic(self, name: str, partition: Partition, schedule: str) -> Contestant:
+        problem = self.problem(self.costs, partition, False)
+        made = self.make(name, Engine.OURS, self.costs, partition, problem)
+        order = make_schedule(schedule, partition.placement, self.count)
+        edges = edges_of(self.costs, partition, lambda a, b: self.link)
+        predicted = replay(problem, order, edges).timeline.makespan
+        return replace(made, schedule=order, predicted_s=predicted)
+
+    def relay(self, engine: Engine, partition: Partition, exchange: bool = False) -> Contestant:
+        """One of the other projects' schedules; skips travel through every stage."""
+        from tests.benchmarks.predict import predict
+
+        problem = self.problem(self.relayed, partition, engine is Engine.TORCH_ZBV)
+        name = f"{engine}, shapes sent" if exchange else str(engine)
+        made = self.make(name, engine, self.relayed, partition, problem)
+        cuts, sizes = partition.cuts, self.relayed.boundary_bytes
+        packed = tuple(max(1, sizes[c] // 4) for c in cuts[:-1])
+        made = replace(made, packed=packed, exchange=exchange)
+        return replace(made, predicted_s=predict(made, self.link))
+
+    def make(
+        self,
+        name: str,
+        engine: Engine,
+        costs: ChainCosts,
+        partition: Partition,
+        problem: ScheduleProblem,
+    ) -> Contestant:
+        moved = volume(costs, partition).total * self.count
+        return Contestant(
+            name,
+            engine,
+            self.count,
+            partition,
+            problem,
+            expected_bytes=moved,
+            saved_bytes=self.saved(partition, passing=costs is self.relayed),
+        )
+
+    def saved(self, partition: Partition, passing: bool) -> tuple[float, ...]:
+        """Real bytes that each stage keeps of a microbatch.
+
+        Where skips are relayed, those that a stage neither makes nor takes are in the tensor that
+        it received, which a schedule keeps until the backward.
+        """
+        real = self.emulation.costs
+        saved = []
+        for s in range(partition.placement.num_stages):
+            layers = partition.layers_of_stage(s)
+            kept = sum(real.saved_bytes[i] for i in layers)
+            if passing:
+                kept += sum(
+                    skip.num_bytes
+                    for skip in real.skips
+                    if skip.source < layers.start and skip.destination >= layers.stop
+                )
+            saved.append(float(kept))
+        return tuple(saved)
+
+    def problem(self, costs: ChainCosts, partition: Partition, split: bool) -> ScheduleProblem:
+        """Emulated seconds of each stage; activations up to what 1F1B holds on the device."""
+        placement = partition.placement
+        stages = [partition.layers_of_stage(s) for s in range(placement.num_stages)]
+
+        def total(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(max(LEAST_S, sum(values[i] for i in stage)) for stage in stages)
+
+        backward, weight = total(costs.backward_s), None
+        if split:
+            weight = total(costs.weight_grad_s)
+            backward = tuple(max(LEAST_S, b - w) for b, w in zip(backward, weight, strict=True))
+        home = placement.device_of_stage
+        links = tuple(
+            self.link.time_s(costs.boundary_bytes[partition.cuts[s]])
+            if home[s - 1] != home[s]
+            else 0.0
+            for s in range(1, placement.num_stages)
+        )
+        saved = self.saved(partition, passing=False)
+        cap = tuple(
+            self.num_devices * sum(saved[s] for s in placement.stages_of_device(d))
+            for d in range(self.num_devices)
+        )
+        return ScheduleProblem(
+            placement, self.count, total(costs.forward_s), backward, weight, links, saved, cap
+        )

@@ -1,0 +1,152 @@
+"""A real backbone's chain on a slow scale: times longer, tensors and bandwidths smaller.
+
+A step of the real backbone on V100s has T seconds of computing and B bytes over links of W bytes a
+second. Here every operation sleeps ``time_scale`` times its profiled time, every tensor has
+1 / ``byte_divisor`` of its bytes, and links have ``W / (byte_divisor * time_scale)``: B / W has
+become ``time_scale`` times as long, as T has, so the ratio of computing to communication is real.
+
+Microbatches are as large as the paper's: its ZeRO-2 moves gradients and parameters once a step, so
+its bytes per sample (see ``BACKBONES``) say how many samples each device had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.planner.costs import ChainCosts, Link, SkipCost
+from megatron_pulse.profile.profile import Profile
+
+FULL_RATE_BYTES_PER_S = 20e6
+"""What 10 GB/s become: little enough for two cores to serve several ranks."""
+
+MODEL_S = 0.6
+"""What the forward and the backward of the whole backbone on one microbatch become."""
+
+PAPER_LINK_BYTES_PER_S = 10e9
+"""Between the V100 nodes of the paper."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A backbone as the paper trains it: options, and samples in a microbatch of 8 over P = 4."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    micro_batch_size: int = 16
+
+
+BACKBONES: Mapping[str, Setup] = {
+    "sd-v2-4.6b": Setup(micro_batch_size=32),  # ZeRO-2 276 MB a sample: 62 samples a device
+    "uvit-2.7b": Setup(micro_batch_size=16),  # 318 MB: 32
+    "hunyuan-dit-3b": Setup({"sample_size": 64}, micro_batch_size=2),  # 2981 MB: 4
+    "sdxl": Setup({"sample_size": 128}, micro_batch_size=1),
+    "dit-xl-2": Setup(micro_batch_size=16),
+}
+"""The paper's three, SDXL, and one without skips. Others are taken as they are."""
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A backbone with small tensors and long times; ``costs`` are of its real microbatch."""
+
+    name: str
+    profile: Profile
+    costs: ChainCosts
+    backbone: Backbone
+    micro_batch_size: int
+    time_scale: float
+    byte_divisor: float
+
+    @property
+    def slow(self) -> ChainCosts:
+        """The costs that ranks show: seconds and bytes as emulated."""
+        c, layers, s = self.costs, self.backbone.layers, self.time_scale
+        return replace(
+            c,
+            forward_s=tuple(s * t for t in c.forward_s),
+            backward_s=tuple(s * t for t in c.backward_s),
+            weight_grad_s=tuple(s * t for t in c.weight_grad_s),
+            boundary_bytes=tuple(sum(map(num_bytes, layer.inputs)) for layer in layers),
+            skips=tuple(
+                SkipCost(s.source, s.destination, num_bytes(s.spec)) for s in self.backbone.skips
+            ),
+        )
+
+    def link(self, bytes_per_s: float) -> Link:
+        """The emulated link in the place of a real one; its latency is gloo's, about."""
+        return Link(5e-4, bytes_per_s / (self.byte_divisor * self.time_scale))
+
+    def rate_mbit(self, bytes_per_s: float) -> float:
+        """What a link is limited to: the payload's rate, and what headers add to it."""
+        return 8e-6 * self.link(bytes_per_s).bytes_per_s / PAYLOAD_SHARE
+
+
+PAYLOAD_SHARE = 0.99
+"""Of what is sent in frames of 9000 bytes, the rest are headers."""
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Emulated tensors are fp32 and of one 'sample'."""
+    return 4 * spec.numel_per_sample
+
+
+def setup_of(name: str) -> Setup:
+    """How ``name`` is trained here."""
+    return BACKBONES.get(name, Setup())
+
+
+@cache
+def real_profile(name: str) -> Profile:
+    """The analytic profile of ``name`` on a V100 in half precision."""
+    from megatron_pulse.profile.analytic import analyse
+    from megatron_pulse.profile.devices import PRESETS, Roofline
+
+    roofline = Roofline(PRESETS["V100-32GB"], "float16")
+    return analyse(real_backbone(name), [setup_of(name).micro_batch_size], roofline)
+
+
+def real_backbone(name: str) -> Backbone:
+    """``name`` as the paper trains it."""
+    from model_specs import load_backbone
+
+    return load_backbone(name, setup_of(name).options)
+
+
+def emulate(name: str, model_s: float = MODEL_S) -> Emulation:
+    """``name``, whose whole model takes ``model_s`` for a microbatch."""
+    size, profile = setup_of(name).micro_batch_size, real_profile(name)
+    costs = profile.at(size)
+    time_scale = model_s / (sum(costs.forward_s) + sum(costs.backward_s))
+    divisor = PAPER_LINK_BYTES_PER_S / (time_scale * FULL_RATE_BYTES_PER_S)
+    small = shrink(real_backbone(name), size, divisor)
+    return Emulation(name, profile, costs, small, size, time_scale, divisor)
+
+
+def shrink(backbone: Backbone, micro_batch_size: int, divisor: float) -> Backbone:
+    """The same chain and skips with flat fp32 tensors of the right share of the fp16 bytes.
+
+    Conditioning is left out: embedders run on every device, for all contestants.
+    """
+
+    def small(spec: TensorSpec) -> TensorSpec:
+        real = 2 * micro_batch_size * spec.numel_per_sample
+        return TensorSpec((max(1, round(real / divisor / 4)),))
+
+    def layer(real: Layer) -> Layer:
+        return Layer(
+            real.name,
+            _no_module,
+            tuple(map(small, real.inputs)),
+            tuple(map(small, real.outputs)),
+            dict(real.pushes),
+            {name: small(spec) for name, spec in real.pops.items()},
+        )
+
+    return Backbone(backbone.name, tuple(map(layer, backbone.layers)), {}, backbone.record)
+
+
+def _no_module(context: Any) -> Any:
+    raise RuntimeError("an emulated layer has no module")

@@ -1,0 +1,156 @@
+"""What the machinery itself costs: planning and simulating by P and M, and running an operation.
+
+    .venv/bin/python -m tests.benchmarks.micro [--json FILE]
+
+Planning: CPU seconds for hunyuan-dit-3b (118 units, 18 skips) on a fold. An operation: a step of
+two ranks whose operations take no time, over all its operations on a rank, transfers included;
+Megatron's 1F1B and torch's on the same stages beside ours. Needs no namespaces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.planner.communication import compile_communication
+from megatron_pulse.planner.costs import Link
+from megatron_pulse.planner.partition import Goal, find_partition
+from megatron_pulse.planner.placement import fold
+from megatron_pulse.planner.program import compile_program
+from megatron_pulse.planner.replay import edges_of, replay
+from megatron_pulse.planner.routes import trace_routes
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.synthesize import synthesize
+from tests.benchmarks.claim_report import table
+from tests.benchmarks.contestant import Contestant, Engine, Groups
+from tests.benchmarks.contestants import SYNTHESIS_EFFORT, contestants
+from tests.benchmarks.emulation import Emulation, emulate
+from tests.benchmarks.runners import make_runner
+from tests.ranks import run_ranks
+
+SHAPES = ((2, 8), (4, 8), (4, 16), (4, 32), (8, 16), (8, 32), (16, 32), (16, 64))
+LINK = Link(1e-5, 10e9)
+COUNT = 32
+
+
+@dataclass(frozen=True)
+class Planning:
+    """CPU milliseconds to plan a step of M microbatches over P devices."""
+
+    devices: int
+    microbatches: int
+    partition: float
+    synthesize: float
+    simulate: float
+    replay: float
+    compile: float
+
+
+def planning(emulation: Emulation, devices: int, count: int) -> Planning:
+    """Each once; synthesis as the tuner does it."""
+    costs, placement = emulation.costs, fold(devices)
+
+    def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+        began = time.process_time()
+        result = function()
+        return result, 1e3 * (time.process_time() - began)
+
+    cut, partition_ms = timed(lambda: find_partition(costs, placement, Goal(link=LINK)))
+    layers = [cut.layers_of_stage(s) for s in range(placement.num_stages)]
+    problem = ScheduleProblem(
+        placement,
+        count,
+        tuple(sum(costs.forward_s[i] for i in stage) for stage in layers),
+        tuple(sum(costs.backward_s[i] for i in stage) for stage in layers),
+        cap=(2.0 * devices,) * devices,
+    )
+    found, synthesize_ms = timed(lambda: synthesize(problem, float("inf"), SYNTHESIS_EFFORT))
+    schedule = found.schedule
+    _, simulate_ms = timed(lambda: run(problem, schedule))
+    edges = edges_of(costs, cut, lambda a, b: LINK)
+    _, replay_ms = timed(lambda: replay(problem, schedule, edges))
+    routes = trace_routes(emulation.backbone, cut)
+
+    def compile_step() -> None:
+        communication = compile_communication(routes, schedule)
+        for device in range(devices):
+            compile_program(schedule, communication, device)
+
+    _, compile_ms = timed(compile_step)
+    return Planning(devices, count, partition_ms, synthesize_ms, simulate_ms, replay_ms, compile_ms)
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Microseconds of an operation that itself takes none."""
+
+    contestant: str
+    operation_us: float
+
+
+def overheads(repetitions: int = 20) -> list[Overhead]:
+    """Two ranks, one stage on each, a backbone without skips."""
+    emulation = emulate("dit-xl-2", 1e-4)
+    engines = (Engine.OURS, Engine.MEGATRON_1F1B, Engine.TORCH_1F1B)
+    entered = [
+        c
+        for c in contestants(emulation, Link(), 2, COUNT, solver_s=0.0)
+        if c.engine in engines and "fold" not in c.name
+    ]
+    steps = run_ranks(2, _time_steps, emulation.backbone, entered, repetitions, timeout_s=300)[0]
+    return [
+        Overhead(c.name, 1e6 * median(times) / (2 * COUNT))
+        for c, times in zip(entered, steps, strict=True)
+    ]
+
+
+def _time_steps(backbone: Any, entered: list[Contestant], repetitions: int) -> list[list[float]]:
+    """On a rank: seconds of every repetition, contestants in turn."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    groups = Groups.join()
+    runners = [make_runner(c, backbone, groups) for c in entered]
+    times: list[list[float]] = [[] for _ in runners]
+    for _ in range(repetitions + 2):
+        for runner, mine in zip(runners, times, strict=True):
+            dist.barrier()
+            began = time.perf_counter()
+            runner.step()
+            dist.barrier()
+            mine.append(time.perf_counter() - began)
+    return [mine[2:] for mine in times]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    emulation = emulate("hunyuan-dit-3b")
+    plans = [planning(emulation, p, m) for p, m in SHAPES]
+    steps = overheads()
+    names = ("P", "M", "partition", "synthesize", "simulate", "replay", "compile")
+    print("CPU milliseconds to plan a step of hunyuan-dit-3b on a fold\n")
+    rows = [[f"{value:.4g}" for value in asdict(p).values()] for p in plans]
+    print(table(names, rows))
+    print(f"\nMicroseconds of an operation that takes none, 2 ranks, {COUNT} microbatches\n")
+    print(table(("executor", "us"), [(s.contestant, f"{s.operation_us:.0f}") for s in steps]))
+    if args.json:
+        with replacing(args.json) as beside:
+            record = {"planning": list(map(asdict, plans)), "overhead": list(map(asdict, steps))}
+            beside.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What a step of another project's schedule should take.
+
+Megatron's and torch's 1F1B wait for every transfer before they go on, and pair a send with the
+receive of the other direction (``send_forward_recv_backward``): simulated here. The others overlap
+transfers with computing, as our executor does, so ``planner.replay`` of the same order is theirs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_pulse.planner.costs import Link
+from megatron_pulse.planner.replay import Edge, replay
+from megatron_pulse.planner.schedule.registry import make_schedule
+from tests.benchmarks.contestant import Contestant, Engine
+
+_CLASSIC = {
+    Engine.MEGATRON_INTERLEAVED: "interleaved",
+    Engine.TORCH_INTERLEAVED: "interleaved",
+    Engine.TORCH_ZBV: "zb-v",
+}
+
+
+def predict(contestant: Contestant, link: Link) -> float:
+    """Seconds of a step over links like ``link``."""
+    problem, packed = contestant.problem, contestant.packed
+    assert problem is not None
+    if contestant.engine in (Engine.MEGATRON_1F1B, Engine.TORCH_1F1B):
+        forward = tuple(
+            link.time_s(4 * packed[s]) if 0 < s < len(packed) else 0.0
+            for s in range(len(packed) + 1)
+        )
+        return blocking_1f1b(problem.forward, problem.backward, forward, problem.num_microbatches)
+    sizes = packed
+    if contestant.engine is Engine.MEGATRON_INTERLEAVED and not contestant.exchange:
+        sizes = (max(packed),) * len(packed)
+    home = problem.placement.device_of_stage
+    extra = 2 * link.latency_s if contestant.exchange else 0.0
+    edges = [
+        Edge(s - 1, s, extra + link.time_s(4 * sizes[s]))
+        for s in range(1, len(home))
+        if home[s - 1] != home[s]
+    ]
+    name = _CLASSIC[contestant.engine]
+    schedule = make_schedule(name, problem.placement, problem.num_microbatches)
+    return replay(problem, schedule, edges).timeline.makespan
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """One end of a message to or from ``peer``; ``key`` is the same at both ends."""
+
+    is_send: bool
+    peer: int
+    key: tuple[str, int, int]
+    seconds: float
+
+
+type _Step = float | tuple[_Transfer, ...]
+
+
+def blocking_1f1b(
+    forward: tuple[float, ...], backward: tuple[float, ...], link: tuple[float, ...], count: int
+) -> float:
+    """The makespan of 1F1B whose ranks wait for all transfers they start together.
+
+    ``link[s]`` is the seconds of the tensor that enters stage s. A message starts when both ends
+    are there and sender and receiver are free of others of that direction.
+    """
+    ranks = range(len(forward))
+    programs = [deque(_program(r, forward, backward, link, count)) for r in ranks]
+    clock = [0.0 for _ in ranks]
+    out_free, in_free = [0.0 for _ in ranks], [0.0 for _ in ranks]
+    posted: dict[tuple[str, int, int], float] = {}
+    ended: dict[tuple[str, int, int], float] = {}
+    announced = [False for _ in ranks]
+    left = sum(map(len, programs))
+    while left:
+        moved = False
+        for r in sorted(ranks, key=lambda r: clock[r]):
+            if not programs[r]:
+                continue
+            step = programs[r][0]
+            if isinstance(step, float):
+                clock[r] += step
+            else:
+                if not announced[r]:
+                    announced[r] = moved = True
+                    for t in step:
+                        if t.key not in posted:
+                            posted[t.key] = clock[r]
+                            continue
+                        a, b = (r, t.peer) if t.is_send else (t.peer, r)
+                        start = max(clock[r], posted[t.key], out_free[a], in_free[b])
+                        ended[t.key] = out_free[a] = in_free[b] = start + t.seconds
+                if any(t.key not in ended for t in step):
+                    continue
+                clock[r] = max([clock[r], *(ended[t.key] for t in step)])
+            programs[r].popleft()
+            announced[r] = False
+            left -= 1
+            moved = True
+            break
+        if not moved:
+            raise RuntimeError("1F1B deadlocks")
+    return max(clock)
+
+
+def _program(
+    rank: int,
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    link: tuple[float, ...],
+    count: int,
+) -> Iterator[_Step]:
+    """Megatron's order of a rank."""
+    last = len(forward) - 1
+    warm_up = min(last - rank, count)
+
+    def into(m: int) -> list[_Transfer]:
+        return [_Transfer(False, rank - 1, ("F", rank, m), link[rank])] if rank else []
+
+    def out(m: int) -> list[_Transfer]:
+        key = ("F", rank + 1, m)
+        return [_Transfer(True, rank + 1, key, link[rank + 1])] if rank < last else []
+
+    def gradient_into(m: int) -> list[_Transfer]:
+        key = ("B", rank + 1, m)
+        return [_Transfer(False, rank + 1, key, link[rank + 1])] if rank < last else []
+
+    def gradient_out(m: int) -> list[_Transfer]:
+        return [_Transfer(True, rank - 1, ("B", rank, m), link[rank])] if rank else []
+
+    for m in range(warm_up):
+        yield tuple(into(m))
+        yield forward[rank]
+        yield tuple(out(m))
+    if warm_up < count:
+        yield tuple(into(warm_up))
+    for m in range(count - warm_up):
+        yield forward[rank]
+        yield tuple(out(m + warm_up) + gradient_into(m))
+        yield backward[rank]
+        more = into(m + warm_up + 1) if m + warm_up + 1 < count else []
+        yield tuple(gradient_out(m) + more)
+    for m in range(count - warm_up, count):
+        yield tuple(gradient_into(m))
+        yield backward[rank]
+        yield tuple(gradient_out(m))

@@ -1,0 +1,104 @@
+"""The harness of the claim, on a cell of two ranks: its bytes, its times and its predictions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.benchmarks.emulation import emulate, num_bytes
+from tests.benchmarks.network import unavailable
+from tests.benchmarks.predict import blocking_1f1b
+
+RATE = 2e9
+COUNT = 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(unavailable()), reason=f"no network namespaces: {unavailable()}")
+def test_contestants_send_what_they_should_and_take_as_long_as_they_must() -> None:
+    from tests.benchmarks.cell import compute_s, run_cell
+    from tests.benchmarks.contestant import Engine
+    from tests.benchmarks.contestants import contestants
+
+    emulation = emulate("uvit-s", 0.1)
+    link = emulation.link(RATE)
+    entered = contestants(emulation, link, 2, COUNT, solver_s=0.0)
+    assert {c.engine for c in entered} == set(Engine)
+    results = run_cell(emulation.backbone, entered, 2, emulation.rate_mbit(RATE), 1)
+    for contestant, result in zip(entered, results, strict=True):
+        assert result.contestant == contestant.name
+        if contestant.engine is not Engine.MEGATRON_INTERLEAVED:  # may pad
+            assert result.sent_bytes == contestant.expected_bytes
+        assert 1.0 < result.wire_bytes / result.sent_bytes < 1.25
+        least = max(compute_s(contestant) / 2, result.sent_bytes / 2 / link.bytes_per_s / 1.3)
+        assert min(result.seconds) > least
+        assert min(result.seconds) < 3 * result.predicted_s + 0.2
+
+
+def test_blocking_1f1b_without_links_is_1f1b() -> None:
+    assert blocking_1f1b((1.0,) * 4, (2.0,) * 4, (0.0,) * 5, 8) == pytest.approx(3 * (8 + 4 - 1))
+
+
+def test_blocking_1f1b_waits_for_every_transfer() -> None:
+    # One microbatch over two stages: forward, tensor, forward, backward, gradient, backward.
+    assert blocking_1f1b((1.0,) * 2, (2.0,) * 2, (0.0, 0.5, 0.0), 1) == pytest.approx(7.0)
+
+
+def test_ratio_of_communication_to_computing_is_the_real_one() -> None:
+    emulation = emulate("uvit-s", 0.1)
+    real, slow = emulation.costs, emulation.slow
+    rate = 10e9
+    at = len(real.names) // 2
+    message = slow.boundary_bytes[at] / emulation.link(rate).bytes_per_s
+    wanted = (real.boundary_bytes[at] / rate) / sum(real.forward_s)
+    assert message / sum(slow.forward_s) == pytest.approx(wanted, rel=0.01)
+    assert [s.num_bytes for s in slow.skips] == [
+        num_bytes(s.spec) for s in emulation.backbone.skips
+    ]
+
+
+def test_report_says_what_was_measured(tmp_path: Path) -> None:
+    from tests.benchmarks.claim_report import write_report
+
+    def result(name: str, engine: str, seconds: list[float], wire: float) -> dict[str, object]:
+        return {
+            "contestant": name,
+            "engine": engine,
+            "seconds": seconds,
+            "wire_bytes": wire,
+            "sent_bytes": 0.97 * wire,
+            "expected_bytes": 1,
+            "held_bytes": 1e9,
+            "predicted_s": 1.0,
+            "compute_s": 2.0,
+            "bubble": 0.5,
+            "solver": "",
+            "delays": [0.0, 0.0],
+        }
+
+    cell = {
+        "backbone": "uvit-2.7b",
+        "rate_gbs": 1.25,
+        "ranks": 4,
+        "ranks_per_node": 1,
+        "microbatches": 8,
+        "micro_batch_size": 16,
+        "time_scale": 1.0,
+        "byte_divisor": 128.0,
+        "rate_mbit": 20.0,
+        "num_skips": 3,
+        "parameters": 1,
+        "pick": {"config": "P=4, fold exact", "contestant": "fold exact", "predicted_s": 1.0},
+        "results": [
+            result("fold exact", "ours", [1.0, 1.1], 1e6),
+            result("Megatron 1F1B", "Megatron 1F1B", [2.0, 2.2], 9e6),
+            result("torch ZBV", "torch ZBV", [0.5, 0.5], 9e6),
+        ],
+    }
+    text = write_report(json.loads(json.dumps({"cells": [cell], "volumes": []})), tmp_path)
+    assert "| uvit-2.7b | 1.25 | fold exact | 121.9 | 2.00 (2.00 to 2.00) | torch ZBV |" in text
+    assert "0 of 1 cells with skips" in text
+    assert "torch ZBV takes 52 % less time than ours" in text
+    assert {p.name for p in tmp_path.iterdir()} >= {"report.md", "throughput.png", "costs.svg"}
