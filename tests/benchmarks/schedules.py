@@ -1,15 +1,17 @@
 """Synthesized schedules: how far above their lower bounds, and how long the search takes.
 
-    .venv/bin/python -m tests.benchmarks.schedules                  # 320 problems, most of an hour
+    .venv/bin/python -m tests.benchmarks.schedules --jobs 2         # 320 problems, half an hour
     .venv/bin/python -m tests.benchmarks.schedules --sample 1       # one problem of every cell
-    .venv/bin/python -m tests.benchmarks.schedules --cells 4,8 8,16 --profiles bal --seconds 5
+    .venv/bin/python -m tests.benchmarks.schedules --cells 4,8 8,16 --profiles bal --solver highs
+    .venv/bin/python -m tests.benchmarks.schedules --cells 2,8 4,8 --sample 3 --reference 40
 
 Problems: a fold of one wave, P devices and M microbatches; whole or split backwards; room for 2P
 or 1.5P activations on a device; links that take nothing or a tenth of a mean forward; and times
 ``equal``, ``random`` (threefold, backwards with their own noise where split), ``unet`` (decreasing
 towards the turn, encoder cheaper than decoder), ``bal`` (device loads within 3 %, shared between
 encoder and decoder 1:1 to 1:2). Every schedule is validated and compared with the classic ones
-that fit. ``gap`` is makespan / lower bound - 1, so it includes what the bound misses.
+that fit. ``gap`` is makespan / lower bound - 1, so it includes what the bound misses;
+``--reference`` lets CP-SAT search on from the result, to tell the two apart.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import platform
 import random
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -28,9 +32,12 @@ from statistics import mean
 from tqdm import tqdm
 
 from megatron_pulse.planner.placement import fold
+from megatron_pulse.planner.schedule.jobshop import job_shop
+from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.synthesize import classics, synthesize
+from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.planner.schedule.synthesize import classics
 from megatron_pulse.planner.schedule.validate import faults_for
 
 PROFILES = ("equal", "random", "unet", "bal")
@@ -102,19 +109,28 @@ class Result:
 
     case: Case
     gap: float
-    cpu_s: float
+    seconds: float
     proved: bool
     fits: bool
     best_classic: float | None
     makespan: float
+    bound: float
+    path: str
+    reference: float | None = None
+    reference_bound: float | None = None
+
+    @property
+    def distance(self) -> float:
+        """From the shortest schedule that CP-SAT knows; 0 where that is none shorter."""
+        return self.makespan / min(self.makespan, self.reference or self.makespan) - 1
 
 
-def measure(case: Case, seconds: float) -> Result:
-    """Synthesize and check."""
+def measure(case: Case, seconds: float, solver: str, reference: float | None) -> Result:
+    """Search and check."""
     problem = case.problem()
-    began = time.process_time()
-    found = synthesize(problem, seconds)
-    spent = time.process_time() - began
+    began = time.monotonic()
+    found = solve(problem, seconds, solver)
+    spent = time.monotonic() - began
     lengths = [run(problem, classic).makespan for classic in classics(problem)]
     length = found.certificate.makespan
     return Result(
@@ -125,7 +141,26 @@ def measure(case: Case, seconds: float) -> Result:
         not faults_for(problem, found.schedule),
         min(lengths, default=None),
         length,
+        found.certificate.lower_bound,
+        found.certificate.solver,
+        *(_by_cp_sat(problem, found.schedule, reference) if reference else ()),
     )
+
+
+def _by_cp_sat(
+    problem: ScheduleProblem, start: Schedule, seconds: float
+) -> tuple[float, float | None]:
+    """Makespan, and bound on the grid of its ticks, of what CP-SAT makes of ``start``."""
+    from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
+
+    shop = job_shop(problem)
+    begin = shop.earliest(start)
+    found = shortest_by_cp_sat(shop, seconds, shop.makespan(begin), start=begin)
+    tick = run(problem, start).makespan / shop.makespan(begin)
+    bound = None if found.bound is None else found.bound * tick
+    if found.start is None:
+        return run(problem, start).makespan, bound
+    return run(problem, shop.schedule("cp-sat", found.start)).makespan, bound
 
 
 def grid(
@@ -177,8 +212,12 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", metavar="P,M", help="only these sizes, e.g. 4,8 8,16")
     parser.add_argument("--profiles", nargs="+", choices=PROFILES, default=PROFILES)
     parser.add_argument("--links", nargs="+", type=float, default=LINKS, help="of a mean forward")
-    parser.add_argument("--seconds", type=float, default=10.0, help="budget of a problem")
-    parser.add_argument("--solver", choices=["none"], default="none", help="no solver is used")
+    parser.add_argument("--seconds", type=float, default=9.5, help="budget of a problem")
+    parser.add_argument("--solver", default="none", help="none, highs, glpk, cp-sat or auto")
+    parser.add_argument(
+        "--reference", type=float, metavar="SECONDS", help="CP-SAT's time to look for better"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one problem each at a time")
     parser.add_argument("--sample", type=int, metavar="N", help="only N problems of every cell")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every result there")
     options = parser.parse_args()
@@ -186,19 +225,31 @@ def main() -> None:
     if options.cells:
         shapes = tuple(tuple(map(int, cell.split(","))) for cell in options.cells)
     cases = sampled(list(grid(shapes, options.profiles, options.links)), options.sample)
-    results = [measure(case, options.seconds) for case in tqdm(cases, smoothing=0)]
+    job = partial(
+        measure, seconds=options.seconds, solver=options.solver, reference=options.reference
+    )
+    with ProcessPoolExecutor(options.jobs) as pool:
+        results = list(tqdm(pool.map(job, cases), total=len(cases), smoothing=0))
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
     print(f"{len(results)} problems; gap to the lower bound in %, mean / largest (design's)\n")
     print(table(results, "all profiles"), end="\n\n")
     hardest = [r for r in results if r.case.profile == "bal" and r.case.link == 0]
     if hardest:
         print(table(hardest, "bal, no links"), end="\n\n")
-    times = [r.cpu_s for r in results]
-    print(f"CPU seconds: mean {mean(times):.1f}, largest {max(times):.1f}")
+    times = [r.seconds for r in results]
+    print(f"seconds: mean {mean(times):.1f}, largest {max(times):.1f}")
     print(f"proved: {sum(r.proved for r in results)}")
     print(f"not valid: {sum(not r.fits for r in results)}")
     worse = [r for r in results if r.best_classic and r.makespan > r.best_classic * (1 + 1e-9)]
     print(f"longer than a classic schedule that fits: {len(worse)}")
+    if options.reference:
+        far = [100 * r.distance for r in results]
+        print(f"above CP-SAT's shortest, in %: mean {mean(far):.2f}, largest {max(far):.2f}")
+        for r in results:
+            print(
+                f"  {r.case}: {r.makespan:.2f} ({100 * r.distance:.2f} % above), bound "
+                f"{r.bound:.2f}, CP-SAT {r.reference:.2f}, its bound {r.reference_bound}"
+            )
     if options.json:
         options.json.write_text(json.dumps([asdict(r) for r in results], indent=1))
 

@@ -3,22 +3,31 @@
 Where an operation starts the moment the one before it on its device ends, and both are on a longest
 path, the makespan cannot shrink unless some such pair is swapped; and no swap of one closes a
 circle (van Laarhoven, Aarts and Lenstra, "Job shop scheduling by simulated annealing", 1992). The
-cap is checked per swap: it binds the order on a device only.
+cap binds the order on a device only: a swap changes what two operations find in use. On the way a
+cap may be broken at a price, or swaps would be locked in by it; only what keeps it is an answer.
 """
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from megatron_pulse.planner.schedule.compiled import compiled
 from megatron_pulse.planner.schedule.jobshop import JobShop
 
 HOT, COLD = 0.25, 0.01
 """First and last temperature, in units of the mean duration."""
 
-CHECK = 32
-"""Swaps between two looks at the progress."""
+PRICE = (4.0, 16.0)
+"""First and last price of a forward for which there is no memory, in the same unit."""
+
+STRAY = 0.3
+"""Share of swaps that only serve memory, while there is not enough."""
+
+CHECK = 200_000
+"""Operations looked at, swaps times their number, between two looks at the progress."""
 
 
 def anneal(
@@ -28,144 +37,269 @@ def anneal(
     seed: int = 0,
     goal: int = 0,
     hot: float = HOT,
+    price: tuple[float, float] = PRICE,
 ) -> list[int]:
     """The shortest start times on the way from ``start``; ends early at ``goal`` ticks.
 
     ``progress``, called with the number of swaps so far, says how much of the search is over:
     1 or more ends it.
     """
-    chance = random.Random(seed)
-    walk = _Walk(shop, start)
-    best, length = walk.starts(), walk.length
+    walk = _walk(shop, start)
+    best = walk.end.copy()
+    length = int(best.max())
     mean = sum(shop.duration) / len(shop.duration)
-    swaps, heat = 0, 0.0
-    while length > goal:
-        if swaps % CHECK == 0:
-            done = progress(swaps)
-            if done >= 1:
-                break
-            heat = mean * hot * (COLD / HOT) ** done
-        pairs = walk.critical(chance.random)
-        swaps += 1
-        if not pairs:
+    share = max(1, CHECK // len(shop.duration))
+    _seed(seed)
+    swaps = 0
+    while length > goal and (done := progress(swaps)) < 1:
+        heat = mean * hot * (COLD / HOT) ** done
+        fine = mean * price[0] * (price[1] / price[0]) ** done
+        tried, length = _swaps(walk, best, length, share, heat, fine, goal)
+        if not tried:
             break
-        while pairs:
-            at = int(chance.random() * len(pairs))
-            u, v = pairs[at]
-            limit = walk.length - heat * math.log(1.0 - chance.random())
-            if walk.swap(u, v, limit):
-                if walk.length < length:
-                    best, length = walk.starts(), walk.length
-                break
-            pairs[at] = pairs[-1]
-            pairs.pop()
-            swaps += 1
-            if swaps % CHECK == 0:
-                break
-    return best
+        swaps += share
+    return [int(t) for t in best[:-1] - walk.duration[:-1]]
 
 
-class _Walk:
+class _Walk(NamedTuple):
     """Orders of all devices as linked lists, and the times they come to.
 
-    Number n stands for nothing: it has ended at 0 and is never in a list.
+    Number n stands for nothing: it has ended at 0 and is never in a list. ``tail`` is the least
+    time from an operation's end to the end of the step, ``order`` a topological order of all.
     """
 
-    def __init__(self, shop: JobShop, start: Sequence[int]) -> None:
-        n, count = len(shop.duration), shop.num_microbatches
-        self.none, self.count = n, count
-        self.duration, self.delta = [*shop.duration, 0], [*shop.delta, 0]
-        self.device, self.cap = shop.device, shop.cap
-        self.source, self.lag = [n] * (n + 1), [0] * (n + 1)
-        for i, edges in enumerate(shop.before):
-            for j, lag in edges:
-                if j // count != i // count:
-                    self.source[i], self.lag[i] = j, lag
-        lines = shop.lines(start)
-        self.previous, self.next = [n] * (n + 1), [n] * (n + 1)
-        self.live = [0] * (n + 1)
-        for line in lines:
-            for a, b in zip(line, line[1:], strict=False):
-                self.previous[b], self.next[a] = a, b
-                self.live[b] = self.live[a] + self.delta[a]
-        self.last = [line[-1] for line in lines]
-        times = shop.timed(lines)
-        self.end = [t + p for t, p in zip(times, shop.duration, strict=True)] + [0]
-        self.order = sorted(range(n), key=times.__getitem__)
-        self.position = [0] * (n + 1)
-        for at, i in enumerate(self.order):
-            self.position[i] = at
-        self.length = max(self.end[i] for i in self.last)
+    microbatches: int
+    duration: Any
+    delta: Any
+    device: Any
+    cap: Any
+    source: Any
+    lag: Any
+    tail: Any
+    previous: Any
+    next: Any
+    live: Any
+    last: Any
+    end: Any
+    order: Any
+    position: Any
 
-    def starts(self) -> list[int]:
-        """Start times."""
-        return [self.end[i] - self.duration[i] for i in range(self.none)]
 
-    def critical(self, chance: Callable[[], float]) -> list[tuple[int, int]]:
-        """The pairs that may be swapped of a longest path, chosen by chance where there are
-        several."""
-        end, previous, source, lag = self.end, self.previous, self.source, self.lag
-        duration, delta, live, count = self.duration, self.delta, self.live, self.count
-        pairs = []
-        ends = [i for i in self.last if end[i] == self.length]
-        v = ends[int(chance() * len(ends))] if len(ends) > 1 else ends[0]
-        none = self.none
-        while v != none:
-            begin = end[v] - duration[v]
-            u, j = previous[v], source[v]
-            if u != none and end[u] == begin:
-                if (
-                    j != u
-                    and u // count != v // count
-                    and (delta[v] <= 0 or live[u] + delta[v] <= self.cap[self.device[v]])
-                ):
-                    pairs.append((u, v))
-                v = j if j != none and end[j] + lag[v] == begin and chance() < 0.5 else u
-            else:
-                v = j
-        return pairs
+def _walk(shop: JobShop, start: Sequence[int]) -> _Walk:
+    n, count = len(shop.duration), shop.num_microbatches
+    source, lag = [n] * (n + 1), [0] * (n + 1)
+    for i, edges in enumerate(shop.before):
+        for j, between in edges:
+            if j // count != i // count:
+                source[i], lag[i] = j, between
+    lines = shop.lines(start)
+    previous, following, live = [n] * (n + 1), [n] * (n + 1), [0] * (n + 1)
+    for line in lines:
+        for a, b in zip(line, line[1:], strict=False):
+            previous[b], following[a] = a, b
+            live[b] = live[a] + shop.delta[a]
+    times = shop.timed(lines)
+    order = sorted(range(n), key=times.__getitem__)
+    position = [0] * (n + 1)
+    for at, i in enumerate(order):
+        position[i] = at
+    tails = [t + (count - 1 - i % count) * p for i, (t, p) in enumerate(_tails(shop))]
+    values = (
+        [*shop.duration, 0],
+        [*shop.delta, 0],
+        [*shop.device, 0],
+        shop.cap,
+        source,
+        lag,
+        [*tails, 0],
+        previous,
+        following,
+        live,
+        [line[-1] for line in lines],
+        [*(t + p for t, p in zip(times, shop.duration, strict=True)), 0],
+        order,
+        position,
+    )
+    return _Walk(count, *(np.array(v, dtype=np.int64) for v in values))
 
-    def swap(self, u: int, v: int, limit: float) -> bool:
-        """Run v before u, its neighbour, unless that is longer than ``limit``; whether it was."""
-        previous, following, source, lag = self.previous, self.next, self.source, self.lag
-        duration, order, none = self.duration, self.order, self.none
-        low, high = self.position[u], self.position[v]
-        # What waits for u comes after it in the new topological order, and v before it.
-        after, moved = {u}, [u]
-        early = []
-        for i in order[low + 1 : high]:
-            if previous[i] in after or source[i] in after:
-                after.add(i)
-                moved.append(i)
-            else:
-                early.append(i)
-        if source[v] in after:
-            return False  # times of equal ends: a path through others is as long
-        fresh = [*early, v, *moved]
-        before, behind, device = previous[u], following[v], self.device[u]
-        previous[v], previous[u], previous[behind] = before, v, u
-        end = self.end.copy()
-        for part in (fresh, order[high + 1 :]):
-            for i in part:
-                a = end[previous[i]]
-                b = end[source[i]] + lag[i]
-                end[i] = (a if a > b else b) + duration[i]
-        last = self.last
-        if behind == none:
+
+def _tails(shop: JobShop) -> list[tuple[int, int]]:
+    """Of every operation: least time to the end of its microbatch, and its duration."""
+    count, tails = shop.num_microbatches, shop.tails()
+    return [(tails[i // count], p) for i, p in enumerate(shop.duration)]
+
+
+@compiled
+def _seed(seed: int) -> None:
+    np.random.seed(seed)
+
+
+@compiled
+def _swaps(
+    walk: _Walk, best: Any, length: int, number: int, heat: float, price: float, goal: int
+) -> tuple[bool, int]:
+    """``number`` tries. Keeps the shortest ends in ``best``; whether anything could be tried, and
+    their makespan."""
+    n = len(walk.order)
+    trial = walk.end.copy()
+    mark: Any = np.zeros(n + 1, np.int64)
+    fresh: Any = np.zeros(n, np.int64)
+    pairs: Any = np.zeros(n, np.int64)
+    now = np.max(walk.end)
+    over = 0
+    for i in range(n):
+        over += _lacks(walk, i, walk.live[i])
+    tries = 0
+    while tries < number and length > goal:
+        if over and np.random.random() < STRAY:
+            pairs[0] = _stray(walk)
+            found = 1 if pairs[0] != n else 0
+            if not found:
+                tries += 1
+                continue
+        else:
+            found = _critical(walk, now, pairs)
+            if not found:
+                return tries > 0, length
+        while found and tries < number:
+            tries += 1
+            at = int(np.random.random() * found)
+            v = pairs[at]
+            u = walk.previous[v]
+            least = walk.live[u]
+            more = (
+                _lacks(walk, v, least)
+                + _lacks(walk, u, least + walk.delta[v])
+                - _lacks(walk, u, least)
+                - _lacks(walk, v, walk.live[v])
+            )
+            limit = now - heat * np.log(1.0 - np.random.random()) - price * more
+            reached = _swap(walk, v, limit, trial, mark, fresh, tries)
+            if reached >= 0:
+                now = reached
+                over += more
+                if now < length and not over:
+                    length = now
+                    best[:] = walk.end
+                break
+            found -= 1
+            pairs[at] = pairs[found]
+    return True, length
+
+
+@compiled
+def _lacks(walk: _Walk, i: int, live: int) -> int:
+    """1 where there is no memory for an operation that finds ``live`` in use."""
+    grows = walk.delta[i]
+    if grows > 0 and live + grows > walk.cap[walk.device[i]]:
+        return 1
+    return 0
+
+
+@compiled
+def _stray(walk: _Walk) -> int:
+    """What runs after an operation for which there is no memory, so that it may go first; n where
+    there is nothing that may."""
+    n = len(walk.order)
+    begin = int(np.random.random() * n)
+    for at in range(n):
+        u = (begin + at) % n
+        if _lacks(walk, u, walk.live[u]):
+            v: int = walk.next[u]
+            if v != n and walk.source[v] != u and u // walk.microbatches != v // walk.microbatches:
+                return v
+    return n
+
+
+@compiled
+def _critical(walk: _Walk, length: int, pairs: Any) -> int:
+    """How many operations of a longest path, chosen by chance where there are several, may be
+    swapped with the one before them; they are in ``pairs``."""
+    end, count, none = walk.end, walk.microbatches, len(walk.order)
+    v, ends, found = none, 0, 0
+    for i in walk.last:
+        if end[i] == length:
+            ends += 1
+            if np.random.random() * ends < 1:
+                v = i
+    while v != none:
+        begin = end[v] - walk.duration[v]
+        u, j = walk.previous[v], walk.source[v]
+        if u != none and end[u] == begin:
+            if j != u and u // count != v // count:
+                pairs[found] = v
+                found += 1
+            other = j != none and end[j] + walk.lag[v] == begin
+            v = j if other and np.random.random() < 0.5 else u
+        else:
+            v = j
+    return found
+
+
+@compiled
+def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, stamp: int) -> int:
+    """Run v before its neighbour u unless that is longer than ``limit``: the makespan, or -1.
+
+    ``trial`` equals ``walk.end`` before and after.
+    """
+    previous, following, source, lag = walk.previous, walk.next, walk.source, walk.lag
+    duration, order, position, end = walk.duration, walk.order, walk.position, walk.end
+    n, last = len(order), walk.last
+    u = previous[v]
+    low, high = position[u], position[v]
+    # What waits for u comes after it in the new topological order, and v before it.
+    mark[u] = stamp
+    early = low
+    for at in range(low + 1, high):
+        i = order[at]
+        if mark[previous[i]] == stamp or mark[source[i]] == stamp:
+            mark[i] = stamp
+        else:
+            fresh[early] = i
+            early += 1
+    if mark[source[v]] == stamp:
+        return -1  # times of equal ends: a path through others is as long
+    fresh[early] = v
+    early += 1
+    for at in range(low, high):
+        i = order[at]
+        if mark[i] == stamp:
+            fresh[early] = i
+            early += 1
+    before, behind, device = previous[u], following[v], walk.device[u]
+    previous[v], previous[u] = before, v
+    if behind != n:
+        previous[behind] = u
+    length = 0
+    reached = low
+    for at in range(low, n):
+        i = fresh[at] if at <= high else order[at]
+        time = max(trial[previous[i]], trial[source[i]] + lag[i]) + duration[i]
+        trial[i] = time
+        reached = at
+        if time + walk.tail[i] > limit:
+            length = -1
+            break
+    if length == 0:
+        if behind == n:
             last[device] = u
-        length = max([end[i] for i in last])
-        if length > limit:
-            previous[u], previous[v], previous[behind] = before, u, v
-            if behind == none:
-                last[device] = v
-            return False
-        if before != none:
+        for i in last:
+            length = max(length, trial[i])
+        if before != n:
             following[before] = v
         following[v], following[u] = u, behind
-        self.live[v] = self.live[u]
-        self.live[u] = self.live[v] + self.delta[v]
-        self.end, self.length = end, length
-        order[low : high + 1] = fresh
+        walk.live[v] = walk.live[u]
+        walk.live[u] = walk.live[v] + walk.delta[v]
         for at in range(low, high + 1):
-            self.position[order[at]] = at
-        return True
+            order[at] = fresh[at]
+            position[order[at]] = at
+        for at in range(low, n):
+            end[order[at]] = trial[order[at]]
+        return length
+    previous[u], previous[v] = before, u
+    if behind != n:
+        previous[behind] = v
+    for at in range(low, reached + 1):
+        i = fresh[at] if at <= high else order[at]
+        trial[i] = end[i]
+    return -1

@@ -26,7 +26,7 @@ from megatron_pulse.planner.schedule.jobshop import TICKS, job_shop
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.schedule.synthesize import get_ready, synthesize
 from megatron_pulse.planner.schedule.template import Template
 from megatron_pulse.planner.schedule.validate import faults_for
 
@@ -76,6 +76,7 @@ class _Search:
 
     def __init__(self, problem: ScheduleProblem, solver: Solver, seconds: float) -> None:
         self.problem, self.solver, self.seconds = problem, solver, seconds
+        get_ready()
         self.began = time.monotonic()
         size = problem.placement.num_devices * problem.num_microbatches
         large = size > EXACT_SIZE[solver]

@@ -15,13 +15,16 @@ device 1  .    F1:0 F2:0 F1:1 F2:1 B2:0 B1:0 B2:1 B1:1 .
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import chain, islice
 
+from megatron_pulse.planner.placement import fold
 from megatron_pulse.planner.schedule.anneal import anneal
 from megatron_pulse.planner.schedule.bounds import lower_bound
 from megatron_pulse.planner.schedule.classics import CLASSICS
@@ -45,13 +48,19 @@ CORE = 3
 CORE_SHARE, STARTS_SHARE, SHAKEN_SHARE = 0.6, 0.2, 0.1
 """Of what is left of the effort or time: for fewer microbatches, for starts, for shaken dates."""
 
-ROUNDS = ((0.6, 1.0), (0.6, 0.3), (1.0, 0.05))
-"""Annealing: share of what is left, and first temperature."""
+ROUNDS = (
+    (0.4, 1.0, (4.0, 16.0)),
+    (0.4, 0.5, (1.0, 1.0)),
+    (0.6, 0.25, (1.0, 2.0)),
+    (1.0, 0.05, (4.0, 16.0)),
+)
+"""Annealing: share of what is left, first temperature, prices of memory that is not there. What
+is dear keeps the search near what fits, what is cheap lets it through to other shores."""
 
-SWAPS = 100
+SWAPS = 2000
 """Swaps of annealing that count as one start: they take about as long."""
 
-LARGE = 1200
+LARGE = 5000
 """Operations from which annealing begins cold: there is no time to cool down."""
 
 NOISE = (0.1, 0.3, 1.0)
@@ -59,6 +68,11 @@ NOISE = (0.1, 0.3, 1.0)
 
 CORES = 4
 """Repeated parts to try."""
+
+NOTABLE_S = 2.0
+"""Seconds of getting ready that are told."""
+
+log = logging.getLogger(__name__)
 
 
 def synthesize(
@@ -74,17 +88,29 @@ def synthesize(
     the answer; without a limit of time (``math.inf``) the effort is by the size of the problem.
     ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top.
     """
+    get_ready()
     began = time.monotonic()
     if effort is None and seconds == math.inf:
         operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
         effort = max(16, WORK // operations)
     search = _Search(problem)
-    search.spend(_Budget(seconds, effort), tuple(templates))
+    left = seconds - (time.monotonic() - began)
+    search.spend(_Budget(left, effort), tuple(templates))
     length, bound = search.length, search.bound
     certificate = Certificate(
         length, bound, search.proved, "constructive", time.monotonic() - began
     )
     return Synthesis(search.best, certificate)
+
+
+@cache
+def get_ready() -> None:
+    """Compile what the search runs most, or read it from disk: no search's time is spent on it."""
+    began = time.monotonic()
+    shop = job_shop(ScheduleProblem(fold(1), 1, (1.0, 1.0), (1.0, 1.0)))
+    anneal(shop, improve(shop, next(starts(shop))), float)
+    if (spent := time.monotonic() - began) > NOTABLE_S:
+        log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
 
 
 def classics(problem: ScheduleProblem) -> list[Schedule]:
@@ -165,17 +191,16 @@ class _Search:
         for source, share in ((starts(self.shop), STARTS_SHARE), (self.shaken(), SHAKEN_SHARE)):
             part = budget.share(share)
             self.try_all(source, part)
-        for seed, (share, hot) in enumerate(ROUNDS):
+        for seed, (share, hot, price) in enumerate(ROUNDS):
             if self.proved or budget.spent:
                 return
-            part = budget.share(share)
-            self.anneal(part, seed, hot)
+            self.anneal(budget.share(share), seed, hot, price)
 
-    def anneal(self, budget: _Budget, seed: int, hot: float) -> None:
+    def anneal(self, budget: _Budget, seed: int, hot: float, price: tuple[float, float]) -> None:
         """Take all of the budget to anneal the shortest so far."""
         goal = math.floor(self.bound * self.ticks / self.length + 1e-6)
         hot = min(hot, ROUNDS[-1][1]) if len(self.start) > LARGE else hot
-        self.offer(anneal(self.shop, self.start, budget.progress(), seed, goal, hot))
+        self.offer(anneal(self.shop, self.start, budget.progress(), seed, goal, hot, price))
 
     def try_all(self, candidates: Iterable[list[int]], budget: _Budget | None) -> None:
         """Improve one after the other while there is budget (None: all)."""
