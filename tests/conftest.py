@@ -13,6 +13,20 @@ from megatron_pulse.integration import compat  # noqa: E402
 
 compat.install()
 
+FIRST = ("launch", "integration", "runtime")
+"""Folders whose tests wait for other processes: begun first, nothing waits for them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first; the order within a folder stays."""
+    root = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(root).parts[0]
+        return FIRST.index(folder) if folder in FIRST else len(FIRST)
+
+    items.sort(key=place)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def schedule_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:

@@ -9,4 +9,5 @@ export OMP_NUM_THREADS=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@"
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
+    --no-loadscope-reorder "$@"
