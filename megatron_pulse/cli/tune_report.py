@@ -28,16 +28,17 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
         "",
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
         f"{found.seconds:.1f} s; {gap(found)}",
-        "the rest:",
     ]
+    rest = []
     for reason, count in found.refused.most_common():
         if count:
             example = found.examples.get(reason)
-            lines.append(f"  {count:7,d}  {reason}")
+            rest.append(f"  {count:7,d}  {reason}")
             if explained and example:
-                lines.append(f"           for example {example}")
+                rest.append(f"           for example {example}")
     if found.num_left:
-        lines.append(f"  {found.num_left:7,d}  not looked at any further: the time was up")
+        rest.append(f"  {found.num_left:7,d}  not looked at any further: the time was up")
+    lines += ["the rest:", *rest] if rest else []
     if explained:
         lines += ["", *explain(found)]
     return lines
