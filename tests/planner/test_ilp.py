@@ -172,7 +172,7 @@ def test_the_papers_figure_9() -> None:
 @settings(max_examples=40, deadline=None)
 def test_a_grid_rounded_down_is_a_relaxation(problem: ScheduleProblem, slots: int) -> None:
     schedule = synthesize(problem, effort=1).schedule
-    grid = on_grid(problem, slots, down=True)
+    grid = on_grid(problem, slots)
     shop = job_shop(grid.problem)
     length = run(problem, schedule).makespan
     assert shop.makespan(shop.earliest(schedule)) * grid.width <= length * (1 + 1e-9)

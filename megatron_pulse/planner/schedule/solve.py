@@ -3,9 +3,10 @@
 =====================  ==========================================================================
 constructive           ``synthesize``; ends here when its bound proves it, or without a solver
 templates              periodic schedules from a solver (``ilp.modulo``), unrolled and improved
-exact                  the time-indexed program (``ilp.time_indexed``) or CP-SAT, from the best so
-                       far, up to ``EXACT_SIZE`` devices times microbatches; a shorter
-                       schedule, a better bound, or the proof that there is none
+exact                  the time-indexed program (``ilp.time_indexed``) where times are whole slots,
+                       or CP-SAT, from the best so far, up to ``EXACT_SIZE`` devices times
+                       microbatches; a shorter schedule, a better bound, or the proof that there
+                       is none. Elsewhere ``synthesize`` again, from the templates
 =====================  ==========================================================================
 
 Source: the project's scheduling.md, sections 2 and 3. The times are shares that were measured.
@@ -36,10 +37,10 @@ EXACT_SIZE = {Solver.HIGHS: 128, Solver.GLPK: 64, Solver.CP_SAT: 256, Solver.NON
 SMALL = 32
 """Devices times microbatches up to which the exact program needs no help by templates."""
 
-CONSTRUCTIVE_SHARE = {"small": 0.1, "exact": 0.2, "large": 0.3}
-TEMPLATE_SHARE = {"small": 0.0, "exact": 0.2, "large": 0.3}
-"""Of the time, what the first two ways may take. The exact program has the rest, or, where the
-problem is too large for it, another constructive search that begins with the templates."""
+CONSTRUCTIVE_SHARE = {"small": 0.1, "exact": 0.2, "none": 0.1}
+TEMPLATE_SHARE = {"small": 0.0, "exact": 0.2, "none": 0.2}
+"""Of the time, what the first two ways may take. The exact program has the rest, or, where there
+is none for the problem, another constructive search that begins with the templates."""
 
 RESERVE_S = 0.3
 """Seconds kept for reading and checking an answer."""
@@ -48,10 +49,8 @@ LEAST_S = 0.5
 """Seconds that the exact program is worth."""
 
 EXACT_SLOTS = 60
-"""Slots of the longest operation up to which times are taken as they are."""
-
-COARSE_SLOTS = 12
-"""Slots of the longest operation where times have to be rounded."""
+"""Slots of the longest operation up to which times are taken as they are. Rounded to fewer, HiGHS
+and GLPK gain less than annealing does in that time."""
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +78,14 @@ class _Search:
         get_ready()
         self.began = time.monotonic()
         size = problem.placement.num_devices * problem.num_microbatches
-        large = size > EXACT_SIZE[solver]
-        self.size = "large" if large else "small" if size <= SMALL else "exact"
+        exactly = solver is Solver.CP_SAT
+        self.grid = on_grid(problem, TICKS if exactly else EXACT_SLOTS)
+        self.no_exact = ""
+        if size > EXACT_SIZE[solver]:
+            self.no_exact = f"devices x microbatches > {EXACT_SIZE[solver]}"
+        elif not (exactly or self.grid.exact):
+            self.no_exact = f"times are not multiples of 1/{EXACT_SLOTS} of the longest"
+        self.size = "none" if self.no_exact else "small" if size <= SMALL else "exact"
         self.shop = job_shop(problem)
         self.notes: list[str] = []
         self.proof = ""
@@ -135,22 +140,15 @@ class _Search:
         """The exact program of a small problem, else a longer constructive search."""
         if self.proved:
             return
-        if self.size == "large":
+        if self.no_exact:
             again = synthesize(self.problem, max(0.0, self.left()), templates=self.found)
             self.offer(self.template_path if self.found else "constructive", again.schedule)
-            self.notes.append(
-                f"{self.solver}: exact program not tried, devices x microbatches > "
-                f"{EXACT_SIZE[self.solver]}"
-            )
+            self.notes.append(f"{self.solver}: exact program not tried, {self.no_exact}")
             return
         if self.left() < LEAST_S:
             self.notes.append(f"{self.solver}: exact program not tried, no time left")
             return
-        grid = on_grid(self.problem, EXACT_SLOTS)
-        if self.solver is Solver.CP_SAT:
-            grid = on_grid(self.problem, TICKS, down=True)
-        elif not grid.exact:
-            grid = on_grid(self.problem, COARSE_SLOTS)
+        grid = self.grid
         found = self.shortest(grid)
         gained = False
         if found.start is not None:
@@ -158,8 +156,7 @@ class _Search:
             gained = self.offer(str(self.solver), orders)
             better = improve(self.shop, self.shop.earliest(orders))
             gained |= self.offer(str(self.solver), self.shop.schedule("wave", better))
-        relaxed = grid.exact or self.solver is Solver.CP_SAT
-        if relaxed and found.bound is not None and found.bound * grid.width > self.bound:
+        if found.bound is not None and found.bound * grid.width > self.bound:
             self.bound = min(found.bound * grid.width, self.length)
             self.proof = f", proved by {self.solver}" if self.proved else ""
         shorter = f"{self.length:g}" if gained else "nothing shorter"

@@ -1,18 +1,13 @@
-"""A problem on a grid of slots: whole numbers where they are exact, else coarser ones.
+"""A problem on a grid of slots: whole numbers where times are, else a relaxation.
 
-Two roundings of durations and links to multiples of a slot w:
-
-*nearest*  a model of the problem whose *orders* are then simulated with the real times.
-*down*     a relaxation. Take any real schedule with starts s_i, and let s'_i = floor(s_i / w).
-           If i must start at least p_j + l after j starts (data flow, microbatches in order, or j
-           before i on one device with l = 0), then s'_i >= floor(s_j / w + (p_j + l) / w)
-           >= s'_j + floor(p_j / w) + floor(l / w): the same holds on the grid. A forward that
-           starts after an activation was given back on its device does so on the grid, so what is
-           live there after each forward is no more than before. The grid's makespan is
-           max(s'_i + floor(p_i / w)) <= max((s_i + p_i) / w). So w times the least makespan on
-           the grid is a lower bound of every real makespan.
-
-Where every time is a multiple of w both are the problem itself.
+Durations and links are rounded down to multiples of a slot w. Take any real schedule with starts
+s_i, and let s'_i = floor(s_i / w). If i must start at least p_j + l after j starts (data flow,
+microbatches in order, or j before i on one device with l = 0), then
+s'_i >= floor(s_j / w + (p_j + l) / w) >= s'_j + floor(p_j / w) + floor(l / w): the same holds on
+the grid. A forward that starts after an activation was given back on its device does so on the
+grid, so what is live there after each forward is no more than before. The grid's makespan is
+max(s'_i + floor(p_i / w)) <= max((s_i + p_i) / w). So w times the least makespan on the grid is a
+lower bound of every real makespan. Where every time is a multiple of w the grid is the problem.
 """
 
 from __future__ import annotations
@@ -35,11 +30,11 @@ class Grid:
     exact: bool
 
 
-def on_grid(problem: ScheduleProblem, slots: int, down: bool = False) -> Grid:
+def on_grid(problem: ScheduleProblem, slots: int) -> Grid:
     """``problem`` on the finest grid whose longest operation has at most ``slots`` slots.
 
-    Exact where the times allow it; otherwise rounded to the nearest slot (at least one), or down:
-    the grid is then at least as fine as the shortest operation, however many slots that takes.
+    Exact where the times allow it; otherwise rounded down, on a grid at least as fine as the
+    shortest operation, however many slots that takes.
     """
     times = [*problem.forward, *problem.backward, *(problem.weight_grad or ())]
     links = problem.link if isinstance(problem.link, tuple) else (problem.link,)
@@ -51,12 +46,11 @@ def on_grid(problem: ScheduleProblem, slots: int, down: bool = False) -> Grid:
     # A common divisor of numerators over a common multiple of denominators divides them all.
     exact = longest / unit <= min(slots, TICKS)
     width = unit if exact else longest / slots
-    if down and not exact:
+    if not exact:
         width = min(width, min(map(_exact, times)))
 
     def whole(time: float, least: int) -> float:
-        count = _exact(time) / width
-        return float(max(least, math.floor(count) if down else round(count)))
+        return float(max(least, math.floor(_exact(time) / width)))
 
     def wholes(values: tuple[float, ...], least: int = 1) -> tuple[float, ...]:
         return tuple(whole(v, least) for v in values)
