@@ -60,6 +60,20 @@ class Outcome:
         """Samples per second of the whole cluster."""
         return self.global_batch_size / self.step_s
 
+    def figures(self) -> dict[str, float | list[float]]:
+        """What is predicted, as plans and reports keep it."""
+        return {
+            "step_s": self.step_s,
+            "samples_per_s": self.throughput,
+            "pipeline_s": self.pipeline_s,
+            "exposed_reduction_s": self.reduce_s,
+            "optimizer_s": self.optimizer_s,
+            "bubble": self.bubble,
+            "memory_bytes": list(self.memory_bytes),
+            "pipeline_bytes_per_sample": self.pipeline_bytes,
+            "data_bytes_per_sample": self.data_bytes,
+        }
+
 
 def _size(problem: ScheduleProblem) -> int:
     return problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)

@@ -51,17 +51,7 @@ def plan_of(
             problem.activation,
             problem.cap,
         ),
-        predicted={
-            "step_s": outcome.step_s,
-            "samples_per_s": outcome.throughput,
-            "pipeline_s": outcome.pipeline_s,
-            "exposed_reduction_s": outcome.reduce_s,
-            "optimizer_s": outcome.optimizer_s,
-            "bubble": outcome.bubble,
-            "memory_bytes": list(outcome.memory_bytes),
-            "pipeline_bytes_per_sample": outcome.pipeline_bytes,
-            "data_bytes_per_sample": outcome.data_bytes,
-        },
+        predicted=outcome.figures(),
         provenance={
             "profile_sha256": hashlib.sha256(repr(profile).encode()).hexdigest(),
             "profile": f"{profile.source.value}, {profile.device}: {profile.method}",

@@ -1,0 +1,306 @@
+"""Real layers: a step under our executor beside Megatron-Core's own 1F1B.
+
+The same blocks, weights, ranks and microbatches, in the same processes, steps in turn; every way's
+gradients are compared before anything is measured. With ``--skips``, the second half of the blocks
+takes skips from the first, nested as in a U-ViT; Megatron relays those that cross a cut behind the
+boundary, in tensors of each cut's own width. ``--rates`` limits the link of each rank (MB/s, in
+network namespaces; root) and counts the kernel's bytes.
+
+    .venv/bin/python -m tests.benchmarks.real                     # no skips: what an executor adds
+    .venv/bin/python -m tests.benchmarks.real --width 768         # the same, bound by computing
+    .venv/bin/python -m tests.benchmarks.real --skips --rates 1000 100 25
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from tests.benchmarks.network import INTERFACE, Node, namespaces
+from tests.ranks import run_ranks
+
+SEQUENCE, BATCH, LAYERS = 64, 4, 8
+MEGATRON = "Megatron 1F1B"
+SAME = 1e-5
+"""Relative difference of gradients that sums in another order make in fp32."""
+
+
+class Block(nn.Module):
+    """A residual two-layer perceptron in the calling convention of chain layers."""
+
+    def __init__(self, width: int, takes_skip: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mix = nn.Linear(width, width) if takes_skip else None
+
+    def forward(self, inputs: tuple[Tensor, ...], skips: Any, conditioning: Any) -> Any:
+        (x,) = inputs
+        if self.mix is not None:
+            x = x + self.mix(next(iter(skips.values())))
+        return (x + self.down(torch.relu(self.up(x))),)
+
+
+def make_backbone(width: int, skips: bool) -> Backbone:
+    """A chain of blocks; with ``skips`` block i hands its output to block LAYERS - 1 - i."""
+    spec = TensorSpec((SEQUENCE, width), batch_dim=1)
+
+    def layer(i: int) -> Layer:
+        pushes = {f"skip{i}": 0} if skips and i < LAYERS // 2 else {}
+        pops = {f"skip{LAYERS - 1 - i}": spec} if skips and i >= LAYERS // 2 else {}
+        return Layer(
+            f"block{i}", lambda c: Block(width, bool(pops)), (spec,), (spec,), pushes, pops
+        )
+
+    return Backbone("blocks", tuple(map(layer, range(LAYERS))))
+
+
+class RelayStage(nn.Module):
+    """The same blocks as Megatron's schedules call them: one tensor in, one out, skips behind the
+    boundary in the order in which they were made."""
+
+    def __init__(self, stage: Any, entering: list[str], leaving: list[str], config: Any) -> None:
+        super().__init__()
+        self.specs, self.config, self.given = stage._specs, config, None
+        self.blocks = nn.ModuleList(getattr(stage, spec.name) for spec in self.specs)
+        self.entering, self.leaving = entering, leaving
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """The tensor received from the stage before."""
+        self.given = tensor[0] if isinstance(tensor, list) else tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, *behind = (x if self.given is None else self.given).chunk(1 + len(self.entering), -1)
+        skips = dict(zip(self.entering, behind, strict=True))
+        for spec, block in zip(self.specs, self.blocks, strict=True):
+            (x,) = block((x,), {name: skips.pop(name) for name in spec.pops}, {})
+            skips.update(dict.fromkeys(spec.pushes, x))
+        return torch.cat([x, *(skips[name] for name in self.leaving)], -1) if skips else x
+
+
+Step = Callable[[], None]
+
+
+def steps(width: int, skips: bool, count: int) -> dict[str, tuple[Step, list[nn.Module]]]:
+    """Each way's step on this rank, and the modules that it trains. Collective."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_pulse.planner.costs import weighted_costs
+    from megatron_pulse.planner.placement import fold, sequential
+    from megatron_pulse.planner.plan import Plan, make_plan
+    from megatron_pulse.runtime.exchange import message_spec
+    from megatron_pulse.runtime.executor import Executor
+    from megatron_pulse.runtime.failures import default_board
+    from megatron_pulse.runtime.links import Links
+    from megatron_pulse.runtime.settings import RunSettings
+    from megatron_pulse.runtime.stage import Stage
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world)
+    config = TransformerConfig(
+        num_layers=world,
+        hidden_size=width,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=world,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=True,
+        deallocate_pipeline_outputs=True,
+    )
+    backbone = make_backbone(width, skips)
+    costs = weighted_costs(backbone, [8.0 + bool(layer.pops) for layer in backbone.layers])
+    data = torch.randn(SEQUENCE, BATCH, width, generator=torch.Generator().manual_seed(2))
+    settings = RunSettings(
+        BATCH, torch.float32, torch.device("cpu"), lambda p, b: (p - b["target"]).square().mean()
+    )
+
+    def ours(plan: Plan) -> tuple[Step, list[nn.Module]]:
+        own = plan.placement.stages_of_device(rank)
+        stages = {s: Stage(config, backbone, plan.routes, s, seed=1) for s in own}
+        board, planned = default_board(), plan.step(count)
+        links = Links(
+            parallel_state.get_pipeline_model_parallel_group(),
+            lambda m: settings.make_empty(message_spec(plan.routes, m)),
+            board,
+            60.0,
+        )
+        executor = Executor(
+            backbone,
+            plan.routes,
+            planned.schedule,
+            planned.programs[rank],
+            rank,
+            stages,
+            links,
+            board,
+        )
+        batches = [{"noisy": data, "target": data}] * count
+        return lambda: executor.run(iter(batches), settings), list(stages.values())
+
+    row = make_plan(backbone, costs, sequential(world), "1f1b")
+    ways = {"ours, sequential, 1F1B": ours(row)}
+    if skips:
+        ways["ours, fold exact"] = ours(make_plan(backbone, costs, fold(world), "wave"))
+    ways[MEGATRON] = theirs(row, Stage(config, backbone, row.routes, rank, seed=1), data, count)
+    return ways
+
+
+def theirs(plan: Any, stage: Any, data: Tensor, count: int) -> tuple[Step, list[nn.Module]]:
+    """Megatron's own 1F1B on the stages of ``plan``."""
+    from megatron.core.pipeline_parallel.schedules import (
+        forward_backward_pipelining_without_interleaving as megatron_schedule,
+    )
+
+    def crossing(cut: int) -> list[str]:
+        return [name for name, source, end in _skips(plan.backbone) if source < cut <= end]
+
+    rank, cuts, width = stage.stage, plan.partition.cuts, data.shape[-1]
+    entering, leaving = crossing(cuts[rank]), crossing(cuts[rank + 1])
+    model = RelayStage(stage, entering, leaving, stage.config)
+    shapes = tuple([(SEQUENCE, BATCH, width * (1 + len(n)))] for n in (entering, leaving))
+
+    def forward_step(iterator: Any, model: nn.Module) -> Any:
+        return model(data), lambda out: ((out - data).square().mean(), {})
+
+    def step() -> None:
+        megatron_schedule(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=model,
+            num_microbatches=count,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            adjust_tensor_shapes_fn=lambda *unused: shapes,
+        )
+
+    return step, [stage]
+
+
+def _skips(backbone: Backbone) -> list[tuple[str, int, int]]:
+    """(name, block that makes it, block that takes it)."""
+    made = {name: i for i, layer in enumerate(backbone.layers) for name in layer.pushes}
+    return [(n, made[n], i) for i, layer in enumerate(backbone.layers) for n in layer.pops]
+
+
+def measure(
+    nodes: list[Node], width: int, skips: bool, count: int, repeats: int
+) -> dict[str, list[tuple[float, int]]]:
+    """(Seconds of a step, bytes that this rank's interface sent) by way and repetition."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if nodes:
+        nodes[int(os.environ["RANK"])].enter()
+        os.environ["MASTER_ADDR"] = nodes[0].address
+    dist.init_process_group("gloo")
+    ways = steps(width, skips, count)
+    norms = {}
+    for name, (step, modules) in ways.items():
+        step()
+        total = torch.zeros(1, dtype=torch.float64)
+        for parameter in (p for module in modules for p in module.parameters()):
+            assert parameter.grad is not None
+            total += parameter.grad.double().square().sum()
+        dist.all_reduce(total)
+        norms[name] = total.item() ** 0.5
+    most, least = max(norms.values()), min(norms.values())
+    if most > least * (1 + SAME):
+        raise RuntimeError(f"gradients differ: {norms}")
+    found: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
+    for repetition in range(-2, repeats):
+        for name, (step, _) in ways.items():
+            dist.barrier()
+            sent, start = _sent(bool(nodes)), time.perf_counter()
+            step()
+            dist.barrier()
+            if repetition >= 0:
+                found[name].append((time.perf_counter() - start, _sent(bool(nodes)) - sent))
+    return found
+
+
+def _sent(counted: bool) -> int:
+    """What this node's interface has sent."""
+    if not counted:
+        return 0
+    path = Path("/proc/thread-self/net/dev")
+    lines = (line.partition(":") for line in path.read_text().splitlines())
+    return next(int(c.split()[8]) for name, _, c in lines if name.strip() == INTERFACE)
+
+
+def compare(args: argparse.Namespace, rate: float | None) -> dict[str, Any]:
+    """All ways over links of ``rate`` MB/s, or as fast as they are."""
+    limited = namespaces(args.ranks, 8 * rate) if rate else nullcontext([])
+    with limited as nodes:
+        ranks = run_ranks(
+            args.ranks,
+            measure,
+            nodes,
+            args.width,
+            args.skips,
+            args.microbatches,
+            args.repeats,
+            timeout_s=600,
+        )
+    theirs = [seconds for seconds, _ in ranks[0][MEGATRON]]
+    ways = {}
+    for name, own in ranks[0].items():
+        times = [seconds for seconds, _ in own]
+        ratios = sorted(a / b for a, b in zip(times, theirs, strict=True))
+        ways[name] = {
+            "ms": 1e3 * statistics.median(times),
+            "ratio": statistics.median(ratios),
+            "ratio_10_to_90": [ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]],
+            "sent_bytes": sum(statistics.median(b for _, b in rank[name]) for rank in ranks),
+        }
+    return {"rate_mb_s": rate, "ways": ways}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--skips", action="store_true")
+    parser.add_argument("--rates", type=float, nargs="+", metavar="MB/S", default=[None])
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    result = {
+        "machine": f"{platform.processor() or platform.machine()}, torch {torch.__version__}",
+        "ranks": args.ranks,
+        "microbatches": args.microbatches,
+        "width": args.width,
+        "links": [compare(args, rate) for rate in args.rates],
+    }
+    if args.json:
+        print(json.dumps(result))
+        return
+    print(f"{result['machine']}; {args.ranks} ranks, {args.microbatches} microbatches")
+    for link in result["links"]:
+        print(f"links of {link['rate_mb_s']:g} MB/s" if link["rate_mb_s"] else "loopback")
+        for name, way in link["ways"].items():
+            low, high = way["ratio_10_to_90"]
+            moved = f", {way['sent_bytes'] / 1e6:.2f} MB" if way["sent_bytes"] else ""
+            print(
+                f"  {name}: {way['ms']:.1f} ms a step{moved}, {way['ratio']:.3f} of Megatron's "
+                f"(10th to 90th percentile {low:.3f} to {high:.3f})"
+            )
+
+
+if __name__ == "__main__":
+    main()
