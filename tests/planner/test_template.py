@@ -74,6 +74,17 @@ def test_annealing_keeps_schedules_valid_and_never_lengthens(problem: SchedulePr
     assert found == anneal(shop, start, lambda swaps: swaps / 5000)
 
 
+def test_annealing_bears_memory_in_the_finest_units() -> None:
+    """Uneven activations are counted in units of which a cap has 2^60."""
+    forward, half = (1.0, 1.3, 0.7, 1.1), (1.1, 0.9, 1.2, 1.0)
+    weight, cap = (0.3, 0.7, 0.1, 0.9), (1.5, 1.0)
+    problem = ScheduleProblem(fold(2), 24, forward, half, half, activation=weight, cap=cap)
+    shop = job_shop(problem)
+    assert max(shop.cap) > 1 << 59
+    found = anneal(shop, improve(shop, next(starts(shop))), lambda swaps: swaps / 20_000)
+    assert faults_for(problem, shop.schedule("annealed", found)) == []
+
+
 @pytest.mark.parametrize(("split", "cap", "bubble"), [(False, 8, 12), (True, 8, 3)])
 def test_the_steady_state_of_few_microbatches_is_that_of_many(
     split: bool, cap: int, bubble: int

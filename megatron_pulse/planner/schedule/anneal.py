@@ -23,6 +23,9 @@ HOT, COLD = 0.25, 0.01
 PRICE = (4.0, 16.0)
 """First and last price of a forward for which there is no memory, in the same unit."""
 
+FAR = 2
+"""Times the cap that may be in use on the way, so that sums stay far below 2^63."""
+
 STRAY = 0.3
 """Share of swaps that only serve memory, while there is not enough."""
 
@@ -174,7 +177,9 @@ def _swaps(
                 - _lacks(walk, v, walk.live[v])
             )
             limit = now - heat * np.log(1.0 - np.random.random()) - price * more
-            reached = _swap(walk, v, limit, trial, mark, fresh, tries)
+            reached = -1
+            if least + walk.delta[v] <= FAR * walk.cap[walk.device[v]]:
+                reached = _swap(walk, v, limit, trial, mark, fresh, tries)
             if reached >= 0:
                 now = reached
                 over += more
