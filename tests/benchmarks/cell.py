@@ -47,8 +47,9 @@ class Measured:
 class Result:
     """A contestant in a cell. Seconds are emulated; bytes are of a step of all ranks, emulated.
 
-    ``held_bytes`` are the real activations that the fullest rank held; ``delays`` are the
-    shares of each repetition that a rank waited for a processor, which other processes had.
+    ``memory_bytes`` are what the fullest rank would hold of the real backbone: activations, and
+    parameters, gradients and optimizer, which are ``state_bytes`` of it; ``delays`` are the shares
+    of each repetition that a rank waited for a processor, which other processes had.
     """
 
     contestant: str
@@ -57,7 +58,8 @@ class Result:
     wire_bytes: float
     sent_bytes: float
     expected_bytes: int
-    held_bytes: float
+    memory_bytes: float
+    state_bytes: float
     predicted_s: float
     compute_s: float
     bubble: float
@@ -123,6 +125,10 @@ def _result(contestant: Contestant, ranks: list[Measured], num_ranks: int) -> Re
         max(r.end_s[i] for r in ranks) - min(r.start_s[i] for r in ranks) for i in repetitions
     ]
     computing = compute_s(contestant)
+    memory, state = max(
+        (rank.held_bytes + state, state)
+        for rank, state in zip(ranks, contestant.state_bytes, strict=True)
+    )
     return Result(
         contestant.name,
         contestant.engine.value,
@@ -130,7 +136,8 @@ def _result(contestant: Contestant, ranks: list[Measured], num_ranks: int) -> Re
         median(sum(r.wire_bytes[i] for r in ranks) for i in repetitions),
         median(sum(r.sent_bytes[i] for r in ranks) for i in repetitions),
         contestant.expected_bytes,
-        max(r.held_bytes for r in ranks),
+        memory,
+        state,
         contestant.predicted_s,
         computing,
         1 - computing / (num_ranks * median(seconds)),

@@ -23,12 +23,14 @@ from megatron_pulse.diffusion.files import replacing
 from megatron_pulse.planner.tune.evaluate import Outcome
 from model_specs import available
 from tests.benchmarks.cell import run_cell
-from tests.benchmarks.contestants import SOLVER_S, contestants, tuned
-from tests.benchmarks.emulation import BACKBONES, MODEL_S, Emulation, emulate
+from tests.benchmarks.contestants import SOLVER_S, contestants, memory_of_1f1b, tuned
+from tests.benchmarks.emulation import BACKBONES, MODEL_S, Emulation, emulate, setup_of
 from tests.benchmarks.network import unavailable
 
 RATES = (10.0, 2.5, 1.25)
 """GB/s of a V100: the paper's link to one of them alone, to 4, and to all 8 of its node at once."""
+
+V100_GB, USABLE = 32.0, 0.9
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,14 @@ def run(args: argparse.Namespace) -> None:
     cells = [(name, rate) for name in args.backbones for rate in args.rates]
     emulated: dict[str, Emulation] = {}
     for number, (name, rate) in enumerate(cells):
-        key = f"{name} {rate:g} GB/s P={args.ranks} M={args.microbatches}"
+        count = args.microbatches or setup_of(name).microbatches_per_device * args.ranks
+        key = f"{name} {rate:g} GB/s P={args.ranks} M={count}"
         if any(cell["key"] == key for cell in done["cells"]):
             continue
         began = time.monotonic()
         if name not in emulated:
             emulated[name] = emulate(name, args.model_seconds)
-        cell = {"key": key, **measure(emulated[name], rate, args)}
+        cell = {"key": key, **measure(emulated[name], rate, count, args)}
         done["cells"].append(cell)
         spent = time.monotonic() - began
         print(f"cell {number + 1} of {len(cells)}, {key}: {spent:.0f} s", flush=True)
@@ -75,12 +78,18 @@ def save(results: dict[str, Any], file: Path) -> None:
         beside.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def measure(emulation: Emulation, rate: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One cell."""
+def measure(
+    emulation: Emulation, rate: float, count: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One cell, of ``count`` microbatches."""
     link = emulation.link(rate * 1e9)
-    entered = contestants(emulation, link, args.ranks, args.microbatches, args.solver_seconds)
+    entered = contestants(emulation, link, args.ranks, count, args.solver_seconds)
     pick = None
-    if (outcome := tune(emulation, rate, args)) is not None:
+    # As much memory as the baseline has, where nothing fits.
+    for memory in (V100_GB, memory_of_1f1b(entered) / 1e9 / USABLE):
+        if (outcome := tune(emulation, rate, count, args.ranks, memory)) is not None:
+            break
+    if outcome is not None:
         best = tuned(emulation, link, outcome, entered)
         pick = Pick(str(outcome.config), best.name, outcome.step_s * emulation.time_scale)
         entered += [best] if best not in entered else []
@@ -99,51 +108,39 @@ def measure(emulation: Emulation, rate: float, args: argparse.Namespace) -> dict
         "rate_gbs": rate,
         "ranks": args.ranks,
         "ranks_per_node": args.ranks_per_node,
-        "microbatches": args.microbatches,
+        "microbatches": count,
         "micro_batch_size": emulation.micro_batch_size,
         "time_scale": emulation.time_scale,
         "byte_divisor": emulation.byte_divisor,
         "rate_mbit": emulation.rate_mbit(rate * 1e9),
         "num_skips": len(emulation.costs.skips),
-        "parameters": sum(emulation.costs.parameters),
         "pick": asdict(pick) if pick is not None else None,
         "results": [result.record() for result in results],
     }
 
 
-def tune(emulation: Emulation, rate: float, args: argparse.Namespace) -> Outcome | None:
-    """The tuner's choice for as many V100s on such links; None if nothing fits their memory.
-
-    It chooses among its ways to use the devices; microbatches are those of all contestants. Where
-    one microbatch of that size is too much for every way, pipelines are tuned as if it were not.
-    """
-    return _tune(emulation, rate, args, (1, args.ranks), 32.0) or _tune(
-        emulation, rate, args, (args.ranks,), 128.0
-    )
-
-
-def _tune(
-    emulation: Emulation,
-    rate: float,
-    args: argparse.Namespace,
-    degrees: tuple[int, ...],
-    memory_gb: float,
+def tune(
+    emulation: Emulation, rate: float, count: int, ranks: int, memory_gb: float
 ) -> Outcome | None:
+    """The tuner's choice for as many V100s on such links; None if nothing fits ``memory_gb``.
+
+    It chooses among its ways to use the devices; microbatches are those of all contestants.
+    """
     from megatron_pulse.planner.cluster import Cluster, ClusterLink, Shared
     from megatron_pulse.planner.tune.config import Choices, configs
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.search import search
 
     link = ClusterLink("other", rate, 10.0, Shared.DEVICE)
-    cluster = Cluster("claim", args.ranks, 1, memory_gb, "V100-32GB", link, link, usable_memory=0.9)
-    samples = args.microbatches * emulation.micro_batch_size
+    cluster = Cluster("claim", ranks, 1, memory_gb, "V100-32GB", link, link, usable_memory=USABLE)
+    samples = count * emulation.micro_batch_size
     choices = Choices(
-        pipeline=degrees,
+        pipeline=(1, ranks),
         tensor=(1,),
         micro_batch_size=(emulation.micro_batch_size,),
         recompute=(False,),
     )
-    candidates = configs(args.ranks, 1, samples, bool(emulation.costs.skips), choices)
+    candidates = configs(ranks, 1, samples, bool(emulation.costs.skips), choices)
     found = search(Evaluator(emulation.profile, cluster, samples), candidates, keep=1)
     return found.outcomes[0] if found.outcomes else None
 
@@ -165,7 +162,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rates", type=numbers, default=list(RATES), help="GB/s of a real V100's link")
     add("--repetitions", type=int, default=5)
     add("--ranks", type=int, default=4, help="pipeline devices P")
-    add("--microbatches", type=int, help="of a step (default: 2P)")
+    add("--microbatches", type=int, help="of a step (default: 4P for SD v2, 2P for others)")
     add("--ranks-per-node", type=int, default=1, help="those on a node reach each other without")
     add("--model-seconds", type=float, default=MODEL_S, help="the model on a microbatch, emulated")
     add("--solver-seconds", type=float, default=SOLVER_S, help="for each ILP; 0: none")
@@ -174,7 +171,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="keep the cells that --out has")
     add("--quick", action="store_true", help="one backbone, two rates, 2 repetitions, no ILP")
     args = parser.parse_args(argv)
-    args.microbatches = args.microbatches or 2 * args.ranks
     if args.quick:
         args.backbones, args.rates = ["uvit-2.7b"], [10.0, 1.25]
         args.repetitions, args.solver_seconds = 2, 0.0

@@ -24,7 +24,8 @@ class Row:
     wire_mb: float
     counted_mb: float
     bubble: float
-    held_gb: float
+    memory_gb: float
+    state_gb: float
     solver: str
 
     @property
@@ -62,7 +63,6 @@ class Cell:
     byte_divisor: float
     rate_mbit: float
     num_skips: int
-    parameters: int
     pick: Mapping[str, Any] | None
     records: tuple[Mapping[str, Any], ...]
 
@@ -85,7 +85,8 @@ class Cell:
                 r["wire_bytes"] * real,
                 r["sent_bytes"] * real,
                 r["bubble"],
-                r["held_bytes"] / 1e9,
+                r["memory_bytes"] / 1e9,
+                r["state_bytes"] / 1e9,
                 r["solver"],
             )
             for r in self.records
@@ -132,7 +133,6 @@ def cells_of(results: Mapping[str, Any]) -> tuple[Cell, ...]:
             c["byte_divisor"],
             c["rate_mbit"],
             c["num_skips"],
-            c["parameters"],
             c["pick"],
             tuple(c["results"]),
         )

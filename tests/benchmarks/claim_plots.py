@@ -102,7 +102,7 @@ def _costs(plt: object, names: Sequence[str], cells: Sequence[Cell]) -> object:
     measures: tuple[tuple[str, Callable[[Row], float]], ...] = (
         ("MB per sample", lambda r: r.wire_mb),
         ("bubble", lambda r: r.bubble),
-        ("GB of activations", lambda r: r.held_gb),
+        ("GB of memory", lambda r: r.memory_gb),
     )
     figure, axes = plt.subplots(  # type: ignore[attr-defined]
         3, len(names), figsize=(2.7 * len(names) + 2.6, 7), squeeze=False, layout="constrained"

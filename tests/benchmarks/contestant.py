@@ -33,8 +33,9 @@ class Contestant:
 
     ``packed`` are the fp32 elements of the one tensor that enters each stage (not ours);
     ``layers`` of a data-parallel run are (forward seconds, backward seconds, gradient elements).
-    ``exchange`` sends shapes before tensors where they differ, else all are as large as the
-    largest (Megatron interleaved).
+    ``saved_bytes`` are what each stage keeps of a microbatch, ``state_bytes`` parameters, gradients
+    and optimizer of each device, both of the real backbone. ``exchange`` sends shapes before
+    tensors where they differ, else all are as large as the largest (Megatron interleaved).
     """
 
     name: str
@@ -50,6 +51,7 @@ class Contestant:
     predicted_s: float = 0.0
     expected_bytes: int = 0
     saved_bytes: tuple[float, ...] = ()
+    state_bytes: tuple[float, ...] = ()
     notes: str = ""
 
 

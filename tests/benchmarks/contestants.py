@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_pulse.planner.costs import ChainCosts, Link
+from megatron_pulse.planner.memory import bytes_per_parameter
 from megatron_pulse.planner.partition import Goal, PartitionError, find_partition
 from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
 from megatron_pulse.planner.replay import edges_of, replay
@@ -56,6 +57,16 @@ def tuned(
     found = plan.synthesized(TUNED, partition, outcome.config.split, cap=problem.cap)
     same = (c for c in entered if c.partition == partition and c.schedule == found.schedule)
     return next(same, found)
+
+
+def memory_of_1f1b(entered: Sequence[Contestant]) -> float:
+    """Real bytes that the fullest device needs under Megatron's 1F1B."""
+    base = next(c for c in entered if c.engine is Engine.MEGATRON_1F1B)
+    devices = len(base.saved_bytes)
+    return max(
+        state + min(base.num_microbatches, devices - d) * saved
+        for d, (saved, state) in enumerate(zip(base.saved_bytes, base.state_bytes, strict=True))
+    )
 
 
 class _Planner:
@@ -119,6 +130,8 @@ class _Planner:
             self.count,
             layers=layers,
             predicted_s=compute + exposed,
+            state_bytes=(sum(costs.parameters) * self.per_parameter(self.num_devices),)
+            * self.num_devices,
             expected_bytes=round(2 * share * self.num_devices),
             saved_bytes=tuple(map(float, costs.saved_bytes)),
         )
@@ -194,6 +207,24 @@ class _Planner:
             problem,
             expected_bytes=moved,
             saved_bytes=self.saved(partition, passing=costs is self.relayed),
+            state_bytes=self.state(partition),
+        )
+
+    def per_parameter(self, data_parallel: int) -> float:
+        """Bytes, with gradient and optimizer."""
+        return bytes_per_parameter("float16", data_parallel > 1, data_parallel)
+
+    def state(self, partition: Partition) -> tuple[float, ...]:
+        """Real bytes of parameters, gradients and optimizer on each device."""
+        count, placement = self.emulation.costs.parameters, partition.placement
+        return tuple(
+            self.per_parameter(1)
+            * sum(
+                count[i]
+                for s in placement.stages_of_device(d)
+                for i in partition.layers_of_stage(s)
+            )
+            for d in range(self.num_devices)
         )
 
     def saved(self, partition: Partition, passing: bool) -> tuple[float, ...]:

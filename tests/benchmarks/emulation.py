@@ -32,15 +32,16 @@ PAPER_LINK_BYTES_PER_S = 10e9
 
 @dataclass(frozen=True)
 class Setup:
-    """A backbone as the paper trains it: options, and samples in a microbatch of 8 over P = 4."""
+    """A backbone as the paper trains it: options, samples in a microbatch, microbatches over P."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     micro_batch_size: int = 16
+    microbatches_per_device: int = 2
 
 
 BACKBONES: Mapping[str, Setup] = {
-    "sd-v2-4.6b": Setup(micro_batch_size=32),  # ZeRO-2 276 MB a sample: 62 samples a device
-    "uvit-2.7b": Setup(micro_batch_size=16),  # 318 MB: 32
+    "sd-v2-4.6b": Setup({}, 16, 4),  # ZeRO-2 276 MB a sample: 62 samples a device
+    "uvit-2.7b": Setup({}, 16),  # 318 MB: 32
     "hunyuan-dit-3b": Setup({"sample_size": 64}, micro_batch_size=2),  # 2981 MB: 4
     "sdxl": Setup({"sample_size": 128}, micro_batch_size=1),
     "dit-xl-2": Setup(micro_batch_size=16),

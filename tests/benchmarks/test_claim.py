@@ -70,7 +70,8 @@ def test_report_says_what_was_measured(tmp_path: Path) -> None:
             "wire_bytes": wire,
             "sent_bytes": 0.97 * wire,
             "expected_bytes": 1,
-            "held_bytes": 1e9,
+            "memory_bytes": 3e9,
+            "state_bytes": 1e9,
             "predicted_s": 1.0,
             "compute_s": 2.0,
             "bubble": 0.5,
@@ -89,7 +90,6 @@ def test_report_says_what_was_measured(tmp_path: Path) -> None:
         "byte_divisor": 128.0,
         "rate_mbit": 20.0,
         "num_skips": 3,
-        "parameters": 1,
         "pick": {"config": "P=4, fold exact", "contestant": "fold exact", "predicted_s": 1.0},
         "results": [
             result("fold exact", "ours", [1.0, 1.1], 1e6),
