@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 
 class PlacementKind(StrEnum):
@@ -61,9 +62,14 @@ class Placement:
 
     def stages_of_device(self, device: int) -> tuple[int, ...]:
         """The stages on ``device`` in chain order; the i-th is Megatron's model chunk i."""
-        return tuple(
-            s for s in range(self.num_stages) if device in (self.device_of(s, m) for m in (0, 1))
-        )
+        return _stages_of_devices(self)[device]
+
+
+@cache
+def _stages_of_devices(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    stages = range(placement.num_stages)
+    homes = [{placement.device_of(s, m) for m in (0, 1)} for s in stages]
+    return tuple(tuple(s for s in stages if d in homes[s]) for d in range(placement.num_devices))
 
 
 def sequential(num_devices: int) -> Placement:

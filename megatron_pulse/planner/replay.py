@@ -8,7 +8,7 @@ that travel take their turn among the boundaries. Slow links then limit a step a
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -120,7 +120,7 @@ class _Run:
         self.computing = [False for _ in devices]
         self.sending = [False for _ in devices]
         self.receiving = [False for _ in devices]
-        self.queue: list[deque[_Message]] = [deque() for _ in devices]
+        self.queue: list[list[_Message]] = [[] for _ in devices]
         self.sending_s = [0.0 for _ in devices]
         self.transfers: list[Transfer] = []
         self.start: dict[Operation, float] = {}
@@ -200,16 +200,24 @@ class _Run:
             consumer = Operation(op.kind, stage, op.microbatch)
             self.queue[device].append(_Message(device, self.home[stage], consumer, seconds))
         self._send(device, now)
-        for other in range(len(self.position)):
-            self._advance(other, now)
+        self._advance(device, now)
+        if op.kind is Kind.FORWARD:
+            following = op.stage + 1
+        elif op.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
+            return
+        else:
+            following = op.stage - 1
+        if 0 <= following < len(self.home) and self.home[following] != device:
+            self._advance(self.home[following], now)  # where nothing travels between the two
 
     def _send(self, device: int, now: float) -> None:
         """Start the first message of the queue whose receiver is free."""
         if self.sending[device]:
             return
-        for message in self.queue[device]:
+        queue = self.queue[device]
+        for i, message in enumerate(queue):
             if not self.receiving[message.destination]:
-                self.queue[device].remove(message)
+                del queue[i]
                 self.sending[device] = self.receiving[message.destination] = True
                 self.sending_s[device] += message.seconds
                 arrival = now + message.seconds
@@ -222,6 +230,7 @@ class _Run:
     def _arrive(self, message: _Message, now: float) -> None:
         self.sending[message.source] = self.receiving[message.destination] = False
         self.awaited[message.consumer] -= 1
-        for device in range(len(self.position)):
-            self._send(device, now)
+        for device, queue in enumerate(self.queue):
+            if queue:
+                self._send(device, now)
         self._advance(message.destination, now)

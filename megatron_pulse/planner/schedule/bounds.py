@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from megatron_pulse.planner.placement import PlacementKind
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -115,6 +117,28 @@ def device_bound(problem: ScheduleProblem, path: _Path | None = None) -> float:
     )
 
 
+def last_gradients(problem: ScheduleProblem) -> tuple[float, ...]:
+    """For each stage the earliest start of what completes its gradients: the last microbatch's
+    backward, or weight gradient. The stage has done all of its kind before, and the microbatch has
+    waited for those before it wherever it came from."""
+    path, num = _Path(problem), problem.placement.num_stages
+    count = problem.num_microbatches
+    starts = []
+    for s in range(num):
+        back = 2 * num - 1 - s
+        before = (count - 1) * (path.time[back] + path.weight[back])
+        own = path.time[back] if problem.weight_grad else 0.0
+        queue = (count - 1) * max(path.time[: back + 1])
+        starts.append(
+            own
+            + max(
+                path.first[back] + max(before, queue),
+                path.first[s] + count * path.time[s] + before,
+            )
+        )
+    return tuple(starts)
+
+
 def one_machine_bound(problem: ScheduleProblem, path: _Path | None = None) -> float:
     """max over devices of the shortest preemptive order under heads and tails of each operation."""
     path = path or _Path(problem)
@@ -189,25 +213,35 @@ def _reuse(path: _Path) -> Iterator[tuple[int, int, int]]:
             yield s, 2 * num - 1 - s, int(cap / takes)
 
 
+def _waits(count: int, lines: list[tuple[float, float]]) -> list[float]:
+    """max of base + n * load over ``lines``, for n = 1 to ``count``."""
+    base, load = np.array(lines).T
+    waits: list[float] = (base[:, None] + load[:, None] * np.arange(1, count + 1)).max(0).tolist()
+    return waits
+
+
 def _heads(path: _Path) -> list[list[float]]:
     """Earliest start of every class of the path for every microbatch.
 
     The j-th start of a class waits for j+1 runs of any of a device's classes before it.
     """
     count, first, time = path.problem.num_microbatches, path.first, path.time
-    heads = [[f] * count for f in first]
     reuse = list(_reuse(path))
-    before: list[list[tuple[float, float]]] = [
-        [
-            (first[a] + first[k] - first[b] - time[b], load)
-            for a, b, load, _ in path.runs
-            if b < k and load > 0
-        ]
-        for k in range(len(first))
+    heads = [
+        _waits(
+            count,
+            [(f, 0.0)]
+            + [
+                (first[a] + f - first[b] - time[b], load)
+                for a, b, load, _ in path.runs
+                if b < k and load > 0
+            ],
+        )
+        for k, f in enumerate(first)
     ]
     for m in range(count):
         for k in range(len(first)):
-            best = max((base + (m + 1) * load for base, load in before[k]), default=0.0)
+            best = heads[k][m]
             if k:
                 best = max(best, heads[k - 1][m] + first[k] - first[k - 1])
             if m:
@@ -216,27 +250,26 @@ def _heads(path: _Path) -> list[list[float]]:
                 if k == stage and m >= room:
                     free = heads[frees][m - room] + time[frees] + path.weight[frees]
                     best = max(best, free)
-            heads[k][m] = max(heads[k][m], best)
+            heads[k][m] = best
     return heads
 
 
 def _tails(path: _Path) -> list[list[float]]:
     """Least time from the end of every operation of the path to the end of the step."""
     count, first, time = path.problem.num_microbatches, path.first, path.time
-    tails = [[t] * count for t in path.last]
     reuse = list(_reuse(path))
-    after: list[list[tuple[float, float]]] = []
-    for k in range(len(first)):
-        mine = []
-        for a, b, load, whole in path.runs:
+    runs = [(a, load, whole, min(path.last[a : b + 1])) for a, b, load, whole in path.runs]
+    tails = []
+    for k, last in enumerate(path.last):
+        after = [(last, 0.0), (0.0, path.weight[k])]
+        for a, load, whole, least in runs:
             if a > k:
                 wait = first[a] - first[k] - time[k]
-                mine += [(wait + min(path.last[a : b + 1]), load), (wait, whole)]
-        after.append(mine)
+                after += [(wait + least, load), (wait, whole)]
+        tails.append(_waits(count, after)[::-1])
     for m in reversed(range(count)):
         for k in reversed(range(len(first))):
-            best = max((base + (count - m) * load for base, load in after[k]), default=0.0)
-            best = max(best, (count - m) * path.weight[k])
+            best = tails[k][m]
             if k + 1 < len(first):
                 gap = first[k + 1] - first[k] - time[k]
                 best = max(best, gap + time[k + 1] + tails[k + 1][m])
@@ -246,5 +279,5 @@ def _tails(path: _Path) -> list[list[float]]:
                 if k == frees and m + room < count:
                     following = time[stage] + tails[stage][m + room]
                     best = max(best, path.weight[k] + following)
-            tails[k][m] = max(tails[k][m], best)
+            tails[k][m] = best
     return tails

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from megatron_pulse.planner.communication import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
@@ -196,7 +195,7 @@ def _order_faults(schedule: Schedule) -> Iterator[str]:
                 continue
             if operation.kind is not Kind.FORWARD:
                 after_input = operation.kind is Kind.WEIGHT_GRAD
-                first = replace(operation, kind=Kind.INPUT_GRAD if after_input else Kind.FORWARD)
+                first = operation._replace(kind=Kind.INPUT_GRAD if after_input else Kind.FORWARD)
                 if position.get(first, -1) > i:
                     yield f"device {device} runs {operation} before {first}"
             line = (operation.kind, operation.stage)

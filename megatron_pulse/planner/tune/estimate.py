@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_pulse.planner.costs import running_sum
+from megatron_pulse.planner.costs import ChainCosts, running_sum
 from megatron_pulse.planner.placement import PlacementKind
 from megatron_pulse.planner.replay import Edge, edges_of, link_bound
-from megatron_pulse.planner.schedule.bounds import device_bound
+from megatron_pulse.planner.schedule.bounds import device_bound, last_gradients
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.stages import Partition
 from megatron_pulse.planner.tune.config import Config, Layout
-from megatron_pulse.planner.tune.stages import Chain
+from megatron_pulse.planner.tune.stages import Chain, Stages
 
 GRADIENT_BYTES: Mapping[str, int] = {"bfloat16": 4, "float16": 2, "float32": 4}
 """Bytes of a gradient as Megatron sums it over replicas."""
@@ -44,24 +44,80 @@ class Estimator(Chain):
     def quick_bound(self, config: Config) -> float:
         """No step of the config is shorter: all work, spread evenly, and the optimizer.
 
-        With one stage on a device and whole backwards, device d also idles while a microbatch is
-        on those before it: M loads of its own and one of each of those fit into the step T. The
-        loads can then come to all work W only if W <= T (1 - (1 - 1/M)^P).
+        Neither is the way of one microbatch, nor the summing of gradients on the mean device. With
+        one stage on a device these are summed after all but the last microbatch's, and device d
+        idles while a microbatch is on those before it, for at least a share r of their loads (1
+        with whole backwards, whose other part follows; else of forwards): M loads of its own and r
+        of each of those fit into the step T. The loads can then come to all work W only if
+        r W <= T (1 - (1 - r/M)^P).
         """
-        costs = self.costs(config)
-        whole = sum(costs.forward_s) + sum(costs.backward_s)
+        costs, num = self.costs(config), config.pipeline
+        forward, backward = sum(costs.forward_s), sum(costs.backward_s)
+        later = sum(costs.weight_grad_s) if config.split else 0.0
         count = config.num_microbatches(self.global_batch_size)
-        work = count * whole / config.pipeline
-        if config.layout is Layout.SEQUENTIAL and not config.split:
-            work = max(work, whole / (1 - (1 - 1 / count) ** config.pipeline))
-        return work + self.optimizer_s(config, sum(costs.parameters) / config.pipeline)
+        least = max(count * (forward + backward) / num, forward + backward - later)
+        reduced = self._least_reduction(config) / num
+        if config.layout.num_chunks == 1:
+            last = later if config.split else backward
+            reduced += (count * (forward + backward) - last) / num
+            if (share := _forward_share(costs) if config.split else 1.0) > 0:
+                fit = (1 - (1 - share / count) ** num) / share
+                least = max(least, (forward + backward) / fit)
+        return max(least, reduced) + self.optimizer_s(config, sum(costs.parameters) / num)
+
+    def _least_reduction(self, config: Config) -> float:
+        """Seconds that all devices together sum gradients and gather parameters, at the least."""
+        if config.data == 1:
+            return 0.0
+        key = (
+            config.pipeline,
+            config.data,
+            config.tensor,
+            config.distributed_optimizer,
+            config.pipeline_inside,
+        )
+        if key not in self._reductions:
+            count = sum(self.costs(config).parameters)
+            self._reductions[key] = min(
+                self._reduction(config, d, count) for d in range(config.pipeline)
+            )
+        return self._reductions[key]
+
+    def _reduction(self, config: Config, device: int, parameters: float) -> float:
+        """Seconds of summing the gradients of ``parameters`` over a device's replicas, and of
+        gathering the parameters where these are divided."""
+        ranks, dtype = self.ranks(config), self.profile.dtype
+        scatter = config.distributed_optimizer
+        seconds = ranks.reduce_s(device, parameters * GRADIENT_BYTES[dtype], scatter)
+        if scatter:
+            seconds += ranks.gather_s(device, parameters * PARAMETER_BYTES[dtype])
+        return seconds
+
+    def _reduced(self, config: Config, stages: Stages, problem: ScheduleProblem) -> float:
+        """When all gradients are summed, at the earliest: a stage's begin with its last."""
+        if config.data == 1:
+            return 0.0
+        ready, latest = last_gradients(problem), 0.0
+        for device in range(config.pipeline):
+            own = stages.partition.placement.stages_of_device(device)
+            held = 0.0
+            for stage in sorted(own, key=lambda s: -ready[s]):
+                held += stages.parameters[stage]
+                latest = max(latest, ready[stage] + self._reduction(config, device, held))
+        return latest
 
     def bound(self, config: Config) -> float:
         """No step of the config is shorter, its partition known; raises UnfitError."""
+        if config not in self._bounds:
+            self._bounds[config] = self._bound(config)
+        return self._bounds[config]
+
+    def _bound(self, config: Config) -> float:
         stages = self.stages(config)
         problem = self.problem(config, config.num_microbatches(self.global_batch_size))
         most = max(stages.per_device(stages.parameters))
         least = max(device_bound(problem), link_bound(problem, stages.edges))
+        least = max(least, self._reduced(config, stages, problem))
         return least + self.optimizer_s(config, most)
 
     def estimate(self, config: Config) -> float:
@@ -130,6 +186,12 @@ class Estimator(Chain):
             each = max(sum(work) / config.pipeline, max(work))
             self._spreads[key] = (each, _delay(edges), max(busy))
         return self._spreads[key]
+
+
+def _forward_share(costs: ChainCosts) -> float:
+    """The least share that the forward has of a layer's work."""
+    layers = zip(costs.forward_s, costs.backward_s, strict=True)
+    return min((f / (f + b) for f, b in layers if f + b > 0), default=0.0)
 
 
 def even_cuts(work: Sequence[float], num_stages: int) -> tuple[int, ...]:

@@ -36,6 +36,9 @@ LARGEST = 40_000
 HOPE = 0.5
 """Part of the gap of a quick schedule that a search for a better one may close."""
 
+SWEEP = 0.85
+"""Part of the time after which all that might still be the best is cut: it is bounded better."""
+
 EQUAL = 1 + 1e-9
 
 
@@ -98,11 +101,11 @@ def search(
     found = Tuning()
     listed = _List(keep)
     queue = _queue(evaluator, candidates, found)
-    while queue and (time.monotonic() - began < seconds or not listed.best):
-        candidate = heapq.heappop(queue)
+
+    def take(candidate: _Candidate) -> None:
         if candidate.bound >= listed.limit:
             _refuse(found, candidate.config, Unfit.SLOWER, str(candidate.config))
-            continue
+            return
         try:
             following = _advance(evaluator, candidate, found, listed)
         except UnfitError as error:
@@ -113,6 +116,18 @@ def search(
         found.outcomes = listed.best
         found.seconds = time.monotonic() - began
         progress(found)
+
+    swept = False
+    while queue and (time.monotonic() - began < seconds or not listed.best):
+        if not swept and listed.best and time.monotonic() - began > SWEEP * seconds:
+            swept = True
+            doubtful, queue = _doubtful(queue, listed.best[0].step_s)
+            while doubtful and time.monotonic() - began < seconds:
+                take(doubtful.pop())
+            for candidate in doubtful:
+                heapq.heappush(queue, candidate)
+            continue
+        take(heapq.heappop(queue))
     left = [c for c in queue if c.bound < listed.limit]
     found.refused[Unfit.SLOWER] += len(queue) - len(left)
     found.num_left = len(left)
@@ -121,6 +136,18 @@ def search(
         found.refused[Unfit.SAME] = len(listed.same)
     found.seconds = time.monotonic() - began
     return found
+
+
+def _doubtful(queue: list[_Candidate], best_s: float) -> tuple[list[_Candidate], list[_Candidate]]:
+    """Those not cut yet whose bound allows them to be the best, that of the least last; the rest
+    as a heap."""
+    doubtful: list[_Candidate] = []
+    rest: list[_Candidate] = []
+    for candidate in queue:
+        uncut = candidate.step is _Step.EVEN and candidate.bound < best_s
+        (doubtful if uncut else rest).append(candidate)
+    heapq.heapify(rest)
+    return sorted(doubtful, key=lambda c: -c.bound), rest
 
 
 def finish(

@@ -88,6 +88,8 @@ class Chain:
         self._partition_of = lru_cache(maxsize=1024)(self._find_partition)
         self._ranks_of = lru_cache(maxsize=None)(partial(Ranks, cluster))
         self._spreads: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._reductions: dict[tuple[object, ...], float] = {}
+        self._bounds: dict[Config, float] = {}
 
     def ranks(self, config: Config) -> Ranks:
         """Where the config's ranks are."""
