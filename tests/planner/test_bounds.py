@@ -10,12 +10,15 @@ from megatron_pulse.planner.placement import fold, sequential
 from megatron_pulse.planner.schedule.bounds import (
     device_bound,
     jackson,
+    last_gradients,
     lower_bound,
     memory_bound,
     one_machine_bound,
 )
+from megatron_pulse.planner.schedule.operations import Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.synthesize import classics, synthesize
 from megatron_pulse.planner.schedule.validate import faults_for
 from tests.planner.exact import optimum
 from tests.planner.strategies import equal
@@ -62,6 +65,21 @@ def test_no_bound_is_above_the_optimum_and_no_schedule_below(problem: SchedulePr
     assert best <= found.certificate.makespan <= 1.2 * best
     if found.certificate.proved:
         assert found.certificate.makespan == pytest.approx(best)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(tiny())
+def test_last_gradients_start_no_sooner_than_their_bound(problem: ScheduleProblem) -> None:
+    last = problem.num_microbatches - 1
+    bounds = last_gradients(problem)
+    for schedule in (synthesize(problem, effort=3).schedule, *classics(problem)):
+        start = run(problem, schedule).start
+        for stage, bound in enumerate(bounds):
+            assert bound <= start[Operation(problem.kinds[-1], stage, last)] + 1e-9
+
+
+def test_last_gradient_of_a_lone_device_is_all_but_its_own() -> None:
+    assert last_gradients(equal(sequential(1), 5)) == (5 * 1 + 4 * 2,)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16), (4, 32)])
