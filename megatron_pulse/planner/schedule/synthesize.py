@@ -39,8 +39,9 @@ from megatron_pulse.planner.schedule.starts import from_template, starts
 from megatron_pulse.planner.schedule.template import Template
 from megatron_pulse.planner.schedule.validate import faults_for
 
-WORK = 60_000
-"""Operations in all starts together where neither effort nor time is limited: some seconds."""
+WORK, MOST_STARTS = 60_000, 250
+"""Operations in all starts together, and starts at the most, where neither effort nor time is
+limited: seconds for a large problem, less than one for a small."""
 
 CORE = 3
 """Microbatches per device beyond which a schedule is first sought for fewer."""
@@ -92,7 +93,7 @@ def synthesize(
     began = time.monotonic()
     if effort is None and seconds == math.inf:
         operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
-        effort = max(16, WORK // operations)
+        effort = min(MOST_STARTS, max(16, WORK // operations))
     search = _Search(problem)
     left = seconds - (time.monotonic() - began)
     search.spend(_Budget(left, effort), tuple(templates))
