@@ -9,9 +9,12 @@ holds what every rank said. Nothing outlives the call.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -27,6 +30,10 @@ _PRELOAD = [
 ]
 
 
+AFTER_A_FAILURE_S = 45.0
+"""How long the others may take to notice that one has failed."""
+
+
 class RanksFailed(AssertionError):
     """At least one rank did not finish; ``outputs`` and ``exit_codes`` are in rank order."""
 
@@ -37,10 +44,12 @@ class RanksFailed(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port that is free now, and that the system hands to nobody who asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _context() -> Any:
@@ -106,8 +115,12 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         processes = start_ranks(num_ranks, function, *args, folder=folder)
         deadline = time.monotonic() + timeout_s
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+            multiprocessing.connection.wait(
+                [p.sentinel for p in processes if p.is_alive()], deadline - time.monotonic()
+            )
+            if any(p.exitcode for p in processes):
+                deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
         late = [r for r, p in enumerate(processes) if p.is_alive()]
         for rank in late:
             os.kill(processes[rank].pid, signal.SIGKILL)
