@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Groups, Runner
-from tests.benchmarks.network import INTERFACE, Node, namespaces
+from tests.benchmarks.network import Node, namespaces, sent_bytes
 from tests.benchmarks.runners import make_runner
 from tests.ranks import run_ranks
 
@@ -195,14 +195,14 @@ def _repeat(runner: Runner, measured: Measured) -> None:
 
     for left in reversed(range(TRIES)):
         dist.barrier()
-        sent, own = _sent_bytes(), runner.sent_bytes()
+        sent, own = sent_bytes(), runner.sent_bytes()
         dist.barrier()
         waited, start = _waited_s(), time.perf_counter()
         runner.step()
         end = time.perf_counter()
         share = torch.tensor([(_waited_s() - waited) / (end - start)])
         dist.barrier()
-        sent, own = _sent_bytes() - sent, runner.sent_bytes() - own
+        sent, own = sent_bytes() - sent, runner.sent_bytes() - own
         dist.all_reduce(share, dist.ReduceOp.MAX)
         if share.item() <= MOST_DELAY or not left:
             break
@@ -216,12 +216,3 @@ def _repeat(runner: Runner, measured: Measured) -> None:
 def _waited_s() -> float:
     """How long this thread has been ready to run and did not, since it began (Linux)."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-
-
-def _sent_bytes() -> int:
-    """What this node's interface has sent, by the kernel's count."""
-    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == INTERFACE:
-            return int(counters.split()[8])
-    raise RuntimeError(f"no interface {INTERFACE}")

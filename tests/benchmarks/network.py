@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
 INTERFACE = "eth0"
 MTU = 9000
@@ -129,3 +130,12 @@ def _run(*argv: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def sent_bytes() -> int:
+    """What this process's node has sent over its interface, by the kernel's count."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    raise RuntimeError(f"no interface {INTERFACE}")

@@ -21,14 +21,13 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from tests.benchmarks.network import INTERFACE, Node, namespaces
+from tests.benchmarks.network import Node, namespaces, sent_bytes
 from tests.ranks import run_ranks
 
 SEQUENCE, BATCH, LAYERS = 64, 4, 8
@@ -218,25 +217,17 @@ def measure(
     most, least = max(norms.values()), min(norms.values())
     if most > least * (1 + SAME):
         raise RuntimeError(f"gradients differ: {norms}")
+    count_bytes = sent_bytes if nodes else lambda: 0
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in ways}
     for repetition in range(-2, repeats):
         for name, (step, _) in ways.items():
             dist.barrier()
-            sent, start = _sent(bool(nodes)), time.perf_counter()
+            sent, start = count_bytes(), time.perf_counter()
             step()
             dist.barrier()
             if repetition >= 0:
-                found[name].append((time.perf_counter() - start, _sent(bool(nodes)) - sent))
+                found[name].append((time.perf_counter() - start, count_bytes() - sent))
     return found
-
-
-def _sent(counted: bool) -> int:
-    """What this node's interface has sent."""
-    if not counted:
-        return 0
-    path = Path("/proc/thread-self/net/dev")
-    lines = (line.partition(":") for line in path.read_text().splitlines())
-    return next(int(c.split()[8]) for name, _, c in lines if name.strip() == INTERFACE)
 
 
 def compare(args: argparse.Namespace, rate: float | None) -> dict[str, Any]:
