@@ -115,10 +115,14 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         processes = start_ranks(num_ranks, function, *args, folder=folder)
         deadline = time.monotonic() + timeout_s
-        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-            multiprocessing.connection.wait(
-                [p.sentinel for p in processes if p.is_alive()], deadline - time.monotonic()
-            )
+        running = [p.sentinel for p in processes]
+        while running and time.monotonic() < deadline:
+            # A sentinel stays ready: none is asked for twice, and never is nothing waited for.
+            ended = multiprocessing.connection.wait(running, deadline - time.monotonic())
+            running = [sentinel for sentinel in running if sentinel not in ended]
+            for p in processes:
+                if p.sentinel in ended:
+                    p.join()
             if any(p.exitcode for p in processes):
                 deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE_S)
         late = [r for r, p in enumerate(processes) if p.is_alive()]
