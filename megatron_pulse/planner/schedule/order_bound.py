@@ -125,10 +125,8 @@ def _states(classes: DeviceClasses, cap: float, count: int, most: float) -> Any:
     states: Any = np.zeros((1, 1), np.int64)
     used: Any = np.zeros(1)
     for held in classes.held[1:]:
-        room = np.full(len(used), count)
-        if held > 0 and cap < np.inf:
-            room = np.minimum(room, ((cap - used) / held).astype(np.int64))
-        times: Any = room + 1
+        room: Any = np.full(len(used), np.inf) if held == 0 else (cap - used) / held
+        times: Any = room.clip(0, count).astype(np.int64) + 1
         if times.sum() > most:
             return None
         behind = np.arange(times.sum()) - np.repeat(times.cumsum() - times, times)
