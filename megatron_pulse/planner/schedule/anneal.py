@@ -67,8 +67,9 @@ def anneal(
 class _Walk(NamedTuple):
     """Orders of all devices as linked lists, and the times they come to.
 
-    Number n stands for nothing: it has ended at 0 and is never in a list. ``tail`` is the least
-    time from an operation's end to the end of the step, ``order`` a topological order of all.
+    Number n stands for nothing: it has ended at 0 and is never in a list. ``waiting[i]`` are the
+    two operations or fewer whose ``source`` i is, ``rest`` is the longest path from an operation's
+    end to the end of the step, ``order`` a topological order of all.
     """
 
     microbatches: int
@@ -78,12 +79,13 @@ class _Walk(NamedTuple):
     cap: Any
     source: Any
     lag: Any
-    tail: Any
+    waiting: Any
     previous: Any
     next: Any
     live: Any
     last: Any
     end: Any
+    rest: Any
     order: Any
     position: Any
 
@@ -91,10 +93,12 @@ class _Walk(NamedTuple):
 def _walk(shop: JobShop, start: Sequence[int]) -> _Walk:
     n, count = len(shop.duration), shop.num_microbatches
     source, lag = [n] * (n + 1), [0] * (n + 1)
+    waiting = [[n, n] for _ in range(n + 1)]
     for i, edges in enumerate(shop.before):
         for j, between in edges:
             if j // count != i // count:
                 source[i], lag[i] = j, between
+                waiting[j] = [i, waiting[j][0]]
     lines = shop.lines(start)
     previous, following, live = [n] * (n + 1), [n] * (n + 1), [0] * (n + 1)
     for line in lines:
@@ -106,7 +110,12 @@ def _walk(shop: JobShop, start: Sequence[int]) -> _Walk:
     position = [0] * (n + 1)
     for at, i in enumerate(order):
         position[i] = at
-    tails = [t + (count - 1 - i % count) * p for i, (t, p) in enumerate(_tails(shop))]
+    rest = [0] * (n + 1)
+    for i in reversed(order):
+        for j in (following[i], *waiting[i]):
+            if j != n:
+                between = lag[j] if source[j] == i else 0
+                rest[i] = max(rest[i], between + shop.duration[j] + rest[j])
     values = (
         [*shop.duration, 0],
         [*shop.delta, 0],
@@ -114,22 +123,17 @@ def _walk(shop: JobShop, start: Sequence[int]) -> _Walk:
         shop.cap,
         source,
         lag,
-        [*tails, 0],
+        waiting,
         previous,
         following,
         live,
         [line[-1] for line in lines],
         [*(t + p for t, p in zip(times, shop.duration, strict=True)), 0],
+        rest,
         order,
         position,
     )
     return _Walk(count, *(np.array(v, dtype=np.int64) for v in values))
-
-
-def _tails(shop: JobShop) -> list[tuple[int, int]]:
-    """Of every operation: least time to the end of its microbatch, and its duration."""
-    count, tails = shop.num_microbatches, shop.tails()
-    return [(tails[i // count], p) for i, p in enumerate(shop.duration)]
 
 
 @compiled
@@ -249,62 +253,92 @@ def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, 
     """
     previous, following, source, lag = walk.previous, walk.next, walk.source, walk.lag
     duration, order, position, end = walk.duration, walk.order, walk.position, walk.end
-    n, last = len(order), walk.last
+    n, last, rest = len(order), walk.last, walk.rest
     u = previous[v]
+    before, behind, device = previous[u], following[v], walk.device[u]
+    # The longest path through either of them.
+    early = max(end[before], end[source[v]] + lag[v]) + duration[v]
+    late = max(early, end[source[u]] + lag[u]) + duration[u]
+    path = late + _rest(walk, u, behind)
+    for j in walk.waiting[v]:
+        path = max(path, early + lag[j] + duration[j] + rest[j])
+    if path > limit:
+        return -1
     low, high = position[u], position[v]
     # What waits for u comes after it in the new topological order, and v before it.
     mark[u] = stamp
-    early = low
+    put = low
     for at in range(low + 1, high):
         i = order[at]
         if mark[previous[i]] == stamp or mark[source[i]] == stamp:
             mark[i] = stamp
         else:
-            fresh[early] = i
-            early += 1
+            fresh[put] = i
+            put += 1
     if mark[source[v]] == stamp:
         return -1  # times of equal ends: a path through others is as long
-    fresh[early] = v
-    early += 1
+    fresh[put] = v
+    put += 1
     for at in range(low, high):
         i = order[at]
         if mark[i] == stamp:
-            fresh[early] = i
-            early += 1
-    before, behind, device = previous[u], following[v], walk.device[u]
+            fresh[put] = i
+            put += 1
     previous[v], previous[u] = before, v
     if behind != n:
         previous[behind] = u
-    length = 0
-    reached = low
-    for at in range(low, n):
+    # Up to ``reach`` there may be something that waits for what has another time now.
+    at, reach = low, high
+    while at <= reach:
         i = fresh[at] if at <= high else order[at]
         time = max(trial[previous[i]], trial[source[i]] + lag[i]) + duration[i]
-        trial[i] = time
-        reached = at
-        if time + walk.tail[i] > limit:
-            length = -1
-            break
-    if length == 0:
-        if behind == n:
-            last[device] = u
-        for i in last:
-            length = max(length, trial[i])
-        if before != n:
-            following[before] = v
-        following[v], following[u] = u, behind
-        walk.live[v] = walk.live[u]
-        walk.live[u] = walk.live[v] + walk.delta[v]
-        for at in range(low, high + 1):
-            order[at] = fresh[at]
-            position[order[at]] = at
-        for at in range(low, n):
-            end[order[at]] = trial[order[at]]
-        return length
-    previous[u], previous[v] = before, u
-    if behind != n:
-        previous[behind] = v
-    for at in range(low, reached + 1):
-        i = fresh[at] if at <= high else order[at]
-        trial[i] = end[i]
-    return -1
+        if time != trial[i]:
+            trial[i] = time
+            after = behind if i == u else following[i]
+            for j in (after, walk.waiting[i, 0], walk.waiting[i, 1]):
+                if j != n and position[j] > reach:
+                    reach = position[j]
+        at += 1
+    length = 0
+    for i in last:
+        length = max(length, trial[u if i == v else i])
+    if length > limit:
+        previous[u], previous[v] = before, u
+        if behind != n:
+            previous[behind] = v
+        for k in range(low, reach + 1):
+            i = fresh[k] if k <= high else order[k]
+            trial[i] = end[i]
+        return -1
+    if behind == n:
+        last[device] = u
+    if before != n:
+        following[before] = v
+    following[v], following[u] = u, behind
+    walk.live[v] = walk.live[u]
+    walk.live[u] = walk.live[v] + walk.delta[v]
+    for k in range(low, high + 1):
+        order[k] = fresh[k]
+        position[order[k]] = k
+    for k in range(low, reach + 1):
+        end[order[k]] = trial[order[k]]
+    at, reach = high, low
+    while at >= reach:
+        i = order[at]
+        time = _rest(walk, i, following[i])
+        if time != rest[i]:
+            rest[i] = time
+            for j in (previous[i], source[i]):
+                if j != n and position[j] < reach:
+                    reach = position[j]
+        at -= 1
+    return length
+
+
+@compiled
+def _rest(walk: _Walk, i: int, after: int) -> int:
+    """Longest path from the end of i to the end of the step where ``after`` runs next."""
+    time: int = walk.duration[after] + walk.rest[after]
+    for j in walk.waiting[i]:
+        time = max(time, walk.lag[j] + walk.duration[j] + walk.rest[j])
+    return time

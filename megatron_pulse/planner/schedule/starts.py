@@ -15,6 +15,10 @@ PERIODS = (1.0, 1.05, 1.2, 1.4, 1.1, 1.3, 1.5)
 """Periods of templates in units of the largest device load, the most promising first."""
 
 
+STEADY_PERIODS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.15, 1.2, 1.25, 1.3)
+"""Periods of templates for many microbatches, where little more than the period counts."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """Which of the ready operations of a device comes first: the one of the lowest rank.
@@ -63,6 +67,18 @@ def from_template(shop: JobShop, template: Template) -> Iterator[list[int]]:
     if not faults(shop, template):
         yield dates
     yield list_schedule(shop, dates, [0] * shop.num_microbatches)
+
+
+def steady(shop: JobShop) -> Iterator[list[int]]:
+    """Templates that keep the caps as they are, the shortest first: for many microbatches."""
+    load = max(map(shop.load, range(shop.placement.num_devices)))
+    found = [
+        template.unrolled(shop.num_microbatches)
+        for period in STEADY_PERIODS
+        for template in beam_templates(shop, int(load * period))[:1]
+        if not faults(shop, template)
+    ]
+    yield from sorted(found, key=shop.makespan)
 
 
 def _by_beam(shop: JobShop) -> Iterator[list[int]]:

@@ -35,7 +35,7 @@ from megatron_pulse.planner.schedule.listing import list_schedule
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.starts import from_template, starts
+from megatron_pulse.planner.schedule.starts import from_template, starts, steady
 from megatron_pulse.planner.schedule.template import Template
 from megatron_pulse.planner.schedule.validate import faults_for
 
@@ -46,8 +46,9 @@ limited: seconds for a large problem, less than one for a small."""
 CORE = 3
 """Microbatches per device beyond which a schedule is first sought for fewer."""
 
-CORE_SHARE, STARTS_SHARE, SHAKEN_SHARE = 0.6, 0.2, 0.1
-"""Of what is left of the effort or time: for fewer microbatches, for starts, for shaken dates."""
+STEADY_SHARE, CORE_SHARE, STARTS_SHARE, SHAKEN_SHARE = 0.1, 0.6, 0.2, 0.1
+"""Of what is left of the effort or time: for many microbatches first for templates and for a
+schedule of fewer, then for starts and for shaken dates."""
 
 ROUNDS = (
     (0.4, 1.0, (4.0, 16.0)),
@@ -187,6 +188,7 @@ class _Search:
         self.try_all(chain(map(self.shop.earliest, self.fitting), given), None)
         count = CORE * self.problem.placement.num_devices
         if self.problem.num_microbatches > count:
+            self.try_all(steady(self.shop), budget.share(STEADY_SHARE))
             part = budget.share(CORE_SHARE)
             self.try_all(self.by_core(count, part), None)
         for source, share in ((starts(self.shop), STARTS_SHARE), (self.shaken(), SHAKEN_SHARE)):
