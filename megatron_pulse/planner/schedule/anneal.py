@@ -29,8 +29,8 @@ FAR = 2
 STRAY = 0.3
 """Share of swaps that only serve memory, while there is not enough."""
 
-CHECK = 200_000
-"""Operations looked at, swaps times their number, between two looks at the progress."""
+CHECK, MOST = 2_000_000, 500
+"""Operations looked at, swaps times their number, between two looks at the progress, and swaps."""
 
 
 def anneal(
@@ -51,7 +51,7 @@ def anneal(
     best = walk.end.copy()
     length = int(best.max())
     mean = sum(shop.duration) / len(shop.duration)
-    share = max(1, CHECK // len(shop.duration))
+    share = max(1, min(MOST, CHECK // len(shop.duration)))
     _seed(seed)
     swaps = 0
     while length > goal and (done := progress(swaps)) < 1:

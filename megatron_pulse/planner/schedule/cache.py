@@ -171,10 +171,11 @@ def _answer(problem: ScheduleProblem, entry: Entry) -> Synthesis | None:
     """The stored order as an answer to ``problem``; None if it is none."""
     if faults_for(problem, entry.schedule):
         return None
-    made = entry.certificate
-    bound, length = lower_bound(problem), run(problem, entry.schedule).makespan
+    made, length = entry.certificate, run(problem, entry.schedule).makespan
     if entry.problem == exact(problem) and made.lower_bound <= length * (1 + 1e-9):
-        bound = max(bound, made.lower_bound)
+        bound = max(lower_bound(problem, work=0.0), made.lower_bound)
+    else:
+        bound = lower_bound(problem)
     proved = length <= bound * (1 + 1e-9)
     return Synthesis(
         entry.schedule, replace(made, makespan=length, lower_bound=bound, proved=proved)

@@ -23,8 +23,11 @@ from megatron_pulse.planner.schedule.compiled import compiled
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.path import MicrobatchPath
 
-WORK = 1e8
-"""Operations to try in all: about a second. Mostly it takes a thousandth of it."""
+WORK = 2e8
+"""Operations to try in all: about two seconds. Mostly it takes a thousandth of it."""
+
+TABLE_WORK = 10.0
+"""The same for what is set up for a state and a class."""
 
 CLOSE = 1e-4
 """How near to the shortest possible order the bound is at least, as a share."""
@@ -81,10 +84,12 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
 def order_bound(path: MicrobatchPath, least: float = 0.0, work: float = WORK) -> float:
     """No schedule is shorter, whatever the device; ``least`` is a bound that is known.
 
-    Ends where it has tried ``work`` operations; devices with too many states are left out.
+    Ends after ``work``; devices with too many states are left out.
     """
     problem = path.problem
     for device in reversed(range(problem.placement.num_devices)):
+        if work <= 0:
+            break
         cap = None if problem.cap is None else problem.cap[device]
         least, spent = shortest_order(classes_of(path, device), cap, least, work)
         work -= spent
@@ -95,16 +100,15 @@ def shortest_order(
     classes: DeviceClasses, cap: float | None, least: float = 0.0, work: float = WORK
 ) -> tuple[float, float]:
     """The makespan of the best order within ``cap``, at most ``CLOSE`` below it, where it is above
-    ``least``; else ``least``. With how many operations were tried; a bound where that were more
-    than ``work``."""
+    ``least``; else ``least``. A bound where that takes more than ``work``; with what it took."""
     num, count = classes.head.shape
-    pass_work = num * count  # of one length, for each state
-    states = _states(classes, np.inf if cap is None else cap * _TIGHT, count, work / pass_work)
+    most = WORK / (num * count)
+    states = _states(classes, np.inf if cap is None else cap * _TIGHT, count, most)
     if states is None:
         return least, 0.0
     table = _Table.of(states, classes)
-    low, high, stride, spent = least, np.inf, 0.0, 0.0
-    while high > low * (1 + CLOSE) and spent + len(states) * pass_work <= work:
+    low, high, stride, spent = least, np.inf, 0.0, TABLE_WORK * states.size
+    while high > low * (1 + CLOSE) and spent < work:
         length = (low + high) / 2 if high < np.inf else low * (1 + stride)
         stride = 2 * stride or STRIDE
         end, reached, late, tried = _earliest(*table, length * _TIGHT)
@@ -140,14 +144,13 @@ class _Table(NamedTuple):
 
     ``following[s, k]``: the state after one more microbatch in class k, -1 where that may not be.
     ``ahead[s, k]``: by how much class 0 is ahead of class k, last of all together; ``work[s]``: how
-    long that takes. States ``turn[first[r]:first[r + 1]]`` are those that r operations may lead to,
-    modulo the number of classes.
+    long that takes. States ``first[r]`` to ``first[r + 1]`` are those that r operations may lead
+    to, modulo the number of classes; state 0 is the beginning.
     """
 
     following: Any
     ahead: Any
     work: Any
-    turn: Any
     first: Any
     time: Any
     head: Any
@@ -161,11 +164,13 @@ class _Table(NamedTuple):
             ahead[:, k] = ahead[:, waits] + states[:, k]
         ahead[:, num] = ahead.sum(axis=1)
         rest = -ahead[:, num] % num
+        turn = np.argsort(rest, kind="stable")
+        place: Any = np.empty(len(turn) + 1, np.int32)
+        place[turn], place[-1] = np.arange(len(turn)), -1
         return _Table(
-            _following(states, classes.after),
-            ahead,
-            ahead[:, :num] @ classes.time,
-            np.argsort(rest, kind="stable"),
+            place[_following(states, classes.after)[turn]],
+            ahead[turn],
+            ahead[turn, :num] @ classes.time,
             np.concatenate(([0], np.cumsum(np.bincount(rest, minlength=num)))),
             classes.time,
             classes.head,
@@ -194,7 +199,6 @@ def _earliest(
     following: Any,
     ahead: Any,
     work: Any,
-    turn: Any,
     first: Any,
     time: Any,
     head: Any,
@@ -217,8 +221,7 @@ def _earliest(
             return 1e300, 0.0, late, looked
         alive = False
         then[:] = 1e300
-        for at in range(first[done % num], first[done % num + 1]):
-            s = turn[at]
+        for s in range(first[done % num], first[done % num + 1]):
             begin = now[s]
             if begin == 1e300:
                 continue

@@ -33,6 +33,7 @@ from megatron_pulse.planner.schedule.improve import improve
 from megatron_pulse.planner.schedule.jobshop import job_shop
 from megatron_pulse.planner.schedule.listing import list_schedule
 from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.order_bound import WORK as BOUND_WORK
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.simulate import run
 from megatron_pulse.planner.schedule.starts import from_template, starts, steady
@@ -62,11 +63,15 @@ is dear keeps the search near what fits, what is cheap lets it through to other 
 SWAPS = 2000
 """Swaps of annealing that count as one start: they take about as long."""
 
-LARGE = 5000
-"""Operations from which annealing begins cold: there is no time to cool down."""
+LARGE, LARGE_STARTS_SHARE = 5000, 0.5
+"""Operations from which annealing begins cold, as there is no time to cool down, and share of the
+starts there: a schedule of fewer microbatches is seldom found that repeats."""
 
 NOISE = (0.1, 0.3, 1.0)
 """How far dates are shaken, in units of the largest device load."""
+
+LONG_S, WORK_EFFORT = 10.0, 100
+"""Seconds, or starts, from which the lower bound may take all of its work."""
 
 CORES = 4
 """Repeated parts to try."""
@@ -95,7 +100,8 @@ def synthesize(
     if effort is None and seconds == math.inf:
         operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
         effort = min(MOST_STARTS, max(16, WORK // operations))
-    search = _Search(problem)
+    share = seconds / LONG_S if effort is None else effort / WORK_EFFORT
+    search = _Search(problem, BOUND_WORK * min(1.0, share))
     left = seconds - (time.monotonic() - began)
     search.spend(_Budget(left, effort), tuple(templates))
     length, bound = search.length, search.bound
@@ -165,8 +171,9 @@ class _Budget:
 class _Search:
     """The shortest schedule so far, in the problem's unit, and its start times in ticks."""
 
-    def __init__(self, problem: ScheduleProblem) -> None:
-        self.problem, self.shop, self.bound = problem, job_shop(problem), lower_bound(problem)
+    def __init__(self, problem: ScheduleProblem, bound_work: float) -> None:
+        self.problem, self.shop = problem, job_shop(problem)
+        self.bound = lower_bound(problem, bound_work)
         self.fitting = classics(problem)
         self.best = self.shop.schedule("wave", next(starts(self.shop)))
         self.length = run(problem, self.best).makespan
@@ -187,11 +194,14 @@ class _Search:
         given = (start for t in templates for start in from_template(self.shop, t))
         self.try_all(chain(map(self.shop.earliest, self.fitting), given), None)
         count = CORE * self.problem.placement.num_devices
+        large = len(self.start) > LARGE
         if self.problem.num_microbatches > count:
             self.try_all(steady(self.shop), budget.share(STEADY_SHARE))
-            part = budget.share(CORE_SHARE)
-            self.try_all(self.by_core(count, part), None)
-        for source, share in ((starts(self.shop), STARTS_SHARE), (self.shaken(), SHAKEN_SHARE)):
+            if not large:
+                part = budget.share(CORE_SHARE)
+                self.try_all(self.by_core(count, part), None)
+        most = LARGE_STARTS_SHARE if large else STARTS_SHARE
+        for source, share in ((starts(self.shop), most), (self.shaken(), SHAKEN_SHARE)):
             part = budget.share(share)
             self.try_all(source, part)
         for seed, (share, hot, price) in enumerate(ROUNDS):
@@ -230,7 +240,7 @@ class _Search:
 
     def by_core(self, count: int, budget: _Budget) -> Iterator[list[int]]:
         """The best schedule of ``count`` microbatches, its steady state repeated."""
-        core = _Search(replace(self.problem, num_microbatches=count))
+        core = _Search(replace(self.problem, num_microbatches=count), bound_work=0.0)
         core.spend(budget)
         yield from islice(extended(core.shop, core.start, self.shop), CORES)
 
