@@ -26,6 +26,9 @@ from megatron_pulse.planner.schedule.path import MicrobatchPath
 WORK = 2e8
 """Operations to try in all: about two seconds. Mostly it takes a thousandth of it."""
 
+MOST_STATES = 250_000
+"""States at the most: tens of megabytes."""
+
 TABLE_WORK = 10.0
 """The same for what is set up for a state and a class."""
 
@@ -102,7 +105,7 @@ def shortest_order(
     """The makespan of the best order within ``cap``, at most ``CLOSE`` below it, where it is above
     ``least``; else ``least``. A bound where that takes more than ``work``; with what it took."""
     num, count = classes.head.shape
-    most = WORK / (num * count)
+    most = min(MOST_STATES, work / (2 * TABLE_WORK * num))
     states = _states(classes, np.inf if cap is None else cap * _TIGHT, count, most)
     if states is None:
         return least, 0.0

@@ -70,7 +70,7 @@ starts there: a schedule of fewer microbatches is seldom found that repeats."""
 NOISE = (0.1, 0.3, 1.0)
 """How far dates are shaken, in units of the largest device load."""
 
-LONG_S, WORK_EFFORT = 10.0, 100
+LONG_S, WORK_EFFORT = 10.0, MOST_STARTS
 """Seconds, or starts, from which the lower bound may take all of its work."""
 
 CORES = 4
