@@ -20,6 +20,7 @@ from megatron_pulse.planner.schedule.order_bound import (
 )
 from megatron_pulse.planner.schedule.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.synthesize import synthesize
 from tests.planner.exact import optimum
 from tests.planner.strategies import equal
 from tests.planner.test_bounds import tiny
@@ -101,7 +102,8 @@ def test_never_above_the_optimum(problem: ScheduleProblem, work: float) -> None:
 @pytest.mark.parametrize("p", [4, 8, 16])
 @pytest.mark.parametrize("periods", [2, 3])
 def test_proves_the_least_bubble_of_equal_stages(p: int, periods: int) -> None:
-    """The project's scheduling.md, section 4: what no schedule of a fold can do without."""
+    """The project's scheduling.md, section 4: what no schedule of a fold can do without. (It has 25
+    slots for split backwards at P = 16 with 1.5P: 23 are enough.)"""
     m = periods * p
 
     def bubble(cap: float | None, split: bool = False) -> float:
@@ -112,8 +114,15 @@ def test_proves_the_least_bubble_of_equal_stages(p: int, periods: int) -> None:
     assert bubble(2.5 * p) == pytest.approx(3.5 * p - 4)
     assert bubble(None) == pytest.approx(3 * (p - 1))
     assert bubble(2 * p, split=True) == pytest.approx(p - 1)
-    if p < 16:
-        assert bubble(1.5 * p, split=True) == pytest.approx({4: 5, 8: 11}[p])
+    assert bubble(1.5 * p, split=True) == pytest.approx(1.5 * p - 1)
+
+
+@pytest.mark.parametrize(
+    ("cap", "split", "idle"), [(1.5, False, 69), (2, True, 15), (1.5, True, 23)]
+)
+def test_sixteen_devices_reach_it(cap: float, split: bool, idle: float) -> None:
+    found = synthesize(equal(fold(16), 32, 16 * cap, split), 20).certificate
+    assert found.makespan == 6 * 32 + idle and found.proved
 
 
 def test_with_links() -> None:

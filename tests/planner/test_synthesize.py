@@ -66,7 +66,7 @@ def test_the_papers_equal_slots(p: int, optimum: float) -> None:
         (8, 16, 12, False, 129, 129),
         (4, 8, 6, True, 53, 53),
         (8, 16, 12, True, 107, 107),
-        (16, 32, 24, True, 215, 217),  # the bound; no optimum is known
+        (16, 32, 24, True, 215, 217),
         (16, 32, 24, False, 261, 261),
     ],
 )
