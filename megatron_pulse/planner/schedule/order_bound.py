@@ -58,6 +58,13 @@ class DeviceClasses:
     after: tuple[int, ...]
     held: tuple[float, ...]
 
+    @property
+    def busy(self) -> float:
+        """From the first start to the end of the step, if the device is never idle."""
+        return float(
+            self.head[0, 0] + self.time.sum() * self.head.shape[1] + self.tail[:, -1].min()
+        )
+
 
 def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
     """What ``device`` runs of ``path``, weight gradients last."""
@@ -89,12 +96,14 @@ def order_bound(path: MicrobatchPath, least: float = 0.0, work: float = WORK) ->
 
     Ends after ``work``; devices with too many states are left out.
     """
-    problem = path.problem
-    for device in reversed(range(problem.placement.num_devices)):
+    cap, devices = path.problem.cap, range(path.problem.placement.num_devices)
+    classes = [classes_of(path, device) for device in devices]
+    # The busiest first, which is mostly what the bound comes from.
+    for device in sorted(devices, key=lambda d: -classes[d].busy):
         if work <= 0:
             break
-        cap = None if problem.cap is None else problem.cap[device]
-        least, spent = shortest_order(classes_of(path, device), cap, least, work)
+        room = None if cap is None else cap[device]
+        least, spent = shortest_order(classes[device], room, least, work)
         work -= spent
     return least
 
