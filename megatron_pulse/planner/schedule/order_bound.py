@@ -5,8 +5,8 @@ and ends early enough for what must follow it elsewhere. Where the device is the
 microbatch turns (the last of a fold), nothing of a microbatch happens elsewhere between its first
 and its last operation there, so that how many of each class are done says all about what can come
 next; the shortest order is then found exactly, by dynamic programming over these counts. On other
-devices the time between is taken as none, which leaves a bound. With little memory this is mostly
-far above the bounds of ``bounds``, and where memory is short at the turn alone it is the optimum.
+devices the time between is taken as none, which leaves a bound. With little memory this is far
+above what loads alone say, and mostly what can be reached. (Our own derivation.)
 
 A class waits for another; how many it is *behind* that one, for all classes, is a state. Memory in
 use is a sum of these numbers, so a cap leaves few states.
@@ -88,7 +88,8 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
             while k != at:
                 held[k] += problem.activation_of(stage)
                 k = after[k]
-    return DeviceClasses(np.array(time), np.array(head), np.array(tail), tuple(after), tuple(held))
+    values = (np.array(rows, np.float64) for rows in (time, head, tail))
+    return DeviceClasses(*values, tuple(after), tuple(held))
 
 
 def order_bound(path: MicrobatchPath, least: float = 0.0, work: float = WORK) -> float:

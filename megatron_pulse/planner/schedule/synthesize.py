@@ -70,8 +70,9 @@ starts there: a schedule of fewer microbatches is seldom found that repeats."""
 NOISE = (0.1, 0.3, 1.0)
 """How far dates are shaken, in units of the largest device load."""
 
-LONG_S, WORK_EFFORT = 10.0, MOST_STARTS
-"""Seconds, or starts, from which the lower bound may take all of its work."""
+LONG_S, LEAST_STARTS = 10.0, 5
+"""Seconds from which the lower bound may take all of its work, and starts for which it takes as
+much as for none; it takes all for ``MOST_STARTS``."""
 
 CORES = 4
 """Repeated parts to try."""
@@ -100,7 +101,7 @@ def synthesize(
     if effort is None and seconds == math.inf:
         operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
         effort = min(MOST_STARTS, max(16, WORK // operations))
-    share = seconds / LONG_S if effort is None else effort / WORK_EFFORT
+    share = seconds / LONG_S if effort is None else max(effort, LEAST_STARTS) / MOST_STARTS
     search = _Search(problem, BOUND_WORK * min(1.0, share))
     left = seconds - (time.monotonic() - began)
     search.spend(_Budget(left, effort), tuple(templates))
@@ -115,7 +116,9 @@ def synthesize(
 def get_ready() -> None:
     """Compile what the search runs most, or read it from disk: no search's time is spent on it."""
     began = time.monotonic()
-    shop = job_shop(ScheduleProblem(fold(1), 1, (1.0, 1.0), (1.0, 1.0)))
+    problem = ScheduleProblem(fold(1), 1, (1.0, 1.0), (1.0, 1.0))
+    lower_bound(problem)
+    shop = job_shop(problem)
     anneal(shop, improve(shop, next(starts(shop))), float)
     if (spent := time.monotonic() - began) > NOTABLE_S:
         log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
