@@ -88,8 +88,8 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
             while k != at:
                 held[k] += problem.activation_of(stage)
                 k = after[k]
-    values = (np.array(rows, np.float64) for rows in (time, head, tail))
-    return DeviceClasses(*values, tuple(after), tuple(held))
+    times, heads, tails = (np.array(rows, np.float64) for rows in (time, head, tail))
+    return DeviceClasses(times, heads, tails, tuple(after), tuple(held))
 
 
 def order_bound(path: MicrobatchPath, least: float = 0.0, work: float = WORK) -> float:
