@@ -9,7 +9,9 @@ _STYLE = """\
 body { font: 15px/1.45 Helvetica, Arial, sans-serif; margin: 24px; color: #222; }
 h2 { margin: 28px 0 8px; font-size: 18px; } p { margin: 4px 0; }
 .picture { overflow-x: auto; margin: 16px 0; }
-table { border-collapse: collapse; } td, th { padding: 4px 12px; text-align: right; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; }
+td, th { padding: 4px 12px; text-align: right; white-space: nowrap; }
 th { border-bottom: 1px solid #888; }
 tr.first { font-weight: bold; }
 dl { display: grid; grid-template-columns: max-content auto; gap: 2px 18px; margin: 8px 0; }
@@ -24,7 +26,7 @@ pre { background: #f4f4f4; padding: 10px 14px; white-space: pre-wrap; }
 """
 _STYLE += "".join(
     f"table.left{k} td:nth-child({k + 1}), table.left{k} th:nth-child({k + 1}) "
-    "{ text-align: left; }\n"
+    "{ text-align: left; white-space: normal; }\n"
     for k in range(8)
 )
 
@@ -73,4 +75,5 @@ def table(
         for k, row in enumerate(rows)
     )
     flush = " ".join(f"left{k}" for k in left)
-    return f'<table class="{flush}"><tr>{line("th", columns)}</tr>{body}</table>'
+    head = f"<tr>{line('th', columns)}</tr>"
+    return f'<div class="wide"><table class="{flush}">{head}{body}</table></div>'

@@ -98,7 +98,7 @@ def _memory(plan: PlanFile) -> str:
         )
     )
     head = "<tr><th></th><th></th><th>in all</th><th>held</th><th>activations</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table><p>{looks}; {note}</p>"
+    return f'<div class="wide"><table>{head}{"".join(rows)}</table></div><p>{looks}; {note}</p>'
 
 
 def _messages(plan: PlanFile, replayed: Replay) -> str:
@@ -117,10 +117,13 @@ def _messages(plan: PlanFile, replayed: Replay) -> str:
         )
         for (source, destination), times in sorted(found.items())
     ]
-    sent_bytes = plan.predicted["pipeline_bytes_per_sample"] * plan.global_batch_size
+    sent, reduced = (
+        plan.predicted[name] * plan.global_batch_size / 1e9
+        for name in ("pipeline_bytes_per_sample", "data_bytes_per_sample")
+    )
     total = (
-        f"{sent_bytes / 1e6:.4g} MB in a step, by all ranks, in pipelines; for the reduction of "
-        f"gradients {plan.predicted['data_bytes_per_sample'] * plan.global_batch_size / 1e6:.4g} MB"
+        f"{sent:.4g} GB in a step, by all ranks, in pipelines; for the reduction of gradients "
+        f"{reduced:.4g} GB"
     )
     if not rows:
         return page.lines(["none: a pipeline is one device", total])
