@@ -78,10 +78,15 @@ class Links:
             )
             p2p.append(dist.P2POp(dist.isend if is_send else dist.irecv, tensor, peer, self._group))
             transfers.append((is_send, message, tensor))
-        try:
-            works = dist.batch_isend_irecv(p2p)
-        except RuntimeError as error:
-            self._fail(f"starting {', '.join(str(m) for _, m in ops)}", ops[0][1], error)
+        # To gloo a group is nothing, and one by one it says which of them failed.
+        works = []
+        for part in [[i] for i in range(len(p2p))] if self._blocking else [range(len(p2p))]:
+            try:
+                works += dist.batch_isend_irecv([p2p[i] for i in part])
+            except RuntimeError as error:
+                others = len(part) - 1
+                doing = f"starting {others} others and" if others else "starting"
+                self._fail(doing, ops[part[0]][1], error)
         # NCCL answers a group with one handle, gloo with one per transfer.
         if len(works) != len(transfers):
             works = works * len(transfers)
