@@ -26,8 +26,9 @@ def lower_bound(problem: ScheduleProblem, work: float = WORK) -> float:
     if problem.placement.kind is PlacementKind.BIDIRECTIONAL:
         return _replicated_bound(problem)
     path = MicrobatchPath(problem)
-    quick = device_bound(problem, path), one_machine_bound(problem, path), memory_bound(problem)
-    return order_bound(path, max(quick), work)
+    bounds = (device_bound, one_machine_bound, memory_bound)
+    quick = max(bound(problem, path) for bound in bounds)
+    return order_bound(path, quick, work) if work > 0 else quick
 
 
 def _replicated_bound(problem: ScheduleProblem) -> float:
@@ -87,14 +88,14 @@ def one_machine_bound(problem: ScheduleProblem, path: MicrobatchPath | None = No
     return bound
 
 
-def memory_bound(problem: ScheduleProblem) -> float:
+def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:
     """max over devices with a cap: first start + shares of the cap times lives + what follows.
 
     An activation lives at the least from the start of its forward to the end of what frees it.
     """
     if problem.cap is None:
         return 0.0
-    path = MicrobatchPath(problem)
+    path = path or MicrobatchPath(problem)
     num = problem.placement.num_stages
     bound = 0.0
     for device, cap in enumerate(problem.cap):

@@ -56,6 +56,11 @@ class JobShop:
         """Ticks that one microbatch takes on a device."""
         return sum(self.duration[k * self.num_microbatches] for k in self.classes_of(device))
 
+    @property
+    def most_load(self) -> int:
+        """Ticks that one microbatch takes on the busiest device."""
+        return max(map(self.load, range(len(self.cap))))
+
     def heads(self) -> list[int]:
         """Earliest possible start of each class."""
         count, num = self.num_microbatches, self.placement.num_stages

@@ -71,7 +71,7 @@ def from_template(shop: JobShop, template: Template) -> Iterator[list[int]]:
 
 def steady(shop: JobShop) -> Iterator[list[int]]:
     """Templates that keep the caps as they are, the shortest first: for many microbatches."""
-    load = max(map(shop.load, range(shop.placement.num_devices)))
+    load = shop.most_load
     found = [
         template.unrolled(shop.num_microbatches)
         for period in STEADY_PERIODS
@@ -82,7 +82,7 @@ def steady(shop: JobShop) -> Iterator[list[int]]:
 
 
 def _by_beam(shop: JobShop) -> Iterator[list[int]]:
-    load = max(map(shop.load, range(shop.placement.num_devices)))
+    load = shop.most_load
     for period in PERIODS:
         for template in beam_templates(shop, int(load * period)):
             yield from from_template(shop, template)
@@ -100,7 +100,7 @@ def _ways(shop: JobShop) -> Iterator[tuple[Rule, float, int]]:
 def _by_rule(shop: JobShop, rule: Rule, pace: float, burst: int) -> list[int]:
     """Microbatch m enters the first stage at ``pace * load * (m - burst + 1)`` or later."""
     num, count, heads = shop.placement.num_stages, shop.num_microbatches, shop.heads()
-    load = max(map(shop.load, range(shop.placement.num_devices)))
+    load = shop.most_load
     late = 4 * (max(heads) + load * count)
     rank = [
         rule.direction * head + late * ((rule.backward_last and k >= num) + 2 * (k >= 2 * num))

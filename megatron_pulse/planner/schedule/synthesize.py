@@ -251,7 +251,7 @@ class _Search:
         """List schedules by the dates of the shortest so far with some noise."""
         chance = random.Random(0)
         shop = self.shop
-        load = max(map(shop.load, range(shop.placement.num_devices)))
+        load = shop.most_load
         while True:
             reach = load * chance.choice(NOISE)
             dates = [t + chance.uniform(-reach, reach) for t in self.start]
