@@ -54,7 +54,7 @@ def least_memory(
 ) -> Periodic | None:
     """The template of ``period`` (default: the largest device load) that needs the least memory
     on the device that needs most; None where none was found in time."""
-    period = full_rate(shop) if period is None else period
+    period = shop.most_load if period is None else period
     model = modulo(shop, period, Goal.MEMORY)
     answer = solve_model(model, solver, seconds)
     if not answer.has_values:
@@ -74,7 +74,7 @@ def fitting(shop: JobShop, solver: Solver, seconds: float) -> list[Template]:
     microbatch at a time; then the template of the least period is made as short as time allows.
     """
     began = time.monotonic()
-    low, high = full_rate(shop), _latency(shop)
+    low, high = shop.most_load, _latency(shop)
     found: list[Template] = []
     guess = low
 
@@ -83,7 +83,7 @@ def fitting(shop: JobShop, solver: Solver, seconds: float) -> list[Template]:
 
     while low <= high and left() > MINIMUM_S:
         model = modulo(shop, guess, Goal.FIT)
-        share = seconds * (FIRST_SHARE if guess == full_rate(shop) else SHARE)
+        share = seconds * (FIRST_SHARE if guess == shop.most_load else SHARE)
         answer = solve_model(model, solver, min(left(), max(MINIMUM_S, share)))
         if answer.has_values and not faults(shop, template := template_of(shop, model, guess)):
             found.insert(0, template)
@@ -106,11 +106,6 @@ MINIMUM_S = 0.7
 
 FIRST_SHARE, SHARE = 0.6, 0.2
 """Of the time, what the least period that the loads allow may take, and any other."""
-
-
-def full_rate(shop: JobShop) -> int:
-    """The least period: the largest device load."""
-    return max(map(shop.load, range(len(shop.cap))))
 
 
 def _latency(shop: JobShop) -> int:
