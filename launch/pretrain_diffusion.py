@@ -1,12 +1,20 @@
 """Train a diffusion backbone: Megatron's flags plus the ``pulse`` group (see --help).
 
-torchrun --nproc-per-node 4 launch/pretrain_diffusion.py \\
+pulse run --nproc-per-node 4 launch/pretrain_diffusion.py \\
     --pulse-backbone uvit-s --pipeline-model-parallel-size 4 ...
 """
 
+import os
+import signal
 import warnings
 
+from megatron_pulse.processes import end_with_parent
+from megatron_pulse.runtime.stopping import STOP
+
 warnings.filterwarnings("ignore")
+STOP.listen()  # before the long imports: whoever is told to stop then says so
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    end_with_parent(signal.SIGTERM)  # without torchrun there is no job
 
 from megatron_pulse.integration import compat  # noqa: E402
 

@@ -27,6 +27,11 @@ pulse_begin() {
         return 2
     fi
     mkdir -p "$run_dir"
+    exec {pulse_lock}>>"$marker" # held until this script and all that it started have ended
+    if ! flock --nonblock "$pulse_lock"; then
+        echo "$name: another one is running in $run_dir; set PULSE_RUN_DIR to a new folder." >&2
+        return 2
+    fi
     if [ "$(cat "$marker" 2>/dev/null)" = "begun $settings" ] && [ -f "$latest" ]; then
         echo "Continuing the interrupted run in $run_dir from iteration $(cat "$latest")."
     else
@@ -46,10 +51,10 @@ pulse_train() {
     local name=$1 run_dir=$2 num_iters=$3 log=$2/train.log start=$SECONDS said
     echo "Training on $num_ranks $where, folded P=$num_ranks (log: $log) ..."
     OMP_NUM_THREADS=1 WANDB_MODE=disabled PYTHONWARNINGS=ignore \
-        .venv/bin/torchrun --standalone --nproc-per-node "$num_ranks" \
+        .venv/bin/pulse run --standalone --nproc-per-node "$num_ranks" \
         launch/pretrain_diffusion.py "${@:4}" --pipeline-model-parallel-size "$num_ranks" \
         --train-iters "$num_iters" --pulse-no-progress --log-interval 25 \
-        --save "$run_dir/checkpoints" --load "$run_dir/checkpoints" \
+        --save "$run_dir/checkpoints" \
         --save-interval $((num_iters / 3 + 1)) \
         --tensorboard-dir "$run_dir/tensorboard" --tensorboard-log-interval 1 \
         >"$log" 2>&1 &

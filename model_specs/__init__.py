@@ -10,7 +10,6 @@ publishing class, ``published(config)``, which says how it stores them, and
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib
 import pkgutil
@@ -19,8 +18,11 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
-from model_specs._options import Config, Value, resolve, to_record, to_text
+from megatron_pulse.faults import raised, unknown
+from model_specs._identity import Comparison, compare, left_open
+from model_specs._options import Config, Value, require_config, resolve, to_record, to_text
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
 
@@ -34,21 +36,56 @@ _CLASS_OF_NORM = {
 @functools.cache
 def _families() -> dict[str, ModuleType]:
     """Each configuration's name and the module of its family."""
+    return _find_families()[0]
+
+
+@functools.cache
+def _find_families() -> tuple[dict[str, ModuleType], tuple[str, ...]]:
+    """Each configuration's name and the module of its family; why the other files are none."""
     found: dict[str, ModuleType] = {}
+    faults = []
     for info in pkgutil.iter_modules(__path__):
         if info.ispkg or info.name.startswith("_"):
             continue
-        family = importlib.import_module(f"{__name__}.{info.name}")
-        for name in getattr(family, "CONFIGS", {}):
+        try:
+            family = importlib.import_module(f"{__name__}.{info.name}")
+            configs = family.CONFIGS
+            if not callable(family.build_backbone):
+                raise TypeError("build_backbone must be a function")
+            for config in configs.values():
+                require_config(config)
+        except Exception as error:  # a family of one's own may raise anything
+            faults.append(f"model_specs/{info.name}.py is no family: {raised(error)}")
+            continue
+        for name in configs:
             if name in found:
-                raise ValueError(f"{name!r} is defined by {found[name].__name__} and {info.name}")
-            found[name] = family
-    return found
+                faults.append(
+                    f"model_specs/{info.name}.py: {name!r} is already defined by "
+                    f"{found[name].__name__}"
+                )
+            found.setdefault(name, family)
+    return found, tuple(faults)
+
+
+def unusable_families() -> tuple[str, ...]:
+    """Why files of this package are no families, a text for each; the others work."""
+    return _find_families()[1]
 
 
 def available() -> dict[str, Config]:
     """The named configurations of all families."""
     return {name: family.CONFIGS[name] for name, family in _families().items()}
+
+
+def unknown_backbone(name: str) -> str:
+    """Why there is no such backbone: what is like it, what there is, which families cannot be used.
+
+    Empty if there is one.
+    """
+    if name in available():
+        return ""
+    broken = "".join(f"\n{fault}" for fault in unusable_families())
+    return unknown("backbone", name, sorted(available())) + broken
 
 
 def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Backbone:
@@ -57,20 +94,75 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
     ``options`` are fields of the family's config; strings are converted (``"320,640"``,
     ``"true"``, ``"none"``). ``record`` of the result rebuilds it:
     ``load_backbone(record["name"], record["options"])``. Raises ValueError for an unknown name
-    (with close matches) or for faulty options (with all faults and the legal keys).
+    (with close matches), for faulty options (with all faults and the legal keys), and, as
+    BackboneError, for a family whose chain is not sound (with all faults).
     """
     families = _families()
     if name not in families:
-        close = difflib.get_close_matches(name, families, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise ValueError(
-            f"no backbone is called {name!r}; {hint}available: {', '.join(sorted(families))}"
-        )
+        raise ValueError(unknown_backbone(name))
     config = resolve(name, families[name].CONFIGS[name], options)
-    backbone: Backbone = families[name].build_backbone(name, config)
     family = families[name].__name__.rpartition(".")[2]
+    try:
+        backbone = families[name].build_backbone(name, config)
+    except Exception as error:  # a family of one's own may raise anything
+        raise BackboneError(name, [f"build_backbone failed: {raised(error)}"]) from error
+    if not isinstance(backbone, Backbone):
+        fault = f"build_backbone must return a Backbone, returned {type(backbone).__name__}"
+        raise BackboneError(name, [fault])
+    require_valid(backbone)
     record = {"name": name, "family": family, "options": to_record(config)}
     return dataclasses.replace(backbone, record=record)
+
+
+def complete_record(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A record with the options that are newer than it; raises ValueError as ``load_backbone``."""
+    return load_backbone(record["name"], record["options"]).record
+
+
+def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Comparison:
+    """The backbone of the record ``here`` beside the model of the record ``there``.
+
+    Options that an older record lacks have the values of the named configuration.
+    """
+    family = _families()[here["name"]]
+    theirs = there.get("family")
+    if theirs != here["family"]:
+        return Comparison((f"family {theirs} there, {here['family']} here",))
+    ours = resolve(here["name"], family.CONFIGS[here["name"]], here["options"])
+    try:
+        config, unknown = _recorded(family, there)
+    except ValueError as error:
+        return Comparison((str(error),))
+    return compare(config, ours, unknown)
+
+
+def continue_model(
+    there: Mapping[str, Any], name: str, options: Mapping[str, Value] = _NO_OPTIONS
+) -> Backbone:
+    """``load_backbone(name, options)`` with what it leaves open as the record ``there`` has it.
+
+    So a model at another size keeps the spacing of its positions. Nothing is taken from the record
+    of another family, or of a faulty one, which ``compare_models`` tells.
+    """
+    backbone = load_backbone(name, options)
+    if there.get("family") != backbone.record["family"]:
+        return backbone
+    family = _families()[name]
+    try:
+        config, _ = _recorded(family, there)
+    except ValueError:
+        return backbone
+    ours = resolve(name, family.CONFIGS[name], options)
+    backbone = load_backbone(name, {**options, **left_open(config, ours)})
+    return dataclasses.replace(backbone, kept=there.get("kept", {}))
+
+
+def _recorded(family: ModuleType, record: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """The config of a record, and its options that no field names; may raise ValueError."""
+    named = family.CONFIGS.get(record["name"]) or next(iter(family.CONFIGS.values()))
+    known = {key: value for key, value in record["options"].items() if key in vars(named)}
+    unknown = {key: value for key, value in record["options"].items() if key not in known}
+    return resolve(record["name"], named, known), unknown
 
 
 def changed_options(backbone: Backbone) -> dict[str, str]:
@@ -83,6 +175,18 @@ def changed_options(backbone: Backbone) -> dict[str, str]:
     }
 
 
+def image_tokens(backbone: Backbone) -> int:
+    """How many tokens the picture has: its patches, or its places where there are none.
+
+    As diffusers' pipelines count them for a shift that depends on the picture.
+    """
+    family = _families()[backbone.record["name"]]
+    options = backbone.record["options"]
+    patch = getattr(family, "PACKED", None) or options.get("patch_size", 1)
+    _, height, width = backbone.input_spec.shape
+    return (height // patch) * (width // patch)
+
+
 def published_form(backbone: Backbone) -> Published | None:
     """How the library that published this backbone stores it; None if none did."""
     name = backbone.record["name"]
@@ -90,12 +194,28 @@ def published_form(backbone: Backbone) -> Published | None:
     if not hasattr(family, "published"):
         return None
     config = resolve(name, family.CONFIGS[name], backbone.record["options"])
-    form: Published = family.published(config)
-    return form
+    form: Published | None = family.published(config)
+    if form is None or not backbone.kept:
+        return form
+    settings = {**form.config, **backbone.kept}
+    if not _means(family, settings, form):
+        settings = {**backbone.kept, **form.config}
+    return dataclasses.replace(form, config=settings)
+
+
+def _means(family: ModuleType, settings: Mapping[str, Any], form: Published) -> bool:
+    try:
+        again = family.published(family.config_from_published(settings))
+    except ValueError:
+        return False
+    return bool(again.config == form.config)
 
 
 def load_published(config: Mapping[str, Any]) -> Backbone:
     """The backbone that a published ``config.json`` describes.
+
+    Its ``kept`` settings change nothing here (as ``upcast_attention``, which fused attention
+    passes over) or are written otherwise; ``published_form`` has them again.
 
     Raises ValueError for a class that no family builds, and for settings that its family lacks.
     """
@@ -118,4 +238,18 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     def distance(name: str) -> int:
         return sum(record[key] != value for key, value in to_record(family.CONFIGS[name]).items())
 
-    return load_backbone(min(family.CONFIGS, key=distance), record)
+    backbone = load_backbone(min(family.CONFIGS, key=distance), record)
+    form = published_form(backbone)
+    if form is None or config["_class_name"] != form.class_name:
+        return backbone
+    kept = {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("_") and (key not in form.config or _plain(form.config[key]) != value)
+    }
+    return dataclasses.replace(backbone, kept=kept)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return list(value) if isinstance(value, tuple) else value

@@ -2,16 +2,51 @@
 
 Values come from flags (strings, ``key=value``), from Python, or from a checkpoint's record
 (JSON). All faults of one set of options are reported together.
+
+A field is part of a model's identity unless it is declared otherwise: by ``run_choice``, or by
+``settled_by``, whose None leaves it to the checkpoint that a run continues.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from megatron_pulse.faults import listed, meant
+
 Value = str | int | float | bool | None | tuple[int, ...] | list[int]
+
+_MOST, _MOST_LAYERS = 10_000_000, 10_000
+
+CHOICE, SETTLED_BY, REASON = "choice", "settled_by", "reason"
+"""Keys of a field's metadata: what ``run_choice``, ``settled_by`` and ``fixed`` say."""
+
+RESPACED = "positions are computed at {0.sample_size}, spaced as for {0.base_size}"
+"""The effect of another ``sample_size`` where positions span what ``base_size`` has."""
+
+
+def run_choice(default: Any, effect: str) -> Any:
+    """A field that each run may choose: a model's weights serve any value of it.
+
+    ``effect`` says what another value changes, in words formatted with the config (``{0.side}``).
+    """
+    return dataclasses.field(default=default, metadata={CHOICE: effect})
+
+
+def settled_by(name: str) -> Any:
+    """A field whose None stands for the property ``name`` in a new model.
+
+    In one that continues a checkpoint it stands for what it was there.
+    """
+    return dataclasses.field(default=None, metadata={SETTLED_BY: name})
+
+
+def fixed(default: Any, reason: str) -> Any:
+    """A field that looks like a run's choice and is none; ``reason`` says why."""
+    return dataclasses.field(default=default, metadata={REASON: reason})
 
 
 class Config(Protocol):
@@ -30,7 +65,22 @@ _KINDS: dict[Any, str] = {
     str: "text",
     tuple[int, ...]: "ints, as in 320,640,1280",
     int | None: "int or none",
+    float | None: "number or none",
 }
+
+
+def require_config(config: Any) -> None:
+    """Raise TypeError unless ``config`` is of the form that options are read into."""
+    if not dataclasses.is_dataclass(config) or not callable(getattr(config, "faults", None)):
+        raise TypeError("a configuration must be a dataclass with a method faults()")
+    for key, kind in typing.get_type_hints(type(config)).items():
+        if kind not in _KINDS:
+            known = ", ".join(sorted(map(_name_of, _KINDS)))
+            raise TypeError(f"{key} is of type {_name_of(kind)}, options are of {known}")
+
+
+def _name_of(kind: Any) -> str:
+    return kind.__name__ if type(kind) is type else str(kind)
 
 
 def resolve[C: Config](name: str, default: C, options: Mapping[str, Value]) -> C:
@@ -40,22 +90,25 @@ def resolve[C: Config](name: str, default: C, options: Mapping[str, Value]) -> C
     faults = []
     for key, value in options.items():
         if key not in kinds:
-            faults.append(f"{key}: no such option")
+            faults.append(f"{key[:60]}: no such option; {meant(key, kinds)}".rstrip("; "))
             continue
         try:
             values[key] = _convert(value, kinds[key])
         except ValueError:
-            faults.append(f"{key}: expected {_KINDS[kinds[key]]}, got {value!r}")
+            faults.append(f"{key}: expected {_KINDS[kinds[key]]}, got {repr(value)[:60]}")
+            continue
+        if fault := _size_fault(key, values[key]):
+            faults.append(fault)
+            del values[key]
     config = dataclasses.replace(default, **values)
     faults += config.faults()
     if faults:
-        lines = "".join(f"\n  - {fault}" for fault in faults)
         legal = "".join(
             f"\n  {key} ({_KINDS[kinds[key]]}; default {to_text(getattr(default, key))})"
             for key in kinds
         )
         raise ValueError(
-            f"options of backbone {name!r} have {len(faults)} fault(s):{lines}\n"
+            f"options of backbone {name!r} have {len(faults)} fault(s):{listed(faults)}\n"
             f"legal options are:{legal}"
         )
     return config
@@ -76,6 +129,15 @@ def to_text(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
+def _size_fault(key: str, value: Value) -> str | None:
+    """Why no model has numbers like these: building its chain would not end."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    most = _MOST_LAYERS if "layers" in key or "depth" in key else _MOST
+    if all(isinstance(n, bool) or not isinstance(n, int) or abs(n) <= most for n in numbers):
+        return None
+    return f"{key}: {to_text(value)[:60]} is beyond {most:,}"
+
+
 def _convert(value: Value, kind: Any) -> Value:
     if kind is bool:
         return _to_bool(value)
@@ -87,6 +149,8 @@ def _convert(value: Value, kind: Any) -> Value:
         return value
     if kind == int | None:
         return None if value is None or str(value).lower() == "none" else _to_int(value)
+    if kind == float | None:
+        return None if value is None or str(value).lower() == "none" else _to_float(value)
     if kind == tuple[int, ...]:
         items = value.strip("()[]").split(",") if isinstance(value, str) else value
         return tuple(map(_to_int, items if isinstance(items, list | tuple) else [items]))
@@ -106,3 +170,12 @@ def _to_int(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or int(value) != value:
         raise ValueError
     return int(value)
+
+
+def _to_float(value: Value) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError
+    return number

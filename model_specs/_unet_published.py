@@ -51,6 +51,11 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "cross_attention_norm": (None,),
 }
 
+# What diffusers has no setting for, and passes over: whether the last class is that of none, and
+# the number of time ids where their width does not tell it.
+_NULL_CLASS = "_null_class"
+_NUM_TIME_IDS = "_num_time_ids"
+
 # What changes nothing here: fused attention ignores it; it belongs to another added embedding.
 _WITHOUT_EFFECT = {"upcast_attention", "addition_embed_type_num_heads"}
 
@@ -94,8 +99,10 @@ def published_form(class_name: str, config: UNetConfig) -> Published | None:
         "transformer_layers_per_block": [*(d or 1 for d in depth[:-1]), mid],
         "attention_head_dim": heads[0] if len(heads) == 1 else list(heads),
         "use_linear_projection": config.use_linear_projection,
-        "num_class_embeds": config.num_classes + 1 if config.num_classes else None,
+        "num_class_embeds": config.num_classes + config.null_class if config.num_classes else None,
     }
+    if config.num_classes and config.null_class:
+        settings[_NULL_CLASS] = True
     if config.pooled_dim:
         added = config.pooled_dim + config.num_time_ids * config.time_id_dim
         settings |= {
@@ -103,6 +110,8 @@ def published_form(class_name: str, config: UNetConfig) -> Published | None:
             "addition_time_embed_dim": config.time_id_dim,
             "projection_class_embeddings_input_dim": added,
         }
+        if config.num_time_ids != _num_time_ids(added, config.time_id_dim):
+            settings[_NUM_TIME_IDS] = config.num_time_ids
     return Published("diffusers", class_name, settings, parameter_rules(config))
 
 
@@ -152,7 +161,7 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, allowed in _FIXED.items():
         if _one(given.get(key, allowed[0])) not in allowed:
             faults.append(f"{key}: must be {allowed[0]!r}, is {given[key]!r}")
-    settings = {**_DEFAULTS, **given}
+    settings = {**_DEFAULTS, **config}
     for key in ("sample_size", "in_channels", "out_channels", "layers_per_block",
                 "norm_num_groups", "cross_attention_dim"):  # fmt: skip
         settings[key] = _one(settings[key])
@@ -180,8 +189,11 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
     if 0 in (depth := [d for d, a in zip(depths, [*attends[:-1], True], strict=False) if a]):
         faults.append(f"transformer_layers_per_block: must not be 0 where it counts, is {depth}")
     classes = settings["num_class_embeds"]
-    if classes is not None and classes < 2:
-        faults.append(f"num_class_embeds: must be null or at least 2, is {classes}")
+    null_class = bool(config.get(_NULL_CLASS))
+    if classes is not None and (not isinstance(classes, int) or classes < 1 + null_class):
+        faults.append(
+            f"num_class_embeds: must be null or at least {1 + null_class}, is {classes!r}"
+        )
     added = _text_time(settings, faults)
     if faults:
         lines = "".join(f"\n  - {fault}" for fault in sorted(faults))
@@ -198,14 +210,14 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
         "cross_attention_dim": settings["cross_attention_dim"],
         "norm_num_groups": settings["norm_num_groups"],
         "use_linear_projection": settings["use_linear_projection"],
-        "num_classes": classes - 1 if classes else 0,
+        "num_classes": classes - null_class if classes else 0,
+        "null_class": null_class if classes else True,
         **added,
     }
 
 
 def _text_time(settings: Mapping[str, Any], faults: list[str]) -> dict[str, int]:
-    """SDXL's added embedding. The file gives the width of pooled text and time ids together:
-    6 ids, or 5 where the rest is then the 1280 of SDXL's text encoder (SDXL's refiner)."""
+    """SDXL's added embedding. The file gives the width of pooled text and time ids together."""
     kind = settings["addition_embed_type"]
     width = settings["addition_time_embed_dim"]
     joined = settings["projection_class_embeddings_input_dim"]
@@ -220,13 +232,18 @@ def _text_time(settings: Mapping[str, Any], faults: list[str]) -> dict[str, int]
             "projection_class_embeddings_input_dim"
         )
         return {}
-    number = 5 if joined - 5 * width == 1280 else 6
+    number = settings.get(_NUM_TIME_IDS) or _num_time_ids(joined, width)
     if joined <= number * width:
         faults.append(
             f"projection_class_embeddings_input_dim: must exceed {number} time ids of {width}, "
             f"is {joined}"
         )
     return {"pooled_dim": joined - number * width, "num_time_ids": number, "time_id_dim": width}
+
+
+def _num_time_ids(joined: int, width: int) -> int:
+    """6, or 5 where the rest is then the 1280 of SDXL's text encoder (SDXL's refiner)."""
+    return 5 if joined - 5 * width == 1280 else 6
 
 
 def _one(value: Any) -> Any:

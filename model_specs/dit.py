@@ -15,6 +15,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.published import PerHead, Published, Rule
+from model_specs._options import RESPACED, run_choice, settled_by
 from model_specs._published import require_settings
 
 PUBLISHED_AS = "DiTTransformer2DModel"
@@ -24,25 +25,28 @@ PUBLISHED_AS = "DiTTransformer2DModel"
 class DiTConfig:
     """Sizes of a DiT; ``sample_size`` is the side of what it sees (of the latent, usually).
 
-    Class ``num_classes`` is the null class of classifier-free guidance. With learned variances
-    ``out_channels`` is twice ``in_channels``: noise first, then variance.
+    Positions span what ``base_sample_size`` has patches (None: ``sample_size``), as in a published
+    model that is given another size than its own. Class ``num_classes`` is the null class of
+    classifier-free guidance. With learned variances ``out_channels`` is twice ``in_channels``:
+    noise first, then variance.
     """
 
     num_layers: int = 28
     num_attention_heads: int = 16
     attention_head_dim: int = 72
-    sample_size: int = 32
+    sample_size: int = run_choice(32, RESPACED)
     patch_size: int = 2
     in_channels: int = 4
     out_channels: int = 8
     num_classes: int = 1000
+    base_sample_size: int | None = settled_by("base_size")
 
     def faults(self) -> list[str]:
         """What is inconsistent between the fields."""
         found = [
             f"{key}: must be at least 1, is {value}"
             for key, value in vars(self).items()
-            if value < 1
+            if value is not None and value < 1
         ]
         if found:
             return found
@@ -50,6 +54,11 @@ class DiTConfig:
             found.append(
                 "attention_head_dim: num_attention_heads * attention_head_dim must be divisible "
                 f"by 4, is {self.dim}"
+            )
+        if self.base_size < self.patch_size:
+            found.append(
+                f"base_sample_size: must be at least patch_size={self.patch_size}, "
+                f"is {self.base_size}"
             )
         if self.sample_size % self.patch_size:
             found.append(
@@ -67,6 +76,11 @@ class DiTConfig:
     def side(self) -> int:
         """Patches along one side of the image."""
         return self.sample_size // self.patch_size
+
+    @property
+    def base_size(self) -> int:
+        """The size that positions are spaced for."""
+        return self.base_sample_size or self.sample_size
 
 
 # dit-xl-2: facebook/DiT-XL-2-256; at 512 px sample_size is 64.
@@ -134,9 +148,14 @@ _REQUIRED = {
 
 
 def published(config: DiTConfig) -> Published:
-    """As diffusers stores it."""
+    """As diffusers stores it: its sample_size is what positions are spaced for."""
     settings = {
-        **{key: value for key, value in vars(config).items() if key != "num_classes"},
+        **{
+            key: value
+            for key, value in vars(config).items()
+            if key not in ("num_classes", "base_sample_size")
+        },
+        "sample_size": config.base_size,
         "num_embeds_ada_norm": config.num_classes,
         **_REQUIRED,
     }

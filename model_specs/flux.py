@@ -16,6 +16,7 @@ from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.published import Joined, PerHead, Published, Rule
 from model_specs._mmdit import joint_rules
+from model_specs._options import run_choice
 from model_specs._published import require_settings
 
 PUBLISHED_AS = "FluxTransformer2DModel"
@@ -36,11 +37,11 @@ class FluxConfig:
     num_single_layers: int = 38
     num_attention_heads: int = 24
     attention_head_dim: int = 128
-    sample_size: int = 128
+    sample_size: int = run_choice(128, "tokens are at the places of {0.side} rows and columns")
     in_channels: int = 16
     joint_attention_dim: int = 4096
     pooled_projection_dim: int = 768
-    context_length: int = 512
+    context_length: int = run_choice(512, "text has no positions")
     guidance_embeds: bool = True
     axes_dims_rope: tuple[int, ...] = (16, 56, 56)
 

@@ -15,9 +15,12 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.published import PerHead, Published, Rule
+from model_specs._options import fixed, run_choice
 from model_specs._published import require_settings
 
 PUBLISHED_AS = "HunyuanDiT2DModel"
+
+_LEARNED = "what takes the place of padding is learned for each token"
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ class HunyuanDiTConfig:
     of the image and has a style embedding (versions up to 1.1).
     """
 
-    sample_size: int = 128
+    sample_size: int = run_choice(
+        128, "rotary positions are computed at {0.sample_size}, spaced as for 64"
+    )
     patch_size: int = 2
     in_channels: int = 4
     learn_sigma: bool = True
@@ -40,8 +45,8 @@ class HunyuanDiTConfig:
     cross_attention_dim: int = 1024
     cross_attention_dim_t5: int = 2048
     pooled_projection_dim: int = 1024
-    text_len: int = 77
-    text_len_t5: int = 256
+    text_len: int = fixed(77, _LEARNED)
+    text_len_t5: int = fixed(256, _LEARNED)
     style_and_size: bool = False
 
     def faults(self) -> list[str]:
@@ -119,14 +124,14 @@ CONFIGS: dict[str, HunyuanDiTConfig] = {
 
 
 def published(config: HunyuanDiTConfig) -> Published:
-    """As diffusers stores it; the ratio of the feed-forward's width is rounded up as v1.2's."""
+    """As diffusers stores it."""
     same = (
         "sample_size", "patch_size", "in_channels", "learn_sigma", "num_layers",
         "num_attention_heads", "attention_head_dim", "hidden_size", "cross_attention_dim",
         "cross_attention_dim_t5", "pooled_projection_dim", "text_len", "text_len_t5",
     )  # fmt: skip
     settings = {key: getattr(config, key) for key in same} | {
-        "mlp_ratio": math.ceil(config.ffn_dim / config.hidden_size * 1e4) / 1e4,
+        "mlp_ratio": _ratio(config.ffn_dim, config.hidden_size),
         "use_style_cond_and_image_meta_size": config.style_and_size,
         "activation_fn": "gelu-approximate",
         "norm_type": "layer_norm",
@@ -152,6 +157,16 @@ def published(config: HunyuanDiTConfig) -> Published:
         Rule("*.ff.*", "*.*"),
     )
     return Published("diffusers", PUBLISHED_AS, settings, rules)
+
+
+def _ratio(ffn_dim: int, width: int) -> float:
+    """By what diffusers multiplies ``width``, and rounds down, to get ``ffn_dim``.
+
+    Rounded up to four digits as v1.2's is, or to more where four give another width.
+    """
+    ratios = (math.ceil(ffn_dim / width * 10**digits) / 10**digits for digits in range(4, 16))
+    exact = (ratio for ratio in ratios if int(width * ratio) == ffn_dim)
+    return next(exact, math.nextafter(ffn_dim / width, math.inf))
 
 
 # What diffusers takes for settings that config.json leaves out.

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.published import Joined, PerHead, Published, Rule
+from model_specs._options import RESPACED, run_choice, settled_by
 from model_specs._published import require_settings
 
 PUBLISHED_AS = "PixArtTransformer2DModel"
@@ -24,30 +25,34 @@ PUBLISHED_AS = "PixArtTransformer2DModel"
 class PixArtConfig:
     """Sizes of a PixArt; ``sample_size`` is the side of the latent.
 
-    Positions span ``sample_size`` / ``patch_size`` / ``interpolation_scale`` (None: one for every
-    64 of ``sample_size``). ``use_additional_conditions``: alpha's, the picture's resolution and
-    aspect ratio. With learned variances ``out_channels`` is twice ``in_channels``.
+    Positions span ``base_sample_size`` / ``patch_size`` / ``interpolation_scale`` at any size
+    (None: ``sample_size``, and one for every 64 of the base), as in a published model that is
+    given another size than its own. ``use_additional_conditions``: alpha's, the picture's
+    resolution and aspect ratio. With learned variances ``out_channels`` is twice ``in_channels``.
     """
 
     num_layers: int = 28
     num_attention_heads: int = 16
     attention_head_dim: int = 72
-    sample_size: int = 128
+    sample_size: int = run_choice(128, RESPACED)
     patch_size: int = 2
     in_channels: int = 4
     out_channels: int = 8
-    interpolation_scale: int | None = None
+    interpolation_scale: float | None = settled_by("position_scale")
     caption_channels: int = 4096
-    caption_length: int = 300
+    caption_length: int = run_choice(300, "cross-attention takes captions of any length")
     use_additional_conditions: bool = False
+    base_sample_size: int | None = settled_by("base_size")
 
     def faults(self) -> list[str]:
         """What is inconsistent between the fields."""
         found = [
             f"{key}: must be at least 1, is {value}"
             for key, value in vars(self).items()
-            if key != "use_additional_conditions" and value is not None and value < 1
+            if type(value) is int and value < 1
         ]
+        if self.interpolation_scale is not None and self.interpolation_scale <= 0:
+            found.append(f"interpolation_scale: must be positive, is {self.interpolation_scale}")
         if found:
             return found
         divisor = 12 if self.use_additional_conditions else 4
@@ -55,6 +60,11 @@ class PixArtConfig:
             found.append(
                 "attention_head_dim: num_attention_heads * attention_head_dim must be divisible "
                 f"by {divisor}, is {self.dim}"
+            )
+        if self.base_size < self.patch_size:
+            found.append(
+                f"base_sample_size: must be at least patch_size={self.patch_size}, "
+                f"is {self.base_size}"
             )
         if self.sample_size % self.patch_size:
             found.append(
@@ -74,9 +84,14 @@ class PixArtConfig:
         return self.sample_size // self.patch_size
 
     @property
-    def position_scale(self) -> int:
+    def base_size(self) -> int:
+        """The size that positions are spaced for."""
+        return self.base_sample_size or self.sample_size
+
+    @property
+    def position_scale(self) -> float:
         """By what positions are divided."""
-        return self.interpolation_scale or max(self.sample_size // 64, 1)
+        return self.interpolation_scale or max(self.base_size // 64, 1)
 
 
 # PixArt-alpha's PixArt-Sigma-XL-2-1024-MS and PixArt-XL-2-1024-MS.
@@ -161,9 +176,17 @@ _REQUIRED = {
 
 
 def published(config: PixArtConfig) -> Published:
-    """As diffusers stores it; the caption's length is not part of it."""
+    """As diffusers stores it: its sample_size is what positions are spaced for.
+
+    The caption's length is not part of it.
+    """
     settings = {
-        **{key: value for key, value in vars(config).items() if key != "caption_length"},
+        **{
+            key: value
+            for key, value in vars(config).items()
+            if key not in ("caption_length", "base_sample_size")
+        },
+        "sample_size": config.base_size,
         "cross_attention_dim": config.dim,
         **_REQUIRED,
     }

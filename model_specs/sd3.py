@@ -15,6 +15,7 @@ from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.published import PerHead, Published, Rule
 from model_specs._mmdit import joint_rules
+from model_specs._options import run_choice
 from model_specs._published import require_settings
 
 PUBLISHED_AS = "SD3Transformer2DModel"
@@ -34,7 +35,9 @@ class SD3Config:
     num_layers: int = 24
     num_attention_heads: int = 24
     attention_head_dim: int = 64
-    sample_size: int = 128
+    sample_size: int = run_choice(
+        128, "positions are the middle {0.side} of the table's {0.pos_embed_max_size} a side"
+    )
     patch_size: int = 2
     in_channels: int = 16
     out_channels: int = 16
@@ -42,7 +45,7 @@ class SD3Config:
     pooled_projection_dim: int = 2048
     pos_embed_max_size: int = 192
     base_sample_size: int = 128
-    context_length: int = 154
+    context_length: int = run_choice(154, "text has no positions")
     qk_norm: bool = False
     dual_attention_layers: tuple[int, ...] = ()
 

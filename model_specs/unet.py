@@ -14,6 +14,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.published import Published
 from model_specs import _unet_published
+from model_specs._options import run_choice
 from model_specs._unet_chain import Chain
 
 
@@ -24,12 +25,13 @@ class UNetConfig:
     ``transformer_depth`` is the number of transformer blocks behind each resnet of a level (0: no
     attention). ``num_heads`` is per level, or one number for all. Without ``cross_attention_dim``
     transformer blocks have self-attention only. ``num_classes`` > 0 adds a class embedding to
-    the timestep embedding; class ``num_classes`` is the null class of classifier-free guidance.
+    the timestep embedding; with ``null_class`` there is one more, class ``num_classes``, that of
+    classifier-free guidance (published models have none).
     ``pooled_dim`` > 0 adds SDXL's embedding of a pooled text vector and ``num_time_ids`` numbers.
     ``channels_last`` is the memory format of convolutions; it changes no value but by rounding.
     """
 
-    sample_size: int = 64
+    sample_size: int = run_choice(64, "convolutions and attention take any size")
     in_channels: int = 4
     out_channels: int = 4
     block_out_channels: tuple[int, ...] = (320, 640, 1280, 1280)
@@ -38,14 +40,15 @@ class UNetConfig:
     mid_transformer_depth: int = 1
     num_heads: tuple[int, ...] = (8,)
     cross_attention_dim: int | None = 768
-    context_length: int = 77
+    context_length: int = run_choice(77, "cross-attention takes texts of any length")
     norm_num_groups: int = 32
     use_linear_projection: bool = False
     num_classes: int = 0
+    null_class: bool = True
     pooled_dim: int = 0
     num_time_ids: int = 6
     time_id_dim: int = 256
-    channels_last: bool = False
+    channels_last: bool = run_choice(False, "memory is laid out otherwise")
 
     @property
     def num_levels(self) -> int:

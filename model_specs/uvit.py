@@ -14,6 +14,9 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.published import FusedPerHead, Published, Rule
+from model_specs._options import fixed
+
+_LEARNED = "positions are learned, one for each token"
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,11 @@ class UViTConfig:
     depth: int = 12
     num_heads: int = 8
     mlp_ratio: int = 4
-    image_size: int = 32
+    image_size: int = fixed(32, _LEARNED)
     patch_size: int = 2
     in_channels: int = 4
     num_classes: int = 1000
-    context_length: int = 0
+    context_length: int = fixed(0, _LEARNED)
     context_dim: int = 0
     final_conv: bool = True
 

@@ -43,6 +43,11 @@ class RanksFailed(AssertionError):
         self.exit_codes = exit_codes
 
 
+def said_once(failed: RanksFailed, text: str) -> bool:
+    """Whether ``text`` was said by one rank, one time."""
+    return "".join(failed.outputs).count(text) == 1
+
+
 def free_port() -> int:
     """A TCP port that is free now, and that the system hands to nobody who asks for any."""
     while True:

@@ -10,8 +10,8 @@
 #   PULSE_MASTER_PORT     without it, a port from the job's number
 
 export PULSE_VENV=${PULSE_VENV:-$PULSE_ROOT/.venv}
-if ! [ -x "$PULSE_VENV/bin/torchrun" ]; then
-    echo "error: no torchrun in $PULSE_VENV/bin. Once, where there is a network, run in" \
+if ! [ -x "$PULSE_VENV/bin/pulse" ]; then
+    echo "error: no pulse in $PULSE_VENV/bin. Once, where there is a network, run in" \
         "$PULSE_ROOT:  bash -c 'source launch/setup.sh && pulse_setup'" >&2
     exit 2
 fi
@@ -30,9 +30,6 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # Compiled kernels on the node's own disk: ranks of several nodes would race for a shared home.
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/pulse-$UID/triton}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/pulse-$UID/inductor}
-# Asked to stop, ranks write a checkpoint first. torchrun would kill them after 30 s; how long they
-# may take is Slurm's to say (--signal, GraceTime, KillWait).
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-86400}
 # srun takes a job's CPUs per task only from here since Slurm 22.05.
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then
     export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK

@@ -78,7 +78,7 @@ pulse_run() {
     return "$status"
 }
 
-# pulse_ask: SIGTERM to all ranks; Megatron's --exit-signal-handler saves and exits.
+# pulse_ask: SIGTERM to all ranks, which save and leave.
 pulse_ask() {
     pulse_asked=1
     echo "slurm: the time limit is near; asking the ranks to save and stop ..."

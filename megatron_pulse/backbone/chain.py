@@ -100,13 +100,20 @@ class Backbone:
     ``batch_fields`` are conditioning tensors that come with the batch (timesteps, labels, text
     states); every device reads them from its own data loader, so they are never sent.
     ``record`` is what rebuilds this backbone (``{"name": ..., "options": {...}}``); it is stored
-    in checkpoints and compared on load.
+    in checkpoints and compared on load. ``kept`` are settings of the ``config.json`` that it was
+    read from which make no difference here, for writing them again.
     """
 
     name: str
     layers: tuple[Layer, ...]
     batch_fields: Mapping[str, TensorSpec] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
+    kept: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def saved_record(self) -> dict[str, Any]:
+        """``record`` and ``kept``, as a checkpoint holds them."""
+        return {**self.record, "kept": dict(self.kept)}
 
     @property
     def input_spec(self) -> TensorSpec:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
+from megatron_pulse.faults import listed
 
 _LAYER_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+
+_DTYPES = (COMPUTE, "float32", "float64", "bfloat16", "float16", "int64", "int32", "bool")
 
 
 class BackboneError(ValueError):
@@ -15,8 +18,7 @@ class BackboneError(ValueError):
 
     def __init__(self, backbone: str, faults: list[str]) -> None:
         self.faults = faults
-        lines = "".join(f"\n  - {fault}" for fault in faults)
-        super().__init__(f"backbone {backbone!r} has {len(faults)} fault(s):{lines}")
+        super().__init__(f"backbone {backbone!r} has {len(faults)} fault(s):{listed(faults)}")
 
 
 def require_valid(backbone: Backbone) -> None:
@@ -27,6 +29,8 @@ def require_valid(backbone: Backbone) -> None:
 
 def check_backbone(backbone: Backbone) -> list[str]:
     """Every fault of the chain's names, boundaries, skips and conditioning; [] if it is sound."""
+    if faults := list(_forms(backbone)):
+        return faults
     if not backbone.layers:
         return ["the chain is empty; a backbone needs at least one layer"]
     return [
@@ -37,6 +41,51 @@ def check_backbone(backbone: Backbone) -> list[str]:
         *_conditioning(backbone),
         *_embedders(backbone),
     ]
+
+
+def _forms(backbone: Backbone) -> Iterator[str]:
+    """What is of another kind than the chain's dataclasses say; the rest cannot be read then."""
+    if not isinstance(backbone.layers, tuple):
+        yield f"layers: must be a tuple of Layer, is {_kind(backbone.layers)}"
+        return
+    yield from _spec_map("batch_fields", backbone.batch_fields)
+    for i, layer in enumerate(backbone.layers):
+        if not isinstance(layer, Layer):
+            yield f"layer {i}: must be a Layer, is {_kind(layer)}"
+            continue
+        where = f"layer {i} ({layer.name})"
+        if not isinstance(layer.name, str):
+            yield f"{where}: its name must be text"
+        if layer.build is not None and not callable(layer.build):  # none is fine for planning
+            yield f"{where}: build must make the module when called, is {_kind(layer.build)}"
+        for side in ("inputs", "outputs"):
+            specs = getattr(layer, side)
+            if not isinstance(specs, tuple) or not all(isinstance(s, TensorSpec) for s in specs):
+                yield f"{where}: {side} must be a tuple of TensorSpec, is {_kind(specs)}"
+        if not isinstance(layer.uses, tuple) or not all(isinstance(n, str) for n in layer.uses):
+            yield f"{where}: uses must be a tuple of names, is {_kind(layer.uses)}"
+        for maps in ("pops", "provides"):
+            yield from _spec_map(f"{where}: {maps}", getattr(layer, maps))
+        pushes = layer.pushes
+        if not isinstance(pushes, Mapping) or not all(type(n) is int for n in pushes.values()):
+            yield f"{where}: pushes must map names to the numbers of outputs, is {_kind(pushes)}"
+
+
+def _spec_map(where: str, specs: object) -> Iterator[str]:
+    if not isinstance(specs, Mapping):
+        yield f"{where}: must map names to TensorSpec, is {_kind(specs)}"
+        return
+    for name, spec in specs.items():
+        if not isinstance(name, str) or not isinstance(spec, TensorSpec):
+            yield f"{where}: {name!r} must be a TensorSpec, is {_kind(spec)}"
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    if isinstance(value, tuple) and value:
+        return f"a tuple of {', '.join(sorted({type(item).__name__ for item in value}))}"
+    return f"of type {type(value).__name__}"
 
 
 def _names(layers: tuple[Layer, ...]) -> Iterator[str]:
@@ -87,6 +136,11 @@ def _tensors(backbone: Backbone) -> Iterator[str]:
         specs += [(f"{layer.name}: popped skip", name, spec) for name, spec in layer.pops.items()]
         specs += [(f"{layer.name}: provided", name, spec) for name, spec in layer.provides.items()]
     for where, name, spec in specs:
+        if not isinstance(spec.shape, tuple) or not all(type(d) is int for d in spec.shape):
+            yield f"{where} {name}: the shape must be a tuple of whole numbers, is {spec.shape!r}"
+            continue
+        if spec.dtype not in _DTYPES:
+            yield f"{where} {name}: the dtype {spec.dtype!r} is none of {', '.join(_DTYPES)}"
         if any(d < 1 for d in spec.shape):
             yield f"{where} {name}: the shape {spec.shape} has a dimension below 1"
         if not 0 <= spec.batch_dim <= len(spec.shape):

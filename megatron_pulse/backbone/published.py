@@ -7,9 +7,11 @@ called the same. Converting is exact in both directions: only rows move.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+
+from megatron_pulse.faults import listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,11 +160,9 @@ class Published:
 class PublishedError(ValueError):
     """Weights that are not those of the backbone; ``faults`` lists every reason."""
 
-    def __init__(self, what: str, faults: list[str], shown: int = 40) -> None:
+    def __init__(self, what: str, faults: list[str]) -> None:
         self.faults = faults
-        lines = "".join(f"\n  - {fault}" for fault in faults[:shown])
-        more = f"\n  - and {len(faults) - shown} more" if len(faults) > shown else ""
-        super().__init__(f"{what}: {len(faults)} fault(s):{lines}{more}")
+        super().__init__(f"{what}: {len(faults)} fault(s):{listed(faults)}")
 
 
 def to_published(published: Published, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -177,10 +177,19 @@ def to_published(published: Published, state: Mapping[str, Tensor]) -> dict[str,
 def from_published(
     published: Published, like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str
 ) -> dict[str, Tensor]:
-    """Published ``tensors`` under our names; ``like`` has our names and shapes (meta will do).
+    """Published ``tensors`` under our names, all of ``adopted``."""
+    return dict(adopted(published, like, tensors, what))
 
-    Raises PublishedError listing every name of ``what`` that is missing, unexpected or of the
-    wrong shape.
+
+def adopted(
+    published: Published, like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Our names and what published ``tensors`` make of them; ``like`` has our names and shapes
+    (meta will do).
+
+    Each of ``tensors`` is held only while its own are yielded. Raises PublishedError listing
+    every name of ``what`` that is missing, unexpected, of the wrong shape or type, or not finite:
+    at the end, since values are looked at as they come. Until then nothing yielded counts.
     """
     import torch
 
@@ -192,18 +201,42 @@ def from_published(
         for name in sorted(tensors.keys() - expected.keys())
         if not any(Rule(template, "").match(name) for template in published.ignored)
     ]
-    faults += [
-        f"{name} has the shape {list(tensors[name].shape)}, expected {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in tensors and tensors[name].shape != tensor.shape
-    ]
+    for name, tensor in expected.items():
+        if name in tensors:
+            faults += _unlike(name, tensors[name], tensor)
+    for ours, theirs, layout in _groups(published, like):
+        given = {name: tensors[name] for name in theirs if name in tensors}
+        faults += [
+            f"{name} holds NaN or infinite values"
+            for name, tensor in given.items()
+            if not _is_finite(tensor)
+        ]
+        if not faults:
+            yield from zip(ours, layout.adopt(list(given.values()), len(ours)), strict=True)
     if faults:
         raise PublishedError(what, faults)
-    result: dict[str, Tensor] = {}
-    for ours, theirs, layout in _groups(published, like):
-        parts = layout.adopt([tensors[name] for name in theirs], len(ours))
-        result.update(zip(ours, parts, strict=True))
-    return result
+
+
+def _unlike(name: str, tensor: Tensor, expected: Tensor) -> Iterator[str]:
+    """How a tensor differs from what is expected there, but for the number of its bits."""
+    if tensor.shape != expected.shape:
+        yield f"{name} has the shape {list(tensor.shape)}, expected {list(expected.shape)}"
+    if not _is_float(tensor):
+        kind = str(tensor.dtype).removeprefix("torch.")
+        yield f"{name} has the type {kind}, expected float32, float16, bfloat16 or float64"
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return bool(tensor.is_floating_point()) and tensor.element_size() > 1  # fp8 needs scales
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all is finite in fp32, without a copy; of other types nothing is said."""
+    import torch
+
+    if not _is_float(tensor) or not tensor.numel():
+        return True
+    return all(bool(extreme.float().isfinite()) for extreme in torch.aminmax(tensor))
 
 
 _Group = tuple[tuple[str, ...], tuple[str, ...], Layout]

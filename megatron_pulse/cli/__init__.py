@@ -6,9 +6,11 @@ One module per command; what is slow to import is imported by the command that n
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_pulse.cli import (
     backbones,
@@ -18,9 +20,11 @@ from megatron_pulse.cli import (
     compare,
     curve,
     data,
+    flags,
     partition,
     probe,
     profile,
+    run,
     sample,
     schedule,
     show,
@@ -28,9 +32,10 @@ from megatron_pulse.cli import (
     weights,
 )
 from megatron_pulse.cli.errors import UserError
+from megatron_pulse.full_disk import why_full
 
 _EPILOG = """\
-Training is started with torchrun and launch/pretrain_diffusion.py. A first tour:
+Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first tour:
 
   bash launch/quickstart.sh                            train on digits, then all of the below
   pulse backbones                                      what can be trained, and how far it folds
@@ -40,6 +45,7 @@ Training is started with torchrun and launch/pretrain_diffusion.py. A first tour
   pulse check plan.json                                whether what 'pulse tune' found can run
   pulse show plan.json -o plan.html                    what it does: timeline, memory, messages
   pulse compare plan.json runs/trace                   and what a run of it did
+  pulse flags optimizer                                which of Megatron's flags work in training
   pulse data info mnist                                what a dataset holds
   pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
@@ -69,9 +75,11 @@ def make_parser() -> argparse.ArgumentParser:
         show,
         compare,
         cache,
+        run,
         sample,
         curve,
         data,
+        flags,
     ):
         command.add_command(commands)
     weights.add_commands(commands)
@@ -80,6 +88,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for what the user can mend, 130 when interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not have every letter
+            stream.reconfigure(errors="backslashreplace")
     args = make_parser().parse_args(argv)
     try:
         args.run(args)
@@ -93,4 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell reports SIGPIPE
+    except Exception as error:
+        places = [value for value in vars(args).values() if isinstance(value, Path)]
+        if (reason := why_full(error, places)) is None:
+            raise
+        print(f"pulse {args.command}: error: {reason}", file=sys.stderr)
+        return 2
     return 0

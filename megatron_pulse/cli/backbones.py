@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, dataclass
 
-from megatron_pulse.cli.errors import UserError, add_parser, require
+from megatron_pulse.cli.errors import add_parser, mending, require
 from megatron_pulse.cli.megatron import prepare_megatron
 
 _DESCRIPTION = """\
@@ -43,16 +44,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Print the table."""
-    from model_specs import available
+    from model_specs import available, unknown_backbone, unusable_families
 
     names = args.names or list(available())
-    unknown = [name for name in names if name not in available()]
-    known = ", ".join(available())
-    require([f"no backbone is called {name!r}; there are: {known}" for name in unknown])
+    faults = [fault for name in names if (fault := unknown_backbone(name))]
+    require(faults)
+    for fault in unusable_families():
+        print(fault, file=sys.stderr)
     prepare_megatron()
     from tqdm import tqdm
 
-    rows = [_row(name) for name in tqdm(names, desc="counting", delay=2, leave=False)]
+    rows = [_row(name) for name in tqdm(names, desc="counting", delay=2, leave=False, disable=None)]
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
@@ -70,18 +72,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _row(name: str) -> BackboneRow:
-    from megatron_pulse.backbone.check import BackboneError
     from megatron_pulse.planner.partition import largest_fold
     from megatron_pulse.profile.parameters import count_parameters
     from model_specs import load_backbone
 
-    try:
+    with mending(ValueError):
         backbone = load_backbone(name)
-    except BackboneError as error:
-        raise UserError(str(error)) from error
+        num_parameters = sum(count_parameters(backbone))
     return BackboneRow(
         name,
-        sum(count_parameters(backbone)),
+        num_parameters,
         len(backbone.layers),
         len(backbone.skips),
         largest_fold(len(backbone.layers), backbone.skips),

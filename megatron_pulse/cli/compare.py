@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, mending, require
+from megatron_pulse.cli.errors import add_parser, check_file, mending, require, warn
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.compare_report import Compared
@@ -81,29 +81,15 @@ def run(args: argparse.Namespace) -> None:
 
 def _compared(args: argparse.Namespace) -> Compared:
     from megatron_pulse.cli.compare_report import Compared
-    from megatron_pulse.planner.compare_trace import compare
+    from megatron_pulse.planner.compare_trace import compare, doubts, mismatches
     from megatron_pulse.planner.plan_file import PlanFileError, load_plan
     from megatron_pulse.planner.trace import TraceError, load_trace
 
     path = args.trace / "trace.json" if args.trace.is_dir() else args.trace
     with mending(PlanFileError, TraceError):
         plan, trace = load_plan(args.plan), load_trace(path)
-        faults = [
-            f"the trace is of a run with {name} {trace.world[name]}, the plan has {wanted}"
-            for name, wanted in (
-                ("pipeline", plan.pipeline),
-                ("data", plan.data),
-                ("tensor", plan.tensor),
-            )
-            if trace.world.get(name, wanted) != wanted
-        ]
-        if trace.backbone != plan.backbone:
-            faults.append(
-                f"the trace is of backbone {trace.backbone.get('name')} with options "
-                f"{trace.backbone.get('options')}, the plan of {plan.backbone['name']} with "
-                f"{plan.backbone['options']}"
-            )
-        require([f"{path}: {fault}" for fault in faults])
+        require([f"{path}: {fault}" for fault in mismatches(plan, trace)])
+        warn(*doubts(plan, trace))
         replayed = plan.replay()
         return Compared(plan, trace, replayed, compare(replayed.timeline, trace))
 

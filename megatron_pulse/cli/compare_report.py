@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_pulse.cli import page
 from megatron_pulse.cli.plan_text import heading, table
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
 from megatron_pulse.planner.compare_trace import Comparison, Row
 from megatron_pulse.planner.draw.lanes import sent, waited
 from megatron_pulse.planner.draw.looks import NAMES

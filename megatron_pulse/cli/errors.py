@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from megatron_pulse.faults import listed
 
 
 class UserError(Exception):
@@ -18,7 +21,14 @@ def require(faults: Sequence[str]) -> None:
     if len(faults) == 1:
         raise UserError(faults[0])
     if faults:
-        raise UserError(f"{len(faults)} faults:" + "".join(f"\n  - {fault}" for fault in faults))
+        raise UserError(f"{len(faults)} faults:{listed(faults)}")
+
+
+def warn(*cautions: str) -> None:
+    """Say each that is not empty, beside what the command prints."""
+    for caution in cautions:
+        if caution:
+            print(f"warning: {caution}", file=sys.stderr)
 
 
 @contextmanager

@@ -26,10 +26,12 @@ _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 _DESCRIPTION = """\
 Without --vae the pixels themselves are the latents; with it they are the mean of a diffusers
-AutoencoderKL's posterior, times its scaling factor. Files are written in whole shards: an
-interrupted command goes on where it stopped when it is given again. Train on the result with
---pulse-data latents:DIR. Captions become text states as in training on captions:PATH, of random
-word vectors; for the states of a real encoder use megatron_pulse.data.latents.LatentWriter.
+AutoencoderKL's posterior, shifted and scaled as its configuration says. Files are written in whole
+shards: an interrupted command goes on where it stopped when it is given again. What the type on
+disk cannot hold is refused; sizes and crops of image files are kept for models that are told them.
+Train on the result with --pulse-data latents:DIR. Captions become text states as in training on
+captions:PATH, of random word vectors; for the states of a real encoder use
+megatron_pulse.data.latents.LatentWriter.
 
 {specs}
 examples:
@@ -69,6 +71,7 @@ def run(args: argparse.Namespace) -> None:
     require(_check(args))
     from megatron_pulse.data.build import open_dataset
     from megatron_pulse.data.dataset import DataError
+    from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC
     from megatron_pulse.data.latents import LatentLayout, LatentType, LatentWriter
 
     with mending(DataError, OSError):
@@ -85,11 +88,12 @@ def run(args: argparse.Namespace) -> None:
     if autoencoder is not None:
         side = tuple(size // autoencoder.factor for size in shape[1:])
         shape = (autoencoder.latent_channels, *side)
+    fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
     layout = LatentLayout(
         shape=shape,
         num_classes=dataset.num_classes,
         dtype=LatentType(_DTYPES[args.dtype]),
-        fields=dataset.fields,
+        fields=fields,
         pixel_size=dataset.pixel_size,
         shard_size=args.shard_size,
         source=_source(args, dataset, autoencoder),
@@ -117,16 +121,23 @@ def _write(
     import torch
     from tqdm import tqdm
 
+    from megatron_pulse.data.fields import FRAMING, framing_field
+
     done = writer.num_written
     quiet = not sys.stderr.isatty()
-    bar = tqdm(total=len(dataset), initial=done, unit="image", desc="encoding", disable=quiet)
+    bar = tqdm(
+        total=len(dataset), initial=done, unit="image", desc="encoding", disable=quiet or None
+    )
     with writer, bar:
         for first in range(done, len(dataset), batch_size):
             indices = range(first, min(first + batch_size, len(dataset)))
             images = torch.stack([dataset.image(i) for i in indices])
             latents = images if autoencoder is None else autoencoder.encode(images)
             for i, latent in zip(indices, latents, strict=True):
-                writer.add(latent, dataset.label(i), dataset.conditioning(i))
+                given = dataset.conditioning(i)
+                if dataset.frames:
+                    given[FRAMING] = framing_field(dataset.framing(i))
+                writer.add(latent, dataset.label(i), given)
             bar.update(len(indices))
 
 
@@ -212,4 +223,7 @@ def _source(
         text += ", captions as word vectors"
     if autoencoder is None:
         return f"{text}, pixels"
-    return f"{text}, means of {args.vae.resolve()}, scaling {autoencoder.scaling_factor}"
+    scale, shift = (
+        [round(x, 6) for x in t.flatten().tolist()] for t in (autoencoder.scale, autoencoder.shift)
+    )
+    return f"{text}, means of {args.vae.resolve()}, scale {scale}, shift {shift}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending, require
+from megatron_pulse.faults import unknown
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.costs import ChainCosts, MemoryRule
@@ -141,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
     """Search, then print, write and draw."""
     require(_faults(args))
     from megatron_pulse.cli.partition_report import Result, as_json, report
-    from megatron_pulse.diffusion.files import replacing
+    from megatron_pulse.files import replacing
     from megatron_pulse.planner.costs import Link
     from megatron_pulse.planner.draw.partition import draw_partition
     from megatron_pulse.planner.partition import Goal, PartitionError
@@ -266,10 +267,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults.append("--preset is for --from-table; a profile knows its device")
     if args.from_table is not None and args.preset not in PRESETS:
         known = ", ".join(PRESETS)
-        named = f"no preset is called {args.preset!r}" if args.preset else "--from-table: give the"
-        faults.append(
-            f"{named}{'; there are: ' if args.preset else ' device as --preset: '}{known}"
-        )
+        missing = f"--from-table: give the device as --preset: {known}"
+        faults.append(unknown("preset", args.preset, PRESETS) if args.preset else missing)
     for name in ("bandwidth_gbs", "memory_gb", "bytes_per_parameter"):
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value > 0):

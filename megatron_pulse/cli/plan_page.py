@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from megatron_pulse.cli import page, plan_text
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
 from megatron_pulse.planner.costs import ChainCosts, Link, evaluate
 from megatron_pulse.planner.draw.lanes import sent
 from megatron_pulse.planner.draw.partition import draw_partition

@@ -81,7 +81,7 @@ def command(plan: PlanFile, path: Path) -> str:
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " * (nodes > 1)
     return (
         f"torchrun {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
-        f"{path}"
+        f"{path} --pulse-data DATA --train-iters N --lr X"
     )
 
 

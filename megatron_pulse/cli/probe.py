@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
     with mending(PulseError), _joined(ranks, backend, args.timeout_s):
         from tqdm import tqdm
 
-        with tqdm(total=5, delay=2, leave=False, disable=ranks["RANK"] != "0") as bar:
+        with tqdm(total=5, delay=2, leave=False, disable=ranks["RANK"] != "0" or None) as bar:
 
             def progress(what: str) -> None:
                 bar.set_description(what, refresh=False)
@@ -161,7 +161,7 @@ def _joined(ranks: Mapping[str, str], backend: str, timeout_s: float) -> Iterato
 
 
 def _write(args: argparse.Namespace, probed: Probed, device: torch.device) -> None:
-    from megatron_pulse.diffusion.files import replacing
+    from megatron_pulse.files import replacing
     from megatron_pulse.planner.cluster import save_cluster, to_yaml
 
     comment = _comment(probed, device)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending, require
+from megatron_pulse.cli.backbone_options import add_option_flag, backbone_faults, options_of
+from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending, require, warn
 from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.faults import unknown
 
 if TYPE_CHECKING:
     from megatron_pulse.profile.devices import Roofline
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Planning balances devices by these costs. There are three ways to them:
 
-  measured   every layer runs alone on this machine's GPU or CPU, forward and backward
+  measured   every layer runs alone on this machine's GPU or CPU, forward and backward; on a CPU
+             with as many threads as a rank will have (--threads)
   analytic   operations and bytes of every layer on a device that is not at hand, named by
              --preset or given in figures; ratios are good, seconds are estimates
   table      the same, from a table of layers that others have published
@@ -46,13 +49,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--backbone", metavar="NAME", help="one of 'pulse backbones'")
     what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
-    add(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override one of the backbone's options (repeatable)",
-    )
+    add_option_flag(parser, "override one of the backbone's options")
     add(
         "--micro-batch-size",
         default="1,2,4",
@@ -96,6 +93,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="S",
         help="measured: the most to spend on a layer at one size (default 10)",
     )
+    add(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="measured on a CPU: with as many threads as a rank will have (default: "
+        "OMP_NUM_THREADS, or 1 as torchrun sets it for several ranks)",
+    )
     add("--top", type=int, default=12, metavar="N", help="layers to list (default 12)")
     add("-o", "--output", type=Path, required=True, metavar="JSON", help="the profile to write")
     parser.set_defaults(run=run, command="profile")
@@ -105,9 +109,10 @@ def run(args: argparse.Namespace) -> None:
     """Find the costs, write them, list the largest."""
     sizes, faults = _sizes(args.micro_batch_size)
     faults += check_file(args.output, "--output", ".json")
-    faults += at_least(1, top=args.top)
+    faults += at_least(1, top=args.top, threads=args.threads)
     faults += [*_what_faults(args), *_device_faults(args)]
     require(faults)
+    from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import save_profile
     from megatron_pulse.profile.profile import ProfileError
 
@@ -115,6 +120,7 @@ def run(args: argparse.Namespace) -> None:
         make = _from_table if args.from_table else _from_backbone
         profile = make(args, sizes)
     save_profile(profile, args.output)
+    warn(spread_caution(profile))
     print("\n".join([*report(profile, sizes[-1], args.top), f"written to {args.output}"]))
 
 
@@ -147,7 +153,7 @@ def report(profile: Profile, size: int, top: int) -> list[str]:
         lines.append(
             f"{costs.names[i]:{width}s}{totals[i] / whole:>8.1%}{1e3 * layer.forward_s:>10.3f}"
             f"{1e3 * layer.input_grad_s:>12.3f}{1e3 * layer.weight_grad_s:>13.3f}"
-            + f"{_spread(layer):>9.0%}"
+            + f"{layer.spread:>9.0%}"
             * measured
             + f"{costs.saved_bytes[i] / 1e6:>10.1f}{layer.peak_bytes / 1e6:>10.1f}"
             f"{costs.parameters[i]:>13,d}"
@@ -165,13 +171,6 @@ def report(profile: Profile, size: int, top: int) -> list[str]:
     ]
 
 
-def _spread(layer: Any) -> float:
-    """The largest interquartile range of a layer's times, as a part of all its time."""
-    ranges = (layer.forward_spread_s, layer.input_grad_spread_s, layer.weight_grad_spread_s)
-    whole: float = layer.forward_s + layer.input_grad_s + layer.weight_grad_s
-    return max(ranges) / whole if whole else 0.0
-
-
 def _sizes(text: str) -> tuple[list[int], list[str]]:
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
@@ -186,14 +185,7 @@ def _what_faults(args: argparse.Namespace) -> list[str]:
         if not args.from_table.is_file():
             faults.append(f"--from-table {args.from_table}: there is no such file")
         return faults
-    from model_specs import available
-
-    faults = [f"--option {text}: write it as KEY=VALUE" for text in args.option if "=" not in text]
-    if args.backbone not in available():
-        faults.append(
-            f"no backbone is called {args.backbone!r}; there are: {', '.join(available())}"
-        )
-    return faults
+    return backbone_faults(args)
 
 
 def _device_faults(args: argparse.Namespace) -> list[str]:
@@ -206,7 +198,7 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
     analytic = args.from_table or args.device == "analytic" or (args.device is None and
                                                                 (args.preset or given))  # fmt: skip
     if args.preset and args.preset not in PRESETS:
-        faults.append(f"no preset is called {args.preset!r}; there are: {', '.join(PRESETS)}")
+        faults.append(unknown("preset", args.preset, PRESETS))
     elif args.preset and args.dtype and args.dtype not in PRESETS[args.preset].peak_flops:
         known = ", ".join(PRESETS[args.preset].peak_flops)
         faults.append(f"--dtype {args.dtype}: no peak of {args.preset} is known, only of: {known}")
@@ -225,8 +217,8 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
     if analytic:
         if not (args.preset or given):
             faults.append(f"name a device: --preset ({', '.join(PRESETS)}) or {flags}")
-        if args.once_per_kind or args.seconds_per_layer is not None:
-            faults.append("--once-per-kind and --seconds-per-layer are for measuring")
+        if args.once_per_kind or args.seconds_per_layer is not None or args.threads is not None:
+            faults.append("--once-per-kind, --seconds-per-layer and --threads are for measuring")
     else:
         if args.preset or given:
             faults.append(f"--preset and {flags} are for --device analytic, or for a table")
@@ -257,7 +249,7 @@ def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
 def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     from model_specs import load_backbone
 
-    backbone = load_backbone(args.backbone, dict(text.split("=", 1) for text in args.option))
+    backbone = load_backbone(args.backbone, options_of(args))
     roofline = _roofline(args) if args.preset or args.peak_tflops is not None else None
     prepare_megatron()
     if roofline is not None:
@@ -266,6 +258,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
         return analyse(backbone, sizes, roofline, args.recompute, progress=True)
     import torch
 
+    from megatron_pulse.profile.cautions import rank_threads
     from megatron_pulse.profile.clock import Patience
     from megatron_pulse.profile.measure import measure
 
@@ -273,6 +266,8 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     device = args.device or ("cuda" if present else "cpu")
     if device == "cuda" and not present:
         require(["--device cuda: torch finds no GPU here; use --device cpu, or --preset NAME"])
+    if device == "cuda" and args.threads is not None:
+        require(["--threads is for --device cpu"])
     dtype = args.dtype or _dtype_of(device)
     patience = Patience() if args.seconds_per_layer is None else Patience(
         limit_s=args.seconds_per_layer)  # fmt: skip
@@ -285,6 +280,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
         patience,
         args.once_per_kind,
         progress=True,
+        threads=(args.threads or rank_threads()) if device == "cpu" else None,
     )
 
 

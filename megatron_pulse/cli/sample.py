@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.cli.backbone_options import add_option_flag, option_faults, options_of
 from megatron_pulse.cli.errors import UserError, add_parser, at_least, check_file, mending, require
 from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.diffusion.choice import add_process_arguments, process_choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +35,11 @@ examples:
   pulse sample --load runs/latents --classes 0-9 --vae sd-vae-ft-mse -o birds.png
   pulse sample --load runs/emoji/checkpoints --prompt "red heart" --prompt "cat face" -o emoji.png
   pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
+  pulse sample --load runs/a --option sample_size=96 --vae sd-vae-ft-mse -o larger.png
 """
+
+
+_MOST_CLASS = 1_000_000
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,6 +74,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--seed", type=int, default=0, help="of the starting noise (default 0)")
     add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
     add("--raw", action="store_true", help="the weights as trained, not their moving average")
+    add_option_flag(parser, "draw at another size or text length: sample_size=64")
     add("--vae", type=Path, metavar="PATH", help="decode latents with this AutoencoderKL folder")
     add(
         "--score",
@@ -75,6 +82,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="share of images that a classifier of these real digits takes for the digit asked",
     )
     add("--json", type=Path, metavar="FILE", help="also write settings and score there")
+    process = parser.add_argument_group(
+        "diffusion process", "Another process than that of the checkpoint, to see what it does."
+    )
+    add_process_arguments(process, "default: as the checkpoint", training=False)
     parser.set_defaults(run=run, command="sample")
 
 
@@ -86,11 +97,21 @@ def run(args: argparse.Namespace) -> None:
 
     from megatron_pulse.data.score import digit_score
     from megatron_pulse.diffusion.grid import save_grid
-    from megatron_pulse.integration.checkpoints import CheckpointError
     from megatron_pulse.integration.sampling import load_model, sample_images
 
-    with mending(CheckpointError):
-        model = load_model(args.load, args.iteration, averaged=not args.raw, data=args.data)
+    with mending(ValueError):
+        model = load_model(
+            args.load,
+            args.iteration,
+            averaged=not args.raw,
+            data=args.data,
+            options=options_of(args),
+            choice=process_choice(args),
+        )
+    for change in model.changes:
+        print(change, file=sys.stderr)
+    if args.guidance != 1 and not model.can_be_guided:
+        print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
     rows = _rows(args, model)
     require(_check_model(args, model, rows))
     decode = _decoder(args.vae, model)
@@ -109,7 +130,9 @@ def run(args: argparse.Namespace) -> None:
     report: dict[str, Any] = {
         "checkpoint": str(model.folder),
         "backbone": model.backbone.name,
+        "options": options_of(args),
         "weights": "raw" if args.raw else "averaged",
+        "process": model.process.describe(),
         "num_steps": args.steps,
         "guidance": args.guidance,
         "seed": args.seed,
@@ -126,13 +149,14 @@ def run(args: argparse.Namespace) -> None:
             _write_json(args.json, report)
     if score is not None:
         print(score)
-    print(f"{len(asked)} samples of {model.folder}: {args.output}")
+    print(f"{len(asked)} samples of {model.folder} ({model.process.describe()}): {args.output}")
 
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = check_file(args.output, "--output", ".png")
     if args.json:
         faults += check_file(args.json, "--json", ".json")
+    faults += option_faults(args)
     faults += at_least(1, per_class=args.per_class, steps=args.steps, from_data=args.from_data)
     faults += at_least(0, seed=args.seed, iteration=args.iteration)
     if not (math.isfinite(args.guidance) and args.guidance >= 0):
@@ -158,6 +182,8 @@ def parse_classes(text: str) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UserError(f"--classes {text!r}: write classes as 0-9 or 3,5")
+        if int(last if dash else first) > _MOST_CLASS:
+            raise UserError(f"--classes {text[:60]!r}: no model has a class above {_MOST_CLASS:,}")
         if dash and int(last) < int(first):
             raise UserError(f"--classes {text!r}: {part.strip()} runs backwards")
         classes += range(int(first), int(last if dash else first) + 1)
@@ -240,7 +266,7 @@ def _decoder(vae: Path | None, model: TrainedModel) -> Any:
 
 
 def _write_json(path: Path, report: dict[str, Any]) -> None:
-    from megatron_pulse.diffusion.files import replacing
+    from megatron_pulse.files import replacing
 
     with replacing(path) as beside:
         beside.write_text(json.dumps(report, indent=1) + "\n")

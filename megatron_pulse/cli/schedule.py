@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> None:
     require(_faults(args))
     from megatron_pulse.cli.schedule_input import from_profile, from_times
     from megatron_pulse.cli.schedule_report import Result, as_json, report, write_drawing
-    from megatron_pulse.diffusion.files import replacing
+    from megatron_pulse.files import replacing
     from megatron_pulse.planner.schedule.compare import rivals
     from megatron_pulse.planner.schedule.files import to_csv
 
@@ -220,14 +220,16 @@ def _named(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synth
 
 def _own(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synthesis]:
     """The schedule of ``--schedule``; raises UserError with all of its faults."""
+    from megatron_pulse.file_kinds import FileKind
+    from megatron_pulse.files import read_text
     from megatron_pulse.planner.schedule.files import from_csv
     from megatron_pulse.planner.schedule.operations import Kind
 
     try:
         schedule = from_csv(
-            args.schedule.read_text(encoding="utf-8"), task.whole.placement, args.schedule.stem
+            read_text(args.schedule, FileKind.SCHEDULE), task.whole.placement, args.schedule.stem
         )
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"--schedule {args.schedule}: {error}") from error
     splits = Kind.WEIGHT_GRAD in schedule.kinds
     problem = task.split if splits else task.whole
@@ -265,7 +267,7 @@ def _waiting(seconds: float) -> Iterator[None]:
     from tqdm import tqdm
 
     done = threading.Event()
-    bar = tqdm(total=round(seconds), desc="searching", unit="s", delay=2, leave=False)
+    bar = tqdm(total=round(seconds), desc="searching", unit="s", delay=2, leave=False, disable=None)
 
     def tick() -> None:
         while not done.wait(1.0):

@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.errors import mending, require
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.placement import Placement
@@ -39,7 +40,8 @@ def from_times(args: argparse.Namespace) -> Task:
     """The stages of ``--times``; raises UserError with every fault of the file."""
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
-    record = _read(args.times)
+    with mending(FileError):
+        record = read_json(args.times, FileKind.TIMES)
     faults = _times_faults(record)
     require([f"{args.times}: {fault}" for fault in faults])
     column = {name: tuple(map(float, v)) for name, v in record.items() if isinstance(v, list)}
@@ -162,16 +164,6 @@ def _placement(args: argparse.Namespace, num_stages: int) -> Placement:
     return interleaved(devices, chunks) if kind == "interleaved" else fold(devices, chunks // 2)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        require([f"{path} cannot be read as JSON: {error}"])
-    if not isinstance(record, dict):
-        require([f"{path}: expected an object with lists of times: {', '.join(KEYS)}"])
-    return dict(record)
-
-
 def _times_faults(record: dict[str, Any]) -> list[str]:
     """Everything that is wrong with a file of times."""
     faults = [
@@ -193,7 +185,7 @@ def _times_faults(record: dict[str, Any]) -> list[str]:
             faults.append(f"{name!r} must be a list of numbers, one for each stage")
         elif bad := [v for v in values if not _is_number(v) or v < least]:
             above = "0 or more" if least == 0 else "above 0"
-            faults.append(f"{name!r} has {json.dumps(bad[0])}; values must be numbers {above}")
+            faults.append(f"{name!r} has {json.dumps(bad[0])[:60]}; values must be numbers {above}")
     num = len(record["forward"]) if isinstance(record.get("forward"), list) else None
     for name, values in record.items():
         if num and name in KEYS and isinstance(values, list):

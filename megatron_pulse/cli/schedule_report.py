@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_pulse.cli import page
 from megatron_pulse.cli.schedule_input import Task
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
 from megatron_pulse.planner.draw.schedule import draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.schedule.compare import Rival
@@ -128,8 +128,10 @@ def _figures(result: Result) -> list[str]:
 
 def _grid(result: Result) -> list[str]:
     """A column for each unit of time where times are whole, else the orders; nothing if wide."""
-    whole = all(time == round(time) for time in result.timeline.end.values())
-    for text in [grid(result.timeline)] * whole + [grid(result.found.schedule)]:
+    line = result.timeline
+    whole = line.makespan <= _GRID_WIDTH and all(t == round(t) for t in line.end.values())
+    for shown in [line] * whole + [result.found.schedule]:
+        text = grid(shown)
         if max(map(len, text.splitlines())) <= _GRID_WIDTH:
             return text.splitlines()
     return []

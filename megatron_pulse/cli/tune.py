@@ -8,7 +8,16 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import UserError, add_parser, at_least, check_file, mending, require
+from megatron_pulse.cli.backbone_options import add_option_flag, backbone_faults, options_of
+from megatron_pulse.cli.errors import (
+    UserError,
+    add_parser,
+    at_least,
+    check_file,
+    mending,
+    require,
+    warn,
+)
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.cluster import Cluster
@@ -57,13 +66,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--backbone", metavar="NAME", help="one of 'pulse backbones'")
     what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
-    add(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override one of the backbone's options (repeatable)",
-    )
+    add_option_flag(parser, "override one of the backbone's options")
     add(
         "--cluster",
         required=True,
@@ -104,15 +107,26 @@ def run(args: argparse.Namespace) -> None:
     """Search, then print and write."""
     require(_faults(args))
     from megatron_pulse.cli.tune_report import as_json, report
-    from megatron_pulse.diffusion.files import replacing
+    from megatron_pulse.files import replacing
     from megatron_pulse.planner.cluster import ClusterError, cluster
     from megatron_pulse.planner.tune.evaluate import Evaluator
+    from megatron_pulse.profile.cautions import (
+        device_caution,
+        rank_threads,
+        spread_caution,
+        thread_caution,
+    )
     from megatron_pulse.profile.profile import ProfileError
 
     with mending(ClusterError):
         where = cluster(args.cluster)
     with mending(ProfileError, ValueError):
         profile = _profile(args, where)
+    warn(
+        device_caution(profile, where.device),
+        spread_caution(profile),
+        thread_caution(profile.threads, rank_threads()),
+    )
     choices = _choices(args)
     divides = _divides_sequences(profile) if any(t > 1 for t in choices.tensor) else False
     evaluator = Evaluator(profile, where, args.global_batch_size, divides)
@@ -157,7 +171,9 @@ def tune(evaluator: Evaluator, choices: Choices, seconds: float, solver: str, to
             "the batch, pipeline x tensor the devices, tensor the devices of a node"
         )
     finishing = _FINISH_SHARE * seconds
-    with tqdm(total=round(seconds), desc="tuning", unit="s", delay=2, leave=False) as bar:
+    with tqdm(
+        total=round(seconds), desc="tuning", unit="s", delay=2, leave=False, disable=None
+    ) as bar:
 
         def progress(now: Tuning) -> None:
             bar.update(min(round(now.seconds), bar.total) - bar.n)
@@ -211,11 +227,10 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
     from megatron_pulse.profile.devices import Roofline
     from model_specs import load_backbone
 
-    options = dict(text.split("=", 1) for text in args.option)
     prepare_megatron()
     from megatron_pulse.profile.analytic import analyse
 
-    backbone = load_backbone(args.backbone, options)
+    backbone = load_backbone(args.backbone, options_of(args))
     return analyse(backbone, _PROFILED, Roofline(device, dtype), progress=True)
 
 
@@ -285,12 +300,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults += ["--option is for --backbone"] * bool(args.option)
         faults += ["--dtype is for --backbone; a profile has its own"] * bool(args.dtype)
     else:
-        from model_specs import available
-
-        if args.backbone not in available():
-            known = ", ".join(available())
-            faults.append(f"no backbone is called {args.backbone!r}; there are: {known}")
-        faults += [f"--option {o}: write it as KEY=VALUE" for o in args.option if "=" not in o]
+        faults += backbone_faults(args)
     if args.output is not None:
         faults += check_file(args.output, "--output", ".json")
     if args.json not in (None, "-"):

@@ -64,9 +64,14 @@ def open_dataset(
         latents = LatentFolder(path, verify)
         train, validation = _split(spec, latents, latents, validation_fraction)
     else:
-        options = "".join(f"\n  {name:14s}{text}" for name, text in OPTIONS.items())
-        raise DataError("dataset", [f"there is no dataset {spec!r}"], f"Choose one of:{options}")
+        raise no_dataset(f"there is no dataset {spec!r}")
     return (train, validation) if wanted is None else _fitted(spec, train, validation, wanted)
+
+
+def no_dataset(reason: str) -> DataError:
+    """The error that lists what datasets there are."""
+    options = "".join(f"\n  {name:14s}{text}" for name, text in OPTIONS.items())
+    return DataError("dataset", [reason], f"Choose one of:{options}")
 
 
 def _split(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from torch import Tensor
 from megatron_pulse.data.dataset import NO_FIELDS, DataError, FieldSpec
 from megatron_pulse.data.folder import ImageFiles
 from megatron_pulse.data.words import WordEncoder
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, parse_json, read_lines
 
 METADATA = "metadata.jsonl"
 
@@ -24,6 +25,8 @@ class CaptionedImages(ImageFiles):
     samples get the encoding of the empty text. ``options`` are those of ImageFiles. Raises
     DataError with every bad line.
     """
+
+    kind = "captions"
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class CaptionedImages(ImageFiles):
         self._encoder = WordEncoder(fields)
         self.fields = self._encoder.fields
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
+    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
         return self._encoder(self.captions[index])
 
     def null_conditioning(self) -> dict[str, Tensor]:
@@ -48,11 +51,11 @@ class CaptionedImages(ImageFiles):
 def _read(root: Path) -> tuple[list[Path], list[str]]:
     what = f"captioned images {root}"
     try:
-        lines = (root / METADATA).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = list(read_lines(root / METADATA, FileKind.CAPTIONS))
+    except FileError as error:
         raise DataError(
             what,
-            [f"{METADATA} cannot be read: {error}"],
+            [str(error)],
             f'Give a folder of images with {METADATA}, one {{"file_name": ..., "text": ...}} a '
             "line; 'pulse data emoji' makes one.",
         ) from error
@@ -61,11 +64,11 @@ def _read(root: Path) -> tuple[list[Path], list[str]]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             name, text = record["file_name"], record["text"]
             if not isinstance(name, str) or not isinstance(text, str):
                 raise TypeError("file_name and text must be strings")
-            if not (root / name).is_file():
+            if "\0" in name or not (root / name).is_file():
                 raise ValueError(f"there is no file {name}")
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.diffusion.noise import Stream, philox
-
-_MAX_LISTED = 50
+from megatron_pulse.faults import listed
 
 
 class DataError(ValueError):
     """Data that cannot be used; ``faults`` lists every reason, the message says what to do."""
 
     def __init__(self, what: str, faults: Sequence[str], remedy: str) -> None:
-        self.faults = list(faults)
-        listed = "".join(f"\n  - {fault}" for fault in self.faults[:_MAX_LISTED])
-        if len(self.faults) > _MAX_LISTED:
-            listed += f"\n  - and {len(self.faults) - _MAX_LISTED} more (see .faults)"
-        super().__init__(f"{what}: {len(self.faults)} fault(s):{listed}\n{remedy}")
+        self.what, self.faults, self.remedy = what, list(faults), remedy
+        super().__init__(f"{what}: {len(self.faults)} fault(s):{listed(self.faults)}\n{remedy}")
+
+
+class CorruptSample(DataError):
+    """A sample whose file is there and is read, but holds no image."""
 
 
 COMPUTE = "compute"
@@ -59,6 +59,21 @@ class FieldSpec:
 NO_FIELDS: Mapping[str, FieldSpec] = {}
 
 
+@dataclass(frozen=True)
+class Framing:
+    """How a picture was made: an image of ``original`` (height, width), scaled, of which the part
+    of size ``target`` from the corner ``crop`` (top, left; in pixels after scaling) was taken."""
+
+    original: tuple[int, int]
+    crop: tuple[int, int]
+    target: tuple[int, int]
+
+    @classmethod
+    def whole(cls, size: tuple[int, int]) -> Framing:
+        """An image that is the picture."""
+        return cls(size, (0, 0), size)
+
+
 class DiffusionDataset(ABC):
     """Samples by index. Image, label and conditioning are read apart, so that a device in the
     middle of the pipeline reads no images.
@@ -69,6 +84,8 @@ class DiffusionDataset(ABC):
     image_shape: tuple[int, ...]
     num_classes: int
     fields: Mapping[str, FieldSpec] = NO_FIELDS
+    frames: bool = False
+    """Whether framings differ between samples."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -81,8 +98,16 @@ class DiffusionDataset(ABC):
     def label(self, index: int) -> int:
         """The class, 0 to ``num_classes`` - 1."""
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        """The tensor of every name in ``fields``."""
+    def check(self, index: int) -> None:
+        """Raise CorruptSample exactly if ``image`` would."""
+        return None
+
+    def describe(self, index: int) -> str:
+        """What people know the sample by: its file."""
+        return f"sample {index}"
+
+    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
+        """The tensor of every name in ``fields``; ``draw`` as of ``image``."""
         return {}
 
     def null_conditioning(self) -> dict[str, Tensor]:
@@ -91,6 +116,10 @@ class DiffusionDataset(ABC):
         Fields that are left out keep the sample's own value.
         """
         return {}
+
+    def framing(self, index: int, draw: int = 0) -> Framing:
+        """How ``image(index, draw)`` was made, or the image that it is a latent of."""
+        return Framing.whole(self.pixel_size)
 
     @property
     def pixel_size(self) -> tuple[int, int]:
@@ -137,6 +166,7 @@ class Subset(DiffusionDataset):
         self.image_shape = source.image_shape
         self.num_classes = source.num_classes
         self.fields = source.fields
+        self.frames = source.frames
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -147,8 +177,17 @@ class Subset(DiffusionDataset):
     def label(self, index: int) -> int:
         return self.source.label(int(self.indices[index]))
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        return self.source.conditioning(int(self.indices[index]))
+    def check(self, index: int) -> None:
+        self.source.check(int(self.indices[index]))
+
+    def describe(self, index: int) -> str:
+        return self.source.describe(int(self.indices[index]))
+
+    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
+        return self.source.conditioning(int(self.indices[index]), draw)
+
+    def framing(self, index: int, draw: int = 0) -> Framing:
+        return self.source.framing(int(self.indices[index]), draw)
 
     def null_conditioning(self) -> dict[str, Tensor]:
         return self.source.null_conditioning()

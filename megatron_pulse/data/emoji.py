@@ -77,7 +77,9 @@ def _pictures(
     """Every character that has a name and a picture, with it."""
     empty = {_picture(face, character).tobytes() for character in (" ", _NO_CHARACTER)}
     count = 0
-    with tqdm(_CANDIDATES, desc="rendering emoji", disable=not progress, leave=False) as bar:
+    with tqdm(
+        _CANDIDATES, desc="rendering emoji", disable=not progress or None, leave=False
+    ) as bar:
         for character in map(chr, bar):
             if unicodedata.category(character) in _NEVER or not unicodedata.name(character, ""):
                 continue

@@ -6,11 +6,16 @@ Some others have a default where the data lacks them:
 ==================  =========================================================================
 ``*_mask``          ones, where the data has the masked field itself: every token is seen
 ``guidance``        3.5, the scale that FLUX.1-dev was distilled for by default
-``time_ids``        SDXL's (height, width, crop top, crop left, height, width): no crop
-``image_meta_size`` Hunyuan-DiT's (height, width, height, width, crop top, crop left): no crop
+``time_ids``        SDXL's (height, width, crop top, crop left, height, width)
+``image_meta_size`` Hunyuan-DiT's (height, width, height, width, crop top, crop left)
 ``resolution``      PixArt's (height, width)
 ``aspect_ratio``    PixArt's (height / width,)
 ==================  =========================================================================
+
+The first height and width of ``time_ids`` and ``image_meta_size`` are those of the image file, the
+second those of the picture made of it, and the crop says where in the scaled image that was: what
+the data know as each sample's ``framing``. ``pulse data write-latents`` writes it as the field
+``framing``. In sampling the image is the picture asked for, without a crop.
 
 When a sample's conditioning is dropped for classifier-free guidance, states become zeros (unless
 the data says what the empty prompt's are) and their masks ones; what describes the picture
@@ -19,16 +24,21 @@ rather than what it shows (all fields above but the masks) stays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron_pulse.data.dataset import DiffusionDataset, FieldSpec
+from megatron_pulse.data.dataset import DiffusionDataset, FieldSpec, Framing
 
 GUIDANCE = 3.5
-KEPT = frozenset({"guidance", "time_ids", "image_meta_size", "resolution", "aspect_ratio"})
+FRAMING = "framing"
+"""Where a latent folder has each sample's: original size, crop's top and left, target size."""
+FRAMING_SPEC = FieldSpec((6,), "int64")
+SIZES = frozenset({"time_ids", "image_meta_size", "resolution", "aspect_ratio"})
+"""Fields that tell of a picture's size."""
+KEPT = frozenset({"guidance", FRAMING, *SIZES})
 """Fields that a dropped sample keeps."""
 
 
@@ -53,13 +63,18 @@ def default_null(name: str, spec: FieldSpec) -> Tensor | None:
     return fill(spec.shape, dtype=spec.torch_dtype)
 
 
-def default_value(name: str, spec: FieldSpec, pixel_size: tuple[int, int]) -> Tensor | None:
+def framing_field(framing: Framing) -> Tensor:
+    """A framing as latent folders have it."""
+    return torch.tensor([*framing.original, *framing.crop, *framing.target])
+
+
+def default_value(name: str, spec: FieldSpec, framing: Framing) -> Tensor | None:
     """The value of a field that the data lacks; None if it has no default of that shape."""
-    height, width = map(float, pixel_size)
-    known: dict[str, list[float] | float] = {
+    height, width = framing.target
+    known: dict[str, Sequence[float] | float] = {
         "guidance": GUIDANCE,
-        "time_ids": [height, width, 0, 0, height, width],
-        "image_meta_size": [height, width, height, width, 0, 0],
+        "time_ids": [*framing.original, *framing.crop, *framing.target],
+        "image_meta_size": [*framing.original, *framing.target, *framing.crop],
         "resolution": [height, width],
         "aspect_ratio": [height / width],
     }
@@ -74,7 +89,7 @@ def default_value(name: str, spec: FieldSpec, pixel_size: tuple[int, int]) -> Te
 def constants(
     wanted: Mapping[str, FieldSpec],
     given: Mapping[str, FieldSpec],
-    pixel_size: tuple[int, int],
+    framing: Framing,
 ) -> dict[str, Tensor]:
     """Defaults of those ``wanted`` fields that are not ``given`` and have one."""
     found = {}
@@ -82,7 +97,7 @@ def constants(
         masked = name.removesuffix("_mask")
         if name in given or (masked != name and masked not in given):
             continue
-        if (value := default_value(name, spec, pixel_size)) is not None:
+        if (value := default_value(name, spec, framing)) is not None:
             found[name] = value
     return found
 
@@ -98,7 +113,10 @@ class Fitted(DiffusionDataset):
         self.image_shape = source.image_shape
         self.num_classes = source.num_classes
         self.fields = dict(wanted)
-        self._constants = constants(wanted, source.fields, source.pixel_size)
+        self.frames = source.frames
+        self._constants = constants(wanted, source.fields, Framing.whole(source.pixel_size))
+        framed = SIZES & self._constants.keys() if self.frames else ()
+        self._framed = {name: wanted[name] for name in framed}
         self._taken = [name for name in wanted if name in source.fields]
         self.faults = []
         for name, spec in wanted.items():
@@ -118,9 +136,21 @@ class Fitted(DiffusionDataset):
     def label(self, index: int) -> int:
         return self.source.label(index)
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
-        given = self.source.conditioning(index) if self._taken else {}
-        return {**self._constants, **{name: given[name] for name in self._taken}}
+    def check(self, index: int) -> None:
+        self.source.check(index)
+
+    def describe(self, index: int) -> str:
+        return self.source.describe(index)
+
+    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
+        given = self.source.conditioning(index, draw) if self._taken else {}
+        sizes = {}
+        if self._framed:
+            sizes = constants(self._framed, {}, self.source.framing(index, draw))
+        return {**self._constants, **sizes, **{name: given[name] for name in self._taken}}
+
+    def framing(self, index: int, draw: int = 0) -> Framing:
+        return self.source.framing(index, draw)
 
     def null_conditioning(self) -> dict[str, Tensor]:
         null = self.source.null_conditioning()

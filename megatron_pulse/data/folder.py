@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,9 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from tqdm import tqdm
 
-from megatron_pulse.data.dataset import DataError, DiffusionDataset
+from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, Framing
 from megatron_pulse.diffusion.noise import Stream, philox
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -22,8 +26,13 @@ class ImageFiles(DiffusionDataset):
     Images are cropped to their central square, resized (bicubic, antialiased) to ``image_size``
     and scaled to [-1, 1]. ``flip`` mirrors half of the visits,
     chosen by (``seed``, index, draw). ``verify`` decodes every file at once and lists all that
-    cannot be read; otherwise a bad file raises DataError with its name when it is reached.
+    cannot be read; otherwise a bad file raises CorruptSample with its name when it is reached, and
+    one that storage does not give DataError.
     """
+
+    frames = True
+    kind = "folder"
+    """How ``--pulse-data`` names such a dataset."""
 
     def __init__(
         self,
@@ -44,7 +53,8 @@ class ImageFiles(DiffusionDataset):
         self.image_shape = (channels, image_size, image_size)
         self.flip = flip
         self.seed = seed
-        if verify and (faults := [fault for i in range(len(self)) if (fault := self._fault(i))]):
+        self._sound = bytearray(len(files))  # 1: was decoded
+        if verify and (faults := list(self._verified())):
             raise DataError(f"image folder {self.root}", faults, "Replace or remove these files.")
 
     def __len__(self) -> int:
@@ -55,17 +65,8 @@ class ImageFiles(DiffusionDataset):
 
     def image(self, index: int, draw: int = 0) -> Tensor:
         channels, size, _ = self.image_shape
-        try:
-            with Image.open(self.files[index]) as file:
-                image = file.convert("L" if channels == 1 else "RGB")
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise DataError(
-                f"image folder {self.root}",
-                [f"{self.files[index]}: {_reason(error)}"],
-                "Replace or remove this file; verifying on opening lists all such files.",
-            ) from error
-        side = min(image.size)
-        left, top = (image.width - side) // 2, (image.height - side) // 2
+        image = self._decoded(index)
+        left, top, side = _central_square(*image.size)
         box = (left, top, left + side, top + side)
         pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
         if self.flip and self._flipped(index, draw):
@@ -73,16 +74,67 @@ class ImageFiles(DiffusionDataset):
         planes = pixels.reshape(size, size, channels).transpose(2, 0, 1)
         return torch.from_numpy(planes.astype(np.float32) / 127.5 - 1)
 
+    def framing(self, index: int, draw: int = 0) -> Framing:
+        size = self.image_shape[1]
+        with self._opened(index) as file:
+            width, height = file.size
+        left, top, side = _central_square(width, height)
+        if self.flip and self._flipped(index, draw):
+            left = width - side - left
+        crop = (round(top * size / side), round(left * size / side))
+        return Framing((height, width), crop, (size, size))
+
     def _flipped(self, index: int, draw: int) -> bool:
         return bool(int(philox(self.seed, Stream.AUGMENTATION, index, draw).random_raw()) & 1)
 
-    def _fault(self, index: int) -> str | None:
+    def check(self, index: int) -> None:
+        if not self._sound[index]:
+            self._decoded(index)
+
+    def describe(self, index: int) -> str:
+        return str(self.files[index])
+
+    def _decoded(self, index: int) -> Image.Image:
+        """The whole image; raises DataError with the file's name and what to do."""
+        with self._opened(index) as file:
+            image = file.convert("L" if self.image_shape[0] == 1 else "RGB")
+        self._sound[index] = 1
+        return image
+
+    @contextmanager
+    def _opened(self, index: int) -> Iterator[Image.Image]:
+        """The file, of which only the beginning was read; what is wrong with it is a DataError."""
+        channels, size, _ = self.image_shape
         try:
             with Image.open(self.files[index]) as file:
-                file.load()
+                yield file
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            return f"{self.files[index]}: {_reason(error)}"
-        return None
+            # What storage does not give has a number; it may be there for others, or later.
+            missing = isinstance(error, OSError) and error.errno is not None
+            kind = DataError if missing else CorruptSample
+            spec = shlex.quote(f"{self.kind}:{self.root}")
+            raise kind(
+                f"image folder {self.root}",
+                [f"{self.files[index]}: {_reason(error)}"],
+                "Replace or remove this file, or train without such files: --pulse-skip-corrupt. "
+                f"'pulse data info {spec} --image-size {size} --channels {channels} --verify' "
+                "lists them all.",
+            ) from error
+
+    def _verified(self) -> Iterator[str]:
+        """A fault for every file that cannot be read."""
+        everything = range(len(self))
+        for index in tqdm(everything, "verifying", unit="file", delay=2, disable=None):
+            try:
+                self.check(index)
+            except DataError as error:
+                yield from error.faults
+
+
+def _central_square(width: int, height: int) -> tuple[int, int, int]:
+    """Left, top and side of the square in the middle."""
+    side = min(width, height)
+    return (width - side) // 2, (height - side) // 2, side
 
 
 class ImageFolder(ImageFiles):

@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 
 from megatron_pulse.data.dataset import COMPUTE, DataError, FieldSpec
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.data.latent_schema import meta_faults
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json, replacing
 
 FORMAT = 2
 META = "meta.json"
@@ -127,14 +129,14 @@ class Meta:
 
     @classmethod
     def load(cls, root: Path) -> Meta:
-        """Read ``meta.json``; raises DataError if it is missing or not one of ours."""
+        """Read ``meta.json``; raises DataError with every fault if it is not one of ours."""
         try:
-            record: dict[str, Any] = json.loads((root / META).read_text())
-            if record["format"] != FORMAT:
-                raise ValueError(
-                    f"its format is {record['format']}, and this version of megatron_pulse reads "
-                    f"{FORMAT} only"
-                )
+            record = read_json(root / META, FileKind.LATENTS)
+            if (form := record.get("format")) != FORMAT:
+                told = f"its format is {str(form)[:40]}, and this version of megatron_pulse reads"
+                raise DataError(f"{META} of latents {root}", [f"{told} {FORMAT} only"], _REMEDY)
+            if faults := meta_faults(record, FORMAT, list(LatentType)):
+                raise DataError(f"{META} of latents {root}", faults, _REMEDY)
             return cls(
                 _layout(record["layout"]),
                 {name: ShardFile(**file) for name, file in record["nulls"].items()},
@@ -144,13 +146,14 @@ class Meta:
                 ],
                 record["complete"],
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"latents {root}",
-                [f"{META}: {type(error).__name__}: {error}"],
-                "Write the folder anew with megatron_pulse.data.latents.LatentWriter, or with "
-                "'pulse data write-latents'.",
-            ) from error
+        except (FileError, TypeError) as error:  # TypeError: a layout of another version
+            raise DataError(f"{META} of latents {root}", [str(error)], _REMEDY) from error
+
+
+_REMEDY = (
+    "Write the folder anew with megatron_pulse.data.latents.LatentWriter, or with "
+    "'pulse data write-latents'."
+)
 
 
 def _layout(record: dict[str, Any]) -> LatentLayout:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_pulse.data.dataset import DataError, DiffusionDataset
-from megatron_pulse.data.fields import default_null
+from megatron_pulse.data.dataset import DataError, DiffusionDataset, Framing
+from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, default_null
 from megatron_pulse.data.latent_layout import (
     META,
     LatentLayout,
@@ -22,7 +22,7 @@ from megatron_pulse.data.latent_layout import (
     Shard,
     ShardFile,
 )
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
 
 __all__ = ["LatentFolder", "LatentLayout", "LatentType", "LatentWriter"]
 
@@ -43,7 +43,8 @@ class LatentWriter:
         self, root: str | Path, layout: LatentLayout, nulls: Mapping[str, Tensor] = _NONE
     ) -> None:
         self.root = Path(root)
-        if faults := [f"null value of {fault}" for fault in _misfits(layout, nulls)]:
+        unfit = [*_misfits(layout, nulls), *_overflows(layout, nulls)]
+        if faults := [f"null value of {fault}" for fault in unfit]:
             raise DataError(f"latents {root}", faults, "Nothing was written.")
         self.root.mkdir(parents=True, exist_ok=True)
         self._nulls = {name: _encoded(value, layout.stored(name)) for name, value in nulls.items()}
@@ -73,6 +74,7 @@ class LatentWriter:
         if tuple(latent.shape) != layout.shape:
             faults.append(f"latent has shape {tuple(latent.shape)}, not {layout.shape}")
         faults += _misfits(layout, conditioning)
+        faults += _overflows(layout, {"latent": latent, **conditioning})
         faults += [f"{name} is missing" for name in layout.fields if name not in conditioning]
         if not 0 <= label < layout.num_classes:
             faults.append(f"label {label} is not in 0..{layout.num_classes - 1}")
@@ -163,6 +165,7 @@ class LatentFolder(DiffusionDataset):
         self.image_shape = meta.layout.shape
         self.fields = meta.layout.fields
         self.num_classes = meta.layout.num_classes
+        self.frames = FRAMING in self.fields and self.fields[FRAMING].fits(FRAMING_SPEC)
         self._null = {
             name: self._decoded(name, np.load(self.root / file.name))
             for name, file in meta.nulls.items()
@@ -180,8 +183,14 @@ class LatentFolder(DiffusionDataset):
     def label(self, index: int) -> int:
         return int(self._row("label", index))
 
-    def conditioning(self, index: int) -> dict[str, Tensor]:
+    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
         return {name: self._decoded(name, self._row(name, index)) for name in self.fields}
+
+    def framing(self, index: int, draw: int = 0) -> Framing:
+        if not self.frames:
+            return super().framing(index)
+        sizes = self._row(FRAMING, index).tolist()
+        return Framing((sizes[0], sizes[1]), (sizes[2], sizes[3]), (sizes[4], sizes[5]))
 
     def null_conditioning(self) -> dict[str, Tensor]:
         defaults = {name: default_null(name, spec) for name, spec in self.fields.items()}
@@ -245,6 +254,21 @@ def _misfits(layout: LatentLayout, values: Mapping[str, Tensor]) -> list[str]:
         elif value.is_floating_point() != spec.torch_dtype.is_floating_point:
             faults.append(f"{name} is {value.dtype}, not {spec.torch_dtype}")
     return faults
+
+
+def _overflows(layout: LatentLayout, values: Mapping[str, Tensor]) -> Iterator[str]:
+    """What is not finite, or will not be as it is stored."""
+    columns = layout.columns()
+    for name, value in values.items():
+        if name not in columns or not value.is_floating_point():
+            continue
+        if not value.isfinite().all():
+            yield f"{name} holds NaN or infinite values"
+        elif columns[name][1] == np.float16 and not value.half().isfinite().all():
+            yield (
+                f"{name} has the value {value.abs().max().item():g}, and float16 ends at 65504: "
+                "store bfloat16 or float32 (--dtype bf16, --dtype fp32)"
+            )
 
 
 def _encoded(values: Tensor, stored: np.dtype) -> np.ndarray:

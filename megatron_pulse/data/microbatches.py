@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_pulse.data.corrupt import readable
 from megatron_pulse.data.dataset import DiffusionDataset
 from megatron_pulse.data.sampler import Item, MicrobatchSampler
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.processes import end_with_parent
 
 
 class Split(StrEnum):
@@ -32,6 +35,7 @@ def make_microbatch(
     null_label: int | None = None,
     split: Split = Split.TRAIN,
     needs_image: bool = True,
+    skip_corrupt: bool = False,
 ) -> dict[str, Tensor]:
     """One microbatch of b = ``len(items)``, on the CPU.
 
@@ -42,6 +46,10 @@ def make_microbatch(
     pipeline) ``noisy`` and ``target`` are left out, no image is read and no noise drawn; the
     other fields are the same bit for bit.
 
+    With ``skip_corrupt`` a sample whose image is corrupt is replaced as a whole, by one that
+    ``readable`` gives, also where no image is needed; ``corrupt`` int64 ``[k]`` has the indices of
+    those.
+
     Each row is a function of its item alone.
     """
     training = split == Split.TRAIN
@@ -50,26 +58,44 @@ def make_microbatch(
     rows = [draw(seed, i, p if training else 0, shape, stream) for i, p in items]
     dropped = [training and row.drop < drop_probability for row in rows]
     timesteps = torch.tensor([process.timestep(row.u) for row in rows], dtype=torch.float32)
+
+    def read(index: int, position: int) -> tuple[int, Tensor | None]:
+        """The sample that is taken, and its image if it is needed."""
+
+        def image(candidate: int) -> Tensor | None:
+            if needs_image:
+                return dataset.image(candidate, position)
+            return dataset.check(candidate)
+
+        if skip_corrupt:
+            return readable(dataset, index, seed, image)
+        return index, image(index) if needs_image else None
+
+    indices = [index for index, _ in items]
+    positions = [position if training else 0 for _, position in items]
+    taken, images = zip(*map(read, indices, positions), strict=True)
     labels = [
         null_label if drop and null_label is not None else dataset.label(index)
-        for drop, (index, _) in zip(dropped, items, strict=True)
+        for drop, index in zip(dropped, taken, strict=True)
     ]
     batch = {
         "timesteps": timesteps,
         "labels": torch.tensor(labels, dtype=torch.int64),
-        "index": torch.tensor([index for index, _ in items], dtype=torch.int64),
+        "index": torch.tensor(indices, dtype=torch.int64),
     }
+    if skip_corrupt:
+        corrupt = [index for index, other in zip(indices, taken, strict=True) if index != other]
+        batch["corrupt"] = torch.tensor(corrupt, dtype=torch.int64)
     if dataset.fields:
         null = dataset.null_conditioning() if any(dropped) else {}
         given = [
-            {**dataset.conditioning(index), **(null if drop else {})}
-            for drop, (index, _) in zip(dropped, items, strict=True)
+            {**dataset.conditioning(index, position), **(null if drop else {})}
+            for drop, index, position in zip(dropped, taken, positions, strict=True)
         ]
         batch.update({name: torch.stack([row[name] for row in given]) for name in dataset.fields})
     if needs_image:
-        images = torch.stack([dataset.image(i, p if training else 0) for i, p in items])
         noise = torch.stack([row.noise for row in rows if row.noise is not None])
-        batch["noisy"], batch["target"] = process.noised(images, noise, timesteps)
+        batch["noisy"], batch["target"] = process.noised(torch.stack(images), noise, timesteps)
     return batch
 
 
@@ -90,6 +116,7 @@ class DiffusionLoader:
     split: Split = Split.TRAIN
     needs_image: bool = True
     num_workers: int = 0
+    skip_corrupt: bool = False
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if self.num_workers == 0:
@@ -100,6 +127,8 @@ class DiffusionLoader:
                 batch_size=None,
                 sampler=self.sampler,  # type: ignore[arg-type]
                 num_workers=self.num_workers,
+                multiprocessing_context="fork",  # others would import torch again, 10 s
+                worker_init_fn=_begin_worker,
             )
         )
 
@@ -114,7 +143,14 @@ class DiffusionLoader:
             self.null_label,
             self.split,
             self.needs_image,
+            self.skip_corrupt,
         )
+
+
+def _begin_worker(number: int) -> None:
+    """A worker ends with its rank, and leaves orders to stop (Ctrl-C) to it."""
+    os.setsid()
+    end_with_parent()
 
 
 class _Microbatches(Dataset[dict[str, Tensor]]):

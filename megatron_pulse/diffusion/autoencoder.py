@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_pulse.faults import listed
 
 
 class AutoencoderError(ValueError):
@@ -15,9 +19,11 @@ class AutoencoderError(ValueError):
 class Autoencoder:
     """Encodes to the mean of the posterior, shifted and scaled as diffusers' pipelines do.
 
-    latents = (mean - shift_factor) * scaling_factor, so that they have about unit variance.
-    Nothing is downloaded: ``folder`` holds ``config.json`` and the weights. Raises
-    AutoencoderError if it does not.
+    latents = (mean - shift) * scale, so that they have about unit variance. The scale is the
+    configuration's ``scaling_factor``, divided channel by channel by ``latents_std`` where it has
+    one; the shift is its ``latents_mean``, channel by channel, or its ``shift_factor``. Nothing
+    is downloaded: ``folder`` holds ``config.json`` and the weights. Raises AutoencoderError if it
+    does not, or if these settings contradict each other.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -32,9 +38,8 @@ class Autoencoder:
             ) from error
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model.to(self.device).eval()
-        self.scaling_factor = float(model.config.scaling_factor)
-        self.shift_factor = float(model.config.get("shift_factor") or 0.0)
         self.latent_channels = int(model.config.latent_channels)
+        self.scale, self.shift = _normalization(folder, model.config)
         self.in_channels = int(model.config.in_channels)
         self.factor = 2 ** (len(model.config.block_out_channels) - 1)
 
@@ -42,10 +47,37 @@ class Autoencoder:
     def encode(self, images: Tensor) -> Tensor:
         """Pixels ``[b, c, h, w]`` in [-1, 1] to fp32 latents ``[b, c', h', w']``."""
         mean = self.model.encode(images.to(self.device)).latent_dist.mode()
-        return ((mean - self.shift_factor) * self.scaling_factor).float().to(images.device)
+        shift, scale = self.shift.to(mean), self.scale.to(mean)
+        return ((mean - shift) * scale).float().to(images.device)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents to pixels in [-1, 1]."""
-        scaled = latents.to(self.device) / self.scaling_factor + self.shift_factor
+        latents = latents.to(self.device)
+        scaled = latents / self.scale.to(latents) + self.shift.to(latents)
         return self.model.decode(scaled).sample.float().clamp(-1, 1).to(latents.device)
+
+
+def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(scale, shift) of latents, ``[c, 1, 1]`` or ``[1, 1, 1]``; raises AutoencoderError."""
+    channels, faults = int(config["latent_channels"]), []
+    by_channel = {}
+    for name in ("latents_mean", "latents_std"):
+        if (values := config.get(name)) is not None:
+            if not isinstance(values, list | tuple) or len(values) != channels:
+                faults.append(f"{name} must have a number for each of {channels} channels")
+            by_channel[name] = values
+    if len(by_channel) == 1:
+        faults.append(f"{next(iter(by_channel))} is given alone: both or neither have a meaning")
+    if by_channel and config.get("shift_factor"):
+        faults.append("latents_mean and shift_factor are both given: which one counts?")
+    scale = torch.tensor([float(config["scaling_factor"])])
+    shift = torch.tensor([float(config.get("shift_factor") or 0.0)])
+    if by_channel and not faults:
+        shift = torch.tensor(by_channel["latents_mean"], dtype=torch.float32)
+        scale = scale / torch.tensor(by_channel["latents_std"], dtype=torch.float32)
+    if not faults and not (scale.isfinite().all() and shift.isfinite().all() and scale.all()):
+        faults.append("scaling_factor, shift_factor, latents_mean and latents_std must be finite")
+    if faults:
+        raise AutoencoderError(f"{folder}/config.json:{listed(faults)}")
+    return scale.view(-1, 1, 1), shift.view(-1, 1, 1)

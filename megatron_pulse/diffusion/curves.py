@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
+from megatron_pulse.letters import drawable
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def draw_loss_curve(
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import font_manager, pyplot
 
     path = Path(path)
     scalars = read_scalars(directory)
@@ -64,10 +65,14 @@ def draw_loss_curve(
     if validation_tag in scalars:
         curves["validation"] = scalars[validation_tag]
 
+    heading, fonts = drawable(title)
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     train = curves["training"]
+    # A line of one point has no length, so a point is drawn where there is only one.
+    lone = "o" if len(train.steps) == 1 else ""
     axes.plot(train.steps, train.values, color="tab:blue", alpha=0.3, linewidth=0.8)
-    axes.plot(train.steps, _smoothed(train.values), color="tab:blue", label="training (smoothed)")
+    smoothed = _smoothed(train.values)
+    axes.plot(train.steps, smoothed, color="tab:blue", marker=lone, label="training (smoothed)")
     if "validation" in curves:
         validation = curves["validation"]
         axes.plot(
@@ -78,7 +83,9 @@ def draw_loss_curve(
             markersize=4,
             label="validation",
         )
-    axes.set(xlabel="iteration", ylabel="mean squared error", title=title, yscale="log")
+    axes.set(xlabel="iteration", ylabel="mean squared error", yscale="log")
+    families = [font_manager.FontProperties(fname=font).get_name() for font in fonts]
+    axes.set_title(heading, parse_math=False, fontfamily=families)
     axes.grid(alpha=0.3, which="both")
     axes.legend(frameon=False)
     with replacing(path) as beside:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from megatron_pulse.faults import listed
+
 
 class ExponentialMovingAverage:
     """Averages named parameters; ``state`` maps each name to its fp32 average.
@@ -44,8 +46,7 @@ class ExponentialMovingAverage:
             raise KeyError(_difference(values.keys(), self.state.keys()))
         weight = 1 - self.decay_at(step)
         for name, value in values.items():
-            # The averages are made before the model moves to its device; they follow it here.
-            average = self.state[name] = self.state[name].to(value.device)
+            average = self.state[name]
             average.lerp_(value.detach().to(average.dtype), weight)
 
     @torch.no_grad()
@@ -60,7 +61,7 @@ class ExponentialMovingAverage:
             if name in state and state[name].shape != average.shape
         ]
         if faults:
-            raise ValueError("EMA state does not fit:" + "".join(f"\n  - {f}" for f in faults))
+            raise ValueError("EMA state does not fit:" + listed(faults))
         for name, average in self.state.items():
             average.copy_(state[name])
 

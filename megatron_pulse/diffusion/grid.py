@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
+from megatron_pulse.letters import runs
 
 _CAPTION_HEIGHT = 12
+_TEXT_SIZE = 10
 _PADDING = 2
 
 
@@ -45,7 +47,15 @@ def save_grid(
         grid.paste(tile.resize((width * scale, height * scale), Image.Resampling.NEAREST), (x, y))
         if labels is not None:
             label = labels[i].item() if isinstance(labels, Tensor) else labels[i]
-            pen.text((x, y + height * scale), str(label), fill="black", font_size=10)
+            _write(pen, x, y + height * scale, str(label))
     with replacing(path) as beside:
         grid.save(beside, format="PNG")
     return Path(path)
+
+
+def _write(pen: ImageDraw.ImageDraw, x: float, y: float, label: str) -> None:
+    """A line of text from its upper left corner, each letter in a font that has it."""
+    for part, path in runs(label):
+        font = ImageFont.truetype(str(path), _TEXT_SIZE)
+        pen.text((x, y), part, fill="black", font=font)
+        x += font.getlength(part)

@@ -25,6 +25,7 @@ class Stream(IntEnum):
     SAMPLING = 2
     AUGMENTATION = 3
     ORDER = 4
+    REPLACEMENT = 5
 
 
 class Draw(NamedTuple):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from statistics import NormalDist
@@ -14,70 +15,93 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler
 from torch import Tensor
 
-
-class Objective(StrEnum):
-    """What the model predicts."""
-
-    EPSILON = "epsilon"
-    V = "v"
-    FLOW = "flow"
-
-
-class NoiseSchedule(StrEnum):
-    """How the noise grows with the timestep (epsilon and v; flow needs none)."""
-
-    SCALED_LINEAR = "scaled_linear"
-    LINEAR = "linear"
-    COSINE = "cosine"
-
-
-class TimestepDensity(StrEnum):
-    """How timesteps are drawn in training."""
-
-    UNIFORM = "uniform"
-    LOGIT_NORMAL = "logit_normal"
-
+from megatron_pulse.diffusion.choice import (
+    DynamicShift,
+    NoiseSchedule,
+    Objective,
+    TimestepDensity,
+)
+from megatron_pulse.faults import listed
 
 _BETAS = {
     NoiseSchedule.SCALED_LINEAR: (0.00085, 0.012),
     NoiseSchedule.LINEAR: (0.0001, 0.02),
-    NoiseSchedule.COSINE: (0.0001, 0.02),
 }
-_DIFFUSERS_SCHEDULE = {NoiseSchedule.COSINE: "squaredcos_cap_v2"}
-_DIFFUSERS_PREDICTION = {Objective.EPSILON: "epsilon", Objective.V: "v_prediction"}
+DIFFUSERS_SCHEDULE = {
+    NoiseSchedule.SCALED_LINEAR: "scaled_linear",
+    NoiseSchedule.LINEAR: "linear",
+    NoiseSchedule.COSINE: "squaredcos_cap_v2",
+}
+DIFFUSERS_PREDICTION = {
+    Objective.EPSILON: "epsilon",
+    Objective.V: "v_prediction",
+    Objective.SAMPLE: "sample",
+}
+_OF_BETAS = ("schedule", "beta_start", "beta_end", "trained_betas")
+_OF_FLOW = {"shift": 1.0, "density": TimestepDensity.UNIFORM}
+_OF_LOGIT_NORMAL = {"logit_mean": 0.0, "logit_std": 1.0}
 
 
 @dataclass(frozen=True)
 class DiffusionProcess:
     """One diffusion process; a value, so that it can be stored with a checkpoint.
 
-    ``epsilon`` (Ho et al. 2020, eq. 14) and ``v`` (Salimans & Ho 2022, appendix D) noise with
-    diffusers' DDPMScheduler. ``flow`` is rectified flow (Liu et al. 2022): with t in [0, 1],
-    x_t = (1 - t) x_0 + t eps and the target is eps - x_0. ``density`` and its logit-normal
-    parameters are those of Esser et al. 2024, section 3.1; they apply to flow only.
+    ``epsilon`` (Ho et al. 2020, eq. 14), ``v`` (Salimans & Ho 2022, appendix D) and ``sample``
+    (x_0 itself) noise with diffusers' DDPMScheduler. ``flow`` is rectified flow (Liu et al. 2022):
+    with t in [0, 1], x_t = (1 - t) x_0 + t eps and the target is eps - x_0.
 
-    Timesteps are float32 in [0, ``num_timesteps``] for every objective (flow's t is scaled), so a
+    Timesteps are float32 in [0, ``num_timesteps``) for every objective (flow's t is scaled), so a
     backbone's sinusoidal embedding sees one range. ``beta_start`` and ``beta_end`` default to
-    Stable Diffusion's for ``scaled_linear`` and DDPM's for ``linear``; ``cosine`` has none.
+    Stable Diffusion's for ``scaled_linear`` and DDPM's for ``linear``; ``cosine`` has none, and
+    ``trained`` has ``trained_betas`` instead, one for each timestep. ``zero_terminal_snr`` rescales
+    the betas as Lin et al. 2024, algorithm 1.
+
+    ``shift`` moves flow's times towards noise, t' = s t / (1 + (s - 1) t): the grid of a sampler
+    and, as Esser et al. 2024 (section 5.3.2) and diffusers' scripts for SD3 do, the times drawn in
+    training, so that a backbone is trained where it is used. A dynamic shift (Flux) does so too;
+    diffusers' script for Flux trains without it. ``density`` and its logit-normal parameters are
+    those of Esser et al. 2024, section 3.1; they apply to flow only, before the shift. What a
+    backbone has learned fits any shift and density, so these are choices of a run;
+    the other fields say what its predictions mean (see differences).
+
+    ``scheduler`` is the published scheduler's configuration, if there was one: what only sampling
+    needs comes from there, and goes back on export. It is no part of the process's identity.
     """
 
     objective: Objective
-    schedule: NoiseSchedule = NoiseSchedule.SCALED_LINEAR
+    schedule: NoiseSchedule | None = None
     num_timesteps: int = 1000
     beta_start: float | None = None
     beta_end: float | None = None
+    trained_betas: tuple[float, ...] | None = None
     zero_terminal_snr: bool = False
+    shift: float | DynamicShift = 1.0
     density: TimestepDensity = TimestepDensity.UNIFORM
     logit_mean: float = 0.0
     logit_std: float = 1.0
+    scheduler: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        def fill(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
+
+        if isinstance(self.shift, Mapping):
+            fill("shift", DynamicShift(**self.shift))
+        if self.trained_betas is not None:
+            fill("trained_betas", tuple(self.trained_betas))
+        if self.schedule is None and self.objective != Objective.FLOW:
+            trained = self.trained_betas is not None
+            fill("schedule", NoiseSchedule.TRAINED if trained else NoiseSchedule.SCALED_LINEAR)
+        if self.schedule in _BETAS:
+            start, end = _BETAS[NoiseSchedule(self.schedule)]
+            fill("beta_start", start if self.beta_start is None else self.beta_start)
+            fill("beta_end", end if self.beta_end is None else self.beta_end)
         faults = list(self._faults())
         if faults:
-            raise ValueError("diffusion process:" + "".join(f"\n  - {fault}" for fault in faults))
-        object.__setattr__(self, "objective", Objective(self.objective))
-        object.__setattr__(self, "schedule", NoiseSchedule(self.schedule))
-        object.__setattr__(self, "density", TimestepDensity(self.density))
+            raise ValueError("diffusion process:" + listed(faults))
+        fill("objective", Objective(self.objective))
+        fill("schedule", None if self.schedule is None else NoiseSchedule(self.schedule))
+        fill("density", TimestepDensity(self.density))
 
     def _faults(self) -> list[str]:
         faults = [
@@ -87,56 +111,101 @@ class DiffusionProcess:
                 ("schedule", NoiseSchedule, self.schedule),
                 ("density", TimestepDensity, self.density),
             )
-            if value not in tuple(kind)
+            if value is not None and value not in tuple(kind)
         ]
         if self.num_timesteps < 2:
             faults.append(f"num_timesteps is {self.num_timesteps}; it must be 2 or more")
+        if not (math.isfinite(self.logit_mean) and 0 < self.logit_std < math.inf):
+            faults.append(
+                f"logit_mean is {self.logit_mean} and logit_std {self.logit_std}; they must be "
+                "finite, the latter positive"
+            )
+        return faults + self._faults_of_betas() + self._faults_of_flow()
+
+    def _faults_of_betas(self) -> list[str]:
+        given = [name for name in _OF_BETAS if getattr(self, name) is not None]
+        given += ["zero_terminal_snr"] * self.zero_terminal_snr
+        if self.objective == Objective.FLOW:
+            return [f"{', '.join(given)}: flow has no noise schedule"] if given else []
+        faults = []
         if self.schedule in _BETAS:
-            start, end = self.betas
+            start, end = self.beta_start, self.beta_end
+            assert start is not None and end is not None
             if not 0 < start <= end < 1:
                 faults.append(
                     f"betas run from {start} to {end}; they need 0 < beta_start <= beta_end < 1"
                 )
-        if self.logit_std <= 0:
-            faults.append(f"logit_std is {self.logit_std}; it must be positive")
+        elif self.beta_start is not None or self.beta_end is not None:
+            faults.append(f"beta_start and beta_end: the schedule {self.schedule} has none")
+        if (self.trained_betas is not None) != (self.schedule == NoiseSchedule.TRAINED):
+            faults.append("trained_betas and the schedule 'trained' need each other")
+        elif self.trained_betas is not None:
+            if len(self.trained_betas) != self.num_timesteps:
+                faults.append(
+                    f"there are {len(self.trained_betas)} trained_betas for "
+                    f"{self.num_timesteps} timesteps"
+                )
+            if not all(isinstance(b, float | int) and 0 < b < 1 for b in self.trained_betas):
+                faults.append("trained_betas must be numbers between 0 and 1")
         if self.zero_terminal_snr and self.objective == Objective.EPSILON:
             faults.append("epsilon tells nothing at zero signal; use v with zero_terminal_snr")
-        if self.density != TimestepDensity.UNIFORM and self.objective != Objective.FLOW:
-            faults.append(f"density {self.density} is flow's; use uniform with {self.objective}")
         return faults
 
-    @property
-    def betas(self) -> tuple[float, float]:
-        """The first and the last beta, defaults filled in."""
-        start, end = _BETAS[NoiseSchedule(self.schedule)]
-        return (
-            start if self.beta_start is None else self.beta_start,
-            end if self.beta_end is None else self.beta_end,
-        )
+    def _faults_of_flow(self) -> list[str]:
+        if self.objective != Objective.FLOW:
+            given = [
+                name
+                for name, default in {**_OF_FLOW, **_OF_LOGIT_NORMAL}.items()
+                if getattr(self, name) != default
+            ]
+            return (
+                [f"{', '.join(given)}: only flow has that, not {self.objective}"] if given else []
+            )
+        if self.density == TimestepDensity.UNIFORM and (self.logit_mean, self.logit_std) != (0, 1):
+            return ["logit_mean and logit_std: only the density logit_normal has them"]
+        if isinstance(self.shift, DynamicShift):
+            return self.shift.faults()
+        if not 0 < self.shift < math.inf:
+            return [f"shift is {self.shift}; it must be positive (1 is none)"]
+        return []
 
-    def scheduler_config(self) -> dict[str, Any]:
-        """Arguments of diffusers' DDPM and DDIM schedulers that stand for this process."""
-        start, end = self.betas
-        return {
+    def for_tokens(self, num_tokens: int) -> DiffusionProcess:
+        """The process of pictures of that many tokens: a dynamic shift becomes a number."""
+        if not isinstance(self.shift, DynamicShift):
+            return self
+        return replace(self, shift=self.shift.at(num_tokens))
+
+    def scheduler_arguments(self) -> dict[str, Any]:
+        """Arguments of diffusers' schedulers that stand for epsilon, v or sample's process."""
+        arguments: dict[str, Any] = {
             "num_train_timesteps": self.num_timesteps,
-            "beta_start": start,
-            "beta_end": end,
-            "beta_schedule": _DIFFUSERS_SCHEDULE.get(self.schedule, str(self.schedule)),
-            "prediction_type": _DIFFUSERS_PREDICTION[self.objective],
+            "prediction_type": DIFFUSERS_PREDICTION[self.objective],
             "rescale_betas_zero_snr": self.zero_terminal_snr,
         }
+        if self.trained_betas is not None:
+            return {**arguments, "trained_betas": list(self.trained_betas)}
+        assert self.schedule is not None
+        arguments |= {"beta_schedule": DIFFUSERS_SCHEDULE[self.schedule], "trained_betas": None}
+        if self.beta_start is not None:
+            arguments |= {"beta_start": self.beta_start, "beta_end": self.beta_end}
+        return arguments
 
     def timestep(self, u: float) -> float:
         """The training timestep for a uniform number ``u`` in [0, 1).
 
         A scalar function on purpose: vectorised kernels round the tail of a tensor differently,
-        which would make a sample's timestep depend on its place in the microbatch.
+        which would make a sample's timestep depend on its place in the microbatch. Raises
+        ValueError for a dynamic shift, which depends on the picture (see for_tokens).
         """
         if self.objective != Objective.FLOW:
             return float(min(int(u * self.num_timesteps), self.num_timesteps - 1))
+        if isinstance(self.shift, DynamicShift):
+            raise ValueError("a dynamic shift has no value before the picture's size is known")
         if self.density == TimestepDensity.LOGIT_NORMAL:
             normal = NormalDist().inv_cdf(min(max(u, 1e-12), 1 - 1e-12))
             u = 1 / (1 + math.exp(-(self.logit_mean + self.logit_std * normal)))
+        if self.shift != 1:
+            u = self.shift * u / (1 + (self.shift - 1) * u)
         return u * self.num_timesteps
 
     def noised(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,18 +217,58 @@ class DiffusionProcess:
         noisy = scheduler.add_noise(x0, noise, steps)
         if self.objective == Objective.EPSILON:
             return noisy, noise
+        if self.objective == Objective.SAMPLE:
+            return noisy, x0
         return noisy, scheduler.get_velocity(x0, noise, steps)
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Mean squared error over a microbatch, in fp32: a scalar."""
         return F.mse_loss(prediction.float(), target.float())
 
+    def differences(self, other: DiffusionProcess) -> list[str]:
+        """What predictions mean otherwise in ``other``: field, value there, value here."""
+        return [
+            f"{name} is {_text(getattr(other, name))} there and {_text(getattr(self, name))} here"
+            for name in ("objective", "num_timesteps", *_OF_BETAS, "zero_terminal_snr")
+            if getattr(self, name) != getattr(other, name)
+        ]
+
+    def describe(self, num_tokens: int | None = None) -> str:
+        """The process in one line; with its shift for pictures of ``num_tokens``."""
+        if self.objective == Objective.FLOW:
+            shift = f"shift {self.shift:g}" if isinstance(self.shift, float | int) else ""
+            if isinstance(self.shift, DynamicShift):
+                shift = f"shift {self.shift}"
+                if num_tokens is not None:
+                    shift += f" ({self.shift.at(num_tokens):.4g} at {num_tokens} tokens)"
+            density = str(self.density)
+            if self.density == TimestepDensity.LOGIT_NORMAL:
+                density += f"({self.logit_mean:g}, {self.logit_std:g})"
+            parts = [shift, f"times {density}"]
+        elif self.beta_start is not None:
+            parts = [f"{self.schedule} betas {self.beta_start:g} to {self.beta_end:g}"]
+        else:
+            parts = [f"{self.schedule} betas"]
+        parts += ["zero terminal SNR"] * self.zero_terminal_snr
+        return ", ".join([str(self.objective), *parts, f"{self.num_timesteps} timesteps"])
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint or a log; ``DiffusionProcess(**it)`` is the inverse."""
-        return {
+        plain = {
             name: str(value) if isinstance(value, StrEnum) else value
             for name, value in vars(self).items()
         }
+        if isinstance(self.shift, DynamicShift):
+            plain["shift"] = {**asdict(self.shift), "kind": str(self.shift.kind)}
+        if self.trained_betas is not None:
+            plain["trained_betas"] = list(self.trained_betas)
+        return {**plain, "scheduler": dict(self.scheduler)}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a list of {len(value)} from {value[0]:g} to {value[-1]:g}"
+    return "none" if value is None else str(value)
 
 
 def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
@@ -175,4 +284,4 @@ def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
 @lru_cache(maxsize=8)
 def _ddpm(process: DiffusionProcess) -> DDPMScheduler:
     with torch.device("cpu"):
-        return DDPMScheduler(**process.scheduler_config())
+        return DDPMScheduler(**process.scheduler_arguments())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_pulse.backbone.published import Published, PublishedError
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.diffusion.scheduler import SCHEDULER_FILE, file_beside
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json, replacing
 
 _STEM = "diffusion_pytorch_model"
 _COMPONENTS = ("unet", "transformer")
@@ -41,75 +44,123 @@ def find_component(folder: Path) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     """``config.json``; raises PublishedError if it is not readable as such."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        config = read_json(folder / "config.json", FileKind.MODEL)
+    except FileError as error:
         raise PublishedError(f"{folder / 'config.json'}", [str(error)]) from error
-    if not isinstance(config, dict) or "_class_name" not in config:
+    if "_class_name" not in config:
         raise PublishedError(f"{folder / 'config.json'}", ["it names no class (_class_name)"])
     return config
 
 
-def read_objective(component: Path) -> str | None:
-    """What the pipeline's scheduler says that the backbone predicts; None if there is none."""
-    path = component.parent / "scheduler" / "scheduler_config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    if "FlowMatch" in str(config.get("_class_name")):
-        return "flow"
-    kinds = {"epsilon": "epsilon", "v_prediction": "v"}
-    return kinds.get(str(config.get("prediction_type", "epsilon")))
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of safetensors files, each read when it is asked for and mapped, not copied.
+
+    Raises PublishedError that lists every file of ``paths`` that is missing or damaged, and every
+    name that is in several.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files: dict[str, Path] = {}
+        faults = []
+        for path in paths:
+            try:
+                with safe_open(path, "pt") as file:
+                    names = list(file.keys())
+            except Exception as error:  # safetensors has its own kinds
+                faults.append(f"{path.name}: {error}")
+                continue
+            for name in names:
+                if name in self._files:
+                    faults.append(f"{name} is in {self._files[name].name} and in {path.name}")
+                self._files[name] = path
+        if faults:
+            raise PublishedError(str(paths[0].parent), faults)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], "pt") as file:  # closed, the pages go with the tensor
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def unlike(self, places: Mapping[str, object]) -> list[str]:
+        """How an index that finds each name in the file of ``places`` differs from the files."""
+        found = {name: path.name for name, path in self._files.items()}
+        return [
+            f"{name} is in {found.get(name, 'no file')}, the index says "
+            f"{places.get(name, 'nothing of it')}"
+            for name in sorted({*found, *places})
+            if found.get(name) != places.get(name)
+        ]
 
 
-def read_folder(folder: Path) -> dict[str, Tensor]:
+def read_folder(folder: Path) -> StoredTensors:
     """All tensors of a diffusers component, sharded or not.
 
-    Raises PublishedError that lists every file that is missing or damaged.
+    Raises PublishedError that lists every file that is missing or damaged, or that the index
+    looks for outside of the folder, and every name that is not where the index says.
     """
     index = folder / f"{_STEM}.safetensors.index.json"
-    names = [f"{_STEM}.safetensors"]
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            places = dict(read_json(index, FileKind.INDEX)["weight_map"])
+            names = sorted(set(places.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PublishedError(f"{index}", [f"not an index: {error}"]) from error
-    elif not (folder / names[0]).is_file():
+        # A file of the folder may be a link elsewhere, as in the Hub's cache; its name may not.
+        outside = [name for name in names if not _is_file_name(name)]
+        if outside:
+            raise PublishedError(
+                f"{index}",
+                [f"{repr(name)[:80]} is not the name of a file in {folder}" for name in outside],
+            )
+        tensors = StoredTensors([folder / name for name in names])
+        if unlike := tensors.unlike(places):
+            raise PublishedError(f"{index}", unlike)
+        return tensors
+    whole = folder / f"{_STEM}.safetensors"
+    if not whole.is_file():
         found = sorted(path.name for path in folder.glob(f"{_STEM}*"))
         raise PublishedError(
             f"{folder} holds no weights in safetensors",
-            [f"{names[0]} is missing (there is: {', '.join(found) or 'nothing like it'})"],
+            [f"{whole.name} is missing (there is: {', '.join(found) or 'nothing like it'})"],
         )
-    tensors: dict[str, Tensor] = {}
-    faults = []
-    for name in tqdm(names, desc="reading", unit="file", delay=2):
-        try:
-            with safe_open(folder / name, "pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a mapping)
-                    tensors[key] = file.get_tensor(key)
-        except Exception as error:  # safetensors has its own kinds
-            faults.append(f"{name}: {error}")
-    if faults:
-        raise PublishedError(f"{folder}", faults)
-    return tensors
+    return StoredTensors([whole])
 
 
-def read_state_dict(path: Path) -> dict[str, Tensor]:
+def _is_file_name(name: object) -> bool:
+    short = isinstance(name, str) and 0 < len(name) < 256  # no file system has longer ones
+    return short and name != ".." and name == Path(str(name)).name
+
+
+def read_state_dict(path: Path) -> Mapping[str, Tensor]:
     """The tensors of one ``.safetensors`` file, or of a state dict that torch.save wrote."""
+    if path.suffix == ".safetensors":
+        return StoredTensors([path])
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and safetensors raise many kinds for a damaged file
+        mapped = zipfile.is_zipfile(path)  # not of files that torch wrote before version 1.6
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # torch raises many kinds for a damaged file
         raise PublishedError(f"{path}", [str(error).splitlines()[0]]) from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise PublishedError(f"{path}", ["it holds no state dict (names and tensors)"])
     return state
 
 
-def write_state_dict(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """One file, whole or not at all: safetensors, or torch.save for any other suffix."""
+def write_state_dict(
+    path: Path, tensors: Mapping[str, Tensor], scheduler: Mapping[str, Any] | None = None
+) -> None:
+    """One file, whole or not at all: safetensors, or torch.save for any other suffix.
+
+    The configuration of a ``scheduler`` goes into a file beside it.
+    """
+    if scheduler is not None:
+        with replacing(file_beside(path)) as beside:
+            _write_json(beside, scheduler)
     with replacing(path) as beside:
         if path.suffix == ".safetensors":
             save_file(_own(tensors), beside, {"format": "pt"})
@@ -122,10 +173,13 @@ def write_folder(
     published: Published,
     tensors: Mapping[str, Tensor],
     shard_bytes: int = _SHARD_BYTES,
+    scheduler: Mapping[str, Any] | None = None,
 ) -> None:
     """A folder that ``from_pretrained`` of ``published.class_name`` loads; appears whole.
 
-    ``folder`` must not exist, or be empty.
+    ``folder`` must not exist, or be empty. The configuration of a ``scheduler`` goes into a folder
+    of that name in it. Raises PublishedError, and writes
+    nothing, where that class would not take the tensors.
     """
     import diffusers
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -135,18 +189,45 @@ def write_folder(
         "_diffusers_version": diffusers.__version__,
         **published.config,
     }
+    if faults := list(_unreadable(published, tensors)):
+        raise PublishedError(f"diffusers' {published.class_name} cannot read this", faults)
     pattern = f"{_STEM}{{suffix}}.safetensors"
     plan = split_torch_state_dict_into_shards(
         _own(tensors), filename_pattern=pattern, max_shard_size=shard_bytes
     )
     with _appearing(folder) as beside:
-        (beside / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        _write_json(beside / "config.json", config)
+        if scheduler is not None:
+            (beside / "scheduler").mkdir()
+            _write_json(beside / "scheduler" / SCHEDULER_FILE, scheduler)
         files = plan.filename_to_tensors.items()
-        for name, keys in tqdm(files, desc="writing", unit="file", delay=2):
+        for name, keys in tqdm(files, desc="writing", unit="file", delay=2, disable=None):
             save_file(_own({key: tensors[key] for key in keys}), beside / name, {"format": "pt"})
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             (beside / f"{_STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _write_json(path: Path, config: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _unreadable(published: Published, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """How the class, built of the configuration, differs from ``tensors``."""
+    import diffusers
+
+    try:
+        with torch.device("meta"):
+            model = getattr(diffusers, published.class_name).from_config(dict(published.config))
+    except Exception as error:  # of many kinds, for settings that its modules cannot have
+        yield f"its configuration: {error}"
+        return
+    theirs = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    ours = {name: tensor.shape for name, tensor in tensors.items()}
+    for name in sorted({*theirs, *ours}):
+        if theirs.get(name) != ours.get(name):
+            there, here = (list(shapes.get(name, ["nothing"])) for shapes in (theirs, ours))
+            yield f"{name} is {there} there and {here} here"
 
 
 def _own(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -11,8 +11,11 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_pulse.diffusion.choice import DynamicShift, Objective
 from megatron_pulse.diffusion.noise import start_noise
-from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective, predicted_mean
+from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
+from megatron_pulse.diffusion.scheduler_export import sampling_settings
+from megatron_pulse.faults import listed
 
 Fields = Mapping[str, Tensor]
 ModelFunction = Callable[[Tensor, Tensor, Fields], Tensor]
@@ -44,6 +47,9 @@ def sample(
     prediction with a learned sigma only the mean's half counts (see predicted_mean). ``eta`` is
     DDIM's (Song et al. 2021, eq. 16). ``clip`` bounds DDIM's estimate of x_0 (1 for pixels in
     [-1, 1], None for latents); Euler has no such estimate and bounds only the result.
+    What a published scheduler says of sampling counts (see sampling_settings); else, and with zero
+    terminal SNR, the grid begins at the last timestep (Lin et al. 2024, section 3.3). A dynamic
+    shift must have become a number (see DiffusionProcess.for_tokens).
     """
     _check(process, num_steps, guidance_scale, eta, null)
     indices = range(first_index, first_index + count)
@@ -70,8 +76,11 @@ def sample(
     for step, timestep in enumerate(steps, start=1):
         extra: dict[str, Any] = {}
         if not euler:
-            extra["eta"] = eta
-            if eta > 0:
+            # From noise alone fresh noise and that which is there are alike, and DDIM's root of
+            # what is left beside fresh noise may be of a rounding below 0.
+            from_noise = not scheduler.alphas_cumprod[int(timestep)]
+            extra["eta"] = 0.0 if from_noise else eta
+            if extra["eta"] > 0:
                 extra["variance_noise"] = start_noise(seed, indices, shape, step)
         x = scheduler.step(predict(x, timestep), timestep, x, **extra).prev_sample
     return x if clip is None else x.clamp(-clip, clip)
@@ -95,21 +104,31 @@ def _check(
         faults.append("guidance needs null values, those that dropped conditioning had in training")
     if eta < 0 or (eta > 0 and process.objective == Objective.FLOW):
         faults.append(f"eta is {eta}; DDIM takes eta >= 0, flow's Euler steps only 0")
+    if isinstance(process.shift, DynamicShift):
+        faults.append("a dynamic shift has no value before the picture's size is known")
     if faults:
-        raise ValueError("sampling:" + "".join(f"\n  - {fault}" for fault in faults))
+        raise ValueError("sampling:" + listed(faults))
 
 
 def _scheduler(process: DiffusionProcess, num_steps: int, clip: float | None) -> Any:
+    settings = sampling_settings(process)
     if process.objective == Objective.FLOW:
-        euler = FlowMatchEulerDiscreteScheduler(num_train_timesteps=process.num_timesteps)
+        euler = FlowMatchEulerDiscreteScheduler(
+            num_train_timesteps=process.num_timesteps, shift=process.shift, **settings
+        )
         # diffusers' own default grid spends its last step on going from 1/1000 to 0.
         euler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / num_steps, num_steps).tolist())
         return euler
-    ddim = DDIMScheduler(
-        **process.scheduler_config(),
-        timestep_spacing="trailing",
-        clip_sample=clip is not None,
-        clip_sample_range=1.0 if clip is None else clip,
-    )
+    settings = {"timestep_spacing": "trailing", "clip_sample": False} | settings
+    if process.zero_terminal_snr:
+        settings["timestep_spacing"] = "trailing"  # any other never sees the last timestep
+    if clip is not None:
+        settings |= {"clip_sample": True, "clip_sample_range": clip}
+    ddim = DDIMScheduler(**process.scheduler_arguments() | settings)
     ddim.set_timesteps(num_steps)
+    if int(ddim.timesteps.max()) >= process.num_timesteps:
+        raise ValueError(
+            f"sampling: {num_steps} steps with the scheduler's steps_offset of "
+            f"{settings['steps_offset']} pass the last timestep: use fewer"
+        )
     return ddim

@@ -10,6 +10,11 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from megatron_pulse.diffusion.choice import (
+    ProcessChoice,
+    add_process_arguments,
+    process_choice,
+)
 from megatron_pulse.planner.embedders import Policy
 from megatron_pulse.planner.placement import Placement, make_placement
 from megatron_pulse.planner.schedule.registry import SCHEDULES
@@ -37,12 +42,12 @@ class PulseOptions:
     solver: str
     solver_seconds: float
     timeout_s: float
-    data: str
-    objective: str
-    noise_schedule: str
-    timestep_density: str
+    data: str | None
+    process: ProcessChoice
+    new_process: bool
     class_dropout: float
     ema_decay: float
+    skip_corrupt: bool
     progress: bool
     trace: str | None
     trace_steps: tuple[int, int]
@@ -180,27 +185,22 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     group.add_argument(
         "--pulse-data",
         metavar="SPEC",
-        default="mnist",
-        help="mnist, digits8, folder:PATH (images), captions:PATH (images with texts), or "
-        "latents:PATH (see 'pulse data')",
+        help="what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
+        "texts), or latents:PATH (see 'pulse data')",
+    )
+    add_process_arguments(group, "default: as the checkpoint; flow if new", "pulse-")
+    group.add_argument(
+        "--pulse-new-process",
+        action="store_true",
+        help="train the weights of --pretrained-checkpoint (or --load --finetune) to another "
+        "process, which the flags above say; without it, flags that contradict the checkpoint are "
+        "refused",
     )
     group.add_argument(
-        "--pulse-objective",
-        choices=["epsilon", "v", "flow"],
-        default="flow",
-        help="what the backbone predicts: the noise, the velocity, or the flow (default)",
-    )
-    group.add_argument(
-        "--pulse-noise-schedule",
-        choices=["scaled_linear", "linear", "cosine"],
-        default="scaled_linear",
-        help="noise schedule of the epsilon and v objectives (default scaled_linear)",
-    )
-    group.add_argument(
-        "--pulse-timestep-density",
-        choices=["uniform", "logit_normal"],
-        default="logit_normal",
-        help="how the flow objective draws timesteps in training (default logit_normal)",
+        "--pulse-skip-corrupt",
+        action="store_true",
+        help="with folder: and captions: data, take another sample in the place of one whose image "
+        "cannot be read (the same in every layout); the log counts them",
     )
     group.add_argument(
         "--pulse-class-dropout",
@@ -218,7 +218,15 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="decay of the exponential moving average of the weights; 0 keeps none",
     )
     group.add_argument(
-        "--pulse-no-progress", action="store_true", help="no progress bar on the last rank"
+        "--pulse-no-progress",
+        action="store_true",
+        help="no progress bar (without a terminal there is none anyway)",
+    )
+    group.add_argument(
+        "--pulse-verbose",
+        action="store_true",
+        help="all that Megatron says: every argument, bucket and phase (default: the arguments go "
+        "to arguments.txt under --save or --tensorboard-dir, the rest is left out)",
     )
     group.add_argument(
         "--pulse-trace",
@@ -234,19 +242,7 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         help="the steps to trace, counted from 1 in this run (default 3-5: after the warm-up)",
     )
     parser.set_defaults(**_defaults())
-    _mend_help(parser)
     return parser
-
-
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Escape percent signs in help texts that argparse cannot format: Megatron 0.19.2 has one."""
-    formatter = parser._get_formatter()
-    for action in parser._actions:
-        try:
-            if action.help:
-                formatter._expand_help(action)
-        except ValueError:
-            action.help = str(action.help).replace("%", "%%")
 
 
 def _schedule_name(text: str) -> str:
@@ -287,10 +283,16 @@ def _defaults() -> dict[str, Any]:
         "eval_interval": 1000,
         "eval_iters": 10,
         "rerun_mode": "disabled",
+        "num_workers": 0,
     }
     if not torch.cuda.is_available():
         defaults["distributed_backend"] = "gloo"
     return defaults
+
+
+def flag_name(name: str) -> str:
+    """How the flag of an attribute of the parsed arguments is written."""
+    return "--" + name.replace("_", "-")
 
 
 def pulse_options(args: argparse.Namespace) -> PulseOptions:
@@ -317,11 +319,11 @@ def pulse_options(args: argparse.Namespace) -> PulseOptions:
         solver_seconds=args.pulse_solver_seconds,
         timeout_s=args.pulse_timeout_s,
         data=args.pulse_data,
-        objective=args.pulse_objective,
-        noise_schedule=args.pulse_noise_schedule,
-        timestep_density=args.pulse_timestep_density,
+        process=process_choice(args, "pulse-"),
+        new_process=args.pulse_new_process,
         class_dropout=args.pulse_class_dropout,
         ema_decay=args.pulse_ema_decay,
+        skip_corrupt=args.pulse_skip_corrupt,
         progress=not args.pulse_no_progress,
         trace=args.pulse_trace,
         trace_steps=args.pulse_trace_steps,

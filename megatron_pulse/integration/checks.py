@@ -6,9 +6,11 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from megatron_pulse.integration.arguments import PulseOptions
+from megatron_pulse.faults import listed
+from megatron_pulse.integration.arguments import PulseOptions, flag_name
+from megatron_pulse.integration.flags.parse import CommandLine
+from megatron_pulse.integration.flags.together import check_together
 from megatron_pulse.planner.placement import PlacementKind
 
 
@@ -19,64 +21,21 @@ class FlagError(SystemExit):
         self.faults = faults
         super().__init__(
             f"error: this run cannot start ({len(faults)} "
-            f"fault{'s' if len(faults) > 1 else ''}):\n" + "\n".join(f"  - {f}" for f in faults)
+            f"fault{'s' if len(faults) > 1 else ''}):" + listed(faults)
         )
 
 
-# flag, value that is fine, why anything else is refused
-_FIXED: tuple[tuple[str, Any, str], ...] = (
-    ("attention_dropout", 0.0, "dropout would depend on the layout; the backbones use none"),
-    ("hidden_dropout", 0.0, "dropout would depend on the layout; the backbones use none"),
-    ("context_parallel_size", 1, "the backbones do not split their sequence"),
-    ("expert_model_parallel_size", 1, "the backbones have no experts"),
-    ("use_torch_fsdp2", False, "FSDP cannot hold pipeline stages"),
-    ("use_megatron_fsdp", False, "FSDP cannot hold pipeline stages"),
-    ("num_layers_per_virtual_pipeline_stage", None, "use --pulse-num-chunks"),
-    ("num_virtual_stages_per_pipeline_rank", None, "use --pulse-num-chunks"),
-    ("pipeline_model_parallel_layout", None, "the partition decides what each stage holds"),
-    ("decoder_first_pipeline_num_layers", None, "the partition decides what each stage holds"),
-    ("decoder_last_pipeline_num_layers", None, "the partition decides what each stage holds"),
-    ("account_for_embedding_in_pipeline_split", False, "the partition decides that"),
-    ("account_for_loss_in_pipeline_split", False, "the partition decides that"),
-    ("ckpt_format", "torch_dist", "only torch_dist checkpoints do not depend on the layout"),
-    ("calculate_per_token_loss", False, "a diffusion loss is a mean over samples, not tokens"),
-    ("dataloader_type", "external", "diffusion microbatches come from --pulse-data"),
-    ("cuda_graph_impl", "none", "the executor's operations are not captured"),
-    ("enable_cuda_graph", False, "the executor's operations are not captured"),
-    ("external_cuda_graph", False, "the executor's operations are not captured"),
-    ("optimizer_cuda_graph", False, "the executor's operations are not captured"),
-    ("fp8", None, "the backbones are not scaled for fp8"),
-    ("fp4", None, "the backbones are not scaled for fp4"),
-    ("init_model_with_meta_device", False, "weights are drawn layer by layer on the CPU"),
-    ("use_cpu_initialization", True, "initial weights must not depend on the layout"),
-    ("full_validation", False, "the validation stream is endless; use --eval-iters"),
-    ("multiple_validation_sets", False, "there is one validation split"),
-    ("log_throughput", False, "Megatron counts the FLOPs of language models only"),
-    ("iterations_to_skip", [], "Megatron's skipping reads language-model batches"),
-    ("overlap_moe_expert_parallel_comm", False, "the backbones have no experts"),
-)
-
-
-def check_flags(args: argparse.Namespace, options: PulseOptions) -> list[str]:
+def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
     """Every reason why these flags cannot work together (data and backbone are checked apart)."""
+    args = line.args
     return [
-        *_check_fixed(args),
+        *line.faults,
+        *check_together(line),
         *_check_sizes(args),
         *_check_training(args, options),
         *_check_placement(args, options),
         *_check_folders(args),
     ]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _check_fixed(args: argparse.Namespace) -> Iterator[str]:
-    for name, fine, why in _FIXED:
-        value = getattr(args, name, fine)
-        if value != fine:
-            yield f"{_flag(name)} = {value} cannot be used: {why}"
 
 
 def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
@@ -95,12 +54,15 @@ def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
     if micro is None or micro < 1:
         yield "--micro-batch-size must be given and positive"
         return
-    for name in ("global_batch_size", "eval_global_batch_size"):
-        size = getattr(args, name)
-        if size is not None and (size < 1 or size % (micro * replicas)):
+    sizes = [("global_batch_size", args.global_batch_size, micro)]
+    if args.eval_global_batch_size is not None or args.eval_micro_batch_size is not None:
+        size = args.eval_global_batch_size or args.global_batch_size or micro * replicas
+        sizes.append(("eval_global_batch_size", size, args.eval_micro_batch_size or micro))
+    for name, size, part in sizes:
+        if size is not None and (size < 1 or size % (part * replicas)):
             yield (
-                f"{_flag(name)} {size} is not a positive multiple of micro batch {micro} x "
-                f"{replicas} data-parallel replicas = {micro * replicas}"
+                f"{flag_name(name)} {size} is not a positive multiple of micro batch {part} x "
+                f"{replicas} data-parallel replicas = {part * replicas}"
             )
 
 
@@ -111,25 +73,16 @@ def _check_training(args: argparse.Namespace, options: PulseOptions) -> Iterator
         yield "--train-iters must be positive"
     if args.lr is None or args.lr <= 0:
         yield "--lr must be given and positive"
-    if args.recompute_granularity == "selective" or args.recompute_activations:
-        yield "recomputation is per layer: use --recompute-granularity full"
-    if args.recompute_granularity == "full" and args.recompute_method not in (None, "uniform"):
-        yield "--recompute-method block cannot be used: every layer is recomputed (uniform)"
     if not 0 <= options.class_dropout < 1:
         yield f"--pulse-class-dropout {options.class_dropout} is not in [0, 1)"
     if not 0 <= options.ema_decay < 1:
         yield f"--pulse-ema-decay {options.ema_decay} is not in [0, 1)"
-    if options.ema_decay and args.overlap_param_gather:
-        yield (
-            "--overlap-param-gather leaves weights incomplete when the average is updated: "
-            "drop it or use --pulse-ema-decay 0"
-        )
+    if options.skip_corrupt and not (options.data or "").startswith(("folder:", "captions:")):
+        yield "--pulse-skip-corrupt is for image files: --pulse-data folder:PATH or captions:PATH"
     if options.solver_seconds <= 0:
         yield f"--pulse-solver-seconds {options.solver_seconds:g} must be positive"
     if options.timeout_s <= 0:
         yield f"--pulse-timeout-s {options.timeout_s:g} must be positive"
-    if args.save_interval is not None and args.save is None:
-        yield "--save-interval was given without --save"
 
 
 def _check_placement(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
@@ -141,18 +94,29 @@ def _check_placement(args: argparse.Namespace, options: PulseOptions) -> Iterato
     for name in ("link_gbs", "memory_gb"):
         value = getattr(options, name)
         if value is not None and value <= 0:
-            yield f"{_flag('pulse_' + name)} {value:g} must be positive"
+            yield f"{flag_name('pulse_' + name)} {value:g} must be positive"
     if options.link_us < 0:
         yield f"--pulse-link-us {options.link_us:g} must not be negative"
     if options.activation_cap is not None and options.activation_cap < 1:
         yield f"--pulse-activation-cap {options.activation_cap} must be positive"
 
 
+_FOLDERS = (
+    "save",
+    "tensorboard_dir",
+    "pulse_trace",
+    "non_persistent_global_ckpt_dir",
+    "wandb_save_dir",
+    "config_logger_dir",
+    "dump_param_to_param_group_map",
+)
+
+
 def _check_folders(args: argparse.Namespace) -> Iterator[str]:
-    for name in ("save", "tensorboard_dir", "pulse_trace"):
+    for name in _FOLDERS:
         folder = getattr(args, name)
         if folder is not None and (fault := _unwritable(Path(folder))):
-            yield f"{_flag(name)} {folder}: {fault}"
+            yield f"{flag_name(name)} {folder}: {fault}"
 
 
 def _unwritable(folder: Path) -> str | None:
@@ -180,7 +144,7 @@ def check_world(args: argparse.Namespace, plan_digest: str) -> None:
         for name in sorted({**flags[0], **theirs}):
             if theirs.get(name) != flags[0].get(name):
                 faults.append(
-                    f"rank {rank} was started with {_flag(name)} {theirs.get(name)}, "
+                    f"rank {rank} was started with {flag_name(name)} {theirs.get(name)}, "
                     f"rank 0 with {flags[0].get(name)}: start every rank with the same flags"
                 )
     if not faults:

@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
-import inspect
-import multiprocessing.managers
+import logging
 import os
-import stat
 import sys
 import types
 from collections.abc import Callable
@@ -151,6 +149,8 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron_pulse.integration.compat.install() must run before megatron")
+    # Every rank would warn once that a CUDA toolkit is there and no device.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _replace_torch_cuda()
     torch.compile = _identity_compile
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
@@ -224,71 +224,6 @@ def _use_fused_adam() -> None:
         distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
-@functools.cache
-def _write_results_queue(mode: str = "fork") -> Any:
-    """The queue that checkpoint writers answer on, in a forked manager.
-
-    Megatron spawns the manager, which imports torch again: 10 s instead of 0.2 s for the first
-    save. A forked one must let go of the sockets it inherits, or the other ranks would not see
-    the connection close when this rank dies.
-    """
-    manager = multiprocessing.managers.SyncManager(ctx=multiprocessing.get_context("fork"))
-    manager.start(_close_sockets)
-    queue = manager.Queue()
-    queue.manager = manager  # the manager ends when it is collected
-    return queue
-
-
-def _close_sockets() -> None:
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                os.close(int(name))
-
-
-def wait_for_weight_gradients() -> None:
-    """Let weight gradients of Megatron's linear layers wait where the runtime wants it.
-
-    Its own fused node computes both gradients; where they are to be split, its collectives and a
-    linear map whose weight gradient waits take its place.
-    """
-    import megatron.core.tensor_parallel.layers as layers
-    from megatron.core.tensor_parallel.mappings import (
-        copy_to_tensor_model_parallel_region,
-        gather_from_sequence_parallel_region,
-    )
-
-    from megatron_pulse.runtime.weight_gradients import can_wait, linear, waiting_weights
-
-    fused = layers.linear_with_grad_accumulation_and_async_allreduce
-    if getattr(fused, "waits", False):
-        return
-
-    signature = inspect.signature(fused)
-
-    @functools.wraps(fused, updated=())
-    def product(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if (later := waiting_weights()) is None:
-            return fused(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        tokens, weight = given["input"], given["weight"]
-        if not can_wait(tokens, weight):
-            return fused(*args, **kwargs)
-        if given["sequence_parallel"]:
-            tokens = gather_from_sequence_parallel_region(
-                tokens, tensor_parallel_output_grad=True, group=given["tp_group"]
-            )
-        elif given["allreduce_dgrad"]:
-            tokens = copy_to_tensor_model_parallel_region(tokens, group=given["tp_group"])
-        return linear(tokens, weight, given["bias"], later=later)
-
-    product.waits = True  # type: ignore[attr-defined]
-    product.warned = True  # type: ignore[attr-defined]
-    layers.linear_with_grad_accumulation_and_async_allreduce = product
-
-
 def patch_megatron() -> None:
     """Apply what needs ``megatron.training`` to be imported. Runs once per process."""
     global _patched
@@ -298,6 +233,9 @@ def patch_megatron() -> None:
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.optimizer.distrib_optimizer as distributed
 
+    from megatron_pulse.integration.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.saving import patch_saving
+
     # The wheel ships compiled dataset helpers but no Makefile, and `make` failing exits.
     if not os.path.exists(os.path.join(os.path.dirname(dataset_utils.__file__), "Makefile")):
         dataset_utils.compile_helpers = lambda: None
@@ -306,11 +244,11 @@ def patch_megatron() -> None:
     optimizer_class._set_main_param_and_optimizer_states = torch.no_grad()(
         optimizer_class._set_main_param_and_optimizer_states
     )
+    patch_saving()
     _use_fused_adam()
     wait_for_weight_gradients()
     if _redirect is None:
         return
-    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
     import megatron.core.tensor_parallel.random as parallel_random
     import megatron.training.training as training
 
@@ -318,7 +256,6 @@ def patch_megatron() -> None:
         torch.random.set_rng_state(state)
 
     parallel_random._set_cuda_rng_state = set_rng_state
-    filesystem.get_write_results_queue = _write_results_queue
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )

@@ -9,38 +9,41 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.dataset import DataError, FieldSpec
+from megatron_pulse.data.build import no_dataset, open_dataset
+from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
-from megatron_pulse.diffusion.objectives import (
-    DiffusionProcess,
-    NoiseSchedule,
-    Objective,
-    TimestepDensity,
-    predicted_mean,
-)
+from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.integration.arguments import PulseOptions
 from megatron_pulse.planner.placement import Placement
+from model_specs import image_tokens
+
+_MOST_NAMED = 20
+"""So many corrupt files are named in a run's log; then they are only counted."""
 
 
-def make_process(options: PulseOptions) -> DiffusionProcess:
-    """The diffusion process that the flags describe."""
-    return DiffusionProcess(
-        Objective(options.objective),
-        NoiseSchedule(options.noise_schedule),
-        density=TimestepDensity(
-            options.timestep_density if options.objective == Objective.FLOW else "uniform"
-        ),
-    )
-
-
-def null_label_of(backbone: Backbone) -> int | None:
-    """The label that stands for "no class"; None where the backbone reads no labels."""
+def num_classes_of(backbone: Backbone) -> int | None:
+    """How many classes the backbone knows; None where it reads no labels."""
     if "labels" not in backbone.batch_fields:
         return None
     return int(backbone.record["options"].get("num_classes") or 0)
+
+
+def null_label_of(backbone: Backbone) -> int | None:
+    """The label that stands for "no class", one beyond the classes; None where there is none."""
+    has_one = backbone.record["options"].get("null_class", True)
+    return num_classes_of(backbone) if has_one else None
+
+
+def can_drop(backbone: Backbone) -> bool:
+    """Whether there is a label for a sample that loses its own, where there are labels."""
+    return num_classes_of(backbone) is None or null_label_of(backbone) is not None
+
+
+def makes_pixels(data: str | None) -> bool:
+    """Whether who was trained on ``--pulse-data`` makes pixels; else latents, or not known."""
+    return data is not None and not data.startswith("latents:")
 
 
 def wanted_by(backbone: Backbone) -> Wanted:
@@ -52,24 +55,33 @@ def wanted_by(backbone: Backbone) -> Wanted:
             for name, spec in backbone.batch_fields.items()
             if name not in ("timesteps", "labels")
         },
-        num_classes=null_label_of(backbone),
+        num_classes=num_classes_of(backbone),
     )
 
 
 class DiffusionData:
-    """Opens ``--pulse-data`` for ``backbone``.
+    """Opens ``--pulse-data`` for ``backbone`` and ``process`` (at the backbone's own size).
 
     Raises DataError if the data lack a field that the backbone reads, or do not fit otherwise,
     with everything that is wrong.
     """
 
-    def __init__(self, options: PulseOptions, backbone: Backbone, seed: int) -> None:
-        self.process = make_process(options)
+    def __init__(
+        self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
+    ) -> None:
+        num_tokens = image_tokens(backbone)
+        self.process = process.for_tokens(num_tokens)
+        self.description = process.describe(num_tokens)
         self._seed = seed
         self._class_dropout = options.class_dropout
+        self._skip_corrupt = options.skip_corrupt
+        self.num_corrupt = 0
+        """How often a sample of training was replaced in this process, its image being corrupt."""
         self._null_label = null_label_of(backbone)
         self._num_channels = backbone.input_spec.shape[0]
         self._require_prediction(backbone)
+        if options.data is None:
+            raise no_dataset("--pulse-data names none")
         self.train, self.validation = open_dataset(
             options.data, wanted=wanted_by(backbone), seed=seed
         )
@@ -103,6 +115,8 @@ class DiffusionData:
         stages = placement.stages_of_device(parallel_state.get_pipeline_model_parallel_rank())
         num_samples = args.eval_iters * args.eval_global_batch_size
 
+        first_to_read = stages[0] == 0 and not parallel_state.get_tensor_model_parallel_rank()
+
         def loader(split: Split) -> Iterator[dict[str, Tensor]]:
             training = split is Split.TRAIN
             dataset = self.train if training else self.validation
@@ -116,7 +130,7 @@ class DiffusionData:
                 shuffle=training,
                 period=None if training else num_samples or None,
             )
-            return iter(
+            batches = iter(
                 DiffusionLoader(
                     dataset,
                     sampler,
@@ -126,7 +140,30 @@ class DiffusionData:
                     self._null_label,
                     split,
                     needs_image=0 in stages or placement.num_stages - 1 in stages,
+                    skip_corrupt=self._skip_corrupt,
+                    num_workers=args.num_workers,
                 )
             )
+            if not self._skip_corrupt:
+                return batches
+            return self._counted(batches, dataset, training, first_to_read)
 
         return loader(Split.TRAIN), loader(Split.VALIDATION)
+
+    def _counted(
+        self,
+        batches: Iterator[dict[str, Tensor]],
+        dataset: DiffusionDataset,
+        training: bool,
+        tells: bool,
+    ) -> Iterator[dict[str, Tensor]]:
+        """``batches``; corrupt samples are counted, and those that come first are named."""
+        named: set[int] = set()
+        for batch in batches:
+            for index in batch.pop("corrupt").tolist():
+                self.num_corrupt += training
+                if tells and index not in named and len(named) < _MOST_NAMED:
+                    named.add(index)
+                    more = "; more will not be named" if len(named) == _MOST_NAMED else ""
+                    print(f"corrupt, passed over: {dataset.describe(index)}{more}", flush=True)
+            yield batch

@@ -12,7 +12,6 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.planner.plan import Plan
 from megatron_pulse.runtime.stage import Stage
 
@@ -45,6 +44,8 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
         # Families build their own norms of queries and keys; this makes Megatron add up the
         # gradients of those over tensor-parallel ranks, each of which has its own heads.
         config.qk_layernorm = True
+        # Weights are drawn in fp32, whatever they are rounded to: masters start from these.
+        dtype, config.params_dtype = config.params_dtype, torch.float32
         stage = Stage(
             config,
             plan.backbone,
@@ -54,8 +55,13 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             pg_collection,
             recompute=args.recompute_granularity == "full",
         )
-        if args.pulse_ema_decay:
-            stage.ema = ExponentialMovingAverage(stage.named_parameters(), args.pulse_ema_decay)
+        config.params_dtype = dtype
+        if dtype != torch.float32 and not args.skip_train:
+            stage.drawn = {
+                name: value
+                for name, value in stage.state_dict().items()
+                if isinstance(value, torch.Tensor) and value.is_floating_point()
+            }
         return stage
 
     return provide

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_pulse.integration.arguments import PulseOptions
+from megatron_pulse.integration.arguments import PulseOptions, flag_name
 from megatron_pulse.planner.plan_file import PlanFile
-from model_specs import load_backbone
+from model_specs import complete_record, load_backbone
 
 
 def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> PulseOptions:
@@ -62,17 +62,15 @@ def _contradictions(
     for name, (default, value) in _decided(plan).items():
         given = getattr(args, name)
         if given not in (default, value):
-            flag = "--" + name.replace("_", "-")
-            yield f"{flag} {given}, but --pulse-plan says {value}: leave the flag out"
+            yield f"{flag_name(name)} {given}, but --pulse-plan says {value}: leave the flag out"
     if options.backbone or options.options:
         name = options.backbone or plan.backbone["name"]
-        record = load_backbone(name, options.options).record
-        if record != plan.backbone:
+        if load_backbone(name, options.options).record != complete_record(plan.backbone):
             yield (
                 f"--pulse-backbone {name} with these options is not what --pulse-plan is of "
                 f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"
             )
     for name, default in (("schedule", "auto"), ("activation_cap", None), ("profile", None)):
         if (given := getattr(options, name)) != default:
-            flag = "--pulse-" + name.replace("_", "-")
+            flag = flag_name(f"pulse_{name}")
             yield f"{flag} {given} together with --pulse-plan, which decides that: leave one out"

@@ -22,7 +22,14 @@ from megatron_pulse.planner.plan import Plan, StageTimes, make_plan
 from megatron_pulse.planner.plan_file import PlanFile
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.profile.analytic import analyse
-from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS, Device, Roofline, custom_device
+from megatron_pulse.profile.devices import (
+    ELEMENT_BYTES,
+    PRESETS,
+    Device,
+    Roofline,
+    custom_device,
+    known_device,
+)
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.layer_call import describe_chain
 from megatron_pulse.profile.parameters import Sizes, count_parameters
@@ -47,7 +54,7 @@ def plan_run(
         plan.partition,
         count_parameters(backbone),
         num_microbatches(args) * args.micro_batch_size,
-        ELEMENT_BYTES[_dtype(args)],
+        ELEMENT_BYTES[compute_dtype(args)],
         options.conditioning,
     )
     plan = replace(plan, embedders=choices)
@@ -63,8 +70,7 @@ def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions)
     """
     counts = {num_microbatches(args)}
     if args.eval_iters:
-        size = args.eval_global_batch_size or args.global_batch_size
-        counts.add(num_microbatches(args) if size is None else _count(args, size))
+        counts.add(_num_eval_microbatches(args))
     if all(plan.problem(count) is None for count in counts):
         return plan
     answer: list[Any] = [None]
@@ -123,11 +129,18 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
 
 def num_microbatches(args: argparse.Namespace) -> int:
     """Microbatches of a training step on one pipeline."""
-    return _count(args, args.global_batch_size or args.micro_batch_size * _replicas(args))
+    return int(global_batch_size(args) // (args.micro_batch_size * _replicas(args)))
 
 
-def _count(args: argparse.Namespace, batch_size: int) -> int:
-    return int(batch_size // (args.micro_batch_size * _replicas(args)))
+def global_batch_size(args: argparse.Namespace) -> int:
+    """Samples of a training step: one microbatch of each replica where no flag says so."""
+    return int(args.global_batch_size or args.micro_batch_size * _replicas(args))
+
+
+def _num_eval_microbatches(args: argparse.Namespace) -> int:
+    """Those of a batch of an evaluation."""
+    size = args.eval_global_batch_size or global_batch_size(args)
+    return int(size // ((args.eval_micro_batch_size or args.micro_batch_size) * _replicas(args)))
 
 
 def _replicas(args: argparse.Namespace) -> int:
@@ -136,13 +149,14 @@ def _replicas(args: argparse.Namespace) -> int:
     )
 
 
-def _dtype(args: argparse.Namespace) -> str:
+def compute_dtype(args: argparse.Namespace) -> str:
+    """The dtype of parameters and matrix products, as profiles name it."""
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
 
 
 def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Profile:
     """The file that ``--pulse-profile`` names, or what a named device would take."""
-    dtype = _dtype(args)
+    dtype = compute_dtype(args)
     if options.profile in PRESETS:
         return analyse(backbone, [args.micro_batch_size], Roofline(PRESETS[options.profile], dtype))
     if options.profile is not None:
@@ -166,9 +180,7 @@ def _this_device() -> Device:
     """The preset of the GPU here; what a CPU core does, roughly, where there is none."""
     if not torch.cuda.is_available():
         return custom_device(peak_tflops=0.1, bandwidth_gbs=20, memory_gb=0)
-    name = torch.cuda.get_device_name()
-    known = [device for kind, device in PRESETS.items() if kind.split("-")[0] in name]
-    return known[0] if known else PRESETS["A100-80GB"]
+    return known_device(torch.cuda.get_device_name()) or PRESETS["A100-80GB"]
 
 
 def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> ChainCosts:
@@ -197,7 +209,7 @@ def _memory(args: argparse.Namespace, options: PulseOptions, count: int) -> Memo
     if limit is None:
         return None
     per_parameter = bytes_per_parameter(
-        _dtype(args), args.use_distributed_optimizer, data_parallel=_replicas(args)
+        compute_dtype(args), args.use_distributed_optimizer, data_parallel=_replicas(args)
     )
     per_parameter /= args.tensor_model_parallel_size
 

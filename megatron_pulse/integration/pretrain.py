@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
+import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,66 +19,124 @@ import torch
 import torch.distributed as dist
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.diffusion.choice import ProcessChoice, chosen_process
 from megatron_pulse.integration.arguments import (
     PulseOptions,
-    add_pulse_arguments,
     pulse_options,
     set_model_arguments,
 )
 from megatron_pulse.integration.auto import plan_here
-from megatron_pulse.integration.checkpoints import check_checkpoint
+from megatron_pulse.integration.checkpoints import newest
 from megatron_pulse.integration.checks import FlagError, check_flags, check_world
 from megatron_pulse.integration.compat import patch_megatron
-from megatron_pulse.integration.data import DiffusionData
+from megatron_pulse.integration.data import DiffusionData, can_drop
+from megatron_pulse.integration.ending import (
+    end,
+    leave,
+    parser_speaks_once,
+    pass_over_full_disks,
+    stop_at_once,
+)
+from megatron_pulse.integration.flags.parse import CommandLine, parse
+from megatron_pulse.integration.flags.together import check_megatron, check_together
 from megatron_pulse.integration.grad_norm import use_layout_independent_grad_norm
+from megatron_pulse.integration.loading import wrap_load_checkpoint
+from megatron_pulse.integration.lock import FolderInUse, FolderLock
+from megatron_pulse.integration.log import quiet
+from megatron_pulse.integration.masters import with_fp32_weights, with_masters
 from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
 from megatron_pulse.integration.plan_flags import obey
-from megatron_pulse.integration.planning import num_microbatches, plan_run, share_schedules
+from megatron_pulse.integration.planning import (
+    compute_dtype,
+    global_batch_size,
+    num_microbatches,
+    plan_run,
+    share_schedules,
+)
+from megatron_pulse.integration.process import process_of
+from megatron_pulse.integration.resume import Wanted, describe, faults_of
+from megatron_pulse.integration.saving import wrap_save
 from megatron_pulse.integration.schedule import PulseSchedule, TraceOptions
+from megatron_pulse.integration.start import (
+    Start,
+    enter,
+    find_start,
+    finished,
+    lock_for_job,
+    no_step_elsewhere,
+)
 from megatron_pulse.integration.step import wrap_train_step
+from megatron_pulse.integration.stop_hooks import cut_short, stopping_hooks
+from megatron_pulse.integration.throughput import ThroughputLog, describe_work
 from megatron_pulse.planner.plan import Plan
 from megatron_pulse.planner.plan_file import PlanFile, load_plan
-from megatron_pulse.runtime.failures import FailureBoard, PulseError, default_board
-from model_specs import load_backbone
+from megatron_pulse.profile.cautions import plan_cautions
+from megatron_pulse.profile.machine import num_threads
+from megatron_pulse.runtime.failures import FailureBoard, PulseError
+from megatron_pulse.runtime.job import Job
+from megatron_pulse.runtime.stopping import STOP
+from model_specs import continue_model, load_backbone
 
 
 def main() -> None:
-    """Train; ends the process with status 1 and one clear message if anything fails."""
-    board: FailureBoard | None = None
+    """Train; ends the process, with one clear message of one rank if anything fails."""
+    begin, job = time.time(), Job()
+    args: argparse.Namespace | None = None
+    lock: FolderLock | None = None
+    threading.excepthook = pass_over_full_disks
+    STOP.listen()
+    STOP.leave_at_once(partial(stop_at_once, job))
     try:
-        start = time.time()
-        args, options, given = _parse()
+        with parser_speaks_once(job):
+            line, options, given = _parse()
+        args = line.args
+        found = newest(args.save)
         if options.auto:
-            _connect(args)
+            _connect(args, job)
+            lock = _lock(args, found)
             given, options = _tune(args, options)
-        plan, data = _prepare(args, options, given)
+        plan, data, start = _prepare(line, options, given)
+        if said := finished(start, args):
+            if args.rank == 0:
+                print(said, flush=True)
+            raise SystemExit(0)
         if not options.auto:
-            _connect(args)
+            _connect(args, job)
+            lock = _lock(args, found)
         check_world(args, plan.digest())
+        if start is not None and args.rank == 0:
+            print(describe(start, Wanted(args, options, args.pulse_record)), flush=True)
+        if given is not None and args.rank == 0:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            for caution in plan_cautions(given.provenance, num_threads(device)):
+                print(f"warning: {caution}", flush=True)
         plan = _share_schedules(plan, args, options)
-        board = default_board()
-        _train(args, options, plan, data, board, start)
-    except SystemExit:
-        sys.stdout.flush()
-        raise
+        board = job.board()
+        assert board is not None  # the ranks have met
+        with quiet(args):
+            _train(args, options, plan, data, board, start, begin)
     except BaseException as error:
-        _stop(error, board)
-    dist.destroy_process_group()
+        if not isinstance(error, SystemExit) or error.code:
+            leave(error, job, args)
+    finally:
+        if lock is not None:
+            lock.release()
+    end(job)  # trained, helped, or stopped as all ranks agreed
 
 
-def _parse() -> tuple[argparse.Namespace, PulseOptions, PlanFile | None]:
-    args = parse_args(add_pulse_arguments)
+def _parse() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
+    line = parse()
+    args, faults = line.args, list(line.faults)
     if not args.pulse_backbone and not args.pulse_plan:
-        raise FlagError(
-            [
-                "--pulse-backbone must name a backbone ('pulse backbones' lists them), or "
-                "--pulse-plan a plan of one"
-            ]
+        faults.append(
+            "--pulse-backbone must name a backbone ('pulse backbones' lists them), or "
+            "--pulse-plan a plan of one"
         )
+        raise FlagError(faults)
     if args.save is not None and args.save_interval is None:
         args.save_interval = 1000  # Megatron has no default and stops without one
     try:
@@ -89,8 +147,10 @@ def _parse() -> tuple[argparse.Namespace, PulseOptions, PlanFile | None]:
             given = load_plan(options.plan)
             options = obey(given, args, options)
     except ValueError as error:
-        raise FlagError([str(error)]) from error
-    return args, options, given
+        raise FlagError([*faults, str(error)]) from error
+    if options.auto and (faults := [*faults, *check_together(line)]):
+        raise FlagError(faults)  # before anything is measured
+    return line, options, given
 
 
 def _check_auto(args: argparse.Namespace, options: PulseOptions) -> None:
@@ -103,6 +163,9 @@ def _check_auto(args: argparse.Namespace, options: PulseOptions) -> None:
         load_backbone(options.backbone, options.options)
     if args.global_batch_size is None:
         faults.append("--pulse-auto needs --global-batch-size, which it divides")
+    if args.pulse_data is None:
+        faults.append("--pulse-auto needs --pulse-data, what to train on")
+    process_of(find_start(args), options)
     if faults:
         raise ValueError("; ".join(faults))
 
@@ -126,25 +189,39 @@ def _share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions
 
 
 def _prepare(
-    args: argparse.Namespace, options: PulseOptions, given: PlanFile | None
-) -> tuple[Plan, DiffusionData]:
-    """Backbone, plan and data from the flags alone; raises FlagError with every fault found."""
-    faults = check_flags(args, options)
-    backbone = plan = data = None
+    line: CommandLine, options: PulseOptions, given: PlanFile | None
+) -> tuple[Plan, DiffusionData, Start | None]:
+    """Plan, data and what to begin with; raises FlagError with every fault found."""
+    args = line.args
+    faults = check_flags(line, options)
+    if args.global_batch_size is None and not faults:
+        args.global_batch_size = global_batch_size(args)
+    backbone = plan = data = start = None
+    process = chosen_process(ProcessChoice())
     try:
-        backbone = load_backbone(options.backbone, options.options)
+        start = find_start(args)
+        process = process_of(start, options)
+    except ValueError as error:  # the other faults are found all the same
+        faults.append(str(error))
+    try:
+        there = {} if start is None else start.saved.record
+        backbone = continue_model(there, options.backbone, options.options)
         if args.sequence_parallel:
             backbone = _divide(backbone, args.tensor_model_parallel_size)
     except ValueError as error:
         faults.append(str(error))
     if backbone is not None:
-        args.pulse_record = dict(backbone.record)
-        if args.load is not None:
-            faults += check_checkpoint(
-                args.load, backbone.record, options.ema_decay, args.ckpt_step
+        args.pulse_record = backbone.saved_record
+        args.pulse_process = process.to_dict()
+        if start is not None:
+            faults += faults_of(start, Wanted(args, options, backbone.record))
+        if options.class_dropout and not can_drop(backbone):
+            faults.append(
+                f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null "
+                "class that a dropped sample could get: give 0, or import with --null-class"
             )
         try:
-            data = DiffusionData(options, backbone, args.seed)
+            data = DiffusionData(options, backbone, process, args.seed)
         except (ValueError, OSError) as error:
             faults.append(str(error))
         if not faults:
@@ -152,13 +229,24 @@ def _prepare(
                 plan = plan_run(args, options, backbone, given)
             except ValueError as error:
                 faults.append(str(error))
-    if faults:
+    if faults := faults or no_step_elsewhere(start, args):
         raise FlagError(faults)
     assert plan is not None and data is not None
+    enter(args, start)
     set_model_arguments(args, plan.placement)
     if args.recompute_granularity == "full":
         args.recompute_method, args.recompute_num_layers = "uniform", 1
-    return plan, data
+    if faults := check_megatron(args):
+        raise FlagError(faults)
+    return plan, data, start
+
+
+def _lock(args: argparse.Namespace, found: str | None) -> FolderLock | None:
+    """Hold ``--save`` against other runs while this one lives (collective)."""
+    try:
+        return lock_for_job(args.save, found)
+    except FolderInUse as error:
+        raise FlagError([str(error)]) from error
 
 
 def _divide(backbone: Backbone, tensor_parallel: int) -> Backbone:
@@ -172,7 +260,7 @@ def _divide(backbone: Backbone, tensor_parallel: int) -> Backbone:
     return divided
 
 
-def _connect(args: argparse.Namespace) -> None:
+def _connect(args: argparse.Namespace, job: Job) -> None:
     """Join the job's process group before Megatron does, so that flags can be compared first."""
     backend = args.distributed_backend
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -181,10 +269,13 @@ def _connect(args: argparse.Namespace) -> None:
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         torch.cuda.set_device(local_rank)
         device_id = torch.device("cuda", local_rank)
-    if "MASTER_ADDR" not in os.environ:  # started without torchrun: one process
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     dist.init_process_group(
-        backend, timeout=timeout, device_id=device_id if backend == "nccl" else None
+        backend,
+        store=job.assemble(timeout.total_seconds()),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timeout,
+        device_id=device_id if backend == "nccl" else None,
     )
 
 
@@ -194,28 +285,42 @@ def _train(
     plan: Plan,
     data: DiffusionData,
     board: FailureBoard,
-    start: float,
+    start: Start | None,
+    begin: float,
 ) -> None:
+    stopping = stopping_hooks(args)
     validate_args(args, {})
     set_global_variables(args, build_tokenizer=False)
     patch_megatron()
-    # It compares flags that follow the layout here; check_checkpoint compares the backbones.
+    # It compares flags that follow the layout here; faults_of compares the backbones.
     checkpointing.check_checkpoint_args = lambda *a, **k: None
+    checkpointing.generate_state_dict = with_fp32_weights(checkpointing.generate_state_dict)
     use_layout_independent_grad_norm()
     tracing = None
     if options.trace is not None:
         first, last = options.trace_steps
         tracing = TraceOptions(Path(options.trace), range(first, last + 1))
     schedule = PulseSchedule(plan, data.loss, board, options.timeout_s, tracing=tracing)
+    whole = load_backbone(plan.backbone.record["name"], plan.backbone.record["options"])
+    idle = plan.idle_share(num_microbatches(args))
+    work = describe_work(args, whole, compute_dtype(args), idle)
+    throughput = ThroughputLog(work, lambda: schedule.step_time, lambda: data.num_corrupt)
+    args.log_throughput = False  # Megatron's line; ours is always there
     if args.rank == 0:
-        print(plan.describe(), flush=True)
-    training.set_startup_timestamps(program_start=start, main_entry=time.time())
+        print(plan.describe())
+        print(f"process: {data.description}", flush=True)
+    training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(
-        get_forward_backward_func=lambda *a, **k: schedule,
+        get_forward_backward_func=lambda *a, **k: cut_short(schedule),
         Float16Module=StageFloat16Module,
         num_floating_point_operations=lambda *a, **k: 0,
         report_theoretical_memory=lambda *a, **k: None,  # it knows language models only
-        train_step=wrap_train_step(training.train_step, args, options),
+        train_step=throughput.timed(wrap_train_step(training.train_step, args, options), args),
+        training_log=throughput.logged(training.training_log, args),
+        get_megatron_optimizer=with_masters(training.get_megatron_optimizer, options.ema_decay),
+        save_checkpoint=wrap_save(training.save_checkpoint),
+        load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start),
+        **stopping,
     ):
         training.pretrain(
             pretrain_cfg_container_from_args(args, None),
@@ -255,18 +360,3 @@ def _make_dataset_provider(
 
     provide.is_distributed = True  # type: ignore[attr-defined]
     return provide
-
-
-def _stop(error: BaseException, board: FailureBoard | None) -> None:
-    """Say what happened, here and in the rest of the job, and end the process now.
-
-    A normal exit could wait for collectives that the other ranks will never join.
-    """
-    traceback.print_exception(error)
-    rank = os.environ.get("RANK", "0")
-    if board is not None:
-        first = board.report(f"{type(error).__name__}: {error}")
-        print(f"rank {rank} stops; first failure in this job: {first}", file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)

@@ -4,42 +4,64 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.fields import constants
+from megatron_pulse.data.dataset import Framing
+from megatron_pulse.data.fields import SIZES, constants
 from megatron_pulse.data.words import WordEncoder
+from megatron_pulse.diffusion.choice import ProcessChoice, chosen_process
+from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.integration.arguments import pulse_options
-from megatron_pulse.integration.checkpoints import checkpoint_folder
-from megatron_pulse.integration.data import DiffusionData, make_process, null_label_of, wanted_by
+from megatron_pulse.integration.checkpoints import read_saved_run
+from megatron_pulse.integration.data import (
+    DiffusionData,
+    can_drop,
+    makes_pixels,
+    null_label_of,
+    num_classes_of,
+    wanted_by,
+)
 from megatron_pulse.integration.weights import load_whole
+from model_specs import compare_models, image_tokens
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A backbone with the weights of a checkpoint: ``predict(x_t, timesteps, conditioning)``."""
+    """A backbone with the weights of a checkpoint: ``predict(x_t, timesteps, conditioning)``.
+
+    ``process`` is what it was trained as, at the backbone's own size.
+    """
 
     backbone: Backbone
+    process: DiffusionProcess
     predict: ModelFunction
     arguments: argparse.Namespace
     folder: Path
+    changes: tuple[str, ...] = ()
+    """What is different from the model as it was trained, in words."""
 
     @property
     def num_classes(self) -> int | None:
         """How many classes it knows; None if it is not class-conditional."""
-        return null_label_of(self.backbone) or None
+        return num_classes_of(self.backbone) or None
+
+    @property
+    def can_be_guided(self) -> bool:
+        """Whether its label can be left out, where it reads one."""
+        return can_drop(self.backbone)
 
     @property
     def makes_pixels(self) -> bool:
         """Whether it was trained on pixels in [-1, 1]; else on latents, or it was imported."""
-        data = self.arguments.pulse_data
-        return data is not None and not data.startswith("latents:")
+        return makes_pixels(self.arguments.pulse_data)
 
 
 @dataclass(frozen=True)
@@ -92,7 +114,8 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     """
     if model.arguments.pulse_data is None:
         raise ValueError(f"{model.folder} holds imported weights: name a data set with --data")
-    data = DiffusionData(pulse_options(model.arguments), model.backbone, model.arguments.seed)
+    options, seed = pulse_options(model.arguments), model.arguments.seed
+    data = DiffusionData(options, model.backbone, model.process, seed)
     held_out = data.validation
     if max(indices) >= len(held_out):
         raise ValueError(f"the data has {len(held_out)} validation samples")
@@ -100,7 +123,17 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
         {"labels": torch.tensor(held_out.label(i)), **held_out.conditioning(i)} for i in indices
     ]
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    given |= _sizes(model, len(indices), held_out.pixel_size)
     return _request(model, len(indices), given, held_out.null_conditioning())
+
+
+def _sizes(model: TrainedModel, count: int, size: tuple[int, int]) -> dict[str, Tensor]:
+    """What the backbone is told of the size asked for, whatever that of the data's images is."""
+    wanted = {
+        name: spec for name, spec in wanted_by(model.backbone).fields.items() if name in SIZES
+    }
+    values = constants(wanted, {}, Framing.whole(size))
+    return {name: value.expand(count, *value.shape) for name, value in values.items()}
 
 
 def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Request:
@@ -108,8 +141,8 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
     wanted = wanted_by(model.backbone)
     if model.makes_pixels:
         text = {name: spec for name, spec in wanted.fields.items() if name in given}
-        size = (wanted.shape[1], wanted.shape[2])
-        defaults = constants(wanted.fields, text, size)
+        whole = Framing.whole((wanted.shape[1], wanted.shape[2]))
+        defaults = constants(wanted.fields, text, whole)
         given = {name: v.expand(count, *v.shape) for name, v in defaults.items()} | dict(given)
     read = set(model.backbone.batch_fields) - {"timesteps"}
     if lacking := read - set(given):
@@ -117,8 +150,8 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
             f"{model.backbone.name} also reads {', '.join(sorted(lacking))}: say what to draw "
             "with --prompt or --from-data"
         )
-    if model.num_classes is not None:
-        null = {**null, "labels": torch.tensor(model.num_classes)}
+    if (no_class := null_label_of(model.backbone)) is not None:
+        null = {**null, "labels": torch.tensor(no_class)}
     return Request(
         count,
         {name: given[name] for name in read},
@@ -127,16 +160,25 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
 
 
 def load_model(
-    load: str | Path, iteration: int | None = None, *, averaged: bool, data: str | None = None
+    load: str | Path,
+    iteration: int | None = None,
+    *,
+    averaged: bool,
+    data: str | None = None,
+    options: Mapping[str, str] = MappingProxyType({}),
+    choice: ProcessChoice | None = None,
 ) -> TrainedModel:
     """The backbone of a checkpoint on one process, with averaged or raw weights.
 
-    ``data`` takes the place of the data set that it was trained on. Raises CheckpointError when
-    there is no such checkpoint or it holds no averaged weights.
+    ``data`` takes the place of the data set that it was trained on, ``options`` of what is no part
+    of a model, and ``choice`` of what it says of the process. Raises CheckpointError when there is
+    no such checkpoint, it holds no averaged weights, or is of another model, and ValueError for
+    faulty options or choices.
     """
     os.environ.setdefault("RANK", "0")
-    folder = checkpoint_folder(load, iteration)
-    backbone, stage, args = load_whole(Path(load), iteration, averaged=averaged)
+    saved = read_saved_run(load, iteration)
+    backbone, stage = load_whole(saved, averaged=averaged, options=options)
+    args = saved.arguments
     args.pulse_data = data or args.pulse_data
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stage.to(device).eval()
@@ -148,7 +190,10 @@ def load_model(
         outputs, _, _ = stage((noisy.to(device).float(),), {}, fields)
         return outputs[0].to(noisy.device)
 
-    return TrainedModel(backbone, predict, args, folder)
+    changes = compare_models(saved.record, backbone.record).changed
+    process = chosen_process(choice or ProcessChoice(), saved.process)
+    at_size = process.for_tokens(image_tokens(backbone))
+    return TrainedModel(backbone, at_size, predict, args, saved.folder, changes)
 
 
 def sample_images(
@@ -163,16 +208,16 @@ def sample_images(
 ) -> Tensor:
     """Samples ``[n, c, h, w]`` of what is asked for: pixels in [-1, 1], or latents.
 
-    An unconditional model is not guided, whatever ``guidance`` is.
+    A model that has nothing to drop (no text, no null class) is not guided, whatever ``guidance``
+    is.
     """
-    process = make_process(pulse_options(model.arguments))
     images = []
     for first in range(0, request.count, batch_size):
         part = request.part(first, first + batch_size)
         images.append(
             sample(
                 model.predict,
-                process,
+                model.process,
                 model.backbone.input_spec.shape,
                 part.count,
                 part.fields,

@@ -18,6 +18,7 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.integration.model import unwrap
 from megatron_pulse.planner.communication import Message
 from megatron_pulse.planner.plan import Plan
+from megatron_pulse.runtime.busy import BusyMeter, StepTime
 from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor, Workload
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
@@ -64,6 +65,9 @@ class PulseSchedule:
         self._links: Links | None = None
         self._replicas: Replicas | None = None
         self._settings: RunSettings | None = None
+        self._meter: BusyMeter | None = None
+        self.step_time: StepTime | None = None
+        """Of the last training step on this device; None if it was traced."""
 
     def __call__(
         self,
@@ -91,19 +95,34 @@ class PulseSchedule:
         )
         executor = self._executor(chunks, config, groups.pp, num_microbatches, forward_only)
         batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        recorder = None
+        recorder = meter = None
         if self._tracing is not None and not forward_only:
             if self._tracer is None:
-                self._tracer = self._make_tracer(groups, num_microbatches, settings.device)
+                run = {
+                    "micro_batch_size": str(micro_batch_size),
+                    "dtype": str(settings.dtype).removeprefix("torch."),
+                    "recompute": str(config.recompute_granularity == "full").lower(),
+                }
+                self._tracer = self._make_tracer(groups, num_microbatches, settings.device, run)
             recorder = self._tracer.begin(self._links) if self._tracer is not None else None
-        losses = executor.run(batches, settings, forward_only=forward_only, recorder=recorder)
+        if recorder is None and not forward_only:
+            meter = self._meter = self._meter or BusyMeter(settings.device)
+            meter.start()
+        losses = executor.run(
+            batches, settings, forward_only=forward_only, recorder=recorder or meter
+        )
         if recorder is not None and self._tracer is not None:
             self._tracer.end(recorder)
+        if meter is not None:
+            meter.stop()
         if not forward_only and config.finalize_model_grads_func is not None:
             config.finalize_model_grads_func(
                 chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce
             )
-        return self._share_losses(losses, num_microbatches, groups, settings.device)
+        shared = self._share_losses(losses, num_microbatches, groups, settings.device)
+        if not forward_only:  # the losses were read, so the GPU has done the step
+            self.step_time = None if meter is None else meter.read()
+        return shared
 
     def close(self) -> None:
         """Write what was traced of a run that ended before the last step to trace."""
@@ -111,7 +130,7 @@ class PulseSchedule:
             self._tracer.close()
 
     def _make_tracer(
-        self, groups: Any, num_microbatches: int, device: torch.device
+        self, groups: Any, num_microbatches: int, device: torch.device, run: dict[str, str]
     ) -> Tracer | None:
         if groups.dp_cp.rank() or groups.tp.rank():
             self._tracing = None
@@ -123,6 +142,8 @@ class PulseSchedule:
             self._plan.backbone.record,
             self._plan.step(num_microbatches).schedule,
             {"size": dist.get_world_size(), "pipeline": groups.pp.size(), **sizes},
+            tuple(map(tuple, self._plan.summary()["stages"])),
+            run,
         )
         pipeline = groups.pp if groups.pp.size() > 1 else None
         steps, folder = self._tracing.steps, self._tracing.folder

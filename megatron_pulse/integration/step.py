@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ def wrap_train_step(
 ) -> Callable[..., Any]:
     """Megatron's ``train_step``, followed by the average's update and the progress bar."""
     bar: tqdm[Any] | None = None
+    is_last = args.rank == args.world_size - 1
+    shows_progress = options.progress and is_last and sys.stderr.isatty()
 
     def step(
         forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **kwargs: Any
@@ -28,9 +31,10 @@ def wrap_train_step(
         if options.ema_decay and not skipped:
             for chunk in model:
                 stage = unwrap(chunk)
-                if stage.ema is not None:
-                    stage.ema.update(stage.named_parameters(), done - 1)
-        if options.progress and args.rank == args.world_size - 1:
+                if stage.ema is not None and stage.masters is not None:
+                    masters = stage.masters.values()
+                    stage.ema.update(((name, masters[name]) for name in stage.ema.state), done - 1)
+        if shows_progress:
             if bar is None:
                 bar = tqdm(total=args.train_iters, initial=done - 1, unit="step", desc="training")
             if "loss" in losses:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -17,24 +18,24 @@ from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.published import Published, from_published, to_published
-from megatron_pulse.diffusion.ema import ExponentialMovingAverage
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.backbone.published import Published, adopted, to_published
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.files import replacing
 from megatron_pulse.integration.arguments import add_pulse_arguments
 from megatron_pulse.integration.checkpoints import (
     LATEST,
     RELEASE,
     CheckpointError,
-    checkpoint_folder,
+    SavedRun,
     load_weights,
-    saved_arguments,
 )
 from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.planner.placement import sequential
 from megatron_pulse.planner.routes import trace_routes
 from megatron_pulse.planner.stages import Partition
+from megatron_pulse.runtime.sharded_state import like_parameters
 from megatron_pulse.runtime.stage import Stage
-from model_specs import load_backbone, published_form
+from model_specs import published_form
 
 
 def one_process_groups() -> None:
@@ -65,20 +66,19 @@ def whole_stage(backbone: Backbone, *, initialise: bool = False) -> Stage:
 
 
 def load_whole(
-    load: Path, iteration: int | None = None, *, averaged: bool
-) -> tuple[Backbone, Stage, argparse.Namespace]:
-    """The backbone of a checkpoint as one stage with its weights, and the flags of its run.
+    saved: SavedRun, *, averaged: bool, options: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Backbone, Stage]:
+    """The backbone of a saved run (with other ``options``) as one stage with its weights.
 
-    Raises CheckpointError when there is no such checkpoint or it holds no averaged weights.
+    Raises CheckpointError when they cannot be read, there are no averaged ones, or the options
+    make another model.
     """
-    folder = checkpoint_folder(load, iteration)
-    args = saved_arguments(folder)
-    if averaged and not args.pulse_ema_decay:
-        raise CheckpointError(f"{folder} holds no averaged weights: use --raw")
-    backbone = load_backbone(args.pulse_record["name"], args.pulse_record["options"])
+    if averaged and not saved.has_averages:
+        raise CheckpointError(f"{saved.folder} holds no averaged weights: use --raw")
+    backbone = saved.load_backbone(options)
     stage = whole_stage(backbone)
-    load_weights(stage, folder, averaged=averaged)
-    return backbone, stage, args
+    load_weights(stage, saved.folder, averaged=averaged)
+    return backbone, stage
 
 
 def export_weights(backbone: Backbone, stage: Stage) -> tuple[Published, dict[str, Tensor]]:
@@ -96,30 +96,37 @@ def weights_of(stage: Stage) -> dict[str, Tensor]:
 
 
 def import_weights(
-    backbone: Backbone, tensors: Mapping[str, Tensor], what: str, save: Path, objective: str
+    backbone: Backbone,
+    tensors: Mapping[str, Tensor],
+    what: str,
+    save: Path,
+    process: DiffusionProcess,
 ) -> None:
     """Write published ``tensors`` as a release checkpoint below ``save``.
 
     Its weights are fp32, and so are the averages that training continues. Raises PublishedError
-    with every name that is missing, unexpected or of the wrong shape.
+    with every name that is missing, unexpected, of the wrong shape or type, or not finite. Memory:
+    the weights in fp32 once, and beside them one published tensor at a time.
     """
     published = published_form(backbone)
     if published is None:
         raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
     stage = whole_stage(backbone)
-    found = from_published(published, weights_of(stage), tensors, what)
-    stage.load_state_dict({name: tensor.float() for name, tensor in found.items()}, strict=False)
-    args = _arguments(backbone, objective)
-    stage.ema = ExponentialMovingAverage(stage.named_parameters(), args.pulse_ema_decay)
+    weights = weights_of(stage)
+    for name, tensor in adopted(published, weights, tensors, what):
+        weights[name].copy_(tensor)
+    model = stage.sharded_state_dict()
+    parameters = {name: parameter.detach() for name, parameter in stage.named_parameters()}
+    model.update(like_parameters(model, "", parameters, "ema."))  # not copied
     folder = save / RELEASE
     beside = save / f".{RELEASE}.{os.getpid()}.part"
     beside.mkdir(parents=True)
     try:
         state = {
-            "args": args,
+            "args": _arguments(backbone, process),
             "checkpoint_version": 3.0,
             "iteration": 0,
-            "model": stage.sharded_state_dict(),
+            "model": model,
         }
         dist_checkpointing.save(state, str(beside))
         os.replace(beside, folder)
@@ -129,11 +136,12 @@ def import_weights(
         tracker.write_text(RELEASE)
 
 
-def _arguments(backbone: Backbone, objective: str) -> argparse.Namespace:
+def _arguments(backbone: Backbone, process: DiffusionProcess) -> argparse.Namespace:
     """The flags of a run on one process that would have written the checkpoint."""
     parser = add_pulse_arguments(add_megatron_arguments(argparse.ArgumentParser()))
-    args = parser.parse_args(["--pulse-backbone", backbone.name, "--pulse-objective", objective])
-    args.pulse_record = dict(backbone.record)
+    args = parser.parse_args(["--pulse-backbone", backbone.name])
+    args.pulse_record = backbone.saved_record
+    args.pulse_process = process.to_dict()
     args.pulse_data = None  # what it was trained on is not among ours
     args.world_size = 1
     return args

@@ -24,7 +24,10 @@ from typing import Any
 
 import yaml
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.faults import listed, unknown
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_yaml, replacing
+from megatron_pulse.plain_yaml import PlainDumper
 from megatron_pulse.planner.cluster_schema import cluster_faults
 from megatron_pulse.planner.costs import Link
 from megatron_pulse.profile.devices import PRESETS, Device, custom_device
@@ -222,7 +225,7 @@ def from_record(record: Any, where: str = "the cluster") -> Cluster:
 def to_yaml(cluster: Cluster, comment: str = "") -> str:
     """The text of its file, ``comment`` first."""
     lines = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
-    return lines + str(yaml.safe_dump(to_record(cluster), sort_keys=False))
+    return lines + str(yaml.dump(to_record(cluster), Dumper=PlainDumper, sort_keys=False))
 
 
 def save_cluster(cluster: Cluster, path: str | Path, comment: str = "") -> None:
@@ -238,9 +241,9 @@ def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file; raises ClusterError that lists every fault."""
     path = Path(path)
     try:
-        record = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ClusterError(f"{path} cannot be read as a cluster: {error}") from error
+        record = read_yaml(path, FileKind.CLUSTER)
+    except FileError as error:
+        raise ClusterError(str(error)) from error
     found = from_record(record, str(path))
     if isinstance(found.device, str) and found.device not in PRESETS:
         profile = path.parent / found.device
@@ -269,7 +272,7 @@ def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
         found = load_cluster(text)
     else:
         raise ClusterError(
-            f"no cluster is called {text!r}; there are: {', '.join(presets)}; or give a .yaml file "
+            f"{unknown('cluster', text, presets)}; or give a .yaml file "
             "('pulse clusters NAME' prints one to start from, 'pulse probe' measures one)"
         )
     return found if nodes is None else replace(found, nodes=nodes)
@@ -279,5 +282,4 @@ def _refuse(faults: list[str], where: str) -> None:
     if len(faults) == 1:
         raise ClusterError(f"{where}: {faults[0]}")
     if faults:
-        lines = "".join(f"\n  - {fault}" for fault in faults)
-        raise ClusterError(f"{where} has {len(faults)} faults:{lines}")
+        raise ClusterError(f"{where} has {len(faults)} faults:{listed(faults)}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_pulse.planner.schema import COUNT, faults_of, number, record
 from megatron_pulse.profile.devices import PRESETS
+from megatron_pulse.schema import COUNT, faults_of, number, record
 
 KINDS = (
     "nvlink",
@@ -19,13 +19,23 @@ KINDS = (
     "other",
 )
 
+MOST_DEVICES = 100_000
+"""The largest cluster that plans can be made for."""
+
+
+def _above_0(what: str) -> dict[str, Any]:
+    limits = {"minimum": 1e-6, "maximum": 1e6}
+    return number(f"a number from 1e-6 to 1e6: {what}", **limits)
+
 
 _LINK = record(
     "a record with kind, bandwidth_gbs, latency_us and shared",
     ["kind", "bandwidth_gbs", "latency_us", "shared"],
     kind={"enum": list(KINDS), "description": f"one of {', '.join(KINDS)}"},
-    bandwidth_gbs=number("a number above 0: GB/s from one device to one other, one direction"),
-    latency_us=number("a number, 0 or more: microseconds of an empty message", minimum=0),
+    bandwidth_gbs=_above_0("GB/s from one device to one other, one direction"),
+    latency_us=number(
+        "a number from 0 to 1e9: microseconds of an empty message", minimum=0, maximum=1e9
+    ),
     shared={
         "enum": ["device", "node"],
         "description": "device (each device has this bandwidth) or node (all of a node share it)",
@@ -38,8 +48,8 @@ _DEVICE = {
         record(
             "figures",
             ["tflops", "bandwidth_gbs"],
-            tflops=number("above 0"),
-            bandwidth_gbs=number("above 0"),
+            tflops=_above_0("TFLOP/s"),
+            bandwidth_gbs=_above_0("GB/s of its memory"),
         ),
     ],
     "description": f"one of {', '.join(PRESETS)}; or the .json file that 'pulse profile' wrote; "
@@ -53,7 +63,7 @@ SCHEMA: dict[str, Any] = {
         name={"type": "string", "minLength": 1, "description": "text"},
         nodes=COUNT,
         devices_per_node=COUNT,
-        memory_gb=number("a number above 0: 10^9 bytes of one device"),
+        memory_gb=_above_0("10^9 bytes of one device"),
         usable_memory=number(
             "a number above 0, at most 1: the share that planning may fill",
             exclusiveMinimum=0,
@@ -66,9 +76,7 @@ SCHEMA: dict[str, Any] = {
             intra_node=_LINK,
             inter_node=_LINK,
         ),
-        all_reduce_efficiency=number(
-            "a number above 0: the part of the bandwidth that collectives reach"
-        ),
+        all_reduce_efficiency=_above_0("the part of the bandwidth that collectives reach"),
     ),
 }
 
@@ -80,4 +88,9 @@ def cluster_faults(content: Any) -> list[str]:
         nodes = content.get("nodes")
         if type(nodes) is int and nodes > 1 and "inter_node" not in content["links"]:
             faults.append(f"links.inter_node is missing, and there are {nodes} nodes")
+    if not faults and content["nodes"] * content["devices_per_node"] > MOST_DEVICES:
+        faults.append(
+            f"{content['nodes']} nodes of {content['devices_per_node']} are more than "
+            f"{MOST_DEVICES:,} devices, the most that is planned for"
+        )
     return faults

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
+from megatron_pulse.faults import listed
+from megatron_pulse.planner.plan_file import PlanFile
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.simulate import Timeline
 from megatron_pulse.planner.trace import StepTrace, Trace, TraceError
+from megatron_pulse.profile.cautions import plan_cautions
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,7 @@ def compare(timeline: Timeline, trace: Trace) -> Comparison:
     Raises TraceError with every reason why they are not of one schedule.
     """
     if faults := [*trace.faults(), *_mismatches(timeline, trace)]:
-        lines = "".join(f"\n  - {fault}" for fault in faults)
-        raise TraceError(f"the trace cannot be compared with this plan:{lines}")
+        raise TraceError(f"the trace cannot be compared with this plan:{listed(faults)}")
     predicted = _durations({op: timeline.end[op] - timeline.start[op] for op in timeline.start})
     measured = _measured(trace)
     rows = tuple(
@@ -92,10 +94,53 @@ def compare(timeline: Timeline, trace: Trace) -> Comparison:
         devices,
         timeline.makespan,
         median(step.makespan_s for step in trace.steps),
-        1 - sum(timeline.busy) / (num_devices * timeline.makespan),
+        timeline.idle_share,
         median(bubble(step) for step in trace.steps),
         trace.clock_accuracy_s,
     )
+
+
+def mismatches(plan: PlanFile, trace: Trace) -> list[str]:
+    """By what ``trace`` is of a run of something else than ``plan``."""
+    said = {
+        "pipeline": plan.pipeline,
+        "data": plan.data,
+        "tensor": plan.tensor,
+        "micro_batch_size": plan.micro_batch_size,
+        "dtype": plan.dtype,
+        "recompute": str(plan.recompute).lower(),
+    }
+    ran = {**trace.world, **trace.run}
+    faults = [
+        f"the trace is of a run with {name} {ran[name]}, the plan has {value}"
+        for name, value in said.items()
+        if str(ran.get(name, value)) != str(value)
+    ]
+    if trace.backbone != plan.backbone:
+        faults.append(
+            f"the trace is of backbone {trace.backbone.get('name')} with options "
+            f"{trace.backbone.get('options')}, the plan of {plan.backbone['name']} with "
+            f"{plan.backbone['options']}"
+        )
+    elif trace.stages and trace.stages != plan.stages:
+        sizes = [", ".join(str(len(names)) for names in cut) for cut in (trace.stages, plan.stages)]
+        faults.append(
+            f"the trace is of a run of another plan: its stages have {sizes[0]} layers, the plan's "
+            f"{sizes[1]}"
+        )
+    return faults
+
+
+def doubts(plan: PlanFile, trace: Trace) -> list[str]:
+    """Why the plan's times may be wrong for the machine of the trace, in words."""
+    threads = trace.run.get("threads", "")
+    found = plan_cautions(plan.provenance, int(threads) if threads.isdecimal() else 0)
+    source, device = str(plan.provenance["profile"]), trace.machine.get("device", "")
+    if source.startswith("measured, ") and trace.run and device not in source:
+        found.append(f"the run was on {device}, but costs are {source.partition(':')[0]}")
+    elif not source.startswith("measured, "):
+        found.append(f"costs were not measured ({source.partition(':')[0]}): ratios may be right")
+    return found
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_text
 from megatron_pulse.planner.communication import (
     CommunicationPlan,
     compile_communication,
@@ -24,12 +26,15 @@ from megatron_pulse.planner.placement import Placement, PlacementKind
 from megatron_pulse.planner.program import Event, compile_program
 from megatron_pulse.planner.routes import Routes, trace_routes
 from megatron_pulse.planner.schedule.files import from_csv
-from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.operations import Kind, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick
+from megatron_pulse.planner.schedule.simulate import simulate
 from megatron_pulse.planner.schedule.synthesize import synthesize
 from megatron_pulse.planner.schedule.validate import validate
 from megatron_pulse.planner.stages import Partition
+
+_Times = tuple[float, ...]
 
 
 class PlanError(ValueError):
@@ -112,14 +117,10 @@ class Plan:
             return None
         if (name := pick(self.schedule_name, placement)) not in WAVES:
             return None
-        forward, backward = (1.0,) * num, (2.0,) * num
-        weight: tuple[float, ...] | None = (1.0,) * num
-        if times is not None:
-            forward, backward, weight = times.forward, times.backward, times.weight_grad
-        if name == "wave-split":
-            if weight is None:
-                raise PlanError("wave-split needs a profile with weight gradients apart")
-            backward = tuple(b - w for b, w in zip(backward, weight, strict=True))
+        split = name == "wave-split"
+        if split and times is not None and times.weight_grad is None:
+            raise PlanError("wave-split needs a profile with weight gradients apart")
+        forward, backward, weight = self._times(split)
         activation, cap = (
             None,
             (float(num if self.cap is None else self.cap),) * placement.num_devices,
@@ -132,11 +133,33 @@ class Plan:
             num_microbatches,
             forward,
             backward,
-            weight if name == "wave-split" else None,
+            weight,
             0.0 if times is None else times.link,
             activation,
             cap,
         )
+
+    def _times(self, split: bool) -> tuple[_Times, _Times, _Times | None]:
+        """Of each stage's forward, backward, and weight gradient if that is apart.
+
+        Where it is not known, it is half of a backward.
+        """
+        times, num = self.times, self.placement.num_stages
+        forward, backward = (1.0,) * num, (2.0,) * num
+        weight = None
+        if times is not None:
+            forward, backward, weight = times.forward, times.backward, times.weight_grad
+        if not split:
+            return forward, backward, None
+        weight = weight or tuple(b / 2 for b in backward)
+        return forward, tuple(b - w for b, w in zip(backward, weight, strict=True)), weight
+
+    def idle_share(self, num_microbatches: int) -> float:
+        """The part of all devices' time that the step's schedule leaves idle, by ``times``."""
+        schedule = self.step(num_microbatches).schedule
+        forward, backward, weight = self._times(Kind.WEIGHT_GRAD in schedule.kinds)
+        link = 0.0 if self.times is None else self.times.link
+        return simulate(schedule, forward, backward, link, weight).idle_share
 
     def _as_1f1b(self, saved_bytes: tuple[float, ...]) -> tuple[float, ...]:
         """What each device would hold under 1F1B: P microbatches."""
@@ -257,8 +280,8 @@ def _schedule(plan: Plan, num_microbatches: int) -> Schedule:
 
 def _read_schedule(path: Path, placement: Placement, num_microbatches: int) -> Schedule:
     try:
-        schedule = from_csv(path.read_text(), placement, path.stem)
-    except (OSError, ValueError) as error:
+        schedule = from_csv(read_text(path, FileKind.SCHEDULE), placement, path.stem)
+    except ValueError as error:
         raise PlanError(f"schedule {path}: {error}") from error
     if schedule.num_microbatches != num_microbatches:
         raise PlanError(

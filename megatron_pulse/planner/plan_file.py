@@ -8,13 +8,16 @@ cuts, every device's order), so that a run needs neither the profile nor a solve
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.faults import listed
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
 from megatron_pulse.planner.plan_schema import FORMAT, plan_faults
 from megatron_pulse.planner.replay import Edge, Replay, replay
@@ -128,20 +131,21 @@ def load_plan(path: str | Path) -> PlanFile:
     """Read a plan; raises PlanFileError that lists every fault of form and of legality."""
     plan, faults = read_plan(path)
     if plan is None or faults:
-        lines = "".join(f"\n  - {fault}" for fault in faults)
-        raise PlanFileError(f"{path} is not a plan that can run ({len(faults)} fault(s)):{lines}")
+        raise PlanFileError(
+            f"{path} is not a plan that can run ({len(faults)} fault(s)):{listed(faults)}"
+        )
     return plan
 
 
 def read_plan(path: str | Path) -> tuple[PlanFile | None, list[str]]:
     """A plan and every fault of form and of legality; None where its form has faults.
 
-    Raises PlanFileError for a file that is not JSON.
+    Raises PlanFileError for a file that cannot be read at all (see ``files.read_json``).
     """
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise PlanFileError(f"{path} cannot be read as a plan: {error}") from error
+        record = read_json(path, FileKind.PLAN)
+    except FileError as error:
+        raise PlanFileError(str(error)) from error
     if faults := plan_faults(record):
         return None, faults
     try:
@@ -152,9 +156,7 @@ def read_plan(path: str | Path) -> tuple[PlanFile | None, list[str]]:
 
 
 def _from_record(record: dict[str, Any]) -> PlanFile:
-    times, last = record["times"], max(record["schedule"]["device_of_stage"])
-    if last >= len(record["schedule"]["order"]):
-        raise ValueError(f"stages are on devices 0 to {last}, but orders are of fewer")
+    times = record["times"]
     fields = {name: value for name, value in record.items() if name != "format"}
     fields["stages"] = tuple(map(tuple, record["stages"]))
     fields["schedule"] = from_json(record["schedule"])
@@ -170,6 +172,7 @@ def _from_record(record: dict[str, Any]) -> PlanFile:
     return PlanFile(**fields)
 
 
+_ROUNDING = 1e-6
 _COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes")
 
 
@@ -181,6 +184,23 @@ def _faults(plan: PlanFile) -> Iterator[str]:
         yield (
             f"global_batch_size {plan.global_batch_size} is not a multiple of data {plan.data} x "
             f"micro_batch_size {plan.micro_batch_size}"
+        )
+    rate, step_s = plan.predicted["samples_per_s"], plan.predicted["step_s"]
+    if not math.isclose(rate * step_s, plan.global_batch_size, rel_tol=_ROUNDING):
+        yield (
+            f"predicted: {rate:g} samples/s in steps of {step_s:g} s are {rate * step_s:g} a step, "
+            f"but global_batch_size is {plan.global_batch_size}"
+        )
+    part_s = plan.predicted["pipeline_s"]
+    if part_s > step_s * (1 + _ROUNDING):
+        yield f"predicted: pipeline_s {part_s:g} is more than step_s {step_s:g}"
+    if plan.predicted["bubble"] > 1 + _ROUNDING:
+        yield f"predicted.bubble is {plan.predicted['bubble']:g}; it is a share, at most 1"
+    known = plan.provenance["schedule"]
+    if known["lower_bound"] > known["makespan"] * (1 + _ROUNDING):
+        yield (
+            f"provenance.schedule: lower_bound {known['lower_bound']:g} is above makespan "
+            f"{known['makespan']:g}"
         )
     if plan.sequence_parallel and plan.tensor == 1:
         yield "sequence_parallel: it needs tensor parallelism, and tensor is 1"

@@ -5,47 +5,55 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_pulse.planner.placement import PlacementKind
-from megatron_pulse.planner.schema import COUNT, faults_of, number, record
 from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.schema import (
+    COUNT,
+    FLAG,
+    NATURAL,
+    OBJECT,
+    OPERATION,
+    TEXT,
+    faults_of,
+    list_of,
+    number,
+    one_of,
+    record,
+)
 
 FORMAT = "megatron_pulse plan 1"
 """The version of the schema."""
 
-_TEXT = {"type": "string", "minLength": 1, "description": "text"}
-_FLAG = {"type": "boolean", "description": "true or false"}
-
-
-def _list(items: dict[str, Any], description: str) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": 1, "description": description}
-
-
-def _one_of(values: list[str]) -> dict[str, Any]:
-    return {"enum": values, "description": f"one of {', '.join(values)}"}
-
-
-_SECONDS = _list(number("a number above 0: seconds"), "seconds of each stage")
-_BYTES = _list(number("a number, 0 or more: bytes", minimum=0), "bytes")
+_MOST_S, _MOST_BYTES = 1e9, 1e15
+_TIME = number(
+    f"a number above 0, at most {_MOST_S:g}: seconds", exclusiveMinimum=0, maximum=_MOST_S
+)
+_SECONDS = list_of(_TIME, "seconds of each stage")
+_BYTES = list_of(
+    number(f"a number from 0 to {_MOST_BYTES:g}: bytes", minimum=0, maximum=_MOST_BYTES), "bytes"
+)
 _MESSAGE = "[stage, stage, seconds]"
 _EDGE = {
     "type": "array",
     "prefixItems": [
         {"type": "integer", "description": _MESSAGE},
         {"type": "integer", "description": _MESSAGE},
-        {"type": "number", "minimum": 0, "description": _MESSAGE},
+        {"type": "number", "minimum": 0, "maximum": _MOST_S, "description": _MESSAGE},
     ],
     "minItems": 3,
     "maxItems": 3,
     "description": _MESSAGE,
 }
 
-_ANY = {"type": "object", "description": "an object"}
-_FIGURE = {"type": "number", "description": "a number"}
-_STAGE = {"type": "integer", "minimum": 0, "description": "a whole number, 0 or more"}
-_OPERATION = {
-    "type": "string",
-    "pattern": r"^[FBIWX][0-9]{1,9}:[0-9]{1,9}$",
-    "description": "an operation such as F2:0",
-}
+_FIGURE = number("a number, 0 or more", minimum=-1e-9)  # differences are rounded
+_FILLER = record(
+    "a filler: name, slice_seconds, devices",
+    name=TEXT,
+    slice_seconds=list_of(_TIME, "seconds of each slice"),
+    devices={
+        "anyOf": [{"type": "null"}, list_of(NATURAL, "devices")],
+        "description": "a list of devices, or null",
+    },
+)
 _PREDICTED = (
     "step_s",
     "samples_per_s",
@@ -66,37 +74,35 @@ def _at_least(description: str, **properties: Any) -> dict[str, Any]:
 SCHEMA = record(
     "a plan as 'pulse tune' writes it",
     format={"const": FORMAT, "description": f"{FORMAT!r} (a plan of this version)"},
-    backbone={
-        "type": "object",
-        "required": ["name", "options"],
-        "properties": {
-            "name": _TEXT,
-            "options": {"type": "object", "description": "the fields of its configuration"},
-        },
-        "description": "a backbone's record with name and options",
-    },
-    dtype=_one_of(list(ELEMENT_BYTES)),
+    backbone=record(
+        "a backbone's record: name, family, options",
+        ["name", "options"],
+        name=TEXT,
+        family=TEXT,
+        options=OBJECT,
+    ),
+    dtype=one_of(list(ELEMENT_BYTES)),
     pipeline=COUNT,
     data=COUNT,
     tensor=COUNT,
-    sequence_parallel=_FLAG,
-    rank_order=_one_of(["tp-dp-pp", "tp-pp-dp"]),
+    sequence_parallel=FLAG,
+    rank_order=one_of(["tp-dp-pp", "tp-pp-dp"]),
     global_batch_size=COUNT,
     micro_batch_size=COUNT,
-    recompute=_FLAG,
-    distributed_optimizer=_FLAG,
-    overlap_grad_reduce=_FLAG,
-    placement=_one_of([kind.value for kind in PlacementKind]),
+    recompute=FLAG,
+    distributed_optimizer=FLAG,
+    overlap_grad_reduce=FLAG,
+    placement=one_of([kind.value for kind in PlacementKind]),
     num_chunks=COUNT,
-    stages=_list(_list(_TEXT, "names of a stage's layers"), "a list for each stage"),
+    stages=list_of(list_of(TEXT, "names of a stage's layers"), "a list for each stage"),
     schedule=record(
         "a schedule: name, placement, order, ...",
-        name=_TEXT,
-        placement=_one_of([kind.value for kind in PlacementKind]),
-        device_of_stage=_list(_STAGE, "the device of each stage"),
+        name=TEXT,
+        placement=one_of([kind.value for kind in PlacementKind]),
+        device_of_stage=list_of(NATURAL, "the device of each stage"),
         num_microbatches=COUNT,
-        order=_list(_list(_OPERATION, "a device's operations"), "a list for each device"),
-        fillers={"type": "array", "items": _ANY, "description": "a list of fillers"},
+        order=list_of(list_of(OPERATION, "a device's operations"), "a list for each device"),
+        fillers=list_of(_FILLER, "a list of fillers", least=0),
     ),
     times=record(
         "the times that the schedule was made for",
@@ -112,18 +118,18 @@ SCHEMA = record(
     ),
     provenance=_at_least(
         "where the plan is from",
-        profile_sha256=_TEXT,
-        profile=_TEXT,
-        cluster=_ANY,
+        profile_sha256=TEXT,
+        profile=TEXT,
+        cluster=OBJECT,
         schedule=_at_least(
             "how good the schedule is",
             makespan=_FIGURE,
             lower_bound=_FIGURE,
             gap=_FIGURE,
-            proved=_FLAG,
-            solver=_TEXT,
+            proved=FLAG,
+            solver=TEXT,
         ),
-        versions=_ANY,
+        versions=OBJECT,
     ),
 )
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.faults import listed
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.planner.communication import Message, Payload
 from megatron_pulse.planner.schedule.operations import Kind, Operation
-
-SCHEMA = 1
-"""The version of the file's form."""
+from megatron_pulse.planner.trace_schema import SCHEMA, TRACE_FORM
+from megatron_pulse.schema import faults_of
 
 
 class TraceError(ValueError):
@@ -100,6 +102,8 @@ class Trace:
     """Some steps of one pipeline of a run. ``clock`` says how the devices' clocks were compared.
 
     ``world`` counts ranks (``size``) and how they are divided (``data``, ``tensor``, ``pipeline``).
+    ``stages`` are the names of each stage's layers, ``run`` what else times depend on
+    (``micro_batch_size``, ``dtype``, ``threads``, ``recompute``); older traces have neither.
     """
 
     machine: Mapping[str, str]
@@ -113,6 +117,8 @@ class Trace:
     clock: str
     clock_accuracy_s: float
     steps: tuple[StepTrace, ...]
+    stages: tuple[tuple[str, ...], ...] = ()
+    run: Mapping[str, str] = field(default_factory=dict)
 
     def faults(self) -> list[str]:
         """Why this cannot be what a run did; empty if it can."""
@@ -132,16 +138,27 @@ class Trace:
         counts = Counter(op.operation for op in step.operations)
         faults += [f"{op} ran {count} times" for op, count in counts.items() if count > 1]
         kinds = {op.kind for op in counts} - {Kind.FILLER}
-        missing = [
-            op
-            for stage in range(len(self.device_of_stage))
-            for microbatch in range(self.num_microbatches)
-            for kind in sorted(kinds)
-            if (op := Operation(kind, stage, microbatch)) not in counts
+        stages = len(self.device_of_stage)
+        there = sum(
+            op.stage < stages and op.microbatch < self.num_microbatches
+            for op in counts
+            if op.kind is not Kind.FILLER
+        )
+        if num_missing := stages * self.num_microbatches * max(len(kinds), 1) - there:
+            missing = (
+                str(op)
+                for stage in range(stages)
+                for microbatch in range(self.num_microbatches)
+                for kind in sorted(kinds)
+                if (op := Operation(kind, stage, microbatch)) not in counts
+            )
+            shown = ", ".join(islice(missing, 5)) + (" ..." if num_missing > 5 else "")
+            faults.append(f"{num_missing} operations are missing: {shown}")
+        faults += [
+            f"{op} is of microbatch {op.microbatch}; there are {self.num_microbatches}"
+            for op in counts
+            if op.kind is not Kind.FILLER and op.microbatch >= self.num_microbatches
         ]
-        if missing or not kinds:
-            shown = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
-            faults.append(f"{len(missing)} operations are missing: {shown}")
         busy_until: dict[int, float] = {}
         for timed in sorted(step.operations, key=lambda t: (t.start_s, t.end_s)):
             op, device, start_s, end_s = timed.operation, timed.device, timed.start_s, timed.end_s
@@ -167,17 +184,16 @@ def save_trace(trace: Trace, path: str | Path) -> None:
 def load_trace(path: str | Path) -> Trace:
     """Read what ``save_trace`` wrote; raises TraceError that lists every fault of the file."""
     try:
-        record = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TraceError(f"{path} cannot be read as a trace: {error}") from error
-    faults = _form_faults(record)
+        record = read_json(path, FileKind.TRACE)
+    except FileError as error:
+        raise TraceError(str(error)) from error
+    faults = faults_of(TRACE_FORM, record)
     if not faults:
         trace = _from_json(record)
         faults = trace.faults()
         if not faults:
             return trace
-    lines = "".join(f"\n  - {fault}" for fault in faults)
-    raise TraceError(f"{path} is not a whole trace ({len(faults)} fault(s)):{lines}")
+    raise TraceError(f"{path} is not a whole trace ({len(faults)} fault(s)):{listed(faults)}")
 
 
 def _to_json(step: StepTrace) -> dict[str, Any]:
@@ -207,6 +223,7 @@ def _to_json(step: StepTrace) -> dict[str, Any]:
 def _from_json(record: dict[str, Any]) -> Trace:
     fields = {name: value for name, value in record.items() if name != "schema"}
     fields["device_of_stage"] = tuple(record["device_of_stage"])
+    fields["stages"] = tuple(map(tuple, record.get("stages", ())))
     fields["steps"] = tuple(
         StepTrace(
             step["step"],
@@ -234,65 +251,3 @@ def _from_json(record: dict[str, Any]) -> Trace:
         for step in record["steps"]
     )
     return Trace(**fields)
-
-
-def _form_faults(record: Any) -> list[str]:
-    """Where ``record`` has not the form of the file."""
-    from jsonschema import Draft202012Validator
-
-    found = Draft202012Validator(_FORM).iter_errors(record)
-    return [
-        f"{'.'.join(map(str, error.absolute_path)) or 'the file'}: {error.message[:200]}"
-        for error in sorted(found, key=lambda e: [str(p) for p in e.absolute_path])
-    ]
-
-
-def _record(**fields: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": fields,
-        "required": list(fields),
-        "additionalProperties": False,
-    }
-
-
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-_TEXT, _TIME = {"type": "string"}, {"type": "number"}
-_COUNT = {"type": "integer", "minimum": 0}
-_OP = {"type": "string", "pattern": r"^[FBIWX]\d+:\d+$"}
-_INTERVAL = {"start_s": _TIME, "end_s": _TIME}
-_FORM = _record(
-    schema={"const": SCHEMA},
-    machine={"type": "object", "additionalProperties": _TEXT},
-    world={"type": "object", "additionalProperties": _COUNT},
-    plan_digest=_TEXT,
-    backbone={"type": "object"},
-    schedule=_TEXT,
-    placement=_TEXT,
-    device_of_stage=_list(_COUNT),
-    num_microbatches=_COUNT,
-    clock=_TEXT,
-    clock_accuracy_s={"type": "number", "minimum": 0},
-    steps=_list(
-        _record(
-            step=_COUNT,
-            operations=_list(_record(device=_COUNT, op=_OP, **_INTERVAL)),
-            waits=_list(
-                _record(
-                    **{"device": _COUNT, "for": _OP, "from": _OP, "source": _COUNT},
-                    payload={"enum": list(Payload)},
-                    name=_TEXT,
-                    **_INTERVAL,
-                )
-            ),
-            traffic=_list(
-                _record(
-                    device=_COUNT, sent_bytes=_COUNT, received_bytes=_COUNT, num_messages=_COUNT
-                )
-            ),
-        )
-    ),
-)

@@ -13,10 +13,11 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.devices import Kernel, Roofline
 from megatron_pulse.profile.flops import FlashAttention, some_process_group
 from megatron_pulse.profile.kernels import Kernels
-from megatron_pulse.profile.layer_call import describe_chain, make_call
+from megatron_pulse.profile.layer_call import describe_chain, layer_kind, make_call
 from megatron_pulse.profile.memory import Kept, KeptStorages, live_bytes, saved_bytes
+from megatron_pulse.profile.module_check import naming_module_faults
 from megatron_pulse.profile.parameters import Sizes, meta_context, module_sizes
-from megatron_pulse.profile.profile import LayerTimes, Profile, Source
+from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,14 @@ def analyse(
     """The profile of ``backbone`` on a device that ``roofline`` describes.
 
     Every kernel takes as its roofline says (see ``devices`` and ``kernels``), one after another.
-    Raises ProfileError and whatever a layer raises that does not fit its specs.
+    Raises ProfileError, and BackboneError that names every layer which does not fit its specs.
     """
     context = meta_context(roofline.dtype)
     counted: dict[str, tuple[Sizes, list[LayerWork]]] = {}
-    kinds = [_kind(backbone, i) for i in range(len(backbone.layers))]
-    layers = tqdm(kinds, "counting", unit="layer", delay=2, disable=not progress)
-    with some_process_group(), torch.device("meta"):
+    kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
+    layers = tqdm(kinds, "counting", unit="layer", delay=2, disable=not progress or None)
+    named = naming_module_faults(backbone, roofline.dtype)
+    with named, some_process_group(), torch.device("meta"):
         for i, kind in enumerate(layers):
             if kind in counted:
                 continue
@@ -79,16 +81,6 @@ def analyse(
     )
 
 
-def _kind(backbone: Backbone, index: int) -> str:
-    """The same for layers that do the same: built by the same function of the same arguments,
-    between the same tensors, and both behind a layer that wants a gradient, or neither."""
-    layer = backbone.layers[index]
-    edges = list(layer.pops.values()), sorted(layer.pushes.values()), list(layer.provides.values())
-    behind = any(not earlier.embedder for earlier in backbone.layers[:index])
-    parts = (layer.build, layer.inputs, layer.outputs, edges, layer.uses, layer.embedder, behind)
-    return repr(parts)
-
-
 def count_work(
     backbone: Backbone, index: int, module: Any, micro_batch_size: int, dtype: str
 ) -> LayerWork:
@@ -96,7 +88,9 @@ def count_work(
     call = make_call(backbone, index, module, micro_batch_size, dtype, "meta")
     kernels = Kernels()
     with torch.no_grad():
-        call.forward()  # makes the layer's constants, which later calls find
+        # Makes the layer's constants, which later calls find.
+        if misfit := call.misfit(call.forward()):
+            raise ProfileError(f"{backbone.layers[index].name}: {misfit}")
     with FlashAttention(), live_bytes(call) as live, kernels:
         with kernels.record() as forward, KeptStorages(call) as storages:
             results = call.forward()

@@ -61,6 +61,13 @@ _PRESETS = (
 PRESETS: Mapping[str, Device] = {device.name: device for device in _PRESETS}
 
 
+def known_device(cuda_name: str) -> Device | None:
+    """The preset of a GPU by the name that CUDA gives it; None where its peaks are others."""
+    if "H100" in cuda_name and ("PCIe" in cuda_name or "NVL" in cuda_name):
+        return None
+    return next((d for kind, d in PRESETS.items() if kind.split("-")[0] in cuda_name), None)
+
+
 def custom_device(peak_tflops: float, bandwidth_gbs: float, memory_gb: float) -> Device:
     """A device of these figures; its peak is that of whatever dtype is profiled."""
     name = f"{peak_tflops:g} TFLOP/s, {bandwidth_gbs:g} GB/s, {memory_gb:g} GB"

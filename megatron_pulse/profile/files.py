@@ -11,7 +11,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.faults import listed
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.profile.profile import Profile, ProfiledLayer, ProfileError
 
 _FORMAT = "megatron_pulse profile 1"
@@ -28,10 +30,10 @@ def save_profile(profile: Profile, path: str | Path) -> None:
 def load_profile(path: str | Path) -> Profile:
     """Read what ``save_profile`` wrote; raises ProfileError that lists every fault of the file."""
     try:
-        record = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ProfileError(f"{path} cannot be read as a profile: {error}") from error
-    if not isinstance(record, dict) or record.pop("format", None) != _FORMAT:
+        record = read_json(path, FileKind.PROFILE)
+    except FileError as error:
+        raise ProfileError(str(error)) from error
+    if record.pop("format", None) != _FORMAT:
         raise ProfileError(f"{path} is not a profile: its 'format' is not {_FORMAT!r}")
     faults: list[str] = []
     profile = _read(Profile, record, "", faults)
@@ -40,8 +42,7 @@ def load_profile(path: str | Path) -> Profile:
             return Profile(**profile)
         except ProfileError as error:
             raise ProfileError(f"{path}: {error}") from error
-    lines = "".join(f"\n  - {fault}" for fault in faults)
-    raise ProfileError(f"{path}: the profile has {len(faults)} fault(s):{lines}")
+    raise ProfileError(f"{path}: the profile has {len(faults)} fault(s):{listed(faults)}")
 
 
 def _read(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
@@ -82,8 +83,9 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
         return None
     kinds = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""
-    fields = dataclasses.fields(kind) if kind is ProfiledLayer else ()
-    optional = {f.name for f in fields if f.default is not dataclasses.MISSING}
+    # Fields that older profiles do not have.
+    fields = dataclasses.fields(kind) if kind in (Profile, ProfiledLayer) else ()
+    optional = {f.name for f in fields if isinstance(f.default, int)}
     missing = [name for name in kinds if name not in {*value, *optional}]
     faults += [f"{prefix}{name} is missing" for name in missing]
     faults += [f"{prefix}{name} is unknown" for name in value if name not in kinds]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
+from megatron_pulse.profile.layer_call import layer_kind
 from megatron_pulse.profile.parameters import meta_context
 
 
@@ -38,14 +39,30 @@ class FlashAttention(TorchFunctionMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
-def count_flops(backbone: Backbone, micro_batch_size: int = 1) -> tuple[LayerFlops, ...]:
-    """Operations of each layer of the whole model, i.e. at tensor-parallel size 1."""
+def count_flops(
+    backbone: Backbone, micro_batch_size: int = 1, *, flash: bool = True
+) -> tuple[LayerFlops, ...]:
+    """Operations of each layer of the whole model, i.e. at tensor-parallel size 1.
+
+    Without ``flash`` attention computes its scores once, as they count in a model's operations.
+    """
     context = meta_context()
+    kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
+    counted: dict[str, LayerFlops] = {}
     with some_process_group(), torch.device("meta"):
-        return tuple(
-            _count(backbone, layer, layer.build(context), micro_batch_size)
-            for layer in backbone.layers
-        )
+        for kind, layer in zip(kinds, backbone.layers, strict=True):
+            if kind not in counted:
+                module = layer.build(context)
+                counted[kind] = _count(backbone, layer, module, micro_batch_size, flash)
+    return tuple(counted[kind] for kind in kinds)
+
+
+def model_flops(backbone: Backbone) -> int:
+    """Operations of a model's forward and backward for one sample, whatever is recomputed.
+
+    What MFU counts (PaLM, arXiv:2204.02311, appendix B).
+    """
+    return sum(layer.forward + layer.backward for layer in count_flops(backbone, flash=False))
 
 
 @contextmanager
@@ -61,7 +78,9 @@ def some_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _count(backbone: Backbone, layer: Layer, module: Any, micro_batch_size: int) -> LayerFlops:
+def _count(
+    backbone: Backbone, layer: Layer, module: Any, micro_batch_size: int, flash: bool
+) -> LayerFlops:
     def make(spec: TensorSpec, trained: bool = True) -> torch.Tensor:
         dtype = torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)
         tensor = torch.empty(spec.full_shape(micro_batch_size), dtype=dtype)
@@ -72,7 +91,8 @@ def _count(backbone: Backbone, layer: Layer, module: Any, micro_batch_size: int)
     conditioning = {edge.name: make(edge.spec) for edge in backbone.conditioning}
     conditioning |= {name: make(spec, False) for name, spec in backbone.batch_fields.items()}
     used = {name: conditioning[name] for name in layer.uses}
-    with FlashAttention(), FlopCounterMode(display=False) as counter:
+    attention = FlashAttention() if flash else nullcontext()
+    with attention, FlopCounterMode(display=False) as counter:
         results = module(inputs, skips, used)
         forward = counter.get_total_flops()
         trained = [tensor for tensor in results if tensor.requires_grad]

@@ -29,6 +29,8 @@ class LayerCall:
     skips: Mapping[str, Tensor]
     conditioning: Mapping[str, Tensor]
     shared: tuple[Tensor, ...]
+    expected: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    """Shapes and dtypes of the boundary outputs and of what the layer provides."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -45,6 +47,15 @@ class LayerCall:
         """The boundary outputs, then what the layer provides."""
         results: tuple[Tensor, ...] = self.module(self.boundary, self.skips, self.conditioning)
         return results
+
+    def misfit(self, results: Any) -> str | None:
+        """How what the module returned differs from what its layer declares."""
+        if not isinstance(results, tuple) or not all(isinstance(t, Tensor) for t in results):
+            return f"returns no tuple of tensors but {type(results).__name__}"
+        found = tuple((tuple(tensor.shape), tensor.dtype) for tensor in results)
+        if found == self.expected:
+            return None
+        return f"returns {_kinds(found)}, its layer declares {_kinds(self.expected)}"
 
     def seeds(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         """Output gradients; None where training has none."""
@@ -87,6 +98,11 @@ class LayerCall:
                 parameter.requires_grad_(True)
 
 
+def _kinds(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    texts = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in tensors]
+    return ", ".join(texts) or "nothing"
+
+
 def _drop(tensor: Tensor) -> None:
     tensor.grad = None
 
@@ -112,9 +128,12 @@ def make_call(
     layer = backbone.layers[index]
     trained = not all(earlier.embedder for earlier in backbone.layers[:index])
 
-    def make(spec: TensorSpec, gradient: bool) -> Tensor:
-        shape = spec.full_shape(micro_batch_size)
+    def kind_of(spec: TensorSpec) -> tuple[tuple[int, ...], torch.dtype]:
         kind = getattr(torch, dtype if spec.dtype == COMPUTE else spec.dtype)
+        return spec.full_shape(micro_batch_size), kind
+
+    def make(spec: TensorSpec, gradient: bool) -> Tensor:
+        shape, kind = kind_of(spec)
         if not kind.is_floating_point:
             return torch.ones(shape, dtype=kind, device=device)
         values = torch.randn(shape, dtype=kind, device=device)
@@ -133,7 +152,18 @@ def make_call(
         {name: make(spec, True) for name, spec in layer.pops.items()},
         {**fields, **given},
         tuple(fields.values()),
+        tuple(map(kind_of, (*layer.outputs, *layer.provides.values()))),
     )
+
+
+def layer_kind(backbone: Backbone, index: int) -> str:
+    """The same for layers that do the same: built by the same function of the same arguments,
+    between the same tensors, and both behind a layer that wants a gradient, or neither."""
+    layer = backbone.layers[index]
+    edges = list(layer.pops.values()), sorted(layer.pushes.values()), list(layer.provides.values())
+    behind = any(not earlier.embedder for earlier in backbone.layers[:index])
+    parts = (layer.build, layer.inputs, layer.outputs, edges, layer.uses, layer.embedder, behind)
+    return repr(parts)
 
 
 def describe_chain(

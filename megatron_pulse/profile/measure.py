@@ -6,10 +6,8 @@ import gc
 import hashlib
 import importlib.metadata
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,9 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.clock import Patience, median_and_spread, repeat
 from megatron_pulse.profile.flops import some_process_group
 from megatron_pulse.profile.layer_call import LayerCall, describe_chain, make_call
+from megatron_pulse.profile.machine import computing_with, device_name, num_threads
 from megatron_pulse.profile.memory import Kept, KeptStorages, live_bytes, saved_bytes
+from megatron_pulse.profile.module_check import naming_module_faults
 from megatron_pulse.profile.parameters import Sizes, meta_context, module_sizes
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 
@@ -49,13 +49,15 @@ def measure(
     patience: Patience = _DEFAULT_PATIENCE,
     once_per_kind: bool = False,
     progress: bool = False,
+    threads: int | None = None,
 ) -> Profile:
     """The profile of ``backbone`` on this machine's ``device``, "cpu" or "cuda".
 
     Each layer is built alone, whole, with random parameters of ``dtype``, and measured with random
     inputs; only one is on the device at a time. ``once_per_kind`` measures layers once that run
     the same operators on tensors of the same shapes, strides and dtypes (see ``OperatorTrace``).
-    Layers are Megatron's local ones, not Transformer Engine's.
+    Layers are Megatron's local ones, not Transformer Engine's. On a CPU they run with ``threads``
+    (default: as many as this process has).
     Raises ProfileError if a layer does not fit into the device's memory.
     """
     place = torch.device(device)
@@ -63,8 +65,10 @@ def measure(
     sizes: list[Sizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
     known: dict[str, LayerMeasure] = {}
-    layers = tqdm(backbone.layers, "measuring", unit="layer", delay=2, disable=not progress)
-    with some_process_group():
+    layers = tqdm(backbone.layers, "measuring", unit="layer", delay=2, disable=not progress or None)
+    checked = naming_module_faults(backbone, dtype)
+    with computing_with(threads), checked, some_process_group():
+        used_threads = num_threads(place)
         for i, layer in enumerate(layers):
             module = layer.build(context).to(place)
             _fill(module)
@@ -87,7 +91,7 @@ def measure(
     return Profile(
         backbone=backbone.record,
         source=Source.MEASURED,
-        device=_device_name(place),
+        device=_device_name(place, used_threads),
         memory_bytes=_device_memory(place),
         dtype=dtype,
         recompute=recompute,
@@ -97,6 +101,7 @@ def measure(
         skips=skips,
         conditioning=conditioning,
         versions=_versions(place),
+        threads=used_threads,
     )
 
 
@@ -143,6 +148,8 @@ def _measure_layer(
 ) -> LayerMeasure:
     with KeptStorages(call) as storages:
         results = call.forward()
+    if misfit := call.misfit(results):
+        raise ProfileError(misfit)
     kept = storages.count(results[:num_outputs])
     seeds = call.seeds(results)
     del results
@@ -234,17 +241,9 @@ def _method(patience: Patience, once_per_kind: bool) -> str:
     )
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    threads = torch.get_num_threads()
-    return f"CPU ({models[0] if models else name}, {threads} thread{'s' * (threads > 1)})"
+def _device_name(device: torch.device, threads: int) -> str:
+    name = device_name(device)
+    return f"CPU ({name}, {threads} thread{'s' * (threads > 1)})" if threads else name
 
 
 def _device_memory(device: torch.device) -> int:

@@ -14,15 +14,21 @@ With recomputation a layer keeps what it was called with, all of it, and nothing
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from megatron_pulse.faults import listed
 from megatron_pulse.planner.costs import ChainCosts, SkipCost
 from megatron_pulse.profile.devices import ELEMENT_BYTES
+
+SPREAD = 0.3
+"""Repetitions that spread over more of their time than this were disturbed."""
+
+_MOST = 1e15  # seconds, bytes and parameters; sums and products of such stay far from overflow
+_MOST_SAMPLES = 1_000_000
 
 
 class ProfileError(ValueError):
@@ -54,6 +60,17 @@ class LayerTimes:
     weight_grad_spread_s: float
     saved_bytes: int
     peak_bytes: int
+
+    @property
+    def whole_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+    @property
+    def spread(self) -> float:
+        """The largest interquartile range, as a part of the whole time."""
+        ranges = (self.forward_spread_s, self.input_grad_spread_s, self.weight_grad_spread_s)
+        return max(ranges) / self.whole_s if self.whole_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +116,7 @@ class Profile:
     """Costs of a backbone's layers on one device, whole (without tensor parallelism).
 
     ``backbone`` is the backbone's record, ``method`` says in words how times came about.
+    ``threads`` is how many a process on a CPU computed with (0: a GPU, or not known).
     ``times`` maps each profiled microbatch size to its layers' times, in chain order. Times and
     bytes are those without recomputation; ``recompute`` is only what ``at`` does by default.
     Raises ProfileError with every fault.
@@ -116,16 +134,31 @@ class Profile:
     skips: tuple[ProfiledSkip, ...] = ()
     conditioning: tuple[ProfiledConditioning, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    threads: int = 0
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
-            lines = "".join(f"\n  - {fault}" for fault in faults)
-            raise ProfileError(f"the profile has {len(faults)} fault(s):{lines}")
+            raise ProfileError(f"the profile has {len(faults)} fault(s):{listed(faults)}")
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """The profiled sizes, ascending."""
         return tuple(sorted(self.times))
+
+    def unsteady(self, micro_batch_size: int | None = None) -> tuple[tuple[int, str, float], ...]:
+        """Measurements whose repetitions spread over more than ``SPREAD`` of their time.
+
+        Each is (microbatch size, layer, interquartile range over the layer's whole time), the
+        widest first; of one size, or of all.
+        """
+        found = [
+            (size, layer.name, layer_times.spread)
+            for size, column in self.times.items()
+            if micro_batch_size in (None, size)
+            for layer, layer_times in zip(self.layers, column, strict=True)
+            if layer_times.spread > SPREAD
+        ]
+        return tuple(sorted(found, key=lambda row: -row[2]))
 
     def extrapolates(self, micro_batch_size: int) -> bool:
         """Whether costs at this size lie outside what was profiled."""
@@ -199,8 +232,7 @@ class Profile:
     def _faults(self) -> Iterator[str]:
         if self.dtype not in ELEMENT_BYTES:
             yield f"dtype is {self.dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}"
-        if self.memory_bytes < 0:
-            yield f"memory_bytes is {self.memory_bytes}; it must not be negative"
+        yield from _beyond("the profile", self, ("memory_bytes", "threads"))
         if not self.layers:
             yield "there are no layers"
         if not self.times:
@@ -210,21 +242,21 @@ class Profile:
             if first.setdefault(layer.name, i) != i:
                 yield f"layers {first[layer.name]} and {i} are both called {layer.name!r}"
             counts = ("parameters", "boundary_bytes", "sharded_parameters", "shard_sums")
-            yield from _below_zero(f"layers[{i}]", layer, counts)
+            yield from _beyond(f"layers[{i}]", layer, counts)
         for size, times in self.times.items():
-            if size < 1:
-                yield f"times: the microbatch size {size} must be 1 or more"
+            if not 1 <= size <= _MOST_SAMPLES:
+                yield f"times: the microbatch size {size} must be from 1 to {_MOST_SAMPLES:,}"
             if len(times) != len(self.layers):
                 yield f"times[{size}] is of {len(times)} layers, but there are {len(self.layers)}"
             for i, layer_times in enumerate(times):
                 fields = tuple(LayerTimes.__dataclass_fields__)
-                yield from _below_zero(f"times[{size}][{i}]", layer_times, fields)
+                yield from _beyond(f"times[{size}][{i}]", layer_times, fields)
         for i, skip in enumerate(self.skips):
             yield from self._bad_edge(f"skips[{i}]", skip.source, (skip.destination,))
-            yield from _below_zero(f"skips[{i}]", skip, ("num_bytes",))
+            yield from _beyond(f"skips[{i}]", skip, ("num_bytes",))
         for i, edge in enumerate(self.conditioning):
             yield from self._bad_edge(f"conditioning[{i}]", edge.source, edge.consumers)
-            yield from _below_zero(f"conditioning[{i}]", edge, ("num_bytes",))
+            yield from _beyond(f"conditioning[{i}]", edge, ("num_bytes",))
 
     def _bad_edge(self, where: str, source: int, ends: Sequence[int]) -> Iterator[str]:
         if source < 0:
@@ -237,11 +269,11 @@ class Profile:
                 )
 
 
-def _below_zero(where: str, record: object, names: Sequence[str]) -> Iterator[str]:
+def _beyond(where: str, record: object, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         value = getattr(record, name)
-        if not (math.isfinite(value) and value >= 0):
-            yield f"{where}.{name} is {value}; it must be finite and not negative"
+        if not 0 <= value <= _MOST:  # not-a-number fails too
+            yield f"{where}.{name} is {value}; it must be from 0 to {_MOST:g}"
 
 
 def _combine(a: LayerTimes, b: LayerTimes, share: float, proportional: bool = False) -> LayerTimes:

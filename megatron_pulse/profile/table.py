@@ -8,12 +8,14 @@ inputs and what computes them are left out: a table does not say which units the
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_pulse.faults import listed
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json
 from megatron_pulse.profile.devices import ELEMENT_BYTES, Kernel, Roofline
 from megatron_pulse.profile.profile import (
     LayerTimes,
@@ -25,6 +27,7 @@ from megatron_pulse.profile.profile import (
 )
 
 _TABLE_ELEMENT_BYTES = 2
+_MOST = 10**18
 _COUNTS = ("params", "flops_fwd", "flops_bwd", "saved_act_bytes", "out_numel")
 
 
@@ -42,12 +45,11 @@ def read_table(
     tables do not give, is counted as empty. Raises ProfileError with every fault of the table.
     """
     try:
-        table = json.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ProfileError(f"{path} cannot be read as a layer table: {error}") from error
+        table = read_json(path, FileKind.TABLE)
+    except FileError as error:
+        raise ProfileError(str(error)) from error
     if faults := list(_faults(table)):
-        lines = "".join(f"\n  - {fault}" for fault in faults)
-        raise ProfileError(f"{path}: the layer table has {len(faults)} fault(s):{lines}")
+        raise ProfileError(f"{path}: the layer table has {len(faults)} fault(s):{listed(faults)}")
     element = ELEMENT_BYTES[roofline.dtype]
     units = table["units"]
     outputs = [element * unit["out_numel"] for unit in units]
@@ -100,14 +102,13 @@ def _times(
     )
 
 
-def _faults(table: Any) -> Iterator[str]:
-    if not isinstance(table, dict):
-        yield "expected an object with 'units' and 'skips'"
-        return
+def _faults(table: Mapping[str, Any]) -> Iterator[str]:
     for key in ("units", "skips"):
         if not isinstance(table.get(key), list):
             yield f"{key}: expected a list"
             return
+    if not isinstance(table.get("name", ""), str):
+        yield f"name: expected text, got {_short(table['name'])}"
     if not table["units"]:
         yield "units: there are none"
     for i, unit in enumerate(table["units"]):
@@ -116,9 +117,11 @@ def _faults(table: Any) -> Iterator[str]:
         if not isinstance(skip, dict):
             yield f"skips[{i}]: expected an object"
             continue
+        if not isinstance(skip.get("id", i), str | int):
+            yield f"skips[{i}].id: expected text or a number, got {_short(skip['id'])}"
         for key in ("src", "dst", "numel"):
             if not _is_count(skip.get(key)):
-                yield f"skips[{i}].{key}: expected a whole number, got {skip.get(key)!r}"
+                yield f"skips[{i}].{key}: expected a whole number, got {_short(skip.get(key))}"
 
 
 def _unit_faults(where: str, unit: Any) -> Iterator[str]:
@@ -126,21 +129,26 @@ def _unit_faults(where: str, unit: Any) -> Iterator[str]:
         yield f"{where}: expected an object"
         return
     if not isinstance(unit.get("name"), str):
-        yield f"{where}.name: expected text, got {unit.get('name')!r}"
+        yield f"{where}.name: expected text, got {_short(unit.get('name'))}"
     for key in _COUNTS:
         if not _is_count(unit.get(key)):
-            yield f"{where}.{key}: expected a whole number, got {unit.get(key)!r}"
+            yield f"{where}.{key}: expected a whole number, got {_short(unit.get(key))}"
     shapes = unit.get("out_shapes")
     if shapes is None or not _is_count(unit.get("out_numel")):
         return
-    try:
-        numel = sum(math.prod(shape) for shape in shapes)
-    except TypeError:
+    if not isinstance(shapes, list) or not all(
+        isinstance(shape, list) and all(map(_is_count, shape)) for shape in shapes
+    ):
         yield f"{where}.out_shapes: expected a list of shapes"
         return
+    numel = sum(map(math.prod, shapes))
     if numel != unit["out_numel"]:
         yield f"{where}: out_shapes hold {numel} elements, but out_numel is {unit['out_numel']}"
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
+
+
+def _short(value: object) -> str:
+    return repr(value)[:60]

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,24 @@ from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.runtime.exchange import Exchange, Tensors
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
-from megatron_pulse.runtime.recorder import StepRecorder
 from megatron_pulse.runtime.replicas import Replicas
 from megatron_pulse.runtime.settings import Batch, RunSettings
 from megatron_pulse.runtime.weight_gradients import Later
 
 Workload = Callable[[int], None]
 """What a filler runs: takes the number of a slice, and is no part of the backbone."""
+
+
+class Recorder(Protocol):
+    """What is called around every event of a step; nothing may wait in it."""
+
+    def begin(self, event: Event) -> None:
+        """``event`` begins."""
+        ...
+
+    def end(self, event: Event) -> None:
+        """``event``, which began last, has ended."""
+        ...
 
 
 @dataclass
@@ -96,7 +108,7 @@ class Executor:
         settings: RunSettings,
         *,
         forward_only: bool = False,
-        recorder: StepRecorder | None = None,
+        recorder: Recorder | None = None,
     ) -> list[Tensor]:
         """Execute one step; returns the loss of every microbatch on the last stage's device.
 
@@ -133,10 +145,10 @@ class Executor:
         """Bytes in the tensor store (zero between steps)."""
         return self._exchange.held_bytes
 
-    def _play(self, recorder: StepRecorder | None) -> None:
+    def _play(self, recorder: Recorder | None) -> None:
         for event in self._program:
             if recorder is not None:
-                recorder.begin()
+                recorder.begin(event)
             match event:
                 case Run(operation):
                     self._current = operation

@@ -31,6 +31,11 @@ class FailureBoard:
         except (RuntimeError, dist.DistStoreError):
             return f"rank {self._rank}: {text}"  # the store died with the rank that hosted it
 
+    def is_first(self, text: str) -> tuple[bool, str]:
+        """Whether this rank failed first, after reporting ``text``; and the first failure."""
+        first = self.report(text)
+        return first.startswith(f"rank {self._rank}: "), first
+
     def first_failure(self, wait_s: float = 0.0) -> str | None:
         """The first failure of the job, waiting up to ``wait_s`` seconds for one."""
         deadline = time.monotonic() + wait_s

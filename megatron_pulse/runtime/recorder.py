@@ -43,8 +43,8 @@ class StepRecorder:
             self._origin.record(torch.cuda.current_stream(torch_device))
         self._origin_s = time.perf_counter()
 
-    def begin(self) -> None:
-        """An event begins."""
+    def begin(self, event: Event) -> None:
+        """``event`` begins."""
         self._began = self._now()
 
     def end(self, event: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -40,16 +41,17 @@ def sharded_module_state(
     return state
 
 
-def ema_entries(state: dict[str, Any], prefix: str, ema: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Entries ``ema.<name>`` sharded as the parameters are."""
+def like_parameters(
+    state: dict[str, Any], prefix: str, tensors: Mapping[str, torch.Tensor], kind: str = ""
+) -> dict[str, Any]:
+    """Entries ``kind + name`` of whole ``tensors``, sharded as the parameters of ``state`` are."""
     entries = {}
-    for name, average in ema.items():
+    for name, tensor in tensors.items():
         sharded = state[prefix + name]
-        key = f"ema.{sharded.key}"
-        if isinstance(sharded, ShardedTensorFactory):
-            entries[f"{prefix}ema.{name}"] = dataclasses.replace(sharded, key=key, data=average)
-        elif isinstance(sharded, ShardedTensor):
-            entries[f"{prefix}ema.{name}"] = dataclasses.replace(
-                sharded, key=key, data=average, dtype=average.dtype
-            )
+        changes: dict[str, Any] = {"key": f"{kind}{sharded.key}", "data": tensor}
+        if isinstance(sharded, ShardedTensor):
+            changes["dtype"] = tensor.dtype
+        elif not isinstance(sharded, ShardedTensorFactory):
+            continue
+        entries[f"{prefix}{kind}{name}"] = dataclasses.replace(sharded, **changes)
     return entries

@@ -18,8 +18,9 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.planner.routes import Carrier, Routes, embedders_of
 from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.masters import Masters
 from megatron_pulse.runtime.replicas import Replicas
-from megatron_pulse.runtime.sharded_state import ema_entries, sharded_module_state
+from megatron_pulse.runtime.sharded_state import like_parameters, sharded_module_state
 from megatron_pulse.runtime.weight_gradients import Later, deferring
 
 Tensors = dict[str, Tensor]
@@ -36,6 +37,8 @@ class Stage(MegatronModule):
 
     Parameters are named by their layer's global name, so a checkpoint does not depend on where
     the chain was cut. ``recompute`` recomputes each layer's activations in the backward pass.
+    ``masters``, where set, are what the parameters are rounded from, and ``ema`` averages them;
+    ``drawn`` holds the initial weights until there are masters to take them.
     A replicated embedder is a layer of one stage like any other, but runs only through
     ``replicas``, which must be set where ``routes`` has such.
     """
@@ -53,6 +56,8 @@ class Stage(MegatronModule):
         super().__init__(config)
         self.stage = stage
         self.recompute = recompute
+        self.drawn: Tensors = {}
+        self.masters: Masters | None = None
         self.ema: ExponentialMovingAverage | None = None
         # What Megatron's training loop reads from every model chunk.
         self.pg_collection = pg_collection
@@ -148,19 +153,44 @@ class Stage(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Parameters (and the EMA, when there is one) keyed by global layer name."""
+        """Parameters (and the EMA, when there is one) keyed by global layer name.
+
+        Collective over the ranks that share out masters, if there is an EMA of these.
+        """
         state = sharded_module_state(self, prefix, metadata)
         if self.ema is not None:
-            state.update(ema_entries(state, prefix, self.ema.state))
+            averages = self.ema.state
+            if self.masters is not None:
+                names = [name for name, _ in self.named_parameters()]
+                averages = self.masters.gather(averages, names)
+            state.update(like_parameters(state, prefix, averages, "ema."))
         return state
 
+    def replace_rounded(self, state: dict[str, Any]) -> None:
+        """Put the fp32 masters in the place of bf16 and fp16 weights in a sharded state of this.
+
+        Collective over the ranks that share out masters.
+        """
+        if self.masters is not None:
+            rounded = [
+                name
+                for name, value in self.state_dict().items()
+                if name in self.masters.shapes and value.dtype != torch.float32
+            ]
+            state.update(
+                like_parameters(state, "", self.masters.gather(self.masters.values(), rounded))
+            )
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters, and the EMA where the state has one."""
+        """Load parameters and their masters, and the EMA where the state has one."""
         own = {k: v for k, v in state_dict.items() if not k.startswith("ema.")}
         if self.ema is not None:
-            self.ema.load_state(
-                {k.removeprefix("ema."): v for k, v in state_dict.items() if k.startswith("ema.")}
-            )
+            averages = {
+                k.removeprefix("ema."): v for k, v in state_dict.items() if k.startswith("ema.")
+            }
+            self.ema.load_state(averages if self.masters is None else self.masters.parts(averages))
+        if self.masters is not None:
+            self.masters.load(own)
         return super().load_state_dict(own, strict=strict, assign=assign)
 
 

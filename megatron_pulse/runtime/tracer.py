@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.trace import DeviceStep, Trace, merge_step, save_trace
+from megatron_pulse.profile.machine import device_name, num_threads
 from megatron_pulse.runtime.clock import SharedClock, share_clock
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.recorder import StepRecorder
@@ -23,12 +24,15 @@ FILE = "trace.json"
 
 @dataclass(frozen=True)
 class Traced:
-    """What is run: the plan's digest, its backbone and schedule, and how ranks are divided."""
+    """What is run: the plan's digest, its backbone and schedule, how ranks are divided, the layers
+    of each stage, and what else its times depend on (``Trace.run``)."""
 
     plan_digest: str
     backbone: Mapping[str, Any]
     schedule: Schedule
     world: Mapping[str, int]
+    stages: tuple[tuple[str, ...], ...] = ()
+    run: Mapping[str, str] = field(default_factory=dict)
 
 
 class Tracer:
@@ -102,16 +106,15 @@ class Tracer:
                 merge_step(parts[0][0], tuple(step for _, step in parts))
                 for parts in zip(*gathered, strict=True)
             ),
+            stages=self._traced.stages,
+            run={**self._traced.run, "threads": str(num_threads(self._device))},
         )
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
     """What the times depend on, as texts: device, processors, versions."""
-    name = platform.processor() or platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
     return {
-        "device": name,
+        "device": device_name(device),
         "processors": str(os.cpu_count()),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -3,12 +3,19 @@
 Within ``deferring(later)`` linear maps and convolutions, torch's and (through the integration)
 Megatron's, compute only their input's gradient when the backward pass reaches them, and leave
 their weight's to ``later``. Everything else, norms and embeddings, is small and gets its gradient
-at once, as do weights of layers whose input wants none. So no operation is computed twice.
+at once, as do weights of layers whose input wants none, weights that are computed, and what runs
+under autocast or in a checkpoint of the layer's own.
+
+Nothing here is a second formula: an operation is run as it would be, and its own backward is asked
+for some of its gradients at a time. So no operation is computed twice, and the numbers are those
+of the whole backward pass to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,9 +23,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 Gradients = Callable[[], tuple[Tensor, ...]]
+
+_OPERATIONS = frozenset(
+    {
+        F.linear,
+        *(F.conv1d, F.conv2d, F.conv3d),
+        *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    }
+)
+"""All take (input, weight, bias=None, ...)."""
 
 _later: ContextVar[Later | None] = ContextVar("later", default=None)
 
@@ -28,6 +45,25 @@ class Later:
 
     def __init__(self) -> None:
         self._work: list[tuple[tuple[nn.Parameter, ...], Gradients]] = []
+        self._waits: dict[nn.Parameter, bool] = {}
+        self._hooks: Any = None
+
+    def takes(self, given: Tensor, weight: Tensor) -> bool:
+        """Whether the gradient of ``weight`` in a product with ``given`` waits.
+
+        The input's gradient must carry the graph on. A weight that is used again goes the way of
+        its first use: autograd adds what a weight gets within one backward pass before it adds
+        that to its gradient.
+        """
+        if not (
+            torch.is_grad_enabled()
+            and isinstance(weight, nn.Parameter)
+            and weight.requires_grad
+            and not torch.is_autocast_enabled(given.device.type)
+            and _saving_hooks() == self._hooks
+        ):
+            return False
+        return self._waits.setdefault(weight, given.requires_grad)
 
     def add(self, parameters: tuple[nn.Parameter, ...], gradients: Gradients) -> None:
         """``gradients()`` will give those of ``parameters``."""
@@ -39,10 +75,28 @@ class Later:
         return {p for parameters, _ in self._work for p in parameters}
 
     def compute(self) -> None:
-        """Compute them and add them to the parameters, as a backward pass would."""
+        """Compute them and add them to the parameters, as one backward pass would.
+
+        What a parameter gets from several uses is summed first, in the order of that pass.
+        """
+        to_come = Counter(p for parameters, _ in self._work for p in parameters)
+        sums: dict[nn.Parameter, Tensor] = {}
         while self._work:
             parameters, gradients = self._work.pop(0)
-            torch.autograd.backward(parameters, gradients())
+            for parameter, gradient in zip(parameters, gradients(), strict=True):
+                before = sums.get(parameter)
+                sums[parameter] = gradient if before is None else before + gradient
+            to_come.subtract(parameters)
+            complete = [p for p in parameters if not to_come[p]]
+            torch.autograd.backward(complete, [sums.pop(p) for p in complete])
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        before, self._hooks = self._hooks, _saving_hooks()
+        try:
+            yield
+        finally:
+            self._hooks = before
 
 
 @contextmanager
@@ -53,7 +107,7 @@ def deferring(later: Later | None) -> Iterator[None]:
         return
     token = _later.set(later)
     try:
-        with _Interception(later):
+        with later._entered(), _Interception(later):
             yield
     finally:
         _later.reset(token)
@@ -64,8 +118,69 @@ def waiting_weights() -> Later | None:
     return _later.get()
 
 
+class Split(ABC):
+    """One call of ``operation(given, weight, bias)``, whose gradients can be asked for apart.
+
+    It must not hold what it is given: what ``run`` says is saved comes back, perhaps recomputed.
+    A bias that is computed is given like the input, and its gradient does not wait.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias_is_computed = _is_computed(bias)
+        self.own_bias = None if self.bias_is_computed else bias
+        self.bias_waits = self.own_bias is not None and self.own_bias.requires_grad
+        self.parameters = (weight, self.own_bias) if self.bias_waits else (weight,)
+        """Whose gradients wait."""
+
+    @abstractmethod
+    def run(self, given: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
+        """The result, and what the gradients need."""
+
+    @abstractmethod
+    def input_gradients(
+        self, saved: Sequence[Tensor], gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Of the input and of a computed bias; called first."""
+
+    @abstractmethod
+    def weight_gradients(self, saved: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
+        """Of ``parameters``; called once, last."""
+
+
+def put_off(split: Split, given: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+    """The result of ``split``; its weights' gradients are left to ``later``."""
+    # An input without a gradient would end the graph.
+    anchor = None if given.requires_grad else torch.empty(0, requires_grad=True)
+    computed = bias if split.bias_is_computed else None
+    result: Tensor = _Node.apply(split, later, given, computed, anchor)
+    return result
+
+
+class _Node(torch.autograd.Function):  # type: ignore[misc]
+    """Hands on the input's gradient and remembers how to get the weights'."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, split: Split, later: Later, given: Tensor, bias: Tensor | None, anchor: Any
+    ) -> Tensor:
+        ctx.split, ctx.later = split, later
+        ctx.set_materialize_grads(False)
+        result, saved = split.run(given, bias)
+        ctx.save_for_backward(*saved)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if gradient is None:
+            return (None,) * 5
+        split, saved = ctx.split, ctx.saved_tensors
+        ctx.later.add(split.parameters, lambda: split.weight_gradients(saved, gradient))
+        return (None, None, *split.input_gradients(saved, gradient), None)
+
+
 class _Interception(TorchFunctionMode):  # type: ignore[misc]
-    """Replaces torch's linear maps and convolutions whose weight gradient can wait."""
+    """Splits torch's own linear maps and convolutions."""
 
     def __init__(self, later: Later) -> None:
         super().__init__()
@@ -73,93 +188,141 @@ class _Interception(TorchFunctionMode):  # type: ignore[misc]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and len(args) >= 2 and can_wait(args[0], args[1]):
-            return linear(*args, **kwargs, later=self._later)
-        if func is F.conv2d and len(args) == 7 and not kwargs and can_wait(args[0], args[1]):
-            image, weight, bias, stride, padding, dilation, groups = args
-            if not isinstance(padding, str):
-                geometry = _pair(stride), _pair(padding), _pair(dilation), groups
-                return _convolution(image, weight, bias, geometry, self._later)
-        return func(*args, **kwargs)
+        if func not in _OPERATIONS:
+            return func(*args, **kwargs)
+        rest = {k: v for k, v in kwargs.items() if k not in ("input", "weight", "bias")}
+        named = {k: v for k, v in kwargs.items() if k not in rest}
+        named |= dict(zip(("input", "weight", "bias"), args, strict=False))
+        given, weight, bias = named["input"], named["weight"], named.get("bias")
+        if not self._later.takes(given, weight):
+            return func(*args, **kwargs)
+        more = args[3:]  # all of args would keep the input alive
+
+        def operation(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            result: Tensor = func(given, weight, bias, *more, **rest)
+            return result
+
+        return put_off(_TorchSplit(operation, weight, bias), given, bias, self._later)
 
 
-def can_wait(given: Tensor, weight: Tensor) -> bool:
-    """Whether a product's weight gradient may be put off: its input's carries the graph on."""
-    return (
-        torch.is_grad_enabled()
-        and given.requires_grad
-        and isinstance(weight, nn.Parameter)
-        and weight.requires_grad
-    )
+class _TorchSplit(Split):
+    """An operation of torch's: its own graph, of which autograd computes what is asked for.
+
+    ``operation(given, weight, bias)`` is run on stand-ins that no other graph knows.
+    """
+
+    def __init__(
+        self, operation: Callable[..., Tensor], weight: nn.Parameter, bias: Tensor | None
+    ) -> None:
+        super().__init__(weight, bias)
+        self._operation = operation
+        self._saved = _Saved()
+
+    def run(self, given: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
+        """Run it and keep the graph, but nothing of the input: others hold that."""
+        weight = self.weight.detach().requires_grad_()
+        own_bias = self.own_bias
+        if own_bias is not None:
+            own_bias = own_bias.detach().requires_grad_(own_bias.requires_grad)
+        self._waiting = [p for p in (weight, own_bias) if p is not None and p.requires_grad]
+        kept = [p for p in (weight, own_bias) if p is not None]
+        with torch.enable_grad(), self._saved.collecting(kept):
+            given, bias = _stand_in(given), _stand_in(bias)
+            result = self._operation(given, weight, own_bias if bias is None else bias)
+        self._result = get_gradient_edge(result)
+        self._due = [
+            None if t is None or not t.requires_grad else get_gradient_edge(t)
+            for t in (given, bias)
+        ]
+        return result.detach(), self._saved.take()
+
+    def input_gradients(
+        self, saved: Sequence[Tensor], gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See Split."""
+        due = [edge for edge in self._due if edge is not None]
+        found = iter(self._backward(saved, gradient, due) if due else ())
+        of_given, of_bias = (None if edge is None else next(found) for edge in self._due)
+        return of_given, of_bias
+
+    def weight_gradients(self, saved: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
+        """See Split."""
+        return self._backward(saved, gradient, self._waiting)
+
+    def _backward(
+        self, saved: Sequence[Tensor], gradient: Tensor, of: Sequence[Any]
+    ) -> tuple[Tensor, ...]:
+        with self._saved.filled_with(saved):
+            return torch.autograd.grad(
+                self._result, of, gradient, retain_graph=of is not self._waiting
+            )
 
 
-def linear(given: Tensor, weight: Tensor, bias: Tensor | None = None, *, later: Later) -> Tensor:
-    """``F.linear`` with its weight's (and bias's) gradient left to ``later``."""
+class _Saved:
+    """What a graph saves, kept outside of it; parameters stay where they are.
 
-    def input_gradient(gradient: Tensor) -> Tensor:
-        return gradient.matmul(weight)
+    It knows nothing of the graph, which would be a cycle that no collector finds.
+    """
 
-    def weight_gradients(gradient: Tensor, given: Tensor) -> tuple[Tensor, ...]:
-        gradient, given = gradient.flatten(0, -2), given.flatten(0, -2)
-        product = gradient.t().matmul(given)
-        return (product,) if bias is None else (product, gradient.sum(0))
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
 
-    return _put_off(given, F.linear, (weight, bias), input_gradient, weight_gradients, later)
+    @contextmanager
+    def collecting(self, kept: Sequence[Tensor]) -> Iterator[None]:
+        """Within, collect what graphs save beside views of ``kept``."""
+        storages = {t.untyped_storage().data_ptr() for t in kept}
 
+        def pack(tensor: Tensor) -> Tensor | int:
+            if tensor.untyped_storage().data_ptr() in storages:
+                return tensor.detach()
+            self._tensors.append(tensor.detach())
+            return len(self._tensors) - 1
 
-def _convolution(
-    image: Tensor, weight: Tensor, bias: Tensor | None, geometry: Any, later: Later
-) -> Tensor:
-    stride, padding, dilation, groups = geometry
-    shape = image.shape
-    sizes = None if bias is None else list(bias.shape)
+        def unpack(packed: Tensor | int) -> Tensor:
+            return self._tensors[packed] if isinstance(packed, int) else packed
 
-    def backward(gradient: Tensor, image: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
-        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-            gradient, image, weight, sizes, stride, padding, dilation, False, [0, 0], groups, mask
-        )
-        return gradients
+        with saved_tensors_hooks(pack, unpack):
+            yield
 
-    def forward(image: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.conv2d(image, weight, bias, stride, padding, dilation, groups)
+    def take(self) -> list[Tensor]:
+        """What was collected, which is then no longer held here."""
+        taken, self._tensors = self._tensors, []
+        return taken
 
-    def input_gradient(gradient: Tensor) -> Tensor:
-        return backward(gradient, gradient.new_empty(()).expand(shape), [True, False, False])[0]
-
-    def weight_gradients(gradient: Tensor, image: Tensor) -> tuple[Tensor, ...]:
-        found = backward(gradient, image, [False, True, bias is not None])
-        return found[1:] if bias is not None else found[1:2]
-
-    return _put_off(image, forward, (weight, bias), input_gradient, weight_gradients, later)
-
-
-def _put_off(
-    given: Tensor,
-    forward: Callable[..., Tensor],
-    parameters: tuple[Tensor, Tensor | None],
-    input_gradient: Callable[[Tensor], Tensor],
-    weight_gradients: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-    later: Later,
-) -> Tensor:
-    """A node that hands on the input's gradient and remembers how to get the weights'."""
-    weight, bias = parameters
-    trained = tuple(p for p in parameters if isinstance(p, nn.Parameter))
-
-    class Node(torch.autograd.Function):  # type: ignore[misc]
-        @staticmethod
-        def forward(ctx: Any, given: Tensor) -> Tensor:
-            ctx.save_for_backward(given)
-            return forward(given, weight, bias)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            (given,) = ctx.saved_tensors
-            later.add(trained, lambda: weight_gradients(gradient, given))
-            return input_gradient(gradient)
-
-    result: Tensor = Node.apply(given)
-    return result
+    @contextmanager
+    def filled_with(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Within, these are what was collected."""
+        self._tensors = list(tensors)
+        try:
+            yield
+        finally:
+            self._tensors = []
 
 
-def _pair(value: Any) -> list[int]:
-    return list(value) if isinstance(value, tuple | list) else [value, value]
+class _Root(torch.autograd.Function):  # type: ignore[misc]
+    """The same tensor where a new graph begins; unlike a leaf, the graph does not hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def _stand_in(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or not tensor.requires_grad:
+        return tensor
+    stood: Tensor = _Root.apply(torch.empty(0, requires_grad=True), tensor.detach())
+    return stood
+
+
+def _is_computed(bias: Tensor | None) -> bool:
+    return bias is not None and bias.requires_grad and not isinstance(bias, nn.Parameter)
+
+
+def _saving_hooks() -> Any:
+    """The hooks that a checkpoint has set just now; None where torch does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top(True) if top is not None else None

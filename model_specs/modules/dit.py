@@ -40,8 +40,8 @@ class PatchLayer(PatchEmbed):
     """Patches plus fixed positions."""
 
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
-        dim, side = sizes.dim, sizes.side
-        positions = Table(lambda: sincos_positions(dim, side, side, base_size=side))
+        dim, side, base = sizes.dim, sizes.side, sizes.base_size // sizes.patch_size
+        positions = Table(lambda: sincos_positions(dim, side, side, base_size=base))
         super().__init__(context, sizes.in_channels, dim, sizes.patch_size, positions)
 
 

@@ -56,8 +56,9 @@ class PatchLayer(PatchEmbed):
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
         dim, side, scale = sizes.dim, sizes.side, sizes.position_scale
+        base = sizes.base_size // sizes.patch_size
         positions = Table(
-            lambda: sincos_positions(dim, side, side, base_size=side, interpolation_scale=scale)
+            lambda: sincos_positions(dim, side, side, base_size=base, interpolation_scale=scale)
         )
         super().__init__(context, sizes.in_channels, dim, sizes.patch_size, positions)
 

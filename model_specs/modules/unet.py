@@ -60,7 +60,8 @@ class TimeEmbedding(_UNetLayer):
         self.width, self.time_id_dim = sizes.block_out_channels[0], sizes.time_id_dim
         self.time = _Mlp(self.width, sizes.temb_dim)
         if sizes.num_classes:
-            self.class_embedding = torch.nn.Embedding(sizes.num_classes + 1, sizes.temb_dim)
+            rows = sizes.num_classes + sizes.null_class
+            self.class_embedding = torch.nn.Embedding(rows, sizes.temb_dim)
         if sizes.pooled_dim:
             added = sizes.pooled_dim + sizes.num_time_ids * sizes.time_id_dim
             self.add_embedding = _Mlp(added, sizes.temb_dim)

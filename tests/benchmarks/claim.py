@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
 from megatron_pulse.planner.tune.evaluate import Outcome
 from model_specs import available
 from tests.benchmarks.cell import run_cell

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
 from tests.benchmarks.claim_data import BASELINE, Cell, Row
 from tests.benchmarks.contestant import Engine
 

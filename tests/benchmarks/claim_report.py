@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
 from tests.benchmarks.claim_data import BASELINE, Cell, Row, all_rows, cells_of
 from tests.benchmarks.claim_volumes import PAPER, Moved
 from tests.benchmarks.contestant import Engine

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
 from megatron_pulse.planner.communication import compile_communication
 from megatron_pulse.planner.costs import Link
 from megatron_pulse.planner.partition import Goal, find_partition

@@ -15,6 +15,7 @@ from megatron_pulse.data.digits import load_digits
 from megatron_pulse.data.emoji import FONT, PACKAGE
 from megatron_pulse.data.latents import LatentFolder, LatentWriter
 from megatron_pulse.data.words import WordEncoder
+from megatron_pulse.diffusion.autoencoder import Autoencoder, AutoencoderError
 from tests.data.captioned import captioned_digits
 
 
@@ -60,14 +61,19 @@ def test_captions_as_latents(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     argv += ["--channels", "1", "--text-states", "5x6", "--dtype", "fp32", "-o", str(folder)]
     assert main(argv) == 0
     written = LatentFolder(folder, verify=True)
-    fields = {"context": FieldSpec((5, 6)), "context_mask": FieldSpec((5,), "int64")}
+    fields = {
+        "context": FieldSpec((5, 6)),
+        "context_mask": FieldSpec((5,), "int64"),
+        "framing": FieldSpec((6,), "int64"),
+    }
     assert written.fields == fields and written.pixel_size == (8, 8)
+    assert written.conditioning(3)["framing"].tolist() == [8, 8, 0, 0, 8, 8]
     encode = WordEncoder(fields)
     for found, text in (
         (written.conditioning(3), "a dark digit three"),
         (written.null_conditioning(), ""),
     ):
-        assert found.keys() == fields.keys()
+        assert found.keys() >= encode.fields.keys()
         assert all(torch.equal(found[name], value) for name, value in encode(text).items())
     assert main(["data", "info", f"latents:{folder}"]) == 0
     assert "context: 5x6 float32" in capsys.readouterr().out
@@ -165,7 +171,74 @@ def test_vae(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with torch.no_grad():
         expected = vae.encode(torch.from_numpy(images[:1])).latent_dist.mean[0] * 0.5
     torch.testing.assert_close(written.image(0), expected, rtol=1e-4, atol=1e-5)
+    back = Autoencoder(tmp_path / "vae").decode(written.image(0)[None])
+    with torch.no_grad():
+        decoded = vae.decode(expected[None] / 0.5).sample.clamp(-1, 1)
+    torch.testing.assert_close(back, decoded, rtol=1e-3, atol=1e-4)
     odd = [*argv, "--image-size", "9", "-o", str(tmp_path / "odd")]
     assert main(odd) == 2
     assert "multiple of 2" in capsys.readouterr().err
     assert not (tmp_path / "odd").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale", "shift"),
+    [
+        ({"scaling_factor": 0.5}, [0.5, 0.5], [0.0, 0.0]),
+        ({"scaling_factor": 0.5, "shift_factor": 0.25}, [0.5, 0.5], [0.25, 0.25]),
+        (
+            {"scaling_factor": 0.5, "latents_mean": [-1.5, 2.0], "latents_std": [8.0, 0.25]},
+            [0.5 / 8, 0.5 / 0.25],
+            [-1.5, 2.0],
+        ),
+    ],
+    ids=["scale", "shift", "by channel"],
+)
+def test_latents_are_normalized_as_pipelines_do(
+    tmp_path: Path, settings: dict[str, object], scale: list[float], shift: list[float]
+) -> None:
+    """As StableDiffusionXLPipeline and ...Img2ImgPipeline do with mean and std, and
+    StableDiffusion3Pipeline with the shift."""
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL(latent_channels=2, norm_num_groups=4, block_out_channels=(8,), **settings)
+    vae.save_pretrained(tmp_path / "vae")
+    ours, images = Autoencoder(tmp_path / "vae"), torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        means = vae.encode(images).latent_dist.mode()
+    wanted = (means - torch.tensor(shift).view(2, 1, 1)) * torch.tensor(scale).view(2, 1, 1)
+    torch.testing.assert_close(ours.encode(images), wanted, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        decoded = vae.decode(means).sample.clamp(-1, 1)
+    torch.testing.assert_close(ours.decode(wanted), decoded, rtol=1e-3, atol=1e-3)
+
+
+def test_contradictory_normalizations_are_refused(tmp_path: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    AutoencoderKL(
+        latent_channels=2, norm_num_groups=4, block_out_channels=(8,), shift_factor=0.5,
+        latents_mean=[1.0, 2.0, 3.0],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(AutoencoderError) as caught:
+        Autoencoder(tmp_path)
+    for words in ("each of 2 channels", "latents_mean is given alone", "both given"):
+        assert words in str(caught.value)
+
+
+def test_latents_that_fp16_cannot_hold_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL(
+        in_channels=1, out_channels=1, latent_channels=2, norm_num_groups=4,
+        block_out_channels=(8,), scaling_factor=1e8,
+    )  # fmt: skip
+    vae.save_pretrained(tmp_path / "vae")
+    argv = ["data", "write-latents", "--from", "digits8", "--vae", str(tmp_path / "vae"), "-o"]
+    assert main([*argv, str(tmp_path / "half")]) == 2
+    said = capsys.readouterr().err
+    assert "sample 0" in said and "float16 ends at 65504" in said and "--dtype bf16" in said
+    assert main([*argv, str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
+    assert LatentFolder(tmp_path / "bf16").image(0).isfinite().all()

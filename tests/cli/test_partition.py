@@ -260,8 +260,11 @@ CASES = {
         ["give --mode interleaved"],
     ),
     "one chunk": ("--profile p.json -p 2 --num-chunks 1", ["must be 2 or more"]),
-    "no table": ("--from-table p.json -p 2 --preset H100", ["p.json: the layer table has"]),
-    "no profile": ("--profile t.json -p 2", ["t.json is not a profile"]),
+    "no table": (
+        "--from-table p.json -p 2 --preset H100",
+        ["p.json: this is a profile, not a layer table"],
+    ),
+    "no profile": ("--profile t.json -p 2", ["t.json: this is a layer table, not a profile"]),
     "too many devices": ("--profile p.json -p 9", ["16 layers are too few for 18 stages"]),
     "exact": (
         "--from-table parallel.json --preset H100 -p 3 --mode exact",

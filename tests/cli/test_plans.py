@@ -262,7 +262,10 @@ FLAGS = {
         "profile.json",
         ["2 faults", "-o plan.json would replace what is read", "--write-profile profile.json"],
     ),
-    "compare no trace": ("compare plan.json profile.json", ["is not a whole trace"]),
+    "compare no trace": (
+        "compare plan.json profile.json",
+        ["profile.json: this is a profile, not a trace: 'pulse tune"],
+    ),
 }
 
 

@@ -76,4 +76,4 @@ def test_clusters_are_listed_and_printed(capsys: pytest.CaptureFixture[str], her
     assert main(["clusters", "dgx-a100:4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["nodes"] == 4
     assert main(["clusters", "dgx"]) == 2
-    assert "no cluster is called 'dgx'; there are: " in capsys.readouterr().err
+    assert "no cluster is called 'dgx'; did you mean dgx-" in capsys.readouterr().err

@@ -45,6 +45,7 @@ def test_grid_and_report(trained: Path, tmp_path: Path, capsys: pytest.CaptureFi
     content = json.loads(report.read_text())
     assert content["labels"] == [3, 3, 5, 5, 6, 6, 7, 7]
     assert content["score"]["num_images"] == 8
+    assert content["process"] == "flow, shift 1, times logit_normal(0, 1), 1000 timesteps"
     assert "generated digits are the digit asked for" in capsys.readouterr().out
 
 
@@ -58,6 +59,28 @@ def test_same_seed_same_picture(trained: Path, tmp_path: Path) -> None:
     assert picture("b.png") == first
     assert picture("c.png", "--seed", "1") != first
     assert picture("d.png", "--raw", "--iteration", "2") != first
+
+
+def test_another_process(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What flags say is drawn with and reported; what does not go together is refused."""
+    report = tmp_path / "report.json"
+    pictures = set()
+    for flags, expected in (
+        ([], "flow, shift 1,"),
+        (["--flow-shift", "3"], "flow, shift 3,"),
+        (["--objective", "v"], "v, scaled_linear betas 0.00085 to 0.012,"),
+        (["--objective", "v", "--zero-terminal-snr"], "zero terminal SNR"),
+        (["--objective", "v", "--beta-end", "0.03"], "0.00085 to 0.03,"),
+    ):
+        path = tmp_path / f"{len(pictures)}.png"
+        grid = ["-o", str(path), "--classes", "1", "--per-class", "2", "--json", str(report)]
+        assert sample(trained, *grid, *flags) == 0
+        assert expected in json.loads(report.read_text())["process"]
+        assert expected in capsys.readouterr().out
+        pictures.add(path.read_bytes())
+    assert len(pictures) == 5
+    assert sample(trained, "-o", str(tmp_path / "no.png"), "--beta-end", "0.03") == 2
+    assert "flow has no noise schedule" in capsys.readouterr().err
 
 
 def test_what_the_checkpoint_cannot_do(

@@ -247,7 +247,10 @@ CASES = {
             "'link' has -1; values must be numbers 0 or more",
         ],
     ),
-    "not times": ("--times order.csv -p 2 -m 2", ["order.csv cannot be read as JSON"]),
+    "not times": (
+        "--times order.csv -p 2 -m 2",
+        ["order.csv cannot be read as a file of times: it is no JSON"],
+    ),
     "a list": ("--times list.json -p 2 -m 2", ["expected an object"]),
     "stages": ("--times whole.json -p 3 -m 2", ["has 4 stages", "takes 6"]),
     "waves": ("--times equal.json -p 2 -m 2 --waves 1", ["has 8 stages", "takes 4"]),
@@ -276,7 +279,7 @@ CASES = {
         ["device 0 holds 10", "the cap is 4"],
     ),
     "unreadable": ("--times whole.json -p 2 -m 5 --schedule list.json", ["not an operation"]),
-    "profile": ("--profile t.json -p 2 -m 2", ["is not a profile"]),
+    "profile": ("--profile t.json -p 2 -m 2", ["t.json: this is a layer table, not a profile"]),
     "too many devices": ("--profile p.json -p 9 -m 2", ["16 layers are too few for 18 stages"]),
 }
 

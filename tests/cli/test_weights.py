@@ -8,7 +8,8 @@ import torch
 
 import model_specs
 from megatron_pulse.cli import main
-from megatron_pulse.integration.checkpoints import checkpoint_folder, saved_arguments
+from megatron_pulse.integration.checkpoints import read_saved_run
+from tests.ranks import run_ranks
 
 TINY = {
     "sample_size": 8,
@@ -20,6 +21,8 @@ TINY = {
     "attention_head_dim": 2,
     "norm_num_groups": 4,
 }
+
+EPSILON = ["--objective", "epsilon", "--noise-schedule", "scaled_linear"]
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +47,8 @@ def checkpoint(folder, tmp_path_factory):
 def test_there_and_back_bit_for_bit(folder, checkpoint, tmp_path):
     from diffusers import UNet2DConditionModel
 
-    args = saved_arguments(checkpoint_folder(checkpoint))
-    assert (args.pulse_objective, args.pulse_record["family"]) == ("v", "unet")
+    args = read_saved_run(checkpoint).arguments
+    assert (args.pulse_process["objective"], args.pulse_record["family"]) == ("v", "unet")
     original = UNet2DConditionModel.from_pretrained(folder / "unet")
     assert (folder / "unet" / "diffusion_pytorch_model.safetensors.index.json").exists()
     for name, flags in (("raw", ["--raw"]), ("ema", [])):
@@ -87,9 +90,10 @@ def test_uvit_files(suffix, tmp_path):
     tensors = to_published(model_specs.published_form(backbone), weights_of(stage))
     write_state_dict(tmp_path / f"model{suffix}", tensors)
     flags = [text for key, value in options.items() for text in ("--option", f"{key}={value}")]
-    source = ["--from", str(tmp_path / f"model{suffix}"), "--objective", "epsilon"]
+    flags += ["--backbone", "uvit-tiny"]
+    source = ["--from", str(tmp_path / f"model{suffix}"), *EPSILON]
     target = ["--to", str(tmp_path / "checkpoint")]
-    assert main(["import", *source, "--backbone", "uvit-tiny", *flags, *target]) == 0
+    assert main(["import", *source, *flags, *target]) == 0
     again = tmp_path / f"again{suffix}"
     assert main(["export", "--load", str(tmp_path / "checkpoint"), "--to", str(again)]) == 0
     found = read_state_dict(again)
@@ -97,6 +101,16 @@ def test_uvit_files(suffix, tmp_path):
     assert "in_blocks.0.attn.qkv.weight" in found
     for key, tensor in tensors.items():
         assert torch.equal(found[key], tensor), key
+    # What was said of the process lies beside the file, and importing reads it there.
+    assert (tmp_path / "again.scheduler_config.json").is_file()
+    # An export of another name does not take the place of that file, and a model is one file.
+    other = ".pth" if suffix == ".safetensors" else ".safetensors"
+    for to in (tmp_path / f"again{other}", tmp_path / "plain"):
+        assert main(["export", "--load", str(tmp_path / "checkpoint"), "--to", str(to)]) == 2
+        assert not to.exists()
+    target = tmp_path / "third"
+    assert main(["import", "--from", str(again), *flags, "--to", str(target)]) == 0
+    assert read_saved_run(target).process == read_saved_run(tmp_path / "checkpoint").process
 
 
 def damaged(folder, tmp_path, change):
@@ -108,7 +122,7 @@ def damaged(folder, tmp_path, change):
     copy = tmp_path / "damaged"
     copy.mkdir()
     shutil.copy(folder / "unet" / "config.json", copy)
-    tensors = read_folder(folder / "unet")
+    tensors = dict(read_folder(folder / "unet"))
     change(tensors)
     save_file(tensors, copy / "diffusion_pytorch_model.safetensors")
     return copy
@@ -122,7 +136,7 @@ def test_every_wrong_tensor_is_named(folder, tmp_path, capsys):
 
     source = damaged(folder, tmp_path, change)
     target = tmp_path / "checkpoint"
-    flags = ["--from", str(source), "--to", str(target), "--objective", "epsilon"]
+    flags = ["--from", str(source), "--to", str(target), *EPSILON]
     assert main(["import", *flags]) == 2
     said = capsys.readouterr().err
     assert "4 fault(s)" in said
@@ -163,7 +177,7 @@ def faulty_config(folder, tmp_path, **changes):
 )
 def test_what_cannot_be_imported(make, words, folder, tmp_path, capsys):
     source, target = make(folder, tmp_path), tmp_path / "checkpoint"
-    objective = [] if source.is_file() else ["--objective", "epsilon"]
+    objective = [] if source.is_file() else EPSILON
     assert main(["import", "--from", str(source), "--to", str(target), *objective]) == 2
     said = capsys.readouterr().err
     for word in words:
@@ -187,10 +201,206 @@ def test_targets_are_never_overwritten(folder, checkpoint, tmp_path, capsys):
     assert "name a new one" in capsys.readouterr().err
 
 
-def test_the_objective_must_be_known(folder, tmp_path, capsys):
+def test_the_process_must_be_known(folder, tmp_path, capsys):
     flags = ["--from", str(folder / "unet"), "--to", str(tmp_path / "checkpoint")]
     assert main(["import", *flags]) == 0  # the scheduler lies beside it
+    said = capsys.readouterr().out
+    assert "process: v, linear betas 0.0001 to 0.02, 1000 timesteps" in said
     shutil.copytree(folder / "unet", tmp_path / "alone")
     flags = ["--from", str(tmp_path / "alone"), "--to", str(tmp_path / "other")]
+    for said, lacking in (
+        ([], "--objective and --noise-schedule"),
+        (["--objective", "epsilon"], "with --noise-schedule"),
+        (["--objective", "flow"], "with --flow-shift"),
+    ):
+        assert main(["import", *flags, *said]) == 2
+        assert lacking in capsys.readouterr().err
+    assert main(["import", *flags, *EPSILON, "--flow-shift", "3"]) == 2
+    assert "only flow has that" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["import", *flags, *EPSILON, "--flow-shift", "much"])
+    assert "neither a number nor dynamic" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+    said = [*EPSILON, "--beta-end", "0.018", "--num-timesteps", "500"]
+    assert main(["import", *flags, *said]) == 0
+    expected = "epsilon, scaled_linear betas 0.00085 to 0.018, 500 timesteps"
+    assert expected in capsys.readouterr().out
+    assert read_saved_run(tmp_path / "other").process.describe() == expected
+
+
+def test_tensors_that_are_no_weights_are_all_named(folder, tmp_path, capsys):
+    def change(tensors):
+        tensors["conv_in.bias"] = tensors["conv_in.bias"].to(torch.int8)
+        tensors["conv_out.bias"] = tensors["conv_out.bias"].bool()
+        tensors["conv_norm_out.weight"] = tensors["conv_norm_out.weight"].to(torch.complex64)
+        tensors["conv_in.weight"][1, 0, 2, 1] = torch.inf
+        tensors["conv_out.weight"] = tensors["conv_out.weight"].half()
+        tensors["conv_out.weight"][0, 3, 0, 0] = torch.nan
+        del tensors["conv_norm_out.bias"]
+
+    source, target = damaged(folder, tmp_path, change), tmp_path / "checkpoint"
+    flags = ["--from", str(source), "--to", str(target), *EPSILON]
     assert main(["import", *flags]) == 2
-    assert "give --objective" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "6 fault(s)" in said
+    for words in (
+        "conv_norm_out.bias is missing",
+        "conv_in.bias has the type int8, expected float32",
+        "conv_out.bias has the type bool",
+        "conv_norm_out.weight has the type complex64",
+        "conv_in.weight holds NaN or infinite values",
+        "conv_out.weight holds NaN or infinite values",
+    ):
+        assert words in said
+    assert not target.exists()
+
+
+def sharded(folder, root, change=lambda weight_map: None):
+    """A copy of the UNet in shards, whose index ``change`` alters."""
+    shutil.copytree(folder / "unet", root)
+    index = next(root.glob("*.index.json"))
+    content = json.loads(index.read_text())
+    change(content["weight_map"])
+    index.write_text(json.dumps(content))
+    return root
+
+
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/hosts", "a/b", "..", ""])
+def test_an_index_stays_in_its_folder(name, folder, tmp_path, capsys):
+    source = sharded(folder, tmp_path / "unet", lambda files: files.update({"conv_in.bias": name}))
+    target = tmp_path / "checkpoint"
+    flags = ["--from", str(source), "--to", str(target), *EPSILON]
+    assert main(["import", *flags]) == 2
+    said = capsys.readouterr().err
+    assert f"{name!r} is not the name of a file" in said and not target.exists()
+
+
+def test_an_index_of_other_names_is_refused(folder, tmp_path, capsys):
+    def rename(files):
+        files["conv_in.weights"] = files.pop("conv_in.weight")
+
+    source = sharded(folder, tmp_path / "unet", rename)
+    target = tmp_path / "checkpoint"
+    assert main(["import", "--from", str(source), "--to", str(target), *EPSILON]) == 2
+    said = capsys.readouterr().err
+    assert "conv_in.weights is in no file" in said and not target.exists()
+
+
+def test_links_of_the_hub_s_cache_are_followed(folder, tmp_path):
+    """snapshots/<commit>/unet/*.safetensors -> ../../../blobs/<hash>"""
+    snapshot = sharded(folder, tmp_path / "snapshots" / "0" / "unet")
+    (tmp_path / "blobs").mkdir()
+    for file in list(snapshot.iterdir()):
+        file.rename(tmp_path / "blobs" / f"hash-of-{file.name}")
+        file.symlink_to(f"../../../blobs/hash-of-{file.name}")
+    flags = ["--from", str(snapshot.parent), "--to", str(tmp_path / "checkpoint")]
+    assert main(["import", *flags, *EPSILON]) == 0
+
+
+def test_a_name_in_two_files_is_a_fault(folder, tmp_path, capsys):
+    from safetensors.torch import load_file, save_file
+
+    source = sharded(folder, tmp_path / "unet")
+    first, second = sorted(source.glob("*.safetensors"))[:2]
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: tensor}, second)
+    flags = ["--from", str(source), "--to", str(tmp_path / "checkpoint"), *EPSILON]
+    assert main(["import", *flags]) == 2
+    assert f"{name} is in {first.name} and in {second.name}" in capsys.readouterr().err
+
+
+def test_memory_of_an_import(tmp_path):
+    """The weights in fp32 once and one published tensor, whatever else is kept of them."""
+    options = ["--option", "embed_dim=1024", "--option", "depth=8", "--option", "num_heads=8"]
+    flags = ["--from", str(tmp_path / "half.safetensors"), "--backbone", "uvit-tiny", *options]
+    flags += [*EPSILON, "--to", str(tmp_path / "checkpoint")]
+    size = run_ranks(1, write_half, tmp_path / "half.safetensors", options[1::2])[0]
+    growth = run_ranks(1, import_measured, flags)[0]
+    assert size > 4e8 and growth < 1.5 * size
+
+
+def write_half(path, options):
+    """Writes fp16 weights; their bytes in fp32."""
+    from megatron_pulse.backbone.published import to_published
+    from megatron_pulse.diffusion.published import write_state_dict
+    from megatron_pulse.integration.weights import weights_of, whole_stage
+
+    backbone = model_specs.load_backbone("uvit-tiny", dict(text.split("=") for text in options))
+    weights = {
+        name: torch.ones_like(t).half() for name, t in weights_of(whole_stage(backbone)).items()
+    }
+    write_state_dict(path, to_published(model_specs.published_form(backbone), weights))
+    return 4 * sum(weight.numel() for weight in weights.values())
+
+
+def import_measured(flags):
+    """By how many bytes the process grows at its peak."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert main(["import", *flags]) == 0
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+
+
+@pytest.fixture
+def classes(tmp_path):
+    """A UNet with 3 classes, as others publish it: no row of its table stands for none."""
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(1)
+    model = UNet2DConditionModel(**TINY, num_class_embeds=3, upcast_attention=True)
+    model.save_pretrained(tmp_path / "classes")
+    return model
+
+
+def there_and_back(tmp_path, name, *flags):
+    from diffusers import UNet2DConditionModel
+
+    checkpoint, target = tmp_path / f"{name}-checkpoint", tmp_path / name
+    source = ["--from", str(tmp_path / "classes"), "--to", str(checkpoint)]
+    assert main(["import", *source, *EPSILON, *flags]) == 0
+    assert main(["export", "--load", str(checkpoint), "--to", str(target)]) == 0
+    loaded, info = UNet2DConditionModel.from_pretrained(target, output_loading_info=True)
+    assert not any(info.values())
+    return read_saved_run(checkpoint).load_backbone(), loaded
+
+
+def test_class_unets_keep_their_last_class(classes, tmp_path):
+    from megatron_pulse.integration.data import can_drop, null_label_of, num_classes_of
+
+    backbone, back = there_and_back(tmp_path, "as-published")
+    assert (num_classes_of(backbone), null_label_of(backbone)) == (3, None)
+    assert not can_drop(backbone)
+    assert back.config.num_class_embeds == 3 and back.config.upcast_attention
+    table = back.class_embedding.weight
+    assert torch.equal(table, classes.class_embedding.weight)
+
+    backbone, back = there_and_back(tmp_path, "with-null", "--null-class")
+    assert (num_classes_of(backbone), null_label_of(backbone)) == (3, 3) and can_drop(backbone)
+    assert torch.equal(back.class_embedding.weight[:3], table)
+    assert back.config.num_class_embeds == 4 and not back.class_embedding.weight[3].any()
+    assert back.config.upcast_attention
+    shutil.rmtree(tmp_path / "classes")
+    (tmp_path / "with-null").rename(tmp_path / "classes")
+    again, twice = there_and_back(tmp_path, "again")
+    assert again.record["options"] == backbone.record["options"], "the null class is known as such"
+    assert torch.equal(twice.class_embedding.weight, back.class_embedding.weight)
+
+
+def test_null_classes_are_for_models_with_classes(folder, tmp_path, capsys):
+    target = tmp_path / "checkpoint"
+    assert main(["import", "--from", str(folder), "--to", str(target), "--null-class"]) == 2
+    assert "has no classes" in capsys.readouterr().err and not target.exists()
+
+
+def test_weights_that_a_type_cannot_hold_are_not_exported(folder, tmp_path, capsys):
+    def change(tensors):
+        tensors["conv_in.bias"] = tensors["conv_in.bias"] + 1e6
+
+    source = damaged(folder, tmp_path, change)
+    checkpoint, target = tmp_path / "checkpoint", tmp_path / "half"
+    assert main(["import", "--from", str(source), "--to", str(checkpoint), *EPSILON]) == 0
+    flags = ["--load", str(checkpoint), "--to", str(target)]
+    assert main(["export", *flags, "--dtype", "float16"]) == 2
+    said = capsys.readouterr().err
+    assert "float16 cannot hold" in said and "conv_in.bias" in said and not target.exists()

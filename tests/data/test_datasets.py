@@ -4,7 +4,7 @@ import torch
 from PIL import Image
 
 from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.dataset import DataError, split_indices
+from megatron_pulse.data.dataset import CorruptSample, DataError, split_indices
 from megatron_pulse.data.digits import open_digits
 from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.folder import ImageFolder
@@ -80,8 +80,16 @@ def test_all_unreadable_files_are_listed_at_once(folder):
         ImageFolder(folder, 10, verify=True)
     assert len(error.value.faults) == 2
     assert "a.png: not an image" in str(error.value) and "d.png" in str(error.value)
-    with pytest.raises(DataError, match="a.png"):
+    with pytest.raises(CorruptSample, match="a.png") as error:
         ImageFolder(folder, 10).image(0)
+    command = f"'pulse data info folder:{folder} --image-size 10 --channels 3 --verify' lists them"
+    assert command in str(error.value) and "--pulse-skip-corrupt" in str(error.value)
+    (folder / "cat/a.png").unlink()
+    dataset = ImageFolder(folder, 10)
+    (folder / "dog/d.png").unlink()  # after it was listed: storage fails, no image does
+    with pytest.raises(DataError, match="No such file") as error:
+        dataset.check(dataset.files.index(folder / "dog/d.png"))
+    assert not isinstance(error.value, CorruptSample)
 
 
 def test_folders_that_make_no_dataset(folder, tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.dataset import ArrayDataset, DataError, FieldSpec
+from megatron_pulse.data.dataset import ArrayDataset, DataError, FieldSpec, Framing
 from megatron_pulse.data.fields import Fitted, Wanted, default_null, default_value
 
 CONTEXT, MASK = FieldSpec((4, 3)), FieldSpec((4,), "int64")
@@ -18,7 +18,7 @@ class Texts(ArrayDataset):
     def __init__(self):
         super().__init__(np.zeros((6, 2, 4, 4)), np.zeros(6), num_classes=1)
 
-    def conditioning(self, index):
+    def conditioning(self, index, draw=0):
         return {"context": torch.full((4, 3), float(index)), "pooled": torch.ones(5)}
 
     def null_conditioning(self):
@@ -52,7 +52,8 @@ def test_a_mask_needs_what_it_masks():
 @pytest.mark.parametrize(
     ("name", "shape", "expected"),
     [
-        ("image_meta_size", (6,), [64, 48, 64, 48, 0, 0]),
+        ("time_ids", (6,), [100, 90, 7, 8, 64, 48]),
+        ("image_meta_size", (6,), [100, 90, 64, 48, 7, 8]),
         ("resolution", (2,), [64, 48]),
         ("aspect_ratio", (1,), [64 / 48]),
         ("time_ids", (5,), None),
@@ -60,7 +61,8 @@ def test_a_mask_needs_what_it_masks():
     ],
 )
 def test_defaults(name, shape, expected):
-    value = default_value(name, FieldSpec(shape, "float32"), (64, 48))
+    framing = Framing((100, 90), (7, 8), (64, 48))
+    value = default_value(name, FieldSpec(shape, "float32"), framing)
     assert expected == (None if value is None else pytest.approx(expected))
     if value is not None:
         assert value.tolist() == pytest.approx(expected) and default_null(name, None) is None

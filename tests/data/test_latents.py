@@ -182,3 +182,30 @@ def test_null_values_must_fit_and_stay(tmp_path):
 def test_names_that_no_field_can_have(name):
     with pytest.raises(DataError, match=name):
         LatentLayout(SHAPE, 10, fields={name: FieldSpec((2,))})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "words"),
+    [
+        (LatentType.FLOAT16, 65519.0, None),
+        (LatentType.FLOAT16, 65520.0, "float16 ends at 65504"),
+        (LatentType.BFLOAT16, 65520.0, None),
+        (LatentType.FLOAT32, float("nan"), "NaN or infinite"),
+    ],
+)
+@pytest.mark.parametrize("name", ["latent", "context"])
+def test_what_the_type_on_disk_cannot_hold_is_refused(tmp_path, name, dtype, value, words):
+    with LatentWriter(tmp_path, layout(dtype), NULLS) as writer:
+        for i, (latent, label, conditioning) in enumerate(samples()):
+            if i == 7:
+                given = {"latent": latent, **conditioning}
+                given[name].view(-1)[3] = value
+            if i == 7 and words:
+                with pytest.raises(DataError, match=f"sample 7:[^$]*{name} .*{words}"):
+                    writer.add(latent, label, conditioning)
+            else:
+                writer.add(latent, label, conditioning)
+    assert len(LatentFolder(tmp_path)) == 10 - bool(words)
+    with pytest.raises(DataError, match="null value of context holds NaN"):
+        nulls = {"context": torch.full((2, 5), torch.nan)}
+        LatentWriter(tmp_path / "nulls", layout(dtype), nulls)

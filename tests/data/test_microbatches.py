@@ -1,4 +1,8 @@
+import multiprocessing
+import os
 import pickle
+import signal
+import time
 from itertools import islice
 
 import numpy as np
@@ -7,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.data.dataset import ArrayDataset, FieldSpec
+from megatron_pulse.data.corrupt import readable
+from megatron_pulse.data.dataset import ArrayDataset, CorruptSample, DataError, FieldSpec, Subset
 from megatron_pulse.data.microbatches import DiffusionLoader, Split, make_microbatch
 from megatron_pulse.data.sampler import MicrobatchSampler
-from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective, TimestepDensity
+from megatron_pulse.diffusion.choice import Objective, TimestepDensity
+from megatron_pulse.diffusion.objectives import DiffusionProcess
 
 PROCESSES = [
     DiffusionProcess(Objective.V),
@@ -26,7 +32,7 @@ class WithText(ArrayDataset):
         "guidance": FieldSpec((), "float32"),
     }
 
-    def conditioning(self, index):
+    def conditioning(self, index, draw=0):
         return {
             "context": torch.full((2, 3), float(index + 1)),
             "context_mask": torch.tensor([1, index % 2]),
@@ -119,3 +125,78 @@ def test_loader_resumes_pickled_and_with_workers(num_workers):
     resumed = list(islice(pickle.loads(pickle.dumps(loader(12, num_workers))), 6))
     for expected, found in zip(whole[4:], resumed, strict=True):
         assert all(torch.equal(expected[name], found[name]) for name in FIELDS)
+
+
+def is_alive(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def read_and_be_killed(pids):
+    sampler = MicrobatchSampler(20, 0, 3, 0, 1, seed=1)
+    batches = iter(DiffusionLoader(DATASET, sampler, PROCESSES[0], 42, num_workers=2))
+    next(batches)
+    pids.send([worker.pid for worker in batches._workers])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_workers_end_with_their_rank():
+    ours, theirs = multiprocessing.Pipe()
+    rank = multiprocessing.get_context("fork").Process(target=read_and_be_killed, args=(theirs,))
+    rank.start()
+    assert ours.poll(60)
+    workers = ours.recv()
+    rank.join()
+    deadline = time.monotonic() + 3  # torch itself looks every 5 s
+    while time.monotonic() < deadline and any(map(is_alive, workers)):
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))
+
+
+class Damaged(WithText):
+    """Every third sample is corrupt, or all."""
+
+    every = 3
+
+    def image(self, index, draw=0):
+        self.check(index)
+        return super().image(index, draw)
+
+    def check(self, index):
+        if index % self.every == 0:
+            raise CorruptSample("damaged", [f"sample {index}"], "Mend it.")
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 17), st.integers(0, 99)), min_size=2, max_size=9))
+def test_corrupt_samples_are_replaced_alike_wherever_they_are_asked_for(items):
+    """In any microbatch, and on devices that read no image; image, label and text go together."""
+    dataset = Subset(Damaged(IMAGES, np.arange(20) % 4, num_classes=4), np.arange(1, 19))
+    options = {"process": PROCESSES[0], "seed": 42, "skip_corrupt": True}
+    whole = make_microbatch(dataset, items, **options)
+    parts = [make_microbatch(dataset, [item], **options) for item in items]
+    for name, value in whole.items():
+        assert torch.equal(value, torch.cat([part[name] for part in parts])), name
+    middle = make_microbatch(dataset, items, **options, needs_image=False)
+    for name, value in middle.items():
+        assert torch.equal(value, whole[name]), name
+    assert whole["corrupt"].tolist() == [i for i, _ in items if (i + 1) % 3 == 0]
+    assert whole["index"].tolist() == [i for i, _ in items]
+    for label, context in zip(whole["labels"], whole["context"], strict=True):
+        taken = int(context[0, 0]) - 1
+        assert taken % 3 and label == taken % 4
+    with pytest.raises(CorruptSample, match="sample 3"):
+        make_microbatch(dataset, [(0, 0), (2, 0)], PROCESSES[0], 42)
+
+
+def test_replacements_follow_the_seed_and_end():
+    dataset = Damaged(IMAGES, np.arange(20) % 4, num_classes=4)
+    found = [readable(dataset, 6, seed, dataset.check)[0] for seed in range(40)]
+    assert len(set(found)) > 8 and all(index % 3 for index in found)
+    assert found == [readable(dataset, 6, seed, dataset.check)[0] for seed in range(40)]
+    dataset.every = 1
+    with pytest.raises(DataError, match="sample .*\n.*nor could any of 64 other") as error:
+        readable(dataset, 6, 0, dataset.check)
+    assert not isinstance(error.value, CorruptSample)

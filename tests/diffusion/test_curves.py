@@ -4,7 +4,7 @@ import pytest
 from PIL import Image
 
 from megatron_pulse.diffusion.curves import draw_loss_curve, read_scalars
-from megatron_pulse.diffusion.files import replacing
+from megatron_pulse.files import replacing
 
 
 def test_curves_are_read_and_drawn(tmp_path):

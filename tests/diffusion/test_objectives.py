@@ -5,12 +5,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pulse.diffusion.objectives import (
-    DiffusionProcess,
+from megatron_pulse.diffusion.choice import (
+    DynamicShift,
     NoiseSchedule,
     Objective,
+    TimeShift,
     TimestepDensity,
 )
+from megatron_pulse.diffusion.objectives import DiffusionProcess
 
 X0, NOISE = torch.randn(2, 5, 3, 4, 4, generator=torch.Generator().manual_seed(0)).unbind()
 STEPS = torch.tensor([0.0, 1.0, 250.0, 500.0, 999.0])
@@ -21,12 +23,16 @@ def scaled_linear_alpha_bar(start=0.00085, end=0.012, num=1000):
     return torch.cumprod(1 - betas, 0)
 
 
-@pytest.mark.parametrize("objective", [Objective.EPSILON, Objective.V])
+@pytest.mark.parametrize("objective", [Objective.EPSILON, Objective.V, Objective.SAMPLE])
 def test_discrete_objectives_follow_their_formulas(objective):
     noisy, target = DiffusionProcess(objective).noised(X0, NOISE, STEPS)
     alpha_bar = scaled_linear_alpha_bar()[STEPS.long()].view(-1, 1, 1, 1)
     signal, sigma = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
-    expected = NOISE if objective == Objective.EPSILON else signal * NOISE - sigma * X0
+    expected = {
+        Objective.EPSILON: NOISE,
+        Objective.V: signal * NOISE - sigma * X0,
+        Objective.SAMPLE: X0,
+    }[objective]
     torch.testing.assert_close(noisy.double(), signal * X0 + sigma * NOISE, rtol=0, atol=1e-5)
     torch.testing.assert_close(target.double(), expected.double(), rtol=0, atol=1e-5)
 
@@ -74,6 +80,23 @@ def test_logit_normal_density():
     assert logits.std().item() == pytest.approx(1.0, abs=0.01)
 
 
+def test_a_shift_moves_times_and_sigmas_together():
+    """t' = s t / (1 + (s - 1) t), and x_t is that of t': three quarters noise at u = 1/2, s = 3."""
+    process = DiffusionProcess(Objective.FLOW, shift=3.0, num_timesteps=500)
+    assert process.timestep(0.5) == pytest.approx(375)
+    noisy, _ = process.noised(X0[:1], NOISE[:1], torch.tensor([375.0]))
+    torch.testing.assert_close(noisy, 0.25 * X0[:1] + 0.75 * NOISE[:1])
+    half = DiffusionProcess(Objective.FLOW, shift=3.0, density=TimestepDensity.LOGIT_NORMAL)
+    assert half.timestep(0.5) == pytest.approx(750), "the density comes before the shift"
+    dynamic = DiffusionProcess(Objective.FLOW, shift=DynamicShift())
+    with pytest.raises(ValueError, match="picture's size"):
+        dynamic.timestep(0.5)
+    assert dynamic.for_tokens(4096).shift == pytest.approx(math.exp(1.15))
+    assert dynamic.for_tokens(256).shift == pytest.approx(math.exp(0.5))
+    linear = DynamicShift(1.0, 3.0, 100, 300, TimeShift.LINEAR)
+    assert DiffusionProcess(Objective.FLOW, shift=linear).for_tokens(200).shift == 2.0
+
+
 def test_loss_is_fp32_mean_squared_error():
     prediction = torch.full((4, 8), 256.0, dtype=torch.bfloat16)
     loss = DiffusionProcess(Objective.FLOW).loss(prediction, torch.full((4, 8), 255.5))
@@ -95,5 +118,5 @@ def test_process_is_a_value_and_lists_all_faults():
     assert DiffusionProcess(**process.to_dict()) == process
     with pytest.raises(ValueError) as error:
         DiffusionProcess("sigma", num_timesteps=1, beta_start=2.0, logit_std=0)
-    for part in ("epsilon, v, flow", "num_timesteps", "betas", "logit_std"):
+    for part in ("epsilon, v, sample, flow", "num_timesteps", "betas", "logit_std"):
         assert part in str(error.value)

@@ -1,12 +1,16 @@
 """Samples of models known in closed form."""
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from megatron_pulse.diffusion.choice import DynamicShift, NoiseSchedule, Objective
 from megatron_pulse.diffusion.grid import save_grid
-from megatron_pulse.diffusion.objectives import DiffusionProcess, NoiseSchedule, Objective
+from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import sample
+from megatron_pulse.diffusion.scheduler import process_of_scheduler
+from tests.diffusion.schedulers import PUBLISHED
 
 SHAPE = (1, 4, 4)
 PROCESSES = [
@@ -15,6 +19,11 @@ PROCESSES = [
     DiffusionProcess(Objective.V, NoiseSchedule.COSINE),
     DiffusionProcess(Objective.V, zero_terminal_snr=True),
     DiffusionProcess(Objective.FLOW),
+    DiffusionProcess(Objective.FLOW, shift=3.0),
+    DiffusionProcess(Objective.SAMPLE),
+    DiffusionProcess(Objective.SAMPLE, NoiseSchedule.LINEAR, zero_terminal_snr=True),
+    DiffusionProcess(Objective.EPSILON, num_timesteps=400, beta_end=0.05),
+    DiffusionProcess(Objective.V, trained_betas=tuple(2e-5 * (i + 1) for i in range(1000))),
 ]
 
 
@@ -35,6 +44,7 @@ def gaussian_model(process, mean, std):
         return {
             Objective.EPSILON: noise,
             Objective.V: signal * noise - sigma * x0,
+            Objective.SAMPLE: x0,
             Objective.FLOW: noise - x0,
         }[process.objective].float()
 
@@ -129,11 +139,81 @@ def test_clip_bounds_the_result():
     assert sample(model, process, SHAPE, 2, given, 20, clip=1.0, progress=False).max() <= 1
 
 
+def timesteps_of(process, num_steps):
+    """At which timesteps the model is asked."""
+    seen = []
+
+    def model(x, timesteps, conditioning):
+        seen.append(timesteps[0].item())
+        return x
+
+    sample(model, process, SHAPE, 1, {}, num_steps, progress=False)
+    return seen
+
+
+def test_grids_of_published_pipelines():
+    """What only sampling needs is taken from the scheduler; with zero SNR the grid ends at T."""
+    sd = process_of_scheduler(PUBLISHED["sd-v1.5"])
+    assert timesteps_of(sd, 50) == [981 - 20 * i for i in range(50)]
+    zero = process_of_scheduler(PUBLISHED["sdxl-zero-snr"])
+    assert timesteps_of(zero, 50) == [999 - 20 * i for i in range(50)]
+    leading = process_of_scheduler({**PUBLISHED["sdxl-zero-snr"], "timestep_spacing": "leading"})
+    assert timesteps_of(leading, 50) == timesteps_of(zero, 50)
+    assert timesteps_of(process_of_scheduler(PUBLISHED["pixart"]), 4) == [999, 749, 499, 249]
+    with pytest.raises(ValueError, match="steps_offset"):
+        timesteps_of(sd, 1000)
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux-dev", "flux-schnell"])
+def test_flow_is_sampled_on_the_grid_of_its_pipeline(name):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    theirs = FlowMatchEulerDiscreteScheduler.from_config(PUBLISHED[name])
+    theirs.set_timesteps(sigmas=np.linspace(1, 1 / 20, 20), mu=calculate_shift(1024))
+    process = process_of_scheduler(PUBLISHED[name])
+    seen = timesteps_of(process.for_tokens(1024), 20)
+    assert seen == pytest.approx(theirs.timesteps.tolist(), rel=1e-6)
+
+
+def test_ddim_is_that_of_the_pipeline():
+    """The same pictures as diffusers' DDIM, made of the pipeline's own configuration."""
+    from diffusers import DDIMScheduler
+
+    from megatron_pulse.diffusion.noise import start_noise
+
+    process = process_of_scheduler(PUBLISHED["hunyuan-dit-v1.2"])
+    model = gaussian_model(process, lambda y: 0.1 * y, std=0.5)
+    given = {"labels": torch.tensor([3])}
+    theirs = DDIMScheduler.from_config(PUBLISHED["hunyuan-dit-v1.2"])
+    theirs.set_timesteps(20)
+    x = start_noise(5, range(1), SHAPE)
+    for timestep in theirs.timesteps:
+        x = theirs.step(model(x, timestep.float().view(1), given), timestep, x).prev_sample
+    ours = sample(model, process, SHAPE, 1, given, 20, seed=5, progress=False)
+    torch.testing.assert_close(ours, x, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [10, 25, 30, 50])
+def test_fresh_noise_from_zero_snr_is_finite(num_steps):
+    """At the first step the root of a rounding below 0 gave NaN at many numbers of steps."""
+    for objective in (Objective.V, Objective.SAMPLE):
+        process = DiffusionProcess(objective, zero_terminal_snr=True)
+        x = sample(
+            lambda x, t, c: torch.zeros_like(x), process, SHAPE, 1, {}, num_steps, eta=1.0,
+            progress=False,
+        )  # fmt: skip
+        assert x.isfinite().all()
+
+
 def test_faults_are_listed():
     with pytest.raises(ValueError) as error:
         sample(None, DiffusionProcess(Objective.FLOW), SHAPE, 1, {}, 0, guidance_scale=2.0, eta=1)
     for part in ("num_steps", "null values", "eta"):
         assert part in str(error.value)
+    dynamic = DiffusionProcess(Objective.FLOW, shift=DynamicShift())
+    with pytest.raises(ValueError, match="picture's size"):
+        sample(None, dynamic, SHAPE, 1, {}, 4)
 
 
 def test_grid(tmp_path):

@@ -49,7 +49,7 @@ def test_unet_resumes_at_another_size(tmp_path: Path) -> None:
 
 
 def test_killed_in_mid_step_resumes_with_the_same_curve(tmp_path: Path) -> None:
-    flags = [*STEPS, *pipeline(2), *saving(tmp_path), "--load", str(tmp_path)]
+    flags = [*STEPS, *pipeline(2), *saving(tmp_path)]
     uninterrupted = run(2, *STEPS, *pipeline(2))
     with pytest.raises(RanksFailed) as killed:
         run(2, *flags, kill=Kill(rank=1, step=8))

@@ -10,6 +10,8 @@ import torch
 
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.microbatches import make_microbatch
+from megatron_pulse.diffusion.choice import Objective
+from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.integration.arguments import add_pulse_arguments, pulse_options
 from megatron_pulse.integration.data import DiffusionData
 from model_specs import load_backbone
@@ -23,7 +25,8 @@ SAME: Options = GREY | {"out_channels": 1}
 def open_data(name: str, data: str, options: Options) -> DiffusionData:
     parser = add_pulse_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--pulse-backbone", name, "--pulse-data", data])
-    return DiffusionData(pulse_options(args), load_backbone(name, options), seed=1)
+    process = DiffusionProcess(Objective.FLOW)
+    return DiffusionData(pulse_options(args), load_backbone(name, options), process, seed=1)
 
 
 def batch(data: DiffusionData, **options: object) -> dict[str, torch.Tensor]:

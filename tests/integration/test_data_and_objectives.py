@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 from megatron_pulse.cli import main
 from megatron_pulse.data.digits import load_digits
 from tests.data.captioned import captioned_digits
-from tests.integration.runs import TEXT, assert_same, pipeline, run
+from tests.integration.runs import TEXT, Run, assert_same, pipeline, run
 
 STEPS = ["--global-batch-size", "8", "--train-iters", "3"]
 
@@ -33,6 +34,12 @@ def latent_folder(root: Path) -> str:
     return f"latents:{folder}"
 
 
+@functools.cache
+def plain() -> Run:
+    """Digits and the objective that is taken where no flag names one."""
+    return run(1, *STEPS)
+
+
 @pytest.mark.parametrize(
     ("make_data", "objective"),
     [
@@ -47,6 +54,7 @@ def test_fold_equals_one_process(make_data, objective: str, tmp_path: Path) -> N
     flags = [*STEPS, "--pulse-data", make_data(tmp_path), "--pulse-objective", objective]
     expected = run(1, *flags)
     assert len(expected.losses) == 3 and 0 < expected.losses[0] < 10
+    assert expected.losses != plain().losses, "the flags count"
     assert_same(run(2, *flags, *pipeline(2)), expected)
 
 

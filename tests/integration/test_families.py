@@ -12,7 +12,7 @@ import torch
 
 from megatron_pulse.backbone.chain import TensorSpec
 from model_specs import load_backbone
-from tests.integration.runs import pipeline, run
+from tests.integration.runs import assert_equal_to_rounding, assert_same, pipeline, run
 from tests.model_specs.chains import relative_error
 
 NUM_SAMPLES = 24
@@ -23,6 +23,7 @@ class Family:
     """A tiny configuration, how it is laid over devices, and who publishes it.
 
     ``reference`` is (module of tests, diffusers' class); the module's ``call`` runs the class.
+    ``replicated``: by default its text embedder runs on every device.
     """
 
     backbone: str
@@ -30,6 +31,7 @@ class Family:
     sequence_parallel: bool = True
     options: tuple[str, ...] = ()
     reference: tuple[str, str] | None = None
+    replicated: bool = False
 
 
 FAMILIES = {
@@ -48,7 +50,9 @@ FAMILIES = {
         options=("layers_per_block=1", "num_heads=2,2,4"),
         reference=("test_unet", "UNet2DConditionModel"),
     ),
-    "hunyuan": Family("hunyuan-tiny", reference=("test_hunyuan_dit", "HunyuanDiT2DModel")),
+    "hunyuan": Family(
+        "hunyuan-tiny", reference=("test_hunyuan_dit", "HunyuanDiT2DModel"), replicated=True
+    ),
     "dit": Family("dit-tiny", "sequential", reference=("test_dit", "DiTTransformer2DModel")),
     "pixart": Family(
         "pixart-tiny", "sequential", reference=("test_pixart", "PixArtTransformer2DModel")
@@ -94,10 +98,16 @@ def test_trains_alike_under_every_layout_and_leaves_to_diffusers(name: str, tmp_
         flags += ["--pulse-option", option]
     save = ["--save", str(tmp_path / "run"), "--save-interval", "5"]
     alone = run(1, *flags, backbone="none")
-    piped = run(2, *flags, *pipeline(2), *save, backbone="none")
+    sent = ["--pulse-conditioning", "send"]
+    piped = run(2, *flags, *pipeline(2), *sent, *save, backbone="none")
     assert len(alone.losses) == 5 and alone.losses[-1] != alone.losses[0]
-    assert piped.losses == alone.losses
-    assert piped.grad_norms == alone.grad_norms
+    assert piped.executed.placement == family.placement
+    assert_same(piped, alone)
+    if family.replicated:
+        copied = ["--pulse-conditioning", "replicate"]
+        replicated = run(2, *flags, *pipeline(2), *copied, backbone="none")
+        assert replicated.executed.replicated and not piped.executed.replicated
+        assert_equal_to_rounding(replicated, alone)
     tensor_parallel = ["--tensor-model-parallel-size", "2"]
     if family.sequence_parallel:
         tensor_parallel.append("--sequence-parallel")
@@ -113,12 +123,13 @@ def same_in_diffusers(checkpoint: Path, exported: Path, family: Family) -> None:
     import diffusers
 
     from megatron_pulse.cli import main
+    from megatron_pulse.integration.checkpoints import read_saved_run
     from megatron_pulse.integration.weights import load_whole
 
     assert main(["export", "--load", str(checkpoint), "--to", str(exported)]) == 0
     module, class_name = family.reference or ("", "")
     theirs = getattr(diffusers, class_name).from_pretrained(exported).eval()
-    backbone, stage, _ = load_whole(checkpoint, averaged=True)
+    backbone, stage = load_whole(read_saved_run(checkpoint), averaged=True)
     stage.eval()
     generator = torch.Generator().manual_seed(1)
     fields = {

@@ -17,8 +17,8 @@ from megatron_pulse.planner.tune.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline
 from model_specs import load_backbone
-from tests.integration.runs import BASE, Run, assert_same, run, train
-from tests.ranks import RanksFailed, run_ranks
+from tests.integration.runs import BASE, Run, assert_equal_to_rounding, assert_same, run, train
+from tests.ranks import RanksFailed, run_ranks, said_once
 
 UVIT = {"in_channels": 1, "depth": 8, "embed_dim": 32}
 BATCH = 16
@@ -62,10 +62,14 @@ def test_a_run_obeys_its_plan(tmp_path: Path, alone: Run, config: Config, tolera
     plan = make_plan(tmp_path / "plan.json", config)
     ranks = config.pipeline * config.data
     obeyed = run(ranks, "--pulse-plan", str(plan), "--train-iters", "3", backbone="none")
+    executed = obeyed.executed
+    assert executed.operations == ({"F", "I", "W"} if config.split else {"F", "B"})
+    assert executed.placement == ("sequential" if config.layout is Layout.SEQUENTIAL else "fold")
+    assert executed.recomputed == config.recompute
     if tolerance:
-        assert obeyed.losses == pytest.approx(alone.losses, rel=tolerance)
-        return
-    assert_same(obeyed, alone)
+        assert_equal_to_rounding(obeyed, alone, tolerance)
+    else:
+        assert_same(obeyed, alone)
 
 
 def refused(num_ranks: int, *argv: str, backbone: str = "none") -> str:
@@ -109,8 +113,8 @@ def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
         make_plan(tmp_path / str(rank) / "plan.json", Config(2, 1, 1, 2, layout))
     with pytest.raises(RanksFailed) as error:
         run_ranks(2, differ, str(tmp_path), timeout_s=90)
-    for output in error.value.outputs:
-        assert "rank 1 plans otherwise than rank 0" in output and "--pulse-plan FILE" in output
+    assert said_once(error.value, "rank 1 plans otherwise than rank 0")
+    assert said_once(error.value, "--pulse-plan FILE")
 
 
 def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:
@@ -126,8 +130,7 @@ def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:
     assert plan.micro_batch_size == 2  # asked for
     # Started again it is the same job, with the same plan, further on.
     written = (tmp_path / "plan.json").read_bytes()
-    again = ["--load", str(tmp_path), "--train-iters", "4", "--override-opt_param-scheduler"]
-    assert len(run(2, *flags, *again, backbone="none").losses) == 1
+    assert len(run(2, *flags, "--train-iters", "4", backbone="none").losses) == 1
     assert (tmp_path / "plan.json").read_bytes() == written
     message = refused(1, *flags)
     assert "is the plan of another job (uvit-tiny on 2 ranks)" in message

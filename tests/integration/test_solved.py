@@ -31,7 +31,9 @@ def test_an_integer_programs_schedule_trains_as_one_process(
     path = tmp_path / "schedule.csv"
     path.write_text(to_csv(integer_programmed(num_devices, M, split)))
     flags = [*STEPS, *pipeline(num_devices), "--pulse-schedule", str(path)]
-    assert_same(run(num_devices, *flags, backbone=backbone), alone(backbone))
+    got = run(num_devices, *flags, backbone=backbone)
+    assert got.executed.operations == ({"F", "I", "W"} if split else {"F", "B"})
+    assert_same(got, alone(backbone))
 
 
 @pytest.mark.parametrize("name", ["wave", "wave-split"])
@@ -39,5 +41,6 @@ def test_rank_0_searches_for_all(name: str, schedule_cache: Path) -> None:
     before = set(schedule_cache.iterdir())
     flags = [*STEPS, *pipeline(2, "--pulse-schedule", name)]
     searched = run(2, *flags, "--pulse-solver", "highs", "--pulse-solver-seconds", "2")
+    assert ("W" in searched.executed.operations) == (name == "wave-split")
     assert_same(searched, alone("uvit"))
     assert len(set(schedule_cache.iterdir()) - before) == 1

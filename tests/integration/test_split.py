@@ -14,6 +14,9 @@ ZB_V = ["--pulse-schedule", "zb-v"]
 ZB_H1 = ["--pulse-schedule", "zb-h1", "--pulse-placement", "sequential"]
 
 
+SPLIT = {"F", "I", "W"}
+
+
 @functools.lru_cache(maxsize=4)
 def one_process(backbone: str, *more: str) -> Run:
     return run(1, *STEPS, *more, backbone=backbone)
@@ -30,11 +33,14 @@ def one_process(backbone: str, *more: str) -> Run:
 )
 def test_bit_identical(backbone: str, num_devices: int, flags: list[str]) -> None:
     got = run(num_devices, *STEPS, *pipeline(num_devices, *flags), backbone=backbone)
+    assert got.executed.operations == SPLIT
+    assert got.executed.recomputed == ("--recompute-granularity" in flags)
     assert_same(got, one_process(backbone))
 
 
 def test_bf16_is_bit_identical_too() -> None:
     got = run(2, *STEPS, *pipeline(2, *ZB_V, "--bf16"), backbone="unet")
+    assert got.executed.operations == SPLIT
     assert_same(got, one_process("unet", "--bf16"))
 
 
@@ -60,6 +66,8 @@ def test_with_other_parallelism(flags: list[str], tolerance: float) -> None:
             continue  # it has no embedder
         got = run(4, *STEPS, *pipeline(2, *ZB_V, *flags), backbone=backbone)
         expected = one_process(backbone)
+        assert got.executed.operations == SPLIT
+        assert got.executed.replicated == ({"time_embedding"} if "replicate" in flags else set())
         assert got.losses == pytest.approx(expected.losses, rel=tolerance)
         assert got.grad_norms == pytest.approx(expected.grad_norms, rel=10 * tolerance)
         assert got.validation == pytest.approx(expected.validation, rel=tolerance)
@@ -68,6 +76,7 @@ def test_with_other_parallelism(flags: list[str], tolerance: float) -> None:
 def test_sequence_parallel() -> None:
     flags = [*ZB_V, "--tensor-model-parallel-size", "2", "--sequence-parallel"]
     got = run(4, *STEPS, *pipeline(2, *flags))
+    assert got.executed.operations == SPLIT
     assert got.losses == pytest.approx(one_process("uvit").losses, rel=1e-5)
 
 
@@ -81,4 +90,5 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.csv"
     file.write_text("\n".join(rows))
     got = run(2, *STEPS, *pipeline(2, "--pulse-schedule", str(file)))
+    assert got.executed.operations == SPLIT
     assert_same(got, one_process("uvit"))

@@ -102,7 +102,7 @@ def test_operations_at_256_pixels_as_measured():
 def call(reference, image, fields):
     """diffusers' prediction, with the rotary positions that its pipeline makes."""
     config, dtype = reference.config, image.dtype
-    side, base = config.sample_size // config.patch_size, 512 // 8 // config.patch_size
+    side, base = image.shape[-1] // config.patch_size, 512 // 8 // config.patch_size
     region = get_resize_crop_region_for_grid((side, side), base)
     extra = {}
     if config.use_style_cond_and_image_meta_size:

@@ -72,7 +72,7 @@ def test_faults_of_a_unet(options, words):
 
 
 def test_unknown_name_has_close_matches():
-    with pytest.raises(ValueError, match="'uvit-x'; did you mean .*uvit-s.*available: .*sd-v1.5"):
+    with pytest.raises(ValueError, match="'uvit-x'; did you mean .*uvit-s.*there are: .*sd-v1.5"):
         load_backbone("uvit-x")
 
 

@@ -206,5 +206,5 @@ def test_faulty_sizes_are_listed():
     options = {"sample_size": 9, "attention_head_dim": 5, "use_additional_conditions": True}
     with pytest.raises(ValueError, match=r"(?s)divisible by 12, is 80.*patch_size=2, is 9"):
         model_specs.load_backbone("pixart-sigma", options)
-    with pytest.raises(ValueError, match="interpolation_scale: must be at least 1, is 0"):
+    with pytest.raises(ValueError, match="interpolation_scale: must be positive, is 0"):
         model_specs.load_backbone("pixart-sigma", {"interpolation_scale": 0})

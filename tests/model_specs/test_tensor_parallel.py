@@ -109,15 +109,17 @@ def test_two_ranks_compute_what_one_does(case, sequence_parallel):
     """The initial weights are equal bit for bit, the rest to rounding."""
     ((prediction, weights, gradients, keys),) = run_ranks(1, step, 1, False, *CASES[case])
     assert keys == set(weights)
-    # Softmax does not see a bias of keys: its gradient is 0 but for rounding.
-    negligible = 1e-3 * max(gradient.abs().max().item() for gradient in gradients.values())
+    largest = max(gradient.abs().max().item() for gradient in gradients.values())
     for result in run_ranks(2, step, 2, sequence_parallel, *CASES[case]):
         assert result[1].keys() == weights.keys()
         for name, weight in weights.items():
             assert torch.equal(result[1][name], weight), name
         assert relative_error(result[0], prediction) < 1e-5
         for name, gradient in gradients.items():
-            scale = max(gradient.abs().max().item(), negligible)
+            # Softmax does not see a bias of keys: its gradient is 0 but for rounding, of which
+            # CPUs of other kinds make more or less.
+            negligible = 1e-2 if name.endswith("k_layernorm.bias") else 1e-3
+            scale = max(gradient.abs().max().item(), negligible * largest)
             assert (result[2][name] - gradient).abs().max().item() < 2e-5 * scale, name
         assert result[3] == keys
 

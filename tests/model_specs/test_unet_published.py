@@ -86,7 +86,7 @@ def test_the_refiner_of_sdxl_has_five_time_ids():
         ({"attention_head_dim": [8, 8]}, ["attention_head_dim: must be a number for each level"]),
         ({"up_block_types": ["CrossAttnUpBlock2D"] * 4}, ["up_block_types: must be ['UpBlock2D'"]),
         ({"down_block_types": ["AttnDownBlock2D"] * 4}, ["down_block_types: must be ['CrossAttn"]),
-        ({"num_class_embeds": 1}, ["num_class_embeds: must be null or at least 2"]),
+        ({"num_class_embeds": 0}, ["num_class_embeds: must be null or at least 1"]),
         ({"addition_embed_type": "image"}, ["must be null or 'text_time', is 'image'"]),
         ({"addition_embed_type": "text_time"}, ["needs addition_time_embed_dim"]),
         ({"addition_embed_type": "text_time", "addition_time_embed_dim": 256,

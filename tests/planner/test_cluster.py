@@ -111,7 +111,7 @@ def test_the_number_of_nodes_may_be_given() -> None:
         cluster("cpu:2")
     with pytest.raises(ClusterError, match="nodes is 0; allowed is a whole number, 1 or more"):
         cluster("dgx-h100", nodes=0)
-    with pytest.raises(ClusterError, match="no cluster is called 'dgx'; there are: .*dgx-a100"):
+    with pytest.raises(ClusterError, match="no cluster is called 'dgx'; did you mean .*dgx-a100"):
         cluster("dgx")
 
 
@@ -163,13 +163,13 @@ links:
         "name is ''; allowed is text",
         "nodes is 2.5; allowed is a whole number, 1 or more",
         "devices_per_node is missing; allowed is a whole number, 1 or more",
-        "memory_gb is nan; allowed is a number above 0",
+        "memory_gb is '.nan'; allowed is a number from 1e-6",
         "memory is unknown; allowed are name, nodes",
         "usable_memory is 1.5; allowed is a number above 0, at most 1",
         "device is {'tflops': 3}; allowed is one of V100-32GB",
         "links.intra_node.kind is 'string'; allowed is one of nvlink",
-        "links.intra_node.bandwidth_gbs is 0; allowed is a number above 0: GB/s",
-        "links.intra_node.latency_us is -1; allowed is a number, 0 or more",
+        "links.intra_node.bandwidth_gbs is 0; allowed is a number from 1e-6 to 1e6: GB/s",
+        "links.intra_node.latency_us is -1; allowed is a number from 0 to 1e9",
         "links.intra_node.shared is 'both'; allowed is device",
         "links.intra_node.speed is unknown",
         "links.internode is unknown; allowed are intra_node, inter_node",
@@ -180,8 +180,8 @@ links:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "the file is None; allowed is a record"),
-        ("- 3", "allowed is a record with name, nodes"),
+        ("", "c.yaml cannot be read as a cluster: it is empty"),
+        ("- 3", "expected an object, got a list"),
         ("a: [", "cannot be read as a cluster"),
     ],
 )

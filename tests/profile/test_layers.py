@@ -197,7 +197,7 @@ def test_medians() -> None:
 
 @pytest.mark.parametrize("name", ["uvit-tiny", "sd-tiny", "hunyuan-tiny", "flux-tiny"])
 def test_layers_of_a_kind_are_counted_once_and_alike(name, monkeypatch):
-    from megatron_pulse.profile import analytic
+    from megatron_pulse.profile import analytic, flops
 
     roofline = Roofline(PRESETS["H100"], "bfloat16")
     backbone = load_backbone(name)
@@ -205,6 +205,11 @@ def test_layers_of_a_kind_are_counted_once_and_alike(name, monkeypatch):
     count = analytic.count_work
     monkeypatch.setattr(analytic, "count_work", lambda *args: built.append(args[1]) or count(*args))
     once = analytic.analyse(backbone, [2], roofline)
-    assert len(built) < len(backbone.layers)
-    monkeypatch.setattr(analytic, "_kind", lambda backbone, index: str(index))
+    counted = len(built)
+    assert counted < len(backbone.layers)
+    operations = count_flops(backbone)
+    for module in (analytic, flops):
+        monkeypatch.setattr(module, "layer_kind", lambda backbone, index: str(index))
     assert analytic.analyse(backbone, [2], roofline) == once
+    assert len(built) == counted + len(backbone.layers)
+    assert count_flops(backbone) == operations

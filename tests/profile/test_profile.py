@@ -182,7 +182,7 @@ def test_every_fault_of_a_file_is_listed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("{", "cannot be read"),
-        ("[]", "is not a profile"),
+        ("[]", "expected an object, got a list"),
         ('{"format": "plan"}', "is not a profile"),
         (None, "No such file"),
     ],

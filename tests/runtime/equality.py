@@ -16,22 +16,30 @@ from megatron_pulse.planner.costs import weighted_costs
 from megatron_pulse.planner.embedders import EmbedderChoice
 from megatron_pulse.planner.placement import make_placement
 from megatron_pulse.planner.plan import Plan, make_plan
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.stages import Partition
 from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.recorder import StepRecorder
 from megatron_pulse.runtime.replicas import Replicas
 from megatron_pulse.runtime.settings import RunSettings
+from megatron_pulse.runtime.stage import Stage, layer_seed
+
+SEED = 7
 
 
 @dataclass
 class Case:
-    """One way to run a backbone; ``dtype`` is torch's name."""
+    """One way to run a backbone; ``dtype`` is torch's name.
+
+    A name of a ``schedule``, ``cuts`` and ``replicated`` are for several devices.
+    """
 
     placement: str
     num_microbatches: int
-    schedule: str = "auto"
+    schedule: str | Schedule = "auto"
     num_chunks: int = 2
     dtype: str = "float64"
     recompute: bool = False
@@ -40,14 +48,29 @@ class Case:
     micro_batch_size: int = 2
     replicated: frozenset[str] = frozenset()
 
+    @property
+    def alone(self) -> Case:
+        """The same training on one device, whatever is special about the layout."""
+        return replace(
+            self,
+            schedule="auto",
+            num_chunks=2,
+            recompute=False,
+            cuts=None,
+            replicated=frozenset(),
+            placement="sequential",
+        )
+
 
 @dataclass
 class Outcome:
-    """Losses of every microbatch and step, final parameters and what this rank has sent."""
+    """Losses of every microbatch and step, final parameters, gradients of the last step, what this
+    rank has sent, and how many weight gradients it has computed apart."""
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    num_weight_gradients: int = 0
     forward_bytes: int = 0
     gradient_bytes: int = 0
     skip_bytes: int = 0
@@ -72,18 +95,22 @@ def join_pipeline() -> tuple[Any, dist.ProcessGroup | None]:
 
 
 def make_batch(backbone: Backbone, case: Case, step: int, microbatch: int) -> dict[str, Tensor]:
+    """What a microbatch holds: latents, their target and every field that the backbone reads."""
     generator = torch.Generator().manual_seed(1000 * step + microbatch)
-    spec = backbone.input_spec
-    shape = spec.full_shape(case.micro_batch_size)
+    num = case.micro_batch_size
+    ends = {"noisy": backbone.input_spec, "target": backbone.output_spec}
     batch = {
-        "noisy": torch.randn(shape, generator=generator, dtype=torch.float64),
-        "target": torch.randn(shape, generator=generator, dtype=torch.float64),
-        "timesteps": torch.rand(case.micro_batch_size, generator=generator) * 1000,
-        "labels": torch.randint(0, 3, (case.micro_batch_size,), generator=generator),
+        name: torch.randn(spec.full_shape(num), generator=generator, dtype=torch.float64)
+        for name, spec in ends.items()
     }
-    if "context" in backbone.batch_fields:
-        context = backbone.batch_fields["context"].full_shape(case.micro_batch_size)
-        batch["context"] = torch.randn(context, generator=generator)
+    for name, spec in sorted(backbone.batch_fields.items()):
+        shape = spec.full_shape(num)
+        if name == "timesteps":
+            batch[name] = torch.rand(shape, generator=generator) * 1000
+        elif spec.dtype == "int64":
+            batch[name] = torch.randint(0, 2, shape, generator=generator)
+        else:
+            batch[name] = torch.randn(shape, generator=generator)
     return batch
 
 
@@ -92,26 +119,33 @@ def mean_squared_error(prediction: Tensor, batch: Any) -> Tensor:
     return (prediction - batch["target"].to(prediction.dtype)).square().mean()
 
 
-def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup | None) -> Outcome:
-    """A few steps of AdamW on this rank's stages; ``group`` is the pipeline (None: alone)."""
-    from megatron_pulse.runtime.stage import Stage
-
-    num_devices = group.size() if group is not None else 1
-    device = group.rank() if group is not None else 0
+def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
+    """How ``case`` is laid over that many devices."""
     placement = make_placement(case.placement, num_devices, case.num_chunks)
     costs = weighted_costs(backbone, [1.0] * len(backbone.layers))
-    schedule = case.schedule if placement.num_stages > 1 else "auto"
+    given = (case.schedule,) if isinstance(case.schedule, Schedule) else ()
+    schedule = "auto" if given or num_devices == 1 else str(case.schedule)
     if case.cuts is not None and num_devices > 1:
         plan = Plan(backbone, Partition(placement, case.cuts), schedule)
     else:
         plan = make_plan(backbone, costs, placement, schedule)
-    if num_devices > 1:
-        choices = tuple(EmbedderChoice(name, 0, 0, True) for name in case.replicated)
-        plan = replace(plan, embedders=choices)
+    names = case.replicated if num_devices > 1 else ()
+    choices = tuple(EmbedderChoice(name, 0, 0, True) for name in names)
+    return replace(plan, embedders=choices, schedules=given or plan.schedules)
+
+
+def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup | None) -> Outcome:
+    """A few steps of AdamW on this rank's stages; ``group`` is the pipeline (None: alone)."""
+    num_devices = group.size() if group is not None else 1
+    device = group.rank() if group is not None else 0
+    plan = plan_of(backbone, case, num_devices)
+    placement = plan.placement
     step_plan = plan.step(case.num_microbatches)
     dtype = getattr(torch, case.dtype)
     stages = {
-        s: Stage(config, backbone, plan.routes, s, seed=7, recompute=case.recompute).to(dtype)
+        s: leave_zero(
+            Stage(config, backbone, plan.routes, s, seed=SEED, recompute=case.recompute)
+        ).to(dtype)
         for s in placement.stages_of_device(device)
     }
     settings = RunSettings(case.micro_batch_size, dtype, torch.device("cpu"), mean_squared_error)
@@ -157,13 +191,15 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
     for step in range(case.steps):
         optimizer.zero_grad()
         batches = (make_batch(backbone, case, step, m) for m in range(case.num_microbatches))
-        outcome.losses += [loss.item() for loss in executor.run(batches, settings)]
+        recorder = StepRecorder(device, settings.device)
+        losses = executor.run(batches, settings, recorder=recorder)
+        outcome.losses += [loss.item() for loss in losses]
+        outcome.num_weight_gradients += sum(
+            timed.operation.kind is Kind.WEIGHT_GRAD for timed in recorder.finish().operations
+        )
         assert executor.held_bytes == 0
-        if step == 0:
-            outcome.gradients = {
-                n: p.grad.clone() for n, p in parameters.items() if p.grad is not None
-            }
         optimizer.step()
+    outcome.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
     outcome.parameters = {n: p.detach().clone() for n, p in parameters.items()}
     if links is not None:
         outcome.forward_bytes = links.traffic.forward_bytes
@@ -173,6 +209,33 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
     return outcome
 
 
+def leave_zero(stage: Stage) -> Stage:
+    """Gates and heads that begin at zero would hide what is behind them for the first steps."""
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            generator = torch.Generator().manual_seed(layer_seed(SEED, name))
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return stage
+
+
+def split(schedule: Schedule, delay: int) -> Schedule:
+    """``schedule`` with every backward split, each weight gradient ``delay`` backwards later."""
+    orders = []
+    for order in schedule.order:
+        waiting: list[Operation] = []
+        new = []
+        for op in order:
+            if op.kind is not Kind.BACKWARD:
+                new.append(op)
+                continue
+            new.append(op._replace(kind=Kind.INPUT_GRAD))
+            waiting.append(op._replace(kind=Kind.WEIGHT_GRAD))
+            if len(waiting) > delay:
+                new.append(waiting.pop(0))
+        orders.append((*new, *waiting))
+    return replace(schedule, name=f"{schedule.name}, split", order=tuple(orders))
+
+
 def merge(outcomes: list[Outcome]) -> Outcome:
     """One outcome of all ranks."""
     merged = Outcome()
@@ -180,6 +243,7 @@ def merge(outcomes: list[Outcome]) -> Outcome:
         merged.losses = merged.losses or outcome.losses
         merged.parameters.update(outcome.parameters)
         merged.gradients.update(outcome.gradients)
+        merged.num_weight_gradients += outcome.num_weight_gradients
         merged.forward_bytes += outcome.forward_bytes
         merged.gradient_bytes += outcome.gradient_bytes
         merged.skip_bytes += outcome.skip_bytes

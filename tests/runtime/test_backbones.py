@@ -1,57 +1,50 @@
-"""U-ViT and UNet, built from Megatron's modules, under every placement: bit for bit."""
+"""Every family, built from Megatron's modules, under every placement: bit for bit."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
-import torch
 
-from megatron_pulse.backbone.chain import Backbone
-from model_specs import load_backbone
 from tests.ranks import run_ranks
-from tests.runtime.equality import Case, Outcome, differences, join_pipeline, merge, train
+from tests.runtime.equality import Case, differences, merge, plan_of, split
+from tests.runtime.tiny import FAMILIES, backbone, run_cases
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "uvit": {"depth": 8, "embed_dim": 16, "num_heads": 2, "image_size": 4, "in_channels": 1},
-    "unet": {"sample_size": 8, "block_out_channels": "8,16", "norm_num_groups": 4},
-    "unet-text": {
-        "sample_size": 8,
-        "block_out_channels": "8,16",
-        "norm_num_groups": 4,
-        "transformer_depth": "0,1",
-        "cross_attention_dim": 6,
-    },
-}
-NAMES = {"uvit": "uvit-tiny", "unet": "unet-tiny", "unet-text": "sd-tiny"}
-
-
-def backbone(kind: str) -> Backbone:
-    """A small backbone; each has an odd chain and a middle without skips."""
-    return load_backbone(NAMES[kind], OPTIONS[kind])
+P, STEPS = 2, 6
+CASES: list[tuple[Case, int | None]] = [
+    (Case("fold", 5, dtype="float32"), None),
+    (Case("fold", 3, dtype="bfloat16", recompute=True), None),
+    (Case("fold", 3, dtype="float32", recompute=True), 2),
+    (Case("fold", 5, dtype="bfloat16"), 3),
+    (Case("sequential", 5, dtype="bfloat16"), 0),
+    (Case("interleaved", 3, dtype="float32"), 1),
+]
+"""With the number of backwards after which a weight gradient follows; None: whole ones."""
 
 
-def run_cases(kind: str, cases: list[Case]) -> list[Outcome]:
-    config, group = join_pipeline()
-    outcomes = [train(backbone(kind), case, config, group) for case in cases]
-    torch.distributed.barrier()
-    return outcomes
-
-
-@pytest.mark.parametrize("kind", OPTIONS)
-@pytest.mark.parametrize("num_devices", [2, 4])
-def test_real_backbones_equal_one_process(kind: str, num_devices: int) -> None:
-    cases = [
-        Case(placement, m, dtype="float32", steps=2, recompute=m == num_devices)
-        for placement in ("fold", "sequential", "interleaved")
-        for m in (num_devices - 1, num_devices, 2 * num_devices + 1)
-    ]
-    (expected,) = run_ranks(1, run_cases, kind, cases)
-    ranks = run_ranks(num_devices, run_cases, kind, cases, timeout_s=240)
-    for i, case in enumerate(cases):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_and_split_backwards_equal_one_process(family: str) -> None:
+    cases = []
+    for case, delay in CASES:
+        case = replace(case, steps=STEPS)
+        if delay is not None:
+            schedule = plan_of(backbone(family), case, P).step(case.num_microbatches).schedule
+            case = replace(case, schedule=split(schedule, delay))
+        cases.append((family, case))
+    alone = [(family, case.alone) for _, case in cases]
+    distinct = [case for i, case in enumerate(alone) if case not in alone[:i]]
+    (expected,) = run_ranks(1, run_cases, distinct)
+    ranks = run_ranks(P, run_cases, cases, timeout_s=240)
+    for i, (_, case) in enumerate(cases):
         got = merge([outcomes[i] for outcomes in ranks])
-        assert got.losses == expected[i].losses, case
-        assert not differences(got.gradients, expected[i].gradients), case
-        assert not differences(got.parameters, expected[i].parameters), case
+        reference = expected[distinct.index(alone[i])]
+        delay, num_stages = CASES[i][1], P if case.placement == "sequential" else 2 * P
+        apart = 0 if delay is None else num_stages * case.num_microbatches * STEPS
+        assert got.num_weight_gradients == apart, case
+        assert len(got.losses) == STEPS * case.num_microbatches
+        assert got.losses == reference.losses, case
+        assert all(g.abs().max() > 0 for g in reference.gradients.values())
+        assert not differences(got.gradients, reference.gradients), case
+        assert not differences(got.parameters, reference.parameters), case
         if case.placement == "fold":
             assert got.skip_bytes == 0

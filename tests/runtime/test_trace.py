@@ -98,7 +98,7 @@ def test_a_gpu_is_timed_by_its_own_events() -> None:
     recorder = StepRecorder(0, device)
     host = time.perf_counter()
     for m in range(4):
-        recorder.begin()
+        recorder.begin(Run(Operation(Kind.FORWARD, 0, m)))
         for _ in range(10):
             large @ large
         recorder.end(Run(Operation(Kind.FORWARD, 0, m)))

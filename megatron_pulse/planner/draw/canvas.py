@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from megatron_pulse.letters import printable
+
 INK, GREY, FAINT = "#222222", "#555555", "#e4e4e4"
 
 
@@ -49,11 +51,11 @@ class Canvas:
         element.set("font-size", str(size))
         element.set("font-weight", weight)
         element.set("text-anchor", anchor)
-        element.text = text
+        element.text = printable(text)
 
     def hint(self, element: ElementTree.Element, text: str) -> None:
         """What is shown when one points at ``element``."""
-        ElementTree.SubElement(element, "title").text = text
+        ElementTree.SubElement(element, "title").text = printable(text)
 
     def __str__(self) -> str:
         return ElementTree.tostring(self.svg, encoding="unicode") + "\n"

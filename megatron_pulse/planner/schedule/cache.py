@@ -26,6 +26,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_json
 from megatron_pulse.planner.schedule.bounds import lower_bound
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -192,7 +194,7 @@ def _tightened(known: Certificate, found: Certificate) -> Certificate:
 def _read(path: Path) -> Entry | None:
     """The entry in a file; None for whatever else is there."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path, FileKind.SCHEDULE)
         if record["format"] != _FORMAT:
             return None
         made = {name: record["certificate"][name] for name in Certificate.__dataclass_fields__}
@@ -212,7 +214,7 @@ def _read(path: Path) -> Entry | None:
             str(record["solver"]),
             float(record["offered_s"]),
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -39,8 +39,7 @@ class Rival:
     @property
     def bubble(self) -> float:
         """The idle share of all devices' time."""
-        idle = sum(self.timeline.bubble)
-        return idle / (len(self.timeline.bubble) * self.timeline.makespan)
+        return self.timeline.idle_share
 
     @property
     def peak(self) -> tuple[float, ...]:

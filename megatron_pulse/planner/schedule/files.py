@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from megatron_pulse.files import parse_json
 from megatron_pulse.planner.placement import (
     Placement,
     PlacementKind,
@@ -47,21 +47,26 @@ def from_csv(
     the placements; whether the schedule can run is ``validate``'s to say.
     """
     order: list[tuple[Operation, ...]] = []
-    for row, cells in enumerate(csv.reader(io.StringIO(text)), 1):
-        operations = []
-        for column, cell in enumerate(cells, 1):
-            if cell.strip():
-                try:
-                    operations.append(_operation(cell))
-                except ValueError as error:
-                    raise ValueError(f"row {row}, cell {column}: {error}") from None
-        order.append(tuple(operations))
+    rows = csv.reader(io.StringIO(text))
+    try:
+        for row, cells in enumerate(rows, 1):
+            operations = []
+            for column, cell in enumerate(cells, 1):
+                if cell.strip():
+                    try:
+                        operations.append(_operation(cell))
+                    except ValueError as error:
+                        raise ValueError(f"row {row}, cell {column}: {error}") from None
+            order.append(tuple(operations))
+    except csv.Error as error:
+        raise ValueError(f"line {rows.line_num}: {error}") from error
     while order and not order[-1]:
         order.pop()
     stages = [op for operations in order for op in operations if op.kind is not Kind.FILLER]
     if not stages:
         raise ValueError("the file has no operations")
     count = 1 + max(op.microbatch for op in stages)
+    _require_few(order, count)
     return Schedule(name, placement or _shown(order), count, tuple(order), fillers)
 
 
@@ -82,15 +87,18 @@ def from_json(value: str | Mapping[str, Any]) -> Schedule:
 
     Without ``fillers`` there are none.
     """
-    record = json.loads(value) if isinstance(value, str) else value
+    record = parse_json(value) if isinstance(value, str) else value
     try:
-        home = tuple(int(device) for device in record["device_of_stage"])
+        home = tuple(map(_whole, record["device_of_stage"]))
         order = tuple(tuple(_operation(text) for text in row) for row in record["order"])
-        name, count = str(record["name"]), int(record["num_microbatches"])
+        name, count = str(record["name"]), _whole(record["num_microbatches"])
         kind = str(record["placement"])
         fillers = tuple(map(_filler, record.get("fillers", ())))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not a schedule: {error!r}") from None
+    _require_few(order, count)
+    if max(home, default=0) >= len(order):
+        raise ValueError(f"stages are on devices 0 to {max(home)}, but orders are of {len(order)}")
     placement = next((p for p in _known(home) if p.kind.value == kind), None)
     if placement is None:
         raise ValueError(f"no {kind} placement has its stages on devices {home}")
@@ -101,20 +109,45 @@ def _filler(record: Mapping[str, Any]) -> Filler:
     devices = record["devices"]
     return Filler(
         str(record["name"]),
-        tuple(float(time) for time in record["slice_seconds"]),
-        None if devices is None else tuple(int(device) for device in devices),
+        tuple(map(_number, record["slice_seconds"])),
+        None if devices is None else tuple(map(_whole, devices)),
     )
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(
+            f"not a schedule: expected a whole number, 0 or more, got {str(value)[:60]!r}"
+        )
+    return value
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"not a schedule: expected a number, got {str(value)[:60]!r}")
+    return float(value)
+
+
+def _require_few(order: Sequence[Sequence[Operation]], num_microbatches: int) -> None:
+    """Raise ValueError for stages or microbatches of which most cannot have an operation."""
+    count = sum(map(len, order))
+    last = max((op.stage for row in order for op in row), default=0)
+    if num_microbatches > count or last >= count:
+        raise ValueError(
+            f"{num_microbatches} microbatch(es) and stages up to {last} cannot all be in "
+            f"{count} operation(s)"
+        )
 
 
 def _operation(text: str) -> Operation:
     """``2F0`` or ``F2:0``."""
-    match = re.fullmatch(r"(\d+)([FBIWX])(\d+)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,9})([FBIWX])([0-9]{1,9})", text.strip())
     if match is None:
         try:
             return Operation.parse(text)
         except ValueError:
             raise ValueError(
-                f"not an operation: {text!r}; expected for example 2F0 or F2:0"
+                f"not an operation: {text[:60]!r}; expected for example 2F0 or F2:0"
             ) from None
     return Operation(Kind(match[2]), int(match[1]), int(match[3]))
 

@@ -27,6 +27,11 @@ class Timeline:
     busy: tuple[float, ...]
     bubble: tuple[float, ...]
 
+    @property
+    def idle_share(self) -> float:
+        """The idle part of all devices' time."""
+        return sum(self.bubble) / (len(self.bubble) * self.makespan) if self.makespan else 0.0
+
 
 def dependency(operation: Operation, num_stages: int) -> Operation | None:
     """The operation whose result ``operation`` takes: the chain forward, then back.

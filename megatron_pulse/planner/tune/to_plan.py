@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from megatron_pulse.planner.cluster import Cluster, to_record
 from megatron_pulse.planner.plan_file import PlanFile, Times
 from megatron_pulse.planner.tune.evaluate import Outcome
+from megatron_pulse.profile.cautions import spread_caution
 from megatron_pulse.profile.profile import Profile
 
 
@@ -54,6 +55,8 @@ def plan_of(
         predicted=outcome.figures(),
         provenance={
             "profile_sha256": hashlib.sha256(repr(profile).encode()).hexdigest(),
+            "threads": profile.threads,
+            "unsteady": spread_caution(profile, config.micro_batch_size),
             "profile": f"{profile.source.value}, {profile.device}: {profile.method}",
             "cluster": to_record(cluster),
             "schedule": {**asdict(certificate), "gap": certificate.gap},

@@ -32,6 +32,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from megatron_pulse.processes import ending_with_us
+
 GRACE_S = 0.5
 """Seconds after its limit at which a solver is killed."""
 
@@ -204,7 +206,7 @@ def _call(arguments: list[str], folder: Path, seconds: float) -> tuple[str, int 
     """What the program printed and its exit code; None where it had to be killed."""
     try:
         process = subprocess.Popen(
-            arguments,
+            ending_with_us(arguments),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

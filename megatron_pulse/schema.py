@@ -17,6 +17,36 @@ COUNT: dict[str, Any] = {
 }
 
 
+NATURAL: dict[str, Any] = {
+    "type": "integer",
+    "minimum": 0,
+    "description": "a whole number, 0 or more",
+}
+TEXT: dict[str, Any] = {"type": "string", "minLength": 1, "description": "text"}
+FLAG: dict[str, Any] = {"type": "boolean", "description": "true or false"}
+OPERATION: dict[str, Any] = {
+    "type": "string",
+    "pattern": r"^[FBIWX][0-9]{1,9}:[0-9]{1,9}$",
+    "description": "an operation such as F2:0",
+}
+OBJECT: dict[str, Any] = {"type": "object", "description": "an object"}
+
+
+def one_of(values: list[str]) -> dict[str, Any]:
+    """One of these texts."""
+    return {"enum": values, "description": f"one of {', '.join(values)}"}
+
+
+def list_of(items: dict[str, Any], description: str, least: int = 1) -> dict[str, Any]:
+    """A list of ``least`` items or more."""
+    return {"type": "array", "items": items, "minItems": least, "description": description}
+
+
+def table_of(values: dict[str, Any], description: str) -> dict[str, Any]:
+    """An object with any keys."""
+    return {"type": "object", "additionalProperties": values, "description": description}
+
+
 def number(description: str, **limits: float) -> dict[str, Any]:
     """A number, above 0 unless ``limits`` say otherwise."""
     return {"type": "number", "description": description, **(limits or {"exclusiveMinimum": 0})}
@@ -48,7 +78,9 @@ def _is_number(_: Any, value: Any) -> bool:
 
 _VALIDATOR = extend(
     Draft202012Validator,
-    type_checker=Draft202012Validator.TYPE_CHECKER.redefine("number", _is_number),
+    type_checker=Draft202012Validator.TYPE_CHECKER.redefine_many(
+        {"number": _is_number, "integer": lambda _, value: type(value) is int}
+    ),
 )
 
 

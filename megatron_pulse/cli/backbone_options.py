@@ -1,0 +1,41 @@
+"""``--option KEY=VALUE``, which several commands take."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add ``--option``; ``meaning`` is its help."""
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"{meaning} (repeatable)",
+    )
+
+
+def option_faults(args: argparse.Namespace) -> list[str]:
+    """A fault for each that is not of that form."""
+    return [f"--option {text}: write it as KEY=VALUE" for text in args.option if "=" not in text]
+
+
+def backbone_faults(args: argparse.Namespace) -> list[str]:
+    """Why there is no such backbone, or not with these options."""
+    from model_specs import load_backbone, unknown_backbone
+
+    if fault := unknown_backbone(args.backbone):
+        return [fault, *option_faults(args)]
+    if faults := option_faults(args):
+        return faults
+    try:
+        load_backbone(args.backbone, options_of(args))
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def options_of(args: argparse.Namespace) -> dict[str, str]:
+    """What was given, as ``load_backbone`` takes it."""
+    return dict(text.split("=", 1) for text in args.option)

@@ -1,0 +1,261 @@
+"""What flags say of a diffusion process: one set of options for training, import and sampling.
+
+Nothing here imports torch, so that a command's ``--help`` stays fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import parse_json, read_text
+
+if TYPE_CHECKING:
+    from megatron_pulse.diffusion.objectives import DiffusionProcess
+
+_BETAS = ("schedule", "beta_start", "beta_end", "trained_betas")
+_AS_SAID = {
+    "beta_start", "beta_end", "zero_terminal_snr", "num_timesteps", "logit_mean", "logit_std",
+}  # fmt: skip
+
+
+class Objective(StrEnum):
+    """What the model predicts: the noise, the velocity, the clean sample, or the flow."""
+
+    EPSILON = "epsilon"
+    V = "v"
+    SAMPLE = "sample"
+    FLOW = "flow"
+
+
+class NoiseSchedule(StrEnum):
+    """How the noise grows with the timestep (flow needs none); ``trained`` is a list of betas."""
+
+    SCALED_LINEAR = "scaled_linear"
+    LINEAR = "linear"
+    COSINE = "cosine"
+    TRAINED = "trained"
+
+
+class TimestepDensity(StrEnum):
+    """How timesteps are drawn in training."""
+
+    UNIFORM = "uniform"
+    LOGIT_NORMAL = "logit_normal"
+
+
+class TimeShift(StrEnum):
+    """What a dynamic shift's line gives: the shift's logarithm, or the shift itself."""
+
+    EXPONENTIAL = "exponential"
+    LINEAR = "linear"
+
+
+@dataclass(frozen=True)
+class DynamicShift:
+    """A flow's shift that grows with the picture, as diffusers' ``use_dynamic_shifting``.
+
+    mu runs on a line through (``base_tokens``, ``base_shift``) and (``max_tokens``,
+    ``max_shift``), in tokens of the picture; the shift is exp(mu), or mu itself if ``kind`` is
+    linear. The defaults are Flux's.
+    """
+
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_tokens: int = 256
+    max_tokens: int = 4096
+    kind: TimeShift = TimeShift.EXPONENTIAL
+
+    def at(self, num_tokens: int) -> float:
+        """The shift of a picture of that many tokens."""
+        slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
+        mu = self.base_shift + slope * (num_tokens - self.base_tokens)
+        return math.exp(mu) if self.kind == TimeShift.EXPONENTIAL else mu
+
+    def faults(self) -> list[str]:
+        """What is wrong with the numbers."""
+        numbers = (self.base_shift, self.max_shift, self.base_tokens, self.max_tokens)
+        if self.kind not in tuple(TimeShift):
+            return [f"a dynamic shift is {' or '.join(TimeShift)}, not {self.kind!r}"]
+        if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
+            return [f"a dynamic shift takes four numbers, not {numbers}"]
+        if not 0 < self.base_tokens < self.max_tokens:
+            return [f"a dynamic shift from {self.base_tokens} to {self.max_tokens} tokens: no line"]
+        if self.kind == TimeShift.LINEAR and min(self.base_shift, self.max_shift) <= 0:
+            return ["a linear dynamic shift must be positive at both ends"]
+        return []
+
+    def __str__(self) -> str:
+        kind = "" if self.kind == TimeShift.EXPONENTIAL else f",{self.kind}"
+        ends = f"{self.base_shift:g},{self.max_shift:g},{self.base_tokens},{self.max_tokens}"
+        return f"dynamic:{ends}{kind}"
+
+
+def parse_shift(text: str) -> float | DynamicShift:
+    """``3.0``, ``dynamic`` or ``dynamic:0.5,1.15,256,4096[,linear]``; raises ValueError."""
+    name, colon, rest = text.partition(":")
+    try:
+        if name != "dynamic":
+            return float(text)
+        if not colon:
+            return DynamicShift()
+        first, last, base, most, *kind = rest.split(",")
+        shift = DynamicShift(
+            float(first), float(last), int(base), int(most), TimeShift(*kind or ["exponential"])
+        )
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"{text!r} is neither a number nor dynamic[:BASE_SHIFT,MAX_SHIFT,BASE_TOKENS,"
+            "MAX_TOKENS[,linear]]"
+        ) from None
+    return shift
+
+
+@dataclass(frozen=True)
+class ProcessChoice:
+    """What was said of a process; None is what was not said. Fields are named as their flags.
+
+    ``trained_betas`` is a file, ``flow_shift`` a text (see parse_shift).
+    """
+
+    objective: str | None = None
+    noise_schedule: str | None = None
+    beta_start: float | None = None
+    beta_end: float | None = None
+    trained_betas: str | None = None
+    zero_terminal_snr: bool | None = None
+    num_timesteps: int | None = None
+    flow_shift: str | None = None
+    timestep_density: str | None = None
+    logit_mean: float | None = None
+    logit_std: float | None = None
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The fields that were said."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def process_choice(args: argparse.Namespace, prefix: str = "") -> ProcessChoice:
+    """What the flags of ``add_process_arguments`` said; ``prefix`` as there."""
+    start = prefix.replace("-", "_")
+    names = [field.name for field in fields(ProcessChoice)]
+    return ProcessChoice(**{name: getattr(args, start + name, None) for name in names})
+
+
+def add_process_arguments(
+    parser: Any, unsaid: str, prefix: str = "", *, training: bool = True
+) -> None:
+    """Add ``--{prefix}objective`` and the rest; all default to None.
+
+    ``unsaid`` says where an option comes from that was not given. How timesteps are drawn is
+    left out where nothing is trained.
+    """
+
+    def add(name: str, **kwargs: Any) -> None:
+        parser.add_argument(f"--{prefix}{name}", **kwargs)
+
+    def betas(name: str, which: str, defaults: str) -> None:
+        text = f"the {which} beta of linear and scaled_linear schedules ({defaults} if new)"
+        add(name, type=float, metavar="BETA", help=text)
+
+    add(
+        "objective",
+        choices=[str(objective) for objective in Objective],
+        help=f"what the backbone predicts: noise, velocity, clean sample, or flow ({unsaid})",
+    )
+    add(
+        "noise-schedule",
+        choices=[str(kind) for kind in NoiseSchedule if kind != NoiseSchedule.TRAINED],
+        help="how noise grows with the timestep; flow has none (SD, U-ViT: scaled_linear, which is "
+        "a new process's; DiT, PixArt: linear)",
+    )
+    betas("beta-start", "first", "0.00085 scaled, 0.0001 linear")
+    betas("beta-end", "last", "0.012 scaled, 0.02 linear")
+    add("trained-betas", metavar="FILE", help="a schedule as a JSON list with a beta per timestep")
+    add(
+        "zero-terminal-snr",
+        action=argparse.BooleanOptionalAction,
+        help="rescale the betas so that the last timestep is pure noise (v and sample)",
+    )
+    add("num-timesteps", type=int, metavar="N", help="timesteps of the process (1000 if new)")
+    add(
+        "flow-shift",
+        type=_shift_text,
+        metavar="SHIFT",
+        help="shift of the flow's times towards noise, in training and in sampling: a number (SD3: "
+        "3), or dynamic, by the size of the picture (Flux; dynamic:0.5,1.15,256,4096 gives base "
+        "and largest mu and their tokens); 1, no shift, if new",
+    )
+    if not training:
+        return
+    add(
+        "timestep-density",
+        choices=[str(density) for density in TimestepDensity],
+        help="how the flow objective draws times in training, before the shift (logit_normal if "
+        "new)",
+    )
+    add("logit-mean", type=float, metavar="M", help="of the logit-normal density (0 if new)")
+    add("logit-std", type=float, metavar="S", help="of the logit-normal density (1 if new)")
+
+
+def chosen_process(choice: ProcessChoice, base: DiffusionProcess | None = None) -> DiffusionProcess:
+    """``base`` with what ``choice`` says instead; without a base, a new process.
+
+    What is not said and depends on what is (betas on their schedule, times and the published
+    scheduler on the objective) is that of a new process, which is flow with logit-normal times and
+    no shift. Raises ValueError for what does not go together.
+    """
+    from megatron_pulse.diffusion.objectives import DiffusionProcess
+
+    fresh = base is None
+    objective = Objective(choice.objective or (Objective.FLOW if base is None else base.objective))
+    values = {} if base is None else dict(vars(base))
+    flow = objective == Objective.FLOW
+    if base is not None and flow != (base.objective == Objective.FLOW):
+        fresh = True
+        values = {"num_timesteps": base.num_timesteps}  # no scheduler does both
+    if fresh and flow:
+        values["density"] = TimestepDensity.LOGIT_NORMAL
+    values["objective"] = objective
+    if choice.noise_schedule is not None or choice.trained_betas is not None:
+        if choice.noise_schedule != values.get("schedule"):
+            values |= dict.fromkeys(_BETAS)
+        values["schedule"] = choice.noise_schedule
+    if choice.trained_betas is not None:
+        values["trained_betas"] = _read_betas(choice.trained_betas)
+        values["num_timesteps"] = len(values["trained_betas"])
+    if choice.flow_shift is not None:
+        shift = parse_shift(choice.flow_shift)
+        kept = choice.flow_shift == "dynamic" and isinstance(values.get("shift"), DynamicShift)
+        values["shift"] = values["shift"] if kept else shift
+    if choice.timestep_density is not None:
+        values["density"] = TimestepDensity(choice.timestep_density)
+        if values["density"] == TimestepDensity.UNIFORM:
+            values |= {"logit_mean": 0.0, "logit_std": 1.0}
+    for name in _AS_SAID & choice.said.keys():
+        values[name] = choice.said[name]
+    return DiffusionProcess(**values)
+
+
+def _read_betas(path: str) -> tuple[float, ...]:
+    text = read_text(path, FileKind.BETAS)
+    try:
+        betas = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as {FileKind.BETAS}: {error}") from error
+    if not isinstance(betas, list) or not all(type(beta) in (int, float) for beta in betas):
+        raise ValueError(f"{path} cannot be read as {FileKind.BETAS}: it is no list of numbers")
+    return tuple(float(beta) for beta in betas)
+
+
+def _shift_text(text: str) -> str:
+    try:
+        parse_shift(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text

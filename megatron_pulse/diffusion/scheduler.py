@@ -1,0 +1,281 @@
+"""A published scheduler's configuration (scheduler_config.json) as a diffusion process, and back.
+
+What a file leaves out has the default of its own class in diffusers, which differ. Whatever would
+make the process another one than is known here is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+
+from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.diffusion.choice import (
+    DynamicShift,
+    Objective,
+    ProcessChoice,
+    TimestepDensity,
+    chosen_process,
+)
+from megatron_pulse.diffusion.objectives import (
+    DIFFUSERS_PREDICTION,
+    DIFFUSERS_SCHEDULE,
+    DiffusionProcess,
+)
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_json
+
+OF_BETAS = (
+    "DDIMScheduler", "DDIMParallelScheduler", "DDPMScheduler", "DDPMParallelScheduler",
+    "DEISMultistepScheduler", "DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler",
+    "EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler", "HeunDiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler", "KDPM2DiscreteScheduler", "LMSDiscreteScheduler",
+    "PNDMScheduler", "SASolverScheduler", "UniPCMultistepScheduler",
+)  # fmt: skip
+OF_FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
+_REFUSED = {
+    "EDM": "it preconditions with sigma_data (EDM), which is not epsilon, v, sample or flow",
+    "LCM": "the model is distilled to few steps, and no objective here continues that",
+    "TCD": "the model is distilled to few steps, and no objective here continues that",
+    "Wuerstchen": "Stable Cascade's process is not known here",
+    "CMStochastic": "consistency models' process is not known here",
+    "SCM": "the model is distilled to few steps, and no objective here continues that",
+}
+_OLD_KEYS = {"tensor_format", "clip_sample", "skip_prk_steps", "set_alpha_to_one"}
+# Left behind by another class, these make no difference only if they say nothing.
+_NEUTRAL = {
+    "rescale_betas_zero_snr": False,
+    "timestep_type": "discrete",
+    "use_flow_sigmas": False,
+    "flow_shift": 1.0,
+    "shift": 1.0,
+    "use_dynamic_shifting": False,
+    "invert_sigmas": False,
+}
+DYNAMIC = {
+    "base_shift": "base_shift",
+    "max_shift": "max_shift",
+    "base_image_seq_len": "base_tokens",
+    "max_image_seq_len": "max_tokens",
+    "time_shift_type": "kind",
+}
+_NUMBERS = {
+    "num_train_timesteps", "beta_start", "beta_end", "shift", "flow_shift", "base_shift",
+    "max_shift", "base_image_seq_len", "max_image_seq_len",
+}  # fmt: skip
+SCHEDULER_FILE = "scheduler_config.json"
+OURS = "_megatron_pulse"
+"""A key of ours for how times are drawn; diffusers passes over keys that begin so."""
+
+
+def find_scheduler(place: Path) -> Path | None:
+    """The scheduler's file of a component (in it or beside it) or of a file of weights."""
+    candidates = [file_beside(place)]
+    if place.is_dir():
+        candidates = [folder / "scheduler" / SCHEDULER_FILE for folder in (place, place.parent)]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def file_beside(weights: Path) -> Path:
+    """Where the scheduler's configuration of a single file of weights lies."""
+    return weights.with_name(f"{weights.stem}.{SCHEDULER_FILE}")
+
+
+def read_process(place: Path, choice: ProcessChoice) -> tuple[DiffusionProcess, str]:
+    """The process of published weights: what their scheduler says, and ``choice`` before it.
+
+    Where no scheduler can be read, ``choice`` must say what would be in it; the text then says why
+    it was not read. Raises PublishedError otherwise, and for what does not go together.
+    """
+    path = find_scheduler(place)
+    faults: list[str] = []
+    if path is None:
+        faults = ["there is no scheduler beside it that says how it was trained"]
+    else:
+        try:
+            config = read_json(path, FileKind.SCHEDULER, infinities=True)
+            return process_of_scheduler(config, choice), ""
+        except ValueError as error:
+            faults = getattr(error, "faults", [str(error)])
+    needed = _unsaid(choice)
+    if needed:
+        raise PublishedError(
+            str(path or place), [*faults, f"say what it is, with {' and '.join(needed)}"]
+        )
+    try:
+        process = chosen_process(choice)
+    except ValueError as error:
+        raise PublishedError(str(place), [str(error)]) from error
+    return process, f"{path} was not read: {'; '.join(faults)}" if path else ""
+
+
+def _unsaid(choice: ProcessChoice) -> list[str]:
+    """The flags that must be there when no scheduler is."""
+    if choice.objective is None:
+        return ["--objective", "--noise-schedule (or --flow-shift, if that is flow)"]
+    if choice.objective == Objective.FLOW:
+        return ["--flow-shift"] if choice.flow_shift is None else []
+    said = choice.noise_schedule is not None or choice.trained_betas is not None
+    return [] if said else ["--noise-schedule"]
+
+
+def process_of_scheduler(
+    config: Mapping[str, Any], choice: ProcessChoice | None = None
+) -> DiffusionProcess:
+    """The process of a scheduler's configuration, with what ``choice`` says instead.
+
+    Raises PublishedError with every setting that is not known here or changes the process.
+    """
+    choice = choice or ProcessChoice()
+    name = str(config.get("_class_name"))
+    if name not in (*OF_BETAS, *OF_FLOW):
+        reason = next((why for part, why in _REFUSED.items() if part in name), None)
+        known = ", ".join((*OF_BETAS, *OF_FLOW))
+        reason = reason or f"it is not among those known here: {known}"
+        raise PublishedError("scheduler", [f"its class is {name}: {reason}"])
+    settings = settings_of(config)
+    faults = _foreign_keys(config, choice)
+    wrong = _faults_of_types(settings)
+    if wrong:
+        raise PublishedError(name, faults + wrong)
+    flow = name in OF_FLOW or settings["prediction_type"] == "flow_prediction"
+    if choice.objective is not None and flow != (choice.objective == Objective.FLOW):
+        values: dict[str, Any] = {"objective": choice.objective}
+        values["num_timesteps"] = int(settings["num_train_timesteps"])
+        kept = {}
+    else:
+        read = _flow_values if flow else _beta_values
+        values = read(settings, choice, faults)
+        if flow:
+            drawn = config.get(OURS)
+            usual = {"density": TimestepDensity.LOGIT_NORMAL}
+            values |= drawn if isinstance(drawn, dict) else usual
+        kept = {key: value for key, value in config.items() if key != "_use_default_values"}
+    if faults:
+        raise PublishedError(name, faults)
+    try:
+        return chosen_process(choice, DiffusionProcess(**values, scheduler=kept))
+    except (ValueError, TypeError) as error:
+        raise PublishedError(name, [str(error)]) from error
+
+
+@cache
+def defaults_of(name: str) -> Mapping[str, Any]:
+    """The settings that a scheduler's class takes, and their defaults."""
+    parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
+    return {
+        key: parameter.default
+        for key, parameter in parameters.items()
+        if key != "self" and parameter.kind != inspect.Parameter.VAR_KEYWORD
+    }
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a scheduler's configuration says, the defaults of its class filled in."""
+    unsaid = config.get("_use_default_values")
+    unsaid = unsaid if isinstance(unsaid, list) else []
+    stated = {
+        key: value for key, value in config.items() if not key.startswith("_") and key not in unsaid
+    }
+    return {**defaults_of(str(config["_class_name"])), **stated}
+
+
+def _foreign_keys(config: Mapping[str, Any], choice: ProcessChoice) -> list[str]:
+    """Settings that the scheduler's own class does not take, where they could matter."""
+    name = str(config["_class_name"])
+    known = {key for each in (*OF_BETAS, *OF_FLOW) for key in defaults_of(each)} | _OLD_KEYS
+    faults = []
+    for key, value in config.items():
+        if key.startswith("_") or value is None or key in defaults_of(name):
+            continue
+        if key not in known:
+            faults.append(f"{key} is {value!r}: that setting is not known here")
+        elif _NEUTRAL.get(key, value) != value:
+            if key == "rescale_betas_zero_snr" and choice.zero_terminal_snr is not None:
+                continue
+            hint = "; say --[no-]zero-terminal-snr" if key == "rescale_betas_zero_snr" else ""
+            faults.append(f"{key} is {value!r}, but {name} takes no such setting{hint}")
+    return faults
+
+
+def _faults_of_types(settings: Mapping[str, Any]) -> list[str]:
+    """Settings that should be numbers and are not."""
+    faults = []
+    for key in _NUMBERS & settings.keys():
+        value = settings[key]
+        if value is None and key in DYNAMIC:
+            continue  # where nothing is dynamic
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            faults.append(f"{key} is {value!r}, which is no number")
+    count = settings["num_train_timesteps"]
+    if isinstance(count, float) and not count.is_integer():
+        faults.append(f"num_train_timesteps is {count}, which is no whole number")
+    betas = settings.get("trained_betas")
+    if betas is not None and not (
+        isinstance(betas, list) and all(type(beta) in (int, float) for beta in betas)
+    ):
+        faults.append("trained_betas is no list of numbers")
+    return sorted(faults)
+
+
+def _beta_values(
+    settings: Mapping[str, Any], choice: ProcessChoice, faults: list[str]
+) -> dict[str, Any]:
+    predictions = {theirs: ours for ours, theirs in DIFFUSERS_PREDICTION.items()}
+    schedules = {theirs: ours for ours, theirs in DIFFUSERS_SCHEDULE.items()}
+    prediction, kind = str(settings["prediction_type"]), str(settings["beta_schedule"])
+    trained = settings["trained_betas"]
+    objective = predictions.get(prediction, choice.objective)
+    if objective is None:
+        faults.append(f"prediction_type is {prediction!r}; known: {', '.join(predictions)}")
+    if settings.get("timestep_type", "discrete") != "discrete":
+        faults.append("timestep_type is 'continuous': timesteps are logarithms of sigma (EDM)")
+    if settings.get("use_flow_sigmas"):
+        faults.append(f"use_flow_sigmas with prediction_type {prediction!r}")
+    values: dict[str, Any] = {
+        "objective": choice.objective or objective or Objective.EPSILON,
+        "num_timesteps": int(settings["num_train_timesteps"]),
+    }
+    if trained is not None:
+        values["trained_betas"] = tuple(trained)
+    elif kind in schedules:
+        values["schedule"] = schedules[kind]
+        if kind != "squaredcos_cap_v2":
+            values |= {key: settings[key] for key in ("beta_start", "beta_end")}
+    elif choice.noise_schedule is None and choice.trained_betas is None:
+        faults.append(
+            f"beta_schedule is {kind!r}; known: {', '.join(schedules)} (any other can be given "
+            "with --trained-betas)"
+        )
+    if choice.zero_terminal_snr is None:
+        values["zero_terminal_snr"] = bool(settings.get("rescale_betas_zero_snr"))
+    return values
+
+
+def _flow_values(
+    settings: Mapping[str, Any], choice: ProcessChoice, faults: list[str]
+) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "objective": Objective.FLOW,
+        "num_timesteps": int(settings["num_train_timesteps"]),
+    }
+    if settings.get("invert_sigmas"):
+        faults.append("invert_sigmas: times run from the sample to the noise")
+    if "flow_shift" in settings and settings.get("prediction_type") == "flow_prediction":
+        values["shift"] = settings["flow_shift"]
+        if not settings["use_flow_sigmas"]:
+            faults.append("prediction_type is 'flow_prediction', but use_flow_sigmas is not set")
+        if settings.get("use_dynamic_shifting") and choice.flow_shift is None:
+            faults.append("use_dynamic_shifting: its numbers are not here; say --flow-shift")
+    elif settings.get("use_dynamic_shifting"):
+        values["shift"] = DynamicShift(
+            **{ours: settings[theirs] for theirs, ours in DYNAMIC.items()}
+        )
+    else:
+        values["shift"] = settings["shift"]
+    return values

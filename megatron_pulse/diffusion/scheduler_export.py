@@ -1,0 +1,99 @@
+"""The configuration of a diffusers scheduler for a process, and what of it sampling uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import diffusers
+
+from megatron_pulse.diffusion.choice import DynamicShift, Objective, TimestepDensity
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.scheduler import DYNAMIC, OF_FLOW, OURS, defaults_of, settings_of
+
+_SAMPLING = (
+    "timestep_spacing", "steps_offset", "set_alpha_to_one", "clip_sample", "clip_sample_range",
+    "thresholding", "dynamic_thresholding_ratio", "sample_max_value",
+)  # fmt: skip
+_FLOW_SAMPLING = (
+    "shift_terminal", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas",
+)  # fmt: skip
+
+
+def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any]:
+    """The configuration of a diffusers scheduler that stands for ``process``.
+
+    That of ``process.scheduler``, with what differs; where there is none, or its class lacks
+    something that the process has, DDIM (from noise alone, Lin et al. 2024) or flow matching's
+    Euler. ``clip`` is for pixels in [-1, 1]. ``process_of_scheduler`` is the inverse.
+    """
+    flow = process.objective == Objective.FLOW
+    base = _suitable(process)
+    if base is None:
+        base = {"_class_name": OF_FLOW[0] if flow else "DDIMScheduler"}
+        if not flow:
+            base |= {"clip_sample": clip, "timestep_spacing": "trailing"}
+            base |= sampling_settings(process)  # as before
+    wanted = _flow_settings(process, base) if flow else process.scheduler_arguments()
+    if process.scheduler:  # what importing read is written again, and nothing else
+        said = settings_of(base)
+        takes = defaults_of(base["_class_name"])
+        wanted = {k: value for k, value in wanted.items() if k in takes and said[k] != value}
+        if wanted.get("rescale_betas_zero_snr"):
+            wanted["timestep_spacing"] = "trailing"  # any other never sees the last timestep
+    config = {**base, **wanted, "_diffusers_version": diffusers.__version__}
+    config.pop(OURS, None)
+    drawn = (process.density, process.logit_mean, process.logit_std)
+    if flow and drawn != (TimestepDensity.LOGIT_NORMAL, 0.0, 1.0):
+        config[OURS] = dict(zip(("density", "logit_mean", "logit_std"), drawn, strict=True))
+    return config
+
+
+def _suitable(process: DiffusionProcess) -> dict[str, Any] | None:
+    """The scheduler's own configuration, if its class can express ``process``."""
+    if not process.scheduler:
+        return None
+    config = dict(process.scheduler)
+    takes = defaults_of(config["_class_name"])
+    settings = settings_of(config)
+    if process.objective == Objective.FLOW:
+        if config["_class_name"] == OF_FLOW[0]:
+            return config
+        static = not isinstance(process.shift, DynamicShift)
+        return config if static and ("shift" in takes or settings.get("use_flow_sigmas")) else None
+    if "beta_start" not in takes or settings.get("use_flow_sigmas"):
+        return None
+    if process.objective == Objective.SAMPLE and settings["prediction_type"] != "sample":
+        return None  # not every class can
+    if "rescale_betas_zero_snr" not in takes and (
+        process.zero_terminal_snr or settings.get("rescale_betas_zero_snr")
+    ):
+        return None
+    return config
+
+
+def _flow_settings(process: DiffusionProcess, base: Mapping[str, Any]) -> dict[str, Any]:
+    wanted: dict[str, Any] = {"num_train_timesteps": process.num_timesteps}
+    if isinstance(process.shift, DynamicShift):
+        dynamic = {theirs: getattr(process.shift, ours) for theirs, ours in DYNAMIC.items()}
+        return {**wanted, "use_dynamic_shifting": True, **dynamic}
+    takes = defaults_of(base["_class_name"])
+    wanted["flow_shift" if "flow_shift" in takes else "shift"] = process.shift
+    if "use_dynamic_shifting" in takes:
+        wanted["use_dynamic_shifting"] = False
+    return wanted
+
+
+def sampling_settings(process: DiffusionProcess) -> dict[str, Any]:
+    """What the published scheduler says of sampling only, as DDIM or flow's Euler take it.
+
+    DDIM steps by whole strides, so the spacing "linspace" is left out.
+    """
+    if not process.scheduler:
+        return {}
+    settings = settings_of(process.scheduler)
+    keys = _FLOW_SAMPLING if process.objective == Objective.FLOW else _SAMPLING
+    said = {key: settings[key] for key in keys if key in settings}
+    if said.get("timestep_spacing") not in ("leading", "trailing"):
+        said.pop("timestep_spacing", None)
+    return said

@@ -1,0 +1,68 @@
+"""Faults of an input as a list that can be read, however many there are."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+_SHOWN = 40
+_OF_A_KIND = 3
+_LONGEST = 4000  # characters: what is longer quotes a damaged file
+_PARTICULAR = re.compile(r"'[^']*'|\"[^\"]*\"|[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+def listed(faults: Sequence[str], shown: int = _SHOWN) -> str:
+    """A line ``  - fault`` for each, every line after a line break.
+
+    What is there several times is said once and counted. Of more than ``shown``, those that differ
+    only in numbers and quoted names are told by the first three, with the number of the others.
+    """
+    faults = [f if len(f) <= _LONGEST else f"{f[:_LONGEST]} ..." for f in faults]
+    times = Counter(faults)
+    lines = [f"{fault} ({n} times)" if n > 1 else fault for fault, n in times.items()]
+    if len(lines) > shown:
+        kinds: dict[str, list[str]] = {}
+        for fault, line in zip(times, lines, strict=True):
+            kinds.setdefault(_PARTICULAR.sub("#", fault), []).append(line)
+        grouped = []
+        for alike in kinds.values():
+            grouped += alike[:_OF_A_KIND]
+            if len(alike) > _OF_A_KIND:
+                grouped.append(f"and {len(alike) - _OF_A_KIND} more like it")
+        lines = grouped
+    if len(lines) > shown:
+        lines = [*lines[:shown], f"and {len(lines) - shown} more"]
+    return "".join(f"\n  - {line}" for line in lines)
+
+
+def raised(error: BaseException) -> str:
+    """An exception of someone's own code in one line: kind, message, file and line."""
+    ours = Path(__file__).parent
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
+        and not frame.filename.startswith("<")
+        and ours not in Path(frame.filename).parents
+        and Path(frame.filename).name != "__init__.py"
+    ]
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ") + where
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """That no ``what`` has this name, which names are like it, and which there are."""
+    names = list(known)
+    return f"no {what} is called {name[:60]!r}; {meant(name, names)}there are: {', '.join(names)}"
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """``did you mean X or Y? `` for the names most like ``name``; empty where none is."""
+    lower = {known_name.lower(): known_name for known_name in known}
+    close = difflib.get_close_matches(name[:60].lower(), lower, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(lower[match] for match in close)}? " if close else ""

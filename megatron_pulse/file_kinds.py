@@ -1,0 +1,77 @@
+"""The kinds of files that commands read, and how to tell which one a file is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+
+class FileKind(Enum):
+    """What a file is, as messages call it."""
+
+    PLAN = "a plan"
+    PROFILE = "a profile"
+    TABLE = "a layer table"
+    TIMES = "a file of times"
+    TRACE = "a trace"
+    CLUSTER = "a cluster"
+    SCHEDULE = "a schedule"
+    LATENTS = "the meta.json of latents"
+    CAPTIONS = "a list of captions"
+    MODEL = "a model's config.json"
+    SCHEDULER = "a scheduler's config"
+    BETAS = "a list of betas"
+    INDEX = "an index of weights"
+
+    def __str__(self) -> str:
+        return self.value
+
+    def use(self, path: str | Path) -> str:
+        """What can be done with such a file."""
+        return _USES[self].format(path=path)
+
+
+_USES = {
+    FileKind.PLAN: "'pulse show {path}' shows it, a run with --pulse-plan {path} obeys it",
+    FileKind.PROFILE: "'pulse tune --profile {path} ... -o plan.json' makes a plan from it",
+    FileKind.TABLE: "'pulse profile --from-table {path} ... -o profile.json' reads it",
+    FileKind.TIMES: "'pulse schedule --times {path} ...' reads it",
+    FileKind.TRACE: "'pulse compare PLAN {path}' reads it",
+    FileKind.CLUSTER: "'pulse tune --cluster {path} ...' reads it",
+    FileKind.SCHEDULE: "a plan holds it; 'pulse schedule --schedule' reads orders as CSV",
+    FileKind.LATENTS: "--pulse-data latents:FOLDER reads its folder",
+    FileKind.CAPTIONS: "--pulse-data captions:FOLDER reads its folder",
+    FileKind.MODEL: "'pulse import --from FOLDER' reads its folder",
+    FileKind.SCHEDULER: "'pulse import --from FOLDER' reads its pipeline's folder",
+    FileKind.BETAS: "--pulse-trained-betas {path} trains with it",
+    FileKind.INDEX: "'pulse import --from FOLDER' reads its folder",
+}
+
+
+def kind_of(record: Mapping[str, Any]) -> FileKind | None:
+    """What a file with this content is; None if it cannot be told."""
+    form = record.get("format")
+    if isinstance(form, str):
+        for kind, name in ((FileKind.PLAN, "plan"), (FileKind.PROFILE, "profile")):
+            if form.startswith(f"megatron_pulse {name} "):
+                return kind
+    name = record.get("_class_name")
+    if isinstance(name, str):
+        return FileKind.SCHEDULER if "Scheduler" in name else FileKind.MODEL
+    for kind, keys in _KEYS.items():
+        if keys <= record.keys():
+            return kind
+    return None
+
+
+_KEYS = {
+    FileKind.TRACE: {"schema", "steps", "clock"},
+    FileKind.TABLE: {"units", "skips"},
+    FileKind.CLUSTER: {"nodes", "devices_per_node", "links"},
+    FileKind.LATENTS: {"layout", "shards"},
+    FileKind.INDEX: {"weight_map"},
+    FileKind.SCHEDULE: {"device_of_stage", "order"},
+    FileKind.TIMES: {"forward", "backward"},
+}

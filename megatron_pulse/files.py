@@ -1,0 +1,232 @@
+"""Files: written whole or not at all, and read within limits that nothing true of ours reaches.
+
+Every file that a user gives is read here: as text in UTF-8 (a byte order mark is passed over), not
+larger than it can be, JSON and YAML without repeated keys, numbers that cannot be computed with,
+or characters that cannot be shown. What was read holds what the file says, or FileError says why
+it cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_pulse.faults import listed
+from megatron_pulse.file_kinds import FileKind, kind_of
+from megatron_pulse.letters import NO_LETTER
+
+MAX_BYTES = 64 << 20
+"""The largest file that is read at once."""
+MAX_YAML_BYTES = 64 << 10
+"""The largest YAML file; its parser takes seconds for a megabyte."""
+LARGEST = 2.0**63
+"""Numbers in files are smaller than this, and 0 or above ``SMALLEST``: products stay finite."""
+SMALLEST = 1e-30
+
+_MAX_DEPTH = 32
+_MAX_KEY = 1000
+_MAX_TEXT = 1 << 20
+
+
+class FileError(ValueError):
+    """A file that cannot be read as what it should be; the message names it and says why."""
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; on success it is renamed to ``path``.
+
+    If the block raises, the temporary file is removed and ``path`` is untouched. The temporary
+    name keeps the suffix, from which Pillow, NumPy and matplotlib choose the format.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
+    try:
+        yield beside
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_text(path: str | Path, kind: FileKind, max_bytes: int = MAX_BYTES) -> str:
+    """The text of a file in UTF-8; raises FileError."""
+    with _opened(path, kind) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise FileError(
+            f"{path} cannot be read as {kind}: it is larger than {max_bytes >> 10:,} KiB"
+        )
+    text = _decoded(content, path, kind)
+    if not text.strip():
+        raise FileError(f"{path} cannot be read as {kind}: it is empty")
+    return text
+
+
+def read_lines(path: str | Path, kind: FileKind) -> Iterator[str]:
+    """The lines of a text in UTF-8 that may be long, without line breaks; raises FileError."""
+    with _opened(path, kind) as file:
+        for number in count(1):
+            line = file.readline(_MAX_TEXT + 1)
+            if not line:
+                return
+            if len(line) > _MAX_TEXT:
+                raise FileError(f"{path} cannot be read as {kind}: line {number} is too long")
+            yield _decoded(line, path, kind).rstrip("\r\n")
+
+
+@contextmanager
+def _opened(path: str | Path, kind: FileKind) -> Iterator[BinaryIO]:
+    """A regular file, opened; what goes wrong with it is told as FileError."""
+    try:
+        # Opening a pipe that nobody writes to would wait for ever.
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise FileError(f"{path} cannot be read as {kind}: it is no regular file")
+            yield file
+    except FileError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise FileError(f"{path} cannot be read as {kind}: {reason or error}") from error
+
+
+def _decoded(content: bytes, path: str | Path, kind: FileKind) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise FileError(
+            f"{path} cannot be read as {kind}: it is no text in UTF-8 (byte {error.start})"
+        ) from error
+
+
+def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; raises FileError with every fault, or naming what it is instead.
+
+    With ``infinities`` numbers may be infinite, as in files of diffusers' schedulers.
+    """
+    text = read_text(path, kind)
+    try:
+        value = parse_json(text, infinities=infinities)
+    except ValueError as error:
+        raise FileError(f"{path} cannot be read as {kind}: {error}") from error
+    return _of_kind(path, kind, value)
+
+
+def parse_json(text: str, *, infinities: bool = False) -> Any:
+    """The value of a JSON text; raises ValueError with every fault."""
+    repeated: Counter[str] = Counter()
+
+    def record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            repeated.update(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
+        return made
+
+    try:
+        value = json.loads(text, object_pairs_hook=record)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    except ValueError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+    faults = [f"the key {key[:60]!r} is there more than once" for key in repeated]
+    return _sound(value, faults, infinities)
+
+
+def read_yaml(path: str | Path, kind: FileKind) -> dict[str, Any]:
+    """The mapping in a YAML file; raises FileError as ``read_json`` does.
+
+    Plain values are those of JSON (YAML 1.2's core schema), so that 010, 1:30, yes and 2001-02-03
+    are texts. Aliases and tags are refused.
+    """
+    import yaml
+
+    from megatron_pulse.plain_yaml import PlainLoader
+
+    text = read_text(path, kind)
+    if text.lstrip().startswith("{"):
+        return read_json(path, kind)
+    if len(text) > MAX_YAML_BYTES:
+        raise FileError(
+            f"{path} cannot be read as {kind}: it is larger than {MAX_YAML_BYTES >> 10} KiB"
+        )
+    try:
+        value = _sound(yaml.load(text, PlainLoader), [])
+    except RecursionError:
+        raise FileError(f"{path} cannot be read as {kind}: {_TOO_DEEP}") from None
+    except yaml.YAMLError as error:
+        raise FileError(f"{path} cannot be read as {kind}: it is no plain YAML: {error}") from error
+    except ValueError as error:
+        raise FileError(f"{path} cannot be read as {kind}: {error}") from error
+    return _of_kind(path, kind, value)
+
+
+_TOO_DEEP = f"it is nested more than {_MAX_DEPTH} deep"
+
+
+def _of_kind(path: str | Path, kind: FileKind, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        shown = "a list" if isinstance(value, list) else repr(value)[:60]
+        raise FileError(f"{path} cannot be read as {kind}: expected an object, got {shown}")
+    other = kind_of(value)
+    if other is not None and other is not kind:
+        raise FileError(f"{path}: this is {other}, not {kind}: {other.use(path)}")
+    return value
+
+
+def _sound(value: Any, faults: list[str], infinities: bool = False) -> Any:
+    """``value`` if all of it can be computed with and shown; else ValueError, after ``faults``."""
+    todo: list[tuple[Any, tuple[Any, ...], int]] = [(value, (), 1)]
+    while todo:
+        part, where, depth = todo.pop()
+        if isinstance(part, dict | list):
+            if depth > _MAX_DEPTH:
+                raise ValueError(_TOO_DEEP)
+            for key, inner in part.items() if isinstance(part, dict) else enumerate(part):
+                if isinstance(key, str) and (fault := _text_fault(key, _MAX_KEY)):
+                    faults.append(f"{_at((where, key))}: the key {fault}")
+                todo.append((inner, (where, key), depth + 1))
+        elif isinstance(part, str):
+            if fault := _text_fault(part, _MAX_TEXT):
+                faults.append(f"{_at(where)} {fault}")
+        elif isinstance(part, int | float) and not isinstance(part, bool):
+            # Not-a-number fails both; comparisons of whole numbers with a float are exact.
+            if infinities and part in (math.inf, -math.inf):
+                continue
+            if not (part == 0 or SMALLEST <= abs(part) < LARGEST):
+                shown = repr(part) if isinstance(part, float) else f"of {part.bit_length()} bits"
+                faults.append(
+                    f"{_at(where)} is a number {shown}; numbers are 0, or from {SMALLEST:g} to "
+                    f"{LARGEST:.3g}"
+                )
+    if len(faults) > 1:
+        raise ValueError(f"it has {len(faults)} faults:{listed(faults)}")
+    if faults:
+        raise ValueError(faults[0])
+    return value
+
+
+def _text_fault(text: str, longest: int) -> str:
+    if len(text) > longest:
+        return f"has {len(text):,} characters, more than {longest:,}"
+    found = NO_LETTER.search(text)
+    return f"has the character {found[0]!r}" if found else ""
+
+
+def _at(where: tuple[Any, ...]) -> str:
+    """The path of a value, from the pairs (path of what holds it, key)."""
+    keys: list[str] = []
+    while where:
+        where, key = where
+        keys.append(f"{key!s:.60}")
+    return ascii(".".join(reversed(keys)))[1:-1] or "it"

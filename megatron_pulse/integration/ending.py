@@ -1,0 +1,153 @@
+"""How a run ends: what went wrong is said once, by the rank that met it first."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron_pulse.data.dataset import DataError
+from megatron_pulse.full_disk import why_full
+from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.job import Job, leave_word
+from megatron_pulse.runtime.stopping import STOP, end_process
+
+FAILURES = "failures"
+"""Under ``--save``: the tracebacks of a failed run, one file for each rank that met something."""
+LAST_RANK_S = 10.0
+"""How long rank 0, which hosts the others' store, waits for them to leave."""
+
+
+class UsageError(SystemExit):
+    """What was given is no flag, or no value of one; the process ends with status 2."""
+
+
+def end(job: Job) -> None:
+    """All ranks are done: leave, the host of their store last."""
+    STOP.is_leaving = True
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    job.part(LAST_RANK_S)
+
+
+@contextmanager
+def parser_speaks_once(job: Job) -> Iterator[None]:
+    """Within, what the flags' parser prints (help, a complaint) is printed by one rank."""
+    out, complaint = io.StringIO(), io.StringIO()
+    try:
+        with redirect_stdout(out), redirect_stderr(complaint):
+            yield
+    except SystemExit as stop:
+        if stop.code == 2 and complaint.getvalue():
+            raise UsageError(complaint.getvalue().rstrip()) from stop
+        raise
+    finally:
+        if job.rank == 0:
+            print(out.getvalue(), end="")
+
+
+def stop_at_once(job: Job, number: signal.Signals) -> NoReturn:
+    """Obey an order at once: one that comes before the first step, or a second Ctrl-C."""
+    text = f"told to stop ({number.name}) before the first step: there was nothing to save"
+    if STOP.is_deferring:
+        text = f"told to stop again ({number.name}): left in the middle of a step, without saving"
+
+    def say() -> None:
+        board = job.board(2.0)
+        if board is not None and (failure := board.first_failure()) is not None:
+            leave_word(failure, is_first=False)  # torchrun ends us because another rank failed
+            return
+        job.say_once(text)
+        if board is not None:
+            board.report(text)
+        leave_word(text, is_first=True)
+
+    speaker = threading.Thread(target=say, daemon=True)
+    speaker.start()
+    speaker.join(4)  # the main thread may hold the store
+    end_process(128 + number)
+
+
+def leave(error: BaseException, job: Job, args: argparse.Namespace | None) -> NoReturn:
+    """End the process now: status 0 where all ranks had agreed to end, else 1.
+
+    A normal exit could wait for collectives that the other ranks will never join.
+    """
+    if STOP.is_leaving:
+        end_process(0)  # a rank that is gone by now, or its store, has not failed
+    if isinstance(error, SystemExit):
+        _refuse(str(error), job, 2 if isinstance(error, UsageError) else 1)
+    if STOP.told is not None and not STOP.is_deferring:
+        stop_at_once(job, STOP.told)
+    _fail(error, job, args)
+
+
+def _refuse(text: str, job: Job, status: int) -> NoReturn:
+    """The run cannot start: the same words of several ranks are said once, others as well."""
+    job.say_once(text)
+    if (board := job.board()) is not None:
+        board.report(text.partition("\n")[0])
+    head, *faults = text.splitlines()
+    leave_word(head + (faults[0] if faults else "") + " (said above)", is_first=True)
+    job.part(1.0)
+    end_process(status)
+
+
+def _fail(error: BaseException, job: Job, args: argparse.Namespace | None) -> NoReturn:
+    """Only the first rank that fails prints why: what others meet is its consequence."""
+    written = [getattr(args, name, None) for name in ("save", "tensorboard_dir", "pulse_trace")]
+    in_short, is_clear = _in_short(error, written)
+    save = written[0]
+    is_first, first = True, f"rank {job.rank}: {in_short}"
+    if (board := job.board()) is not None:
+        is_first, first = board.is_first(in_short)
+    is_kept = save is not None and _keep(error, Path(save) / FAILURES, job.rank)
+    if is_first:
+        said = [] if is_clear else traceback.format_exception(error)
+        said.append(f"rank {job.rank} stops; first failure in this job: {first}\n")
+        if is_kept:
+            said.append(f"tracebacks of all ranks: {save}/{FAILURES}\n")
+        print("".join(said), end="", file=sys.stderr, flush=True)
+    leave_word(first, is_first)
+    job.part(1.0)
+    end_process(1)
+
+
+def _in_short(error: BaseException, written: Sequence[str | None]) -> tuple[str, bool]:
+    """What went wrong, and whether that says all, so that a traceback would add nothing."""
+    text = str(error)
+    if isinstance(error, PulseError | DataError):
+        return text, True
+    if (reason := why_full(error, written)) is not None:
+        return reason, True
+    if re.search(r"onnection (reset|closed) by peer|Broken pipe", text):
+        return f"another rank was gone, killed or failed ({text.partition('. ')[0]})", True
+    return f"{type(error).__name__}: {text}", False
+
+
+def _keep(error: BaseException, folder: Path, rank: int) -> bool:
+    """Write the traceback into ``folder``; says whether it could."""
+    file = folder / f"rank{rank}.txt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(traceback.format_exception(error)))
+    except OSError:  # a full disk, perhaps the failure itself
+        file.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def pass_over_full_disks(failed: threading.ExceptHookArgs) -> None:
+    """What a thread says of its end: nothing of a full disk, which its owner meets as well."""
+    if failed.exc_value is None or why_full(failed.exc_value, []) is None:
+        threading.__excepthook__(failed)

@@ -1,0 +1,1 @@
+"""Megatron's flags: which work here, which are refused, which mean nothing (``megatron.txt``)."""

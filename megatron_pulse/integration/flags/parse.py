@@ -1,0 +1,140 @@
+"""Reads the command line: Megatron's parser, our flags, and which of Megatron's were given."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron.training.arguments import add_megatron_arguments
+
+from megatron_pulse.integration.arguments import add_pulse_arguments
+from megatron_pulse.integration.flags.table import Standing, load_table
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What was started: every flag's value, and Megatron's flags that were given themselves.
+
+    ``given`` holds first names as the table has them (never an alias), in the order given.
+    """
+
+    args: argparse.Namespace
+    given: tuple[str, ...]
+    faults: tuple[str, ...]
+    """Why flags of Megatron's that were given cannot be used."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Megatron's parser with our flags, which shows the flags that work, by what they do here."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            usage="torchrun ... launch/pretrain_diffusion.py --pulse-backbone NAME [flags]",
+            description="Train a diffusion backbone: Megatron's flags that work here, and ours.",
+            allow_abbrev=False,
+        )
+        add_pulse_arguments(add_megatron_arguments(self))
+        table = load_table()
+        hidden = 0
+        for action in self._actions:
+            flag = table.get(action.option_strings[0])
+            if _is_ours(action):
+                continue
+            if flag is not None and flag.standing is Standing.WORKS:
+                action.help = flag.note.replace("%", "%%")
+            else:
+                action.help = argparse.SUPPRESS
+                hidden += 1
+        self.epilog = f"'pulse flags' says why the other {hidden} flags of Megatron cannot be used."
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 and one line, without the list of all flags."""
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(2)
+
+
+def parse(argv: Sequence[str] | None = None) -> CommandLine:
+    """Parse ``argv`` (default: the process's).
+
+    Raises SystemExit with status 2 for what is no flag or no value of one (see ``Parser.error``).
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser()
+    if unknown := unknown_flags(parser, words):
+        parser.error("; ".join(unknown))
+    args = parser.parse_args(words)
+    # What Megatron's own parse_args adds.
+    args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+    args.rank = int(os.environ.get("RANK", "0"))
+    args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    typed = _typed(parser, words)
+    given = tuple(dict.fromkeys(action.option_strings[0] for action in typed.values()))
+    return CommandLine(args, given, tuple(_refuse(parser, args, typed)))
+
+
+def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """A sentence for each word that looks like a flag and is none, with what may be meant."""
+    known = parser._option_string_actions
+    faults = []
+    for name in dict.fromkeys(word.split("=", 1)[0] for word in words if word.startswith("--")):
+        if name == "--" or name in known or " " in name:
+            continue
+        near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+        meant = f"did you mean {near[0]}?" if near else "--help lists those that work"
+        faults.append(f"there is no flag {name}: {meant}")
+    return faults
+
+
+def _typed(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, argparse.Action]:
+    """Megatron's flags among ``words`` as they were written, in that order.
+
+    Abbreviations are off, and argparse takes no word for a value that begins like a flag, so that
+    every known name is one that was given.
+    """
+    actions = parser._option_string_actions
+    names = dict.fromkeys(word.split("=", 1)[0] for word in words if word.startswith("--"))
+    return {
+        name: actions[name] for name in names if name in actions and not _is_ours(actions[name])
+    }
+
+
+def _is_ours(action: argparse.Action) -> bool:
+    return action.option_strings[0].startswith("--pulse-") or action.dest == "help"
+
+
+def _refuse(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, typed: dict[str, argparse.Action]
+) -> list[str]:
+    table = load_table()
+    faults = []
+    for name, action in typed.items():
+        flag = table.get(action.option_strings[0])
+        value = getattr(args, action.dest)
+        if flag is None:
+            faults.append(
+                f"{name} cannot be used: it is newer than the Megatron that was tested with this "
+                "package; leave it out"
+            )
+        elif flag.standing is Standing.MEANINGLESS:
+            faults.append(f"{name} means nothing here: {flag.note}; leave it out")
+        elif flag.standing is Standing.REFUSED and value != parser.get_default(action.dest):
+            faults.append(f"{name}{_shown(action, value)} cannot be used: {flag.note}")
+        elif flag.values and str(value) not in flag.values:
+            faults.append(
+                f"{name}{_shown(action, value)} cannot be used, only {' or '.join(flag.values)}: "
+                f"{flag.note}"
+            )
+    return faults
+
+
+def _shown(action: argparse.Action, value: Any) -> str:
+    """The value of a flag that takes one."""
+    if action.nargs == 0:
+        return ""
+    words = value if isinstance(value, list | tuple) else [value]
+    return "".join(f" {word}" for word in words)

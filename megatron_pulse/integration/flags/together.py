@@ -1,0 +1,289 @@
+"""What flags of Megatron's that work need beside them, and values that Megatron fails at later."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib.util
+import io
+import linecache
+import math
+import traceback
+from collections.abc import Iterator
+
+from megatron.training.arguments import validate_args
+
+from megatron_pulse.integration.arguments import flag_name
+from megatron_pulse.integration.flags.parse import CommandLine
+
+# A flag that is given, and flags of which one must be given too (perhaps with that value): without
+# them Megatron ignores it.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "--recompute-method": ("--recompute-granularity",),
+    "--recompute-num-layers": ("--recompute-granularity",),
+    "--adam-beta1": ("--optimizer adam",),
+    "--adam-beta2": ("--optimizer adam",),
+    "--adam-eps": ("--optimizer adam",),
+    "--sgd-momentum": ("--optimizer sgd",),
+    "--profile": ("--use-pytorch-profiler",),
+    "--use-pytorch-profiler": ("--profile",),
+    "--profile-step-start": ("--profile",),
+    "--profile-step-end": ("--profile",),
+    "--profile-ranks": ("--profile",),
+    "--pytorch-profiler-collect-shapes": ("--profile",),
+    "--pytorch-profiler-collect-callstack": ("--profile",),
+    "--pytorch-profiler-collect-chakra": ("--profile",),
+    "--memory-snapshot-path": ("--record-memory-history",),
+    "--exit-signal": ("--exit-signal-handler",),
+    "--manual-gc-interval": ("--manual-gc",),
+    "--no-manual-gc-eval": ("--manual-gc",),
+    "--lr-decay-samples": ("--train-samples",),
+    "--lr-warmup-samples": ("--train-samples",),
+    "--lr-wsd-decay-samples": ("--lr-decay-style WSD",),
+    "--lr-wsd-decay-iters": ("--lr-decay-style WSD",),
+    "--lr-wsd-decay-style": ("--lr-decay-style WSD",),
+    "--lr-decay-iters": ("--train-iters",),
+    "--lr-warmup-init": ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),
+    "--start-weight-decay": (
+        "--weight-decay-incr-style linear",
+        "--weight-decay-incr-style cosine",
+    ),
+    "--end-weight-decay": ("--weight-decay-incr-style linear", "--weight-decay-incr-style cosine"),
+    "--save-interval": ("--save",),
+    "--save-params-interval": ("--save",),
+    "--save-wgrads-interval": ("--save",),
+    "--save-retain-interval": ("--save",),
+    "--non-persistent-save-interval": ("--non-persistent-ckpt-type",),
+    "--non-persistent-ckpt-type": ("--non-persistent-save-interval",),
+    "--non-persistent-global-ckpt-dir": ("--non-persistent-ckpt-type",),
+    "--load-main-params-from-ckpt": ("--no-load-optim",),
+    "--ckpt-fully-parallel-load-exchange-algo": ("--ckpt-fully-parallel-load",),
+    "--distrib-optim-fully-reshardable-mem-efficient": ("--use-distributed-optimizer",),
+    "--grad-reduce-in-bf16": ("--bf16",),
+    "--disable-bf16-reduced-precision-matmul": ("--bf16",),
+    "--loss-scale": ("--fp16",),
+    "--initial-loss-scale": ("--fp16",),
+    "--min-loss-scale": ("--fp16",),
+    "--loss-scale-window": ("--fp16",),
+    "--hysteresis": ("--fp16",),
+    "--ddp-bucket-size": ("--overlap-grad-reduce",),
+    "--ddp-pad-buckets-for-high-nccl-busbw": ("--use-distributed-optimizer",),
+    "--ddp-reduce-scatter-with-fp32-accumulation": ("--use-distributed-optimizer",),
+    "--no-align-grad-reduce": ("--overlap-grad-reduce",),
+    "--no-align-param-gather": ("--overlap-param-gather",),
+    "--timing-log-option": ("--timing-log-level",),
+    "--no-barrier-with-level-1-timing": ("--timing-log-level",),
+    "--tensorboard-log-interval": ("--tensorboard-dir",),
+    "--tensorboard-queue-size": ("--tensorboard-dir",),
+    "--log-timers-to-tensorboard": ("--tensorboard-dir",),
+    "--no-log-loss-scale-to-tensorboard": ("--tensorboard-dir",),
+    "--log-memory-to-tensorboard": ("--tensorboard-dir",),
+    "--log-world-size-to-tensorboard": ("--tensorboard-dir",),
+    "--wandb-exp-name": ("--wandb-project",),
+    "--wandb-save-dir": ("--wandb-project",),
+    "--wandb-entity": ("--wandb-project",),
+}
+# The same, where every one of them is needed.
+_NEEDS_ALL: dict[str, tuple[str, ...]] = {
+    "--overlap-param-gather": ("--use-distributed-optimizer", "--overlap-grad-reduce"),
+    "--use-pytorch-profiler": ("--tensorboard-dir",),
+    "--non-persistent-save-interval": ("--save",),
+    "--wandb-project": ("--wandb-exp-name", "--tensorboard-dir"),
+}
+_AT_LEAST_ONE = (
+    "check_weight_hash_across_dp_replicas_interval",
+    "ddp_bucket_size",
+    "ddp_num_buckets",
+    "distributed_timeout_minutes",
+    "distributed_timeout_seconds_after_init",
+    "eval_interval",
+    "eval_micro_batch_size",
+    "exit_duration_in_mins",
+    "exit_interval",
+    "hysteresis",
+    "log_interval",
+    "log_memory_interval",
+    "loss_scale_window",
+    "non_persistent_save_interval",
+    "save_interval",
+    "save_params_interval",
+    "save_retain_interval",
+    "save_wgrads_interval",
+    "seed",
+    "tensorboard_log_interval",
+    "tensorboard_queue_size",
+    "train_sync_interval",
+)
+_NOT_NEGATIVE = (
+    "clip_grad",
+    "eval_iters",
+    "end_weight_decay",
+    "lr_warmup_init",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "manual_gc_interval",
+    "min_lr",
+    "num_workers",
+    "start_weight_decay",
+    "weight_decay",
+)
+_FRACTIONS = ("adam_beta1", "adam_beta2", "lr_warmup_fraction", "sgd_momentum")
+_POSITIVE = ("adam_eps", "initial_loss_scale", "loss_scale", "min_loss_scale")
+
+
+def check_together(line: CommandLine) -> list[str]:
+    """Why Megatron's flags that were given do not work together, or with their values."""
+    args = line.args
+    return [
+        *_check_needs(line),
+        *_check_numbers(args),
+        *_check_optimizer(args),
+        *_check_rate(args),
+        *_check_output(args),
+    ]
+
+
+def check_megatron(args: argparse.Namespace) -> list[str]:
+    """What Megatron's own validation says of ``args``, which stay as they are."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            validate_args(copy.deepcopy(args), {})
+        except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
+            why = str(error) or _line_of(error)
+            return [f"Megatron refuses these flags: {why}"]
+    return []
+
+
+def _line_of(error: BaseException) -> str:
+    """The line of source that raised ``error``, which says nothing itself."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return linecache.getline(frame.filename, frame.lineno or 0).strip()
+
+
+def _check_needs(line: CommandLine) -> Iterator[str]:
+    for name in line.given:
+        one = _NEEDS.get(name, ())
+        if one and not any(_is_set(line.args, flag) for flag in one):
+            yield f"{name} was given without {' or '.join(one)}"
+        for flag in _NEEDS_ALL.get(name, ()):
+            if not _is_set(line.args, flag):
+                yield f"{name} was given without {flag}"
+    if "--sequence-parallel" in line.given and line.args.tensor_model_parallel_size == 1:
+        yield "--sequence-parallel was given without --tensor-model-parallel-size 2 or more"
+    yield from _check_constant_rate(line)
+
+
+def _check_constant_rate(line: CommandLine) -> Iterator[str]:
+    """What says how the rate decays, where it does not."""
+    args = line.args
+    if args.lr_decay_style != "constant":
+        return
+    ignored = ["--min-lr"] if args.min_lr else []
+    if args.lr_warmup_fraction is None:  # else the warm-up is a share of them
+        ignored += ["--lr-decay-iters", "--lr-decay-samples"]
+    for name in ignored:
+        if name in line.given:
+            yield f"{name} was given without --lr-decay-style: the rate is constant by default"
+
+
+def _is_set(args: argparse.Namespace, flag: str) -> bool:
+    name, _, value = flag.partition(" ")
+    held = getattr(args, name[2:].replace("-", "_"))
+    return str(held) == value if value else bool(held)
+
+
+def _check_numbers(args: argparse.Namespace) -> Iterator[str]:
+    for names, fine, must in (
+        (_AT_LEAST_ONE, lambda value: value >= 1, "1 or more"),
+        (_NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
+        (_FRACTIONS, lambda value: 0 <= value < 1, "at least 0 and below 1"),
+        (_POSITIVE, lambda value: value > 0, "positive"),
+    ):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not (math.isfinite(value) and fine(value)):
+                yield f"{flag_name(name)} is {value:g}; it must be {must}"
+
+
+def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:
+    if args.fp16 and args.bf16:
+        yield "--fp16 and --bf16 exclude each other: give one"
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        yield (
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each "
+            "other: give one"
+        )
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        yield (
+            "--optimizer sgd cannot be used with --use-distributed-optimizer, which shares the "
+            "state of adam: leave one out"
+        )
+    if args.ddp_num_buckets is not None and args.ddp_bucket_size is not None:
+        yield "--ddp-num-buckets and --ddp-bucket-size say the same: give one"
+    if args.overlap_param_gather and args.save_params_interval is not None:
+        yield (
+            "--save-params-interval cannot be used with --overlap-param-gather, which leaves "
+            "weights incomplete between steps"
+        )
+    missing = importlib.util.find_spec("transformer_engine") is None
+    if args.transformer_impl == "transformer_engine" and missing:
+        yield (
+            "--transformer-impl transformer_engine: it is not installed; install it with: "
+            "pip install 'transformer-engine[pytorch]', or leave the flag out"
+        )
+
+
+def _check_rate(args: argparse.Namespace) -> Iterator[str]:
+    if args.train_iters is not None and args.train_samples is not None:
+        yield "--train-iters and --train-samples say the same: give one"
+        return
+    unit = "samples" if args.train_samples is not None else "iters"
+    other = "iters" if unit == "samples" else "samples"
+    for name in (f"lr_warmup_{other}", f"lr_decay_{other}", f"lr_wsd_decay_{other}"):
+        if getattr(args, name):
+            yield f"{flag_name(name)} is not in the unit of --train-{unit}: use --{unit} throughout"
+    total = getattr(args, f"train_{unit}")
+    decay = getattr(args, f"lr_decay_{unit}")
+    decay = total if decay is None else decay
+    warmup = getattr(args, f"lr_warmup_{unit}")
+    if args.lr_warmup_fraction is not None and warmup:
+        yield f"--lr-warmup-fraction and --lr-warmup-{unit} say the same: give one"
+    if decay is not None and decay < 1 and decay != total:
+        yield f"--lr-decay-{unit} is {decay}; it must be 1 or more"
+    elif decay is not None and warmup >= max(decay, 1) and not args.skip_train:
+        yield (
+            f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} over which the rate "
+            f"changes: it must be below --lr-decay-{unit} (default --train-{unit})"
+        )
+    if args.lr is not None:
+        for name in ("min_lr", "lr_warmup_init"):
+            if getattr(args, name) > args.lr:
+                yield f"{flag_name(name)} {getattr(args, name):g} is above --lr {args.lr:g}"
+    if args.lr_decay_style == "WSD" and getattr(args, f"lr_wsd_decay_{unit}") is None:
+        yield f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}"
+    if args.weight_decay_incr_style != "constant":
+        ends = args.start_weight_decay, args.end_weight_decay
+        if None in ends:
+            yield (
+                f"--weight-decay-incr-style {args.weight_decay_incr_style} needs "
+                "--start-weight-decay and --end-weight-decay"
+            )
+        elif ends[1] < ends[0]:
+            yield f"--end-weight-decay {ends[1]:g} is below --start-weight-decay {ends[0]:g}"
+
+
+def _check_output(args: argparse.Namespace) -> Iterator[str]:
+    interval, retain = args.save_interval, args.save_retain_interval
+    if interval and retain and retain % interval:
+        yield f"--save-retain-interval {retain} is no multiple of --save-interval {interval}"
+    memory = args.log_memory_interval
+    if memory and args.log_interval > 0 and memory % args.log_interval:
+        yield f"--log-memory-interval {memory} is no multiple of --log-interval {args.log_interval}"
+    if args.profile and args.profile_step_end <= args.profile_step_start:
+        yield (
+            f"--profile-step-end {args.profile_step_end} is not after --profile-step-start "
+            f"{args.profile_step_start}"
+        )
+    if args.wandb_project and args.wandb_save_dir is None and args.save is None:
+        yield "--wandb-project was given without --wandb-save-dir or --save"

@@ -1,0 +1,109 @@
+"""Megatron's linear layers, whose weight gradients wait where the runtime wants it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import megatron.core.tensor_parallel.layers as layers
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from megatron_pulse.runtime.weight_gradients import Split, put_off, waiting_weights
+
+_Fused = layers.LinearWithGradAccumulationAndAsyncCommunication
+
+
+def wait_for_weight_gradients() -> None:
+    """Let weight gradients of Megatron's linear layers wait where the runtime wants it.
+
+    Its own node computes both gradients at once and hides collectives behind them; where they are
+    split, the collectives are nodes of their own, around one that is asked twice.
+    """
+    fused = layers.linear_with_grad_accumulation_and_async_allreduce
+    if getattr(fused, "waits", False):
+        return
+
+    signature = inspect.signature(fused)
+
+    @functools.wraps(fused, updated=())
+    def product(*args: Any, **kwargs: Any) -> Tensor:
+        if (later := waiting_weights()) is None:
+            return fused(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        tokens, weight, bias = given["input"], given["weight"], given["bias"]
+        does_more = given["gradient_accumulation_fusion"] or given["gtp_remat_size"] > 1
+        if does_more or not later.takes(tokens, weight):
+            return fused(*args, **kwargs)
+        if given["sequence_parallel"]:
+            tokens = gather_from_sequence_parallel_region(
+                tokens, tensor_parallel_output_grad=True, group=given["tp_group"]
+            )
+        elif given["allreduce_dgrad"]:
+            tokens = copy_to_tensor_model_parallel_region(tokens, group=given["tp_group"])
+        return put_off(_FusedSplit(weight, bias, given["tp_group"]), tokens, bias, later)
+
+    product.waits = True  # type: ignore[attr-defined]
+    product.warned = True  # type: ignore[attr-defined]
+    layers.linear_with_grad_accumulation_and_async_allreduce = product
+
+
+class _FusedSplit(Split):
+    """Megatron's node, through its own forward and, twice, its own backward.
+
+    Its backward multiplies the output's gradient by the weight and by the input. For the product
+    that is not wanted it is given a factor without columns, which costs nothing.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: Tensor | None, tp_group: Any) -> None:
+        super().__init__(weight, bias)
+        self._tp_group = tp_group
+        self._context = SimpleNamespace(save_for_backward=lambda *tensors: None)
+
+    def run(self, given: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor]]:
+        """See Split."""
+        result: Tensor = _Fused.forward(
+            self._context,
+            given,
+            self.weight,
+            self.own_bias if bias is None else bias,
+            False,  # gradient_accumulation_fusion
+            False,  # allreduce_dgrad
+            False,  # sequence_parallel
+            None,  # grad_output_buffer
+            0,  # wgrad_deferral_limit
+            self._tp_group,
+            1,  # gtp_remat_size
+        )
+        return result, (given,)
+
+    def input_gradients(
+        self, saved: Sequence[Tensor], gradient: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See Split."""
+        (given,) = saved
+        of_given, _, of_bias = self._backward(
+            gradient, given[..., :0], self.weight, self.bias_is_computed
+        )
+        return of_given, of_bias
+
+    def weight_gradients(self, saved: Sequence[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
+        """See Split."""
+        (given,) = saved
+        _, *found = self._backward(gradient, given, self.weight[:, :0], self.bias_waits)
+        return tuple(found[: len(self.parameters)])
+
+    @torch.no_grad()
+    def _backward(self, gradient: Tensor, given: Tensor, weight: Tensor, use_bias: bool) -> Any:
+        context = SimpleNamespace(**vars(self._context))
+        context.saved_tensors, context.use_bias = (given, weight), use_bias
+        return _Fused.backward(context, gradient)[:3]

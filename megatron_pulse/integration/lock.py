@@ -1,0 +1,136 @@
+"""One run at a time in a folder: a lock that rank 0 holds while it lives.
+
+It is a POSIX record lock (``fcntl``). The kernel lets go of it when the process ends, however it
+ends, and no child inherits it; what the file says tells only who holds it. It works between
+nodes on storage whose mount has locks (NFS 4; NFS 3 with lockd; Lustre mounted with ``flock``). On
+NFS a node that dies keeps it until its lease ends (about 90 s; NFS 3: until the node is up again).
+Where a mount has no locks, the run says so and goes on without one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+LOCK = ".run.lock"
+_LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_LABELS: Mapping[str, str] = MappingProxyType(
+    {"host": "on", "pid": "process", "since": "since", "job": "Slurm job"}
+)
+
+
+class FolderInUse(Exception):
+    """Another run writes into the folder; the message says which and what to do."""
+
+
+class FolderLock:
+    """Holds ``folder`` for this process.
+
+    Raises FolderInUse if another holds it for ``wait_s`` seconds more: a run that was just stopped
+    needs a moment to end. An earlier start of the same Slurm job is dead and does not count.
+    """
+
+    def __init__(self, folder: Path, wait_s: float = 5.0) -> None:
+        self._path = folder / LOCK
+        self._file: int | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + wait_s
+        while (held_by := self._try()) is not None:
+            if _is_predecessor(held_by):
+                self._path.unlink(missing_ok=True)  # its lock stays with the file that is gone
+            elif time.monotonic() >= deadline:
+                raise FolderInUse(
+                    f"another run writes into {folder} ({_describe(held_by)}): wait until it ends, "
+                    "stop it, or name another --save"
+                )
+            else:
+                time.sleep(0.2)
+
+    def release(self) -> None:
+        """Let go, and leave no file behind."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            os.close(self._file)
+            self._file = None
+
+    def _try(self) -> Mapping[str, str] | None:
+        """Who holds the lock; None if now it is this process, or if there are no locks here."""
+        while True:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                held_by = _read(file)
+                os.close(file)
+                if error.errno in _LOCKLESS:
+                    print(
+                        f"warning: {self._path.parent} is on storage without file locks: nothing "
+                        "keeps a second run out of it",
+                        flush=True,
+                    )
+                    return None
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    return held_by
+                raise
+            if _is_file(file, self._path):
+                os.truncate(file, 0)
+                os.write(file, json.dumps(_this_process()).encode())
+                self._file = file
+                return None
+            os.close(file)  # released, and its file removed, since it was opened
+
+
+def _is_file(file: int, path: Path) -> bool:
+    """Whether the open ``file`` is the one at ``path``."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _this_process() -> dict[str, str]:
+    return {
+        "host": socket.gethostname(),
+        "pid": str(os.getpid()),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **_slurm_start(),
+    }
+
+
+def _slurm_start() -> dict[str, str]:
+    """Job and number of its start, where Slurm started this process."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return {}
+    return {
+        "job": os.environ["SLURM_JOB_ID"],
+        "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
+    }
+
+
+def _is_predecessor(held_by: Mapping[str, str]) -> bool:
+    """Whether the holder is an earlier start of this Slurm job, of which one runs at a time."""
+    mine = _slurm_start()
+    return (
+        bool(mine) and held_by.get("job") == mine["job"] and held_by.get("start") != mine["start"]
+    )
+
+
+def _read(file: int) -> dict[str, str]:
+    """What the holder wrote about itself; nothing if it has not yet."""
+    try:
+        held_by = json.loads(os.read(file, 4096))
+        return {str(key): str(value) for key, value in held_by.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _describe(held_by: Mapping[str, str]) -> str:
+    known = [f"{label} {held_by[key]}" for key, label in _LABELS.items() if key in held_by]
+    return ", ".join(known) or "it has not said which"

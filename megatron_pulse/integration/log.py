@@ -1,0 +1,156 @@
+"""What a run says: Megatron's log without what nobody reads.
+
+Twenty steps of stock Megatron are over a thousand lines: 900 arguments, every parameter of every
+bucket, timestamps between phases, perplexities of a loss that has none. ``quiet`` lets through
+what tells a person or a script something; the arguments go to a file. ``--pulse-verbose`` is
+Megatron's own log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import logging
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TextIO
+
+import megatron.training.arguments as arguments
+from megatron.training.log_handler import CustomHandler
+from tqdm import tqdm
+
+from megatron_pulse.files import replacing
+
+ARGUMENTS = "arguments.txt"
+
+# Lines of Megatron that say nothing about this run; each pattern matches from a line's beginning.
+_NOISE = re.compile(
+    "|".join(
+        (
+            r"using world size: ",
+            r"Number of virtual stages per pipeline stage",
+            r"using torch\.\w+ for parameters",
+            r"torch distributed is already initialized",
+            r"> (initialized|setting random seeds|compiling dataset|building train)",
+            r">>> done with dataset index builder",
+            r"time to initialize megatron",
+            r"\[(after|before) [^\]]*\] datetime: ",
+            r" > (number of parameters|datasets target sizes)",
+            r"    (train|validation|test): +-?\d+$",
+            r"done with setup",
+            r"training \.\.\.$",
+            r"Overwriting rerun_state_machine",
+            r"Evaluating (on|iter) ",
+            r"-+$",
+            r"\s*$",
+            r"WARNING:megatron\.core\.rerun_state_machine:.*DISABLED",
+            r"WARNING:megatron\.core\.dist_checkpointing.*async save is deprecated",
+            r"WARNING: one_logger package is required",
+            r"CPU RNG state changed within GPU RNG context",
+        )
+    )
+)
+_MEMORY = re.compile(r"\[Rank \d+\] \(.*\) memory \(MB\)")
+# Megatron gives every validation loss a perplexity, which only a cross-entropy has.
+_PERPLEXITY = re.compile(r" [\w ]+ PPL: [^|]*\|")
+
+
+class LineFilter(io.TextIOBase):
+    """A text stream that hands on whole lines to ``stream`` unless they are noise.
+
+    On a terminal a progress bar is cleared first and drawn again after them.
+    """
+
+    def __init__(self, stream: TextIO, noise: Sequence[re.Pattern[str]] = (_NOISE,)) -> None:
+        self._stream = stream
+        self._noise = noise
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        """Takes ``text``; what follows its last line break waits for the rest of the line."""
+        *lines, self._rest = (self._rest + text).split("\n")
+        kept = [
+            _PERPLEXITY.sub("", line)
+            for line in lines
+            if not any(noise.match(line) for noise in self._noise)
+        ]
+        if kept:
+            with tqdm.external_write_mode(file=self._stream):
+                self._stream.write("\n".join(kept) + "\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes whole lines."""
+        self._stream.flush()
+
+    def isatty(self) -> bool:
+        """As of the stream behind it."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """As of the stream behind it."""
+        return self._stream.fileno()
+
+    def finish(self) -> None:
+        """Hands on a last line that has no end."""
+        if self._rest:
+            self.write("\n")
+        self.flush()
+
+
+@contextmanager
+def quiet(args: argparse.Namespace) -> Iterator[None]:
+    """Within, Megatron's log is short and its arguments are in a file of the run's folder.
+
+    The file is ``arguments.txt`` under ``--save``, else under ``--tensorboard-dir``; without both
+    they are not written. What flags ask for (``--timing-log-level``, ``--log-memory-interval``,
+    ``--logging-level``) is there; with ``--pulse-verbose`` nothing changes.
+    """
+    if args.pulse_verbose:
+        yield
+        return
+    asks_for_memory = args.log_memory_interval is not None
+    out = LineFilter(sys.stdout, (_NOISE,) if asks_for_memory else (_NOISE, _MEMORY))
+    print_args = arguments._print_args
+    megatron, timers = map(logging.getLogger, ("megatron", "megatron.core.timers"))
+    levels = megatron.level, timers.level
+    streams = [
+        (handler, handler.setStream(out))
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, CustomHandler)
+    ]
+    arguments._print_args = _write_arguments
+    if args.logging_level is None:
+        megatron.setLevel(logging.WARNING)
+        if args.timing_log_level:
+            timers.setLevel(logging.INFO)
+    try:
+        with redirect_stdout(out):
+            yield
+    finally:
+        out.finish()
+        arguments._print_args = print_args
+        megatron.setLevel(levels[0])
+        timers.setLevel(levels[1])
+        for handler, stream in streams:
+            handler.setStream(stream)
+
+
+def _write_arguments(title: str, args: argparse.Namespace) -> None:
+    """In the place of Megatron's ``_print_args``: on rank 0, into a file."""
+    if args.rank != 0:
+        return
+    print(f"command: {shlex.join(sys.argv)}")
+    folder = args.save or args.tensorboard_dir
+    if folder is None:
+        return
+    file = Path(folder) / ARGUMENTS
+    with replacing(file) as beside:
+        width = max(map(len, vars(args)))
+        lines = (f"{name:{width}}  {value}\n" for name, value in sorted(vars(args).items()))
+        beside.write_text("".join(lines))
+    print(f"{title}: {file}")

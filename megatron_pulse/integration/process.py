@@ -1,0 +1,76 @@
+"""The diffusion process of a run: that of the checkpoint which it begins with, or a new one."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megatron_pulse.diffusion.choice import ProcessChoice, chosen_process, process_choice
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+
+if TYPE_CHECKING:
+    from megatron_pulse.integration.arguments import PulseOptions
+    from megatron_pulse.integration.start import Start
+
+
+def saved_process(args: argparse.Namespace) -> DiffusionProcess:
+    """The process of the run whose flags a checkpoint holds.
+
+    Checkpoints from before it was kept have it in their flags, of which some did not count.
+    """
+    kept = getattr(args, "pulse_process", None)
+    if kept is not None:
+        return DiffusionProcess(**kept)
+    said = process_choice(args, "pulse-")
+    if said.objective == "flow":
+        return chosen_process(
+            ProcessChoice(objective="flow", timestep_density=said.timestep_density)
+        )
+    return chosen_process(
+        ProcessChoice(objective=said.objective, noise_schedule=said.noise_schedule)
+    )
+
+
+def continued_process(
+    saved: DiffusionProcess, choice: ProcessChoice, *, continued: bool, new: bool
+) -> DiffusionProcess:
+    """``saved`` with what flags say instead, as far as the weights of the checkpoint fit that.
+
+    A flow's shift and how its times are drawn are a run's choice. What predictions mean is not:
+    it can be another only with ``new`` (--pulse-new-process), and only in a run that takes
+    weights, not in one that is ``continued`` with its optimizer. Raises ValueError otherwise.
+    """
+    process = chosen_process(choice, saved)
+    different = process.differences(saved)
+    if different and (continued or not new):
+        door = (
+            "begin a new run with its weights: --pretrained-checkpoint, another --save, and "
+            "--pulse-new-process"
+            if continued
+            else "add --pulse-new-process to train its weights to this one"
+        )
+        raise ValueError(
+            f"it was trained as another diffusion process: {'; '.join(different)}. Leave the "
+            f"flags out, or {door}"
+        )
+    return process
+
+
+def process_of(start: Start | None, options: PulseOptions) -> DiffusionProcess:
+    """The diffusion process of a run that begins with ``start``: its own, or what flags say.
+
+    Raises ValueError for flags that contradict it.
+    """
+    if start is None:
+        if options.new_process:
+            raise ValueError("--pulse-new-process: there are no weights to begin with")
+        return chosen_process(options.process)
+    try:
+        return continued_process(
+            start.saved.process,
+            options.process,
+            continued=start.continued,
+            new=options.new_process,
+        )
+    except ValueError as error:
+        raise ValueError(f"{start.given}: {error}") from error

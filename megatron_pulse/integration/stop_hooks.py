@@ -1,0 +1,108 @@
+"""Where Megatron's loop asks whether to stop: between steps, and between steps of an evaluation."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import megatron.training.training as training
+import torch
+import torch.distributed as dist
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from megatron_pulse.runtime.stopping import STOP
+
+
+class EvaluationCut(Exception):
+    """All ranks were told to stop while they evaluated."""
+
+
+def agreed() -> signal.Signals | None:
+    """What any rank was told, if any was (collective)."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    told = torch.tensor([STOP.told or 0], dtype=torch.int32, device=device)
+    dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    return signal.Signals(told.item()) if told.item() else None
+
+
+def cut_short(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's schedule, which ends an evaluation where the ranks were told to stop.
+
+    From the first step on orders wait for the end of one.
+    """
+
+    def run(*args: Any, forward_only: bool = False, **kwargs: Any) -> Any:
+        if not forward_only:
+            STOP.defer()
+        elif agreed():
+            raise EvaluationCut
+        return forward_backward(*args, forward_only=forward_only, **kwargs)
+
+    return run
+
+
+def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
+    """What takes the place of Megatron's own functions: orders of any rank stop all of them.
+
+    SIGTERM, SIGINT, SIGHUP and ``--exit-signal`` stop a run, with ``--exit-signal-handler`` and
+    without. It saves the step that is done, once, and ends with status 0.
+    """
+    decide, evaluate = training.checkpoint_and_decide_exit, training.evaluate_and_print_results
+    args.exit_signal_handler = args.exit_signal_handler_for_training = False  # this is one
+    STOP.listen_for(signal.Signals(args.exit_signal))
+
+    def decide_and_obey(*state: Any, **kwargs: Any) -> bool:
+        iteration = state[3]
+        told = agreed()
+        if told:
+            if args.save:
+                _say(f"told to stop ({told.name}): saving step {iteration}")
+                _save(*state)
+        elif decide(*state, **kwargs):
+            STOP.is_leaving = True
+            return True
+        elif not (told := _told_while_saving(args, iteration)):
+            return False
+        STOP.is_leaving = True
+        _say(
+            f"stopped ({told.name}) after step {iteration}: "
+            + (f"saved in {args.save}, from where the same command goes on" if args.save else _NOT)
+        )
+        return True
+
+    def evaluate_unless_told(prefix: str, *rest: Any, **kwargs: Any) -> None:
+        reruns = get_rerun_state_machine()
+        mode = reruns.get_mode()
+        try:
+            evaluate(prefix, *rest, **kwargs)
+        except EvaluationCut:
+            reruns.set_mode(mode)
+            _say(f"told to stop: no evaluation at {prefix}")
+
+    return {
+        "checkpoint_and_decide_exit": decide_and_obey,
+        "evaluate_and_print_results": evaluate_unless_told,
+    }
+
+
+_NOT = "nothing was saved, since there is no --save"
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def _save(
+    model: Any, optimizer: Any, scheduler: Any, iteration: int, flops: Any, context: Any, data: Any
+) -> None:
+    training.save_checkpoint_and_time(
+        iteration, model, optimizer, scheduler, flops, context, train_data_iterator=data
+    )
+
+
+def _told_while_saving(args: argparse.Namespace, iteration: int) -> signal.Signals | None:
+    """An order that came while this step was saved, which is not saved a second time."""
+    return agreed() if args.save and iteration % args.save_interval == 0 else None

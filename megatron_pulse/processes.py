@@ -1,0 +1,33 @@
+"""Processes that end with the one that started them, however that ends (Linux; nothing elsewhere).
+
+``python processes.py PID PROGRAM ARGUMENT...`` becomes PROGRAM, which is killed when PID ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send ``number`` to this process when the thread that started it ends."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
+
+
+def ending_with_us(command: Sequence[str]) -> list[str]:
+    """``command`` in a process that is killed when this one ends, by SIGKILL too."""
+    return [sys.executable, "-P", "-S", str(Path(__file__)), str(os.getpid()), *command]
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    if os.getppid() == int(sys.argv[1]):  # else it ended before
+        os.execvp(sys.argv[2], sys.argv[2:])

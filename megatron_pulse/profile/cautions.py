@@ -1,0 +1,70 @@
+"""What makes a prediction from a profile doubtful, in words. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_pulse.profile.devices import PRESETS
+from megatron_pulse.profile.profile import SPREAD, Profile, Source
+
+
+def rank_threads() -> int:
+    """With how many threads a rank on a CPU computes: torchrun's one, or OMP_NUM_THREADS."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isascii() and first.isdigit() and int(first) > 0 else 1
+
+
+def spread_caution(profile: Profile, micro_batch_size: int | None = None) -> str:
+    """That repetitions of a measurement took unlike times; empty where they did not."""
+    sizes = [s for s in profile.micro_batch_sizes if micro_batch_size in (None, s)]
+    if profile.source is not Source.MEASURED or not (found := profile.unsteady(micro_batch_size)):
+        return ""
+    size, layer, spread = found[0]
+    names = {(s, name) for s, name, _ in found}
+    part = sum(
+        times.whole_s
+        for s in sizes
+        for layer_, times in zip(profile.layers, profile.times[s], strict=True)
+        if (s, layer_.name) in names
+    )
+    whole = sum(times.whole_s for s in sizes for times in profile.times[s])
+    count = len(sizes) * len(profile.layers)
+    return (
+        f"{len(found)} of {count} measurements, {part / whole:.0%} of the time, spread over more "
+        f"than {SPREAD:.0%} (most: {layer} at microbatch size {size}, {spread:.0%}): something "
+        "else ran meanwhile; measure again on an idle machine"
+    )
+
+
+def thread_caution(measured: int, run: int) -> str:
+    """That a profile is of other threads than a run has; empty where it is not, or not known."""
+    if not measured or not run or measured == run:
+        return ""
+    return (
+        f"costs were measured with {measured} thread(s), ranks compute with {run}: their times are "
+        f"others; profile with --threads {run}, or start ranks with OMP_NUM_THREADS={measured}"
+    )
+
+
+def device_caution(profile: Profile, device: object) -> str:
+    """That costs were worked out for another device than a cluster's; empty where they were not.
+
+    ``device`` is what the cluster says of its own: a preset's name, a profile's path, or figures.
+    """
+    if profile.device not in PRESETS or profile.device == device:
+        return ""
+    theirs = device if isinstance(device, str) else "those of its own figures"
+    return (
+        f"costs are {profile.device}'s and the cluster's devices are {theirs}: times do not hold "
+        "there; give --backbone instead of --profile, or a profile of that device"
+    )
+
+
+def plan_cautions(provenance: Mapping[str, Any], threads: int) -> list[str]:
+    """The cautions that a plan's provenance has for a run with so many threads a rank (0: none)."""
+    said = [str(provenance.get("unsteady") or "")]
+    measured = provenance.get("threads")
+    said.append(thread_caution(measured if isinstance(measured, int) else 0, threads))
+    return [text for text in said if text]

@@ -1,0 +1,38 @@
+"""What a process computes with."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's model."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def num_threads(device: torch.device) -> int:
+    """How many threads compute on a CPU; 0 for a GPU."""
+    return torch.get_num_threads() if device.type == "cpu" else 0
+
+
+@contextmanager
+def computing_with(threads: int | None) -> Iterator[None]:
+    """As many threads in the block (None: as before it)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

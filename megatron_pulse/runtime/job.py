@@ -1,0 +1,131 @@
+"""A rank's place in its job: how ranks meet, who speaks for all, and who leaves last."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_pulse.runtime.failures import FailureBoard, PulseError
+
+_HERE, _LEFT, _PORT, _SAID = (f"megatron_pulse/{key}" for key in ("here", "left", "port", "said"))
+STORE_ERRORS = (RuntimeError, ValueError, OSError)
+"""What an unreachable store raises."""
+
+
+class Job:
+    """The job that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Ranks meet in a store: under torchrun its agent's, else rank 0's. Process groups get a store of
+    rank 0's own: torchrun's ends with torchrun, which may be before the ranks do.
+    """
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._meeting: dist.Store | None = None
+        self._store: dist.Store | None = None
+
+    def board(self, limit_s: float = 5.0) -> FailureBoard | None:
+        """Where ranks say what failed; None where the others cannot be reached in that time."""
+        if self._meeting is None:
+            if self.world_size == 1:
+                self._meeting = dist.HashStore()
+            else:
+                try:
+                    self._meeting = _meet(self.rank, self.world_size, limit_s)
+                except STORE_ERRORS:
+                    return None
+        return FailureBoard(self._meeting, self.rank)
+
+    def assemble(self, limit_s: float) -> dist.Store:
+        """Wait for all ranks; the store for their process groups.
+
+        Raises PulseError if one of them fails before, or if they are not there in time.
+        """
+        board = self.board(limit_s)
+        if board is None or self._meeting is None:
+            raise PulseError(
+                f"rank {self.rank} does not reach the others at {os.environ.get('MASTER_ADDR')}:"
+                f"{os.environ.get('MASTER_PORT')} within {limit_s:g} s"
+            )
+        deadline = time.monotonic() + limit_s
+        num_here = self._meeting.add(_HERE, 1)
+        while num_here < self.world_size:
+            if failure := board.first_failure():
+                raise PulseError(f"stopped, because another rank did: {failure}")
+            if time.monotonic() > deadline:
+                raise PulseError(
+                    f"only {num_here} of {self.world_size} ranks came within {limit_s:g} s"
+                )
+            time.sleep(0.02)
+            num_here = self._meeting.add(_HERE, 0)
+        self._store = self._own_store(self._meeting, limit_s)
+        return self._store
+
+    def _own_store(self, meeting: dist.Store, limit_s: float) -> dist.Store:
+        if self.world_size == 1 or not _is_the_agents():
+            return meeting
+        host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=limit_s)
+        if self.rank == 0:
+            own = dist.TCPStore(host, 0, None, True, timeout=limit, wait_for_workers=False)
+            meeting.set(_PORT, str(own.port))
+            return own
+        return dist.TCPStore(host, int(meeting.get(_PORT)), None, False, timeout=limit)
+
+    def say_once(self, text: str) -> None:
+        """Print ``text`` unless another rank has said the same."""
+        if self._claims(text):
+            print(text, file=sys.stderr, flush=True)
+
+    def _claims(self, text: str) -> bool:
+        if self.board() is None or self._meeting is None:
+            return True
+        try:
+            key = f"{_SAID}/{hashlib.sha256(text.encode()).hexdigest()}"
+            return self._meeting.add(key, 1) == 1
+        except STORE_ERRORS:
+            return True
+
+    def part(self, limit_s: float) -> None:
+        """Say goodbye; the host of the store waits until all have, at most that long."""
+        store = self._store or (None if _is_the_agents() else self._meeting)
+        if store is None:
+            return
+        deadline = time.monotonic() + limit_s
+        try:
+            num_left = store.add(_LEFT, 1)
+            while self.rank == 0 and num_left < self.world_size and time.monotonic() < deadline:
+                time.sleep(0.02)
+                num_left = store.add(_LEFT, 0)
+        except STORE_ERRORS:
+            pass  # the host could not wait for us
+
+
+def _is_the_agents() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _meet(rank: int, world_size: int, limit_s: float) -> dist.Store:
+    limit = timedelta(seconds=limit_s)
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
+    return dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def leave_word(text: str, is_first: bool) -> None:
+    """Write ``text`` where torchrun looks for the reason why a rank failed."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    # It names the earliest as the cause, in whole seconds.
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()) + (0 if is_first else 1))}
+    try:
+        with open(path, "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+    except OSError:
+        pass  # it then says that there is no reason

@@ -1,0 +1,119 @@
+"""Told to stop: what signals say to a rank, and when it obeys.
+
+Once training steps run, a signal is only noted: all ranks obey together, at the end of a step,
+because a checkpoint needs all of them. Before that nothing is lost, and the rank leaves at once,
+even out of a wait for another rank. Signals are read by a thread: handlers of Python would wait
+for the main thread to come back from whatever it waits in.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from megatron_pulse.processes import end_with_parent
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class StopSignals:
+    """What this process was told; one for a process, made in its main thread."""
+
+    def __init__(self) -> None:
+        self.told: signal.Signals | None = None
+        self.is_leaving = False
+        """All ranks have agreed to end: who is gone by now has not failed."""
+        self._leave: Callable[[signal.Signals], None] | None = None
+        self.is_deferring = False
+        """Steps run: orders are obeyed at the end of one."""
+        self._is_listening = False
+        self._lock = threading.Lock()
+
+    def listen(self) -> None:
+        """Note signals from now on; processes that this one forks do not inherit that."""
+        if self._is_listening:
+            return
+        self._is_listening = True
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self.listen_for(number)
+        os.register_at_fork(after_in_child=self._in_child)
+        threading.Thread(target=self._read, args=(reader,), name="stop", daemon=True).start()
+
+    def listen_for(self, number: signal.Signals) -> None:
+        """Take ``number`` for an order to stop, unless it is SIGHUP under nohup."""
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+    def leave_at_once(self, leave: Callable[[signal.Signals], None]) -> None:
+        """Until ``defer``: an order, also one that has come before, calls ``leave``.
+
+        It is called from another thread and must end the process.
+        """
+        with self._lock:
+            self._leave, self.is_deferring = leave, False
+            told = self.told
+        if told is not None:
+            leave(told)
+
+    def defer(self) -> None:
+        """From now on orders are only noted; one who presses Ctrl-C again is obeyed at once."""
+        self.is_deferring = True
+
+    def _read(self, reader: int) -> None:
+        while True:
+            # With an order the reader of our output may end too (Ctrl-C in a pipe, a closed
+            # terminal): what is still said must not become an error.
+            waiting_s = None if self.told is None else 0.02
+            if select.select([reader], [], [], waiting_s)[0]:
+                for number in os.read(reader, 64):
+                    self._receive(signal.Signals(number))
+            elif self.told is not None:
+                drop_unread_output()
+
+    def _receive(self, number: signal.Signals) -> None:
+        with self._lock:
+            again = self.told is signal.SIGINT and not self.is_leaving
+            self.told = self.told or number
+            leave = self._leave if again or not self.is_deferring else None
+        drop_unread_output()
+        if leave is not None:
+            leave(number)
+
+    @staticmethod
+    def _in_child() -> None:
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        end_with_parent()
+
+
+def drop_unread_output() -> None:
+    """Send standard output and error nowhere where nobody can read them any more."""
+    streams = select.poll()
+    for stream in (1, 2):
+        streams.register(stream, 0)
+    for stream, _ in streams.poll(0):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream)
+        os.close(nowhere)
+
+
+def end_process(status: int) -> None:
+    """End now, without the exit handlers, which may wait for ranks that are gone."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(status)
+
+
+STOP = StopSignals()

@@ -1,0 +1,264 @@
+"""Random layouts against one process: losses, gradients and weights to the last bit.
+
+    .venv/bin/python -m tests.benchmarks.layouts --cases 300 --seed 1 --jobs 2
+    .venv/bin/python -m tests.benchmarks.layouts --seed 1 --only 17      # that case again
+
+A case is a family, a placement on 1 to 4 devices with random cuts, 1 to 9 microbatches, a schedule
+by name or a random legal order, whole or split backwards, fp32 or bf16, with or without
+recomputation. It depends on the seed and its number alone. The exit status is 1 if any differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import batched
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.planner.costs import weighted_costs
+from megatron_pulse.planner.partition import Goal, PartitionError, find_partition
+from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
+from megatron_pulse.planner.plan import Plan, PlanError
+from megatron_pulse.planner.schedule.classics import CLASSICS
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.registry import WAVES
+from megatron_pulse.planner.schedule.simulate import dependency
+from megatron_pulse.planner.stages import Partition
+from tests.ranks import RanksFailed, run_ranks
+from tests.runtime.equality import Case, Outcome, differences, merge, split
+from tests.runtime.tiny import FAMILIES, backbone, run_cases
+
+STEPS = 3
+BATCH = 12
+"""Cases that one group of ranks runs, one after the other."""
+NAMES = tuple(name for name in (*CLASSICS, *WAVES) if name != "chimera")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Case ``number`` of a seed: ``family`` on ``num_devices``, laid out as ``case`` says."""
+
+    number: int
+    family: str
+    num_devices: int
+    case: Case
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order that every device keeps to."""
+        assert isinstance(self.case.schedule, Schedule)
+        return self.case.schedule
+
+    @property
+    def is_split(self) -> bool:
+        """Whether weight gradients are computed apart."""
+        return Kind.WEIGHT_GRAD in self.schedule.kinds
+
+    def __str__(self) -> str:
+        case, placement = self.case, self.schedule.placement
+        return (
+            f"{self.number:4d} {self.family:9s} P={self.num_devices} M={case.num_microbatches} "
+            f"b={case.micro_batch_size} {placement.kind.value} of {placement.num_stages} stages, "
+            f"{self.schedule.name}, {'split' if self.is_split else 'whole'}, {case.dtype}"
+            f"{', recomputed' if case.recompute else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a layout: its faults (none: equal to the last bit)."""
+
+    layout: Layout
+    faults: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.layout}: {'; '.join(self.faults) or 'equal'}"
+
+
+def draw_layout(seed: int, number: int) -> Layout:
+    """Case ``number`` of ``seed``."""
+    rng = random.Random(f"{seed}/{number}")
+    family = rng.choice(list(FAMILIES))
+    num_devices, num_microbatches = rng.randint(1, 4), rng.randint(1, 9)
+    chain = backbone(family)
+    while True:
+        kind = rng.choice([PlacementKind.FOLD, PlacementKind.SEQUENTIAL, PlacementKind.INTERLEAVED])
+        num_chunks = rng.choice([2, 3] if kind is PlacementKind.INTERLEAVED else [2, 2, 4])
+        placement = make_placement(kind, num_devices, num_chunks)
+        if placement.num_stages > len(chain.layers):
+            continue
+        try:
+            plan = Plan(chain, _draw_partition(rng, chain, placement))
+            schedule = _draw_schedule(rng, plan, num_microbatches)
+            replace(plan, schedules=(schedule,)).step(num_microbatches)
+        except (PartitionError, PlanError, ValueError):
+            continue
+        case = Case(
+            kind.value,
+            num_microbatches,
+            schedule,
+            num_chunks,
+            rng.choice(["float32", "bfloat16"]),
+            rng.random() < 0.3,
+            STEPS,
+            plan.partition.cuts,
+            rng.randint(1, 3),
+        )
+        return Layout(number, family, num_devices, case)
+
+
+def _draw_partition(rng: random.Random, chain: Backbone, placement: Placement) -> Partition:
+    """Balanced for random costs, every skip at home; or cut anywhere."""
+    num = len(chain.layers)
+    if placement.kind is PlacementKind.FOLD and rng.random() < 0.5:
+        costs = weighted_costs(chain, [rng.uniform(0.5, 4) for _ in range(num)])
+        return find_partition(costs, placement, Goal(collocate=True))
+    cuts = sorted(rng.sample(range(1, num), placement.num_stages - 1))
+    return Partition(placement, (0, *cuts, num))
+
+
+def _draw_schedule(rng: random.Random, plan: Plan, num_microbatches: int) -> Schedule:
+    """By name, perhaps split afterwards, or a random legal order; ValueError where none is."""
+    if rng.random() < 0.5:
+        return random_order(rng, plan.placement, num_microbatches, rng.random() < 0.6)
+    schedule = replace(plan, schedule_name=rng.choice(NAMES)).step(num_microbatches).schedule
+    if Kind.BACKWARD in schedule.kinds and rng.random() < 0.5:
+        return split(schedule, rng.randint(0, 6))
+    return schedule
+
+
+def random_order(
+    rng: random.Random, placement: Placement, num_microbatches: int, is_split: bool
+) -> Schedule:
+    """A random legal order: again and again any operation that nothing keeps from running.
+
+    Each kind has a random weight, so that some orders hurry forward and some put weights off.
+    """
+    split_kinds = (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+    kinds = split_kinds if is_split else (Kind.FORWARD, Kind.BACKWARD)
+    weights = {kind: rng.choice([0.1, 1.0, 10.0]) for kind in kinds}
+    line = [Operation(kind, stage, 0) for kind in kinds for stage in range(placement.num_stages)]
+    done: set[Operation] = set()
+    order: list[list[Operation]] = [[] for _ in range(placement.num_devices)]
+    while line:
+        ready = [
+            i
+            for i, op in enumerate(line)
+            if (needed := dependency(op, placement.num_stages)) is None or needed in done
+        ]
+        (i,) = rng.choices(ready, [weights[line[i].kind] for i in ready])
+        op = line[i]
+        done.add(op)
+        order[placement.device_of(op.stage, op.microbatch)].append(op)
+        line[i] = op._replace(microbatch=op.microbatch + 1)
+        if line[i].microbatch == num_microbatches:
+            del line[i]
+    return Schedule("random order", placement, num_microbatches, tuple(map(tuple, order)))
+
+
+def compare(layout: Layout, got: Outcome, expected: Outcome) -> Verdict:
+    """Every way in which a layout's numbers are not those of one process."""
+    case, faults = layout.case, []
+    apart = layout.schedule.placement.num_stages * case.num_microbatches * STEPS
+    if got.num_weight_gradients != apart * layout.is_split:
+        faults.append(f"{got.num_weight_gradients} weight gradients were computed apart")
+    if got.losses != expected.losses:
+        faults.append(f"losses {got.losses} instead of {expected.losses}")
+    for what in ("gradients", "parameters"):
+        mine, theirs = getattr(got, what), getattr(expected, what)
+        found = differences(mine, theirs) if mine.keys() == theirs.keys() else {"names": 1.0}
+        if found:
+            worst = max(found, key=found.__getitem__)
+            faults.append(
+                f"{len(found)} of {len(theirs)} {what} differ, {worst} most, by {found[worst]:.1e}"
+            )
+    return Verdict(layout, tuple(faults))
+
+
+def run_batch(layouts: Sequence[Layout]) -> list[Verdict]:
+    """Verdicts of layouts of one number of devices; where ranks fail, each is tried alone."""
+    cases = [(layout.family, layout.case) for layout in layouts]
+    alone = [(family, case.alone) for family, case in cases]
+    distinct = [case for i, case in enumerate(alone) if case not in alone[:i]]
+    timeout_s = 120.0 + 30.0 * len(layouts)
+    try:
+        (references,) = run_ranks(1, run_cases, distinct, timeout_s=timeout_s)
+        ranks = run_ranks(layouts[0].num_devices, run_cases, cases, timeout_s=timeout_s)
+    except RanksFailed as failure:
+        if len(layouts) == 1:
+            return [Verdict(layouts[0], (str(failure),))]
+        return [verdict for layout in layouts for verdict in run_batch([layout])]
+    return [
+        compare(layout, merge([rank[i] for rank in ranks]), references[distinct.index(alone[i])])
+        for i, layout in enumerate(layouts)
+    ]
+
+
+def run_layouts(layouts: Iterable[Layout], jobs: int = 1) -> Iterator[Verdict]:
+    """Verdicts as they come, ``jobs`` groups of ranks at a time."""
+    by_devices: dict[int, list[Layout]] = {}
+    for layout in layouts:
+        by_devices.setdefault(layout.num_devices, []).append(layout)
+    batches = [batch for same in by_devices.values() for batch in batched(same, BATCH)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for verdicts in pool.map(run_batch, batches):
+            yield from verdicts
+
+
+def summary(verdicts: Sequence[Verdict], seed: int, seconds: float) -> dict[str, Any]:
+    """What was run and what differed, as JSON-able values."""
+    layouts = [verdict.layout for verdict in verdicts]
+    counted = {
+        "family": [layout.family for layout in layouts],
+        "devices": [str(layout.num_devices) for layout in layouts],
+        "placement": [layout.schedule.placement.kind.value for layout in layouts],
+        "schedule": [layout.schedule.name for layout in layouts],
+        "backwards": ["split" if layout.is_split else "whole" for layout in layouts],
+        "dtype": [layout.case.dtype for layout in layouts],
+        "recomputed": [str(layout.case.recompute) for layout in layouts],
+    }
+    return {
+        "seed": seed,
+        "cases": len(verdicts),
+        "differences": sum(bool(verdict.faults) for verdict in verdicts),
+        "seconds": round(seconds, 1),
+        "counts": {what: dict(sorted(Counter(of).items())) for what, of in counted.items()},
+        "faults": {str(v.layout): list(v.faults) for v in verdicts if v.faults},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, action="append", help="the number of a case to run")
+    parser.add_argument("--jobs", type=int, default=1, help="groups of ranks at a time")
+    parser.add_argument("--json", type=Path, help="where the summary goes")
+    args = parser.parse_args(argv)
+    start = time.monotonic()
+    numbers = args.only or range(args.cases)
+    verdicts = []
+    for verdict in run_layouts((draw_layout(args.seed, n) for n in numbers), args.jobs):
+        print(f"seed {args.seed}, case {verdict}", flush=True)
+        verdicts.append(verdict)
+    result = summary(verdicts, args.seed, time.monotonic() - start)
+    for what, counts in result["counts"].items():
+        print(f"{what}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    print(f"{result['cases']} layouts in {result['seconds']:.0f} s, {result['differences']} differ")
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 1 if result["differences"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

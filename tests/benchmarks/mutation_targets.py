@@ -1,0 +1,465 @@
+"""What the mutated files are: a sound one of each kind, the commands that read it, and whether
+what a command accepted is what the file says, found by other means than the package's readers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_pulse.planner.cluster import cluster, load_cluster, to_record, to_yaml
+from megatron_pulse.planner.plan_file import load_plan, save_plan
+from megatron_pulse.planner.schedule.files import to_csv
+from megatron_pulse.planner.trace import load_trace, save_trace
+from megatron_pulse.profile.files import load_profile, save_profile
+from tests.plans import small_plan, small_profile, trace_of
+
+Check = Callable[[Path], list[str]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file of the folder ``make`` fills, the commands that read it, and the check of what they
+    accept: how the file and what was read differ. ``heavy`` needs torch."""
+
+    file: str
+    commands: tuple[tuple[str, ...], ...]
+    check: Check
+    heavy: bool = False
+
+
+def make(folder: Path, heavy: bool) -> None:
+    """A sound file of each kind, all of one small model."""
+    plan, profile = small_plan(), small_profile()
+    save_plan(plan, folder / "plan.json")
+    save_profile(profile, folder / "profile.json")
+    save_trace(trace_of(plan, [plan.replay().timeline] * 2), folder / "trace.json")
+    (folder / "cluster.yaml").write_text(to_yaml(cluster("cpu"), "A cluster"))
+    units = [
+        {
+            "name": f"unit {i}",
+            "params": 1000 * (i + 1),
+            "flops_fwd": 10**9,
+            "flops_bwd": 2 * 10**9,
+            "saved_act_bytes": 4096,
+            "out_shapes": [[16, 8]],
+            "out_numel": 128,
+        }
+        for i in range(8)
+    ]
+    skips = [{"id": "a", "src": 1, "dst": 6, "numel": 64}]
+    _write(folder / "table.json", {"name": "ours", "units": units, "skips": skips})
+    stages = {"forward": [1, 2.5, 2, 1], "input_grad": [1, 2, 2, 1], "weight_grad": [1, 2, 2, 1]}
+    _write(folder / "times.json", {**stages, "link": [0.1, 0, 0.1], "activation": [1, 1, 2, 1]})
+    (folder / "order.csv").write_text(to_csv(plan.schedule))
+    if heavy:
+        _make_heavy(folder)
+
+
+def _make_heavy(folder: Path) -> None:
+    import torch
+    from PIL import Image
+
+    from megatron_pulse.data.dataset import FieldSpec
+    from megatron_pulse.data.latents import LatentLayout, LatentWriter
+
+    torch.set_num_threads(1)
+    layout = LatentLayout(
+        (4, 2, 2), 3, fields={"context": FieldSpec((2, 3), "compute")}, shard_size=4
+    )
+    with LatentWriter(folder / "latents", layout, nulls={"context": torch.zeros(2, 3)}) as writer:
+        for i in range(6):
+            writer.add(torch.full((4, 2, 2), float(i)), i % 3, {"context": torch.ones(2, 3)})
+    (folder / "captions").mkdir()
+    lines = []
+    for i, text in enumerate(("a red bird", "两只鸟", "🙂 smile")):
+        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(folder / f"captions/{i}.png")
+        lines.append(json.dumps({"file_name": f"{i}.png", "text": text}))
+    (folder / "captions/metadata.jsonl").write_text("\n".join(lines) + "\n")
+    _make_pipeline(folder / "pipeline")
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "events")) as events:
+        for step in range(20):
+            events.add_scalar("loss", 1 / (step + 1), step)
+    next((folder / "events").iterdir()).rename(folder / "events/a.tfevents.0")
+
+
+def _make_pipeline(folder: Path) -> None:
+    """A tiny DiT as diffusers stores it, in several files, with its scheduler."""
+    import torch
+    from diffusers import DDIMScheduler, DiTTransformer2DModel
+
+    torch.manual_seed(0)
+    model = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=2, sample_size=4,
+        num_embeds_ada_norm=10, out_channels=8,
+    )  # fmt: skip
+    model.save_pretrained(folder / "transformer", max_shard_size="20KB")
+    DDIMScheduler().save_pretrained(folder / "scheduler")
+
+
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1))
+
+
+def _plain(path: Path) -> Any:
+    """JSON as the standard library reads it, refusing what JSON has not."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len({k for k, _ in pairs}) == len(pairs), "a key is there twice"
+        return dict(pairs)
+
+    def never(text: str) -> Any:
+        raise AssertionError(f"{text} is no JSON")
+
+    return json.loads(
+        path.read_bytes().decode("utf-8-sig"), object_pairs_hook=once, parse_constant=never
+    )
+
+
+def differences(said: Any, read: Any, where: str = "") -> list[str]:
+    """Where two JSON values differ; 1 and 1.0 are the same number, true and 1 are not."""
+    if isinstance(said, dict) and isinstance(read, dict):
+        keys = {str(k) for k in (*said, *read)}
+        ours, theirs = ({str(k): v for k, v in d.items()} for d in (said, read))
+        return [
+            line
+            for key in sorted(keys)
+            for line in (
+                differences(ours[key], theirs[key], f"{where}.{key}")
+                if key in ours and key in theirs
+                else [f"{where}.{key} only {'said' if key in ours else 'read'}"]
+            )
+        ]
+    if isinstance(said, list) and isinstance(read, list | tuple):
+        if len(said) != len(read):
+            return [f"{where}: {len(said)} said, {len(read)} read"]
+        pairs = enumerate(zip(said, read, strict=True))
+        return [line for i, (a, b) in pairs for line in differences(a, b, f"{where}.{i}")]
+    same = said == read and isinstance(said, bool) == isinstance(read, bool)
+    return [] if same else [f"{where}: {said!r:.60} said, {read!r:.60} read"]
+
+
+def check_plan(folder: Path) -> list[str]:
+    """The plan as a run takes it, and what its parts say of each other."""
+    said = _plain(folder / "plan.json")
+    save_plan(load_plan(folder / "plan.json"), folder / "again.json")
+    found = differences(said, _plain(folder / "again.json"))
+    order, stages = said["schedule"]["order"], said["stages"]
+    done = [op for row in order for op in row]
+    kinds = "FIW" if said["times"]["weight_grad"] else "FB"
+    count = said["schedule"]["num_microbatches"]
+    wanted = {f"{k}{s}:{m}" for k in kinds for s in range(len(stages)) for m in range(count)}
+    extra = {f"X{i}:{j}" for i, f in enumerate(said["schedule"]["fillers"])
+             for j in range(len(f["slice_seconds"]))}  # fmt: skip
+    home = said["schedule"]["device_of_stage"]
+    facts = {
+        "operations": len(done) == len(set(done)) and set(done) == wanted | extra,
+        "devices": all(
+            home[int(op[1:].split(":")[0])] == d
+            for d, row in enumerate(order)
+            for op in row
+            if op[0] != "X"
+        ),
+        "placement": said["placement"] == said["schedule"]["placement"],
+        "batch": said["global_batch_size"] == said["data"] * said["micro_batch_size"] * count,
+        "degrees": len(order) == said["pipeline"]
+        and len(stages) == said["pipeline"] * said["num_chunks"],
+        "layers": len({n for s in stages for n in s}) == sum(map(len, stages)),
+        "figures": all(
+            math.isfinite(v) and v >= -1e-9
+            for v in said["predicted"].values()
+            if isinstance(v, int | float)
+        ),
+        "throughput": math.isclose(
+            said["predicted"]["samples_per_s"] * said["predicted"]["step_s"],
+            said["global_batch_size"],
+            rel_tol=0.02,
+        ),
+    }
+    return found + [f"{what} contradict each other" for what, fits in facts.items() if not fits]
+
+
+def check_plan_of_backbone(folder: Path) -> list[str]:
+    """That, and the layers of the backbone that it names."""
+    from model_specs import load_backbone
+
+    said = _plain(folder / "plan.json")
+    backbone = load_backbone(said["backbone"]["name"], said["backbone"]["options"])
+    names = [name for stage in said["stages"] for name in stage]
+    found = [] if names == [layer.name for layer in backbone.layers] else ["layers are others"]
+    return check_plan(folder) + found + differences(said["backbone"], dict(backbone.record))
+
+
+def check_profile(folder: Path) -> list[str]:
+    """The profile, written again."""
+    said = _plain(folder / "profile.json")
+    save_profile(load_profile(folder / "profile.json"), folder / "again.json")
+    return differences(said, _plain(folder / "again.json"))
+
+
+def check_trace(folder: Path) -> list[str]:
+    """The trace, written again."""
+    said = _plain(folder / "trace.json")
+    save_trace(load_trace(folder / "trace.json"), folder / "again.json")
+    return differences(said, _plain(folder / "again.json"))
+
+
+def check_cluster(folder: Path) -> list[str]:
+    """The cluster as PyYAML reads it where YAML 1.1 and 1.2 agree."""
+    text = (folder / "cluster.yaml").read_bytes().decode("utf-8-sig")
+    found = to_record(load_cluster(folder / "cluster.yaml"))
+    said = yaml.load(text, yaml.BaseLoader)  # every value as it is written
+
+    def fits(written: Any, read: Any) -> bool:
+        if isinstance(read, dict):
+            return written.keys() == read.keys() and all(fits(written[k], read[k]) for k in read)
+        if isinstance(read, str):
+            return bool(written == read or os.path.basename(written) == os.path.basename(read))
+        return bool(float(written) == read)
+
+    for name in ("usable_memory", "all_reduce_efficiency"):
+        if name in said and float(said[name]) == 1:
+            del said[name]
+    return [] if fits(said, found) else [f"{said} said, {found} read"]
+
+
+def check_table(folder: Path) -> list[str]:
+    """The profile that was made of the table."""
+    said, made = _plain(folder / "table.json"), load_profile(folder / "made.json")
+    read = [(layer.name, layer.parameters) for layer in made.layers]
+    found = [] if read == [(u["name"], u["params"]) for u in said["units"]] else ["other units"]
+    ends = [(s.source, s.destination, s.num_bytes) for s in made.skips]
+    wanted = [(s["src"], s["dst"], 2 * s["numel"]) for s in said["skips"]]
+    return found + ([] if ends == wanted else [f"skips: {wanted} said, {ends} read"])
+
+
+def check_times(folder: Path) -> list[str]:
+    """What the schedule was made for."""
+    from megatron_pulse.cli.schedule_input import from_times
+
+    said = _plain(folder / "times.json")
+    task = from_times(argparse.Namespace(
+        times=folder / "times.json", num_devices=2, microbatches=4, placement=None, waves=None,
+        cap=None,
+    ))  # fmt: skip
+    read = {"forward": task.whole.forward}
+    if task.split is not None:
+        read["input_grad"], read["weight_grad"] = task.split.backward, task.split.weight_grad
+    if "backward" in said:
+        read["backward"] = task.whole.backward
+    if "activation" in said:
+        read["activation"] = task.whole.activation
+    if "link" in said:
+        read["link"] = task.whole.link
+    return differences(said, read)
+
+
+def check_order(folder: Path) -> list[str]:
+    """The cells as they are written, and each operation once."""
+    text = (folder / "order.csv").read_bytes().decode("utf-8-sig")
+    said = [[c.strip().strip('"').strip() for c in line.split(",")] for line in text.splitlines()]
+    said = [[c for c in row if c] for row in said]
+    cells = [
+        re.sub(r"^([FBIW])(\d+):(\d+)$", lambda m: f"{m[2]}{m[1]}{m[3]}", c)
+        for row in said
+        for c in row
+    ]
+    numbers = [re.fullmatch(r"0*(\d+)([FBIW])0*(\d+)", c) for c in cells]
+    if not all(numbers):
+        return ["a cell is no operation"]
+    done = [(m[2], int(m[1]), int(m[3])) for m in numbers if m]
+    kinds, stages = {k for k, _, _ in done}, {s for _, s, _ in done}
+    wanted = {(k, s, m) for k in kinds for s in stages for m in range(4)}
+    return [] if len(done) == len(set(done)) and set(done) == wanted else ["not each once"]
+
+
+def check_latents(folder: Path) -> list[str]:
+    """``meta.json``, written again."""
+    from megatron_pulse.data.latent_layout import FORMAT, Meta
+
+    said = _plain(folder / "latents/meta.json")
+    read = json.loads(json.dumps({"format": FORMAT, **asdict(Meta.load(folder / "latents"))}))
+    return differences(said, read)
+
+
+def check_captions(folder: Path) -> list[str]:
+    """The captions, line by line."""
+    from megatron_pulse.data.captions import _read
+
+    _, texts = _read(folder / "captions")
+    lines = (folder / "captions/metadata.jsonl").read_bytes().decode("utf-8-sig").split("\n")
+    said = [json.loads(line)["text"] for line in lines if line.strip()]
+    return differences(said, texts)
+
+
+def check_model(folder: Path) -> list[str]:
+    """The backbone's own account of itself against the published configuration."""
+    from megatron_pulse.diffusion.published import read_config, read_folder
+    from model_specs import load_published, published_form
+
+    transformer = folder / "pipeline/transformer"
+    said = _plain(transformer / "config.json")
+    form = published_form(load_published(read_config(transformer)))
+    assert form is not None
+    found = [
+        line
+        for key, value in form.config.items()
+        if key in said and said[key] is not None
+        for line in differences(said[key], value, key)
+    ]
+    index = _plain(transformer / "diffusion_pytorch_model.safetensors.index.json")["weight_map"]
+    names = read_folder(transformer).keys()
+    return found + ([] if names >= index.keys() else ["tensors of the index are missing"])
+
+
+def check_scheduler(folder: Path) -> list[str]:
+    """That what is said of the prediction is what import took."""
+    return []
+
+
+def check_events(folder: Path) -> list[str]:
+    """No value that was not written."""
+    read = _plain(folder / "loss.json")["training"]
+    known = {step: 1 / (step + 1) for step in range(20)}
+    wrong = [s for s, v in zip(read["steps"], read["values"], strict=True)
+             if not math.isclose(v, known.get(s, math.nan), rel_tol=1e-6)]  # fmt: skip
+    return [f"steps {wrong} have other values"] if wrong else []
+
+
+_TUNE = ("--cluster", "cpu", "--global-batch-size", "16", "--seconds", "0.3", "--solver", "none",
+         "--micro-batch-size", "2")  # fmt: skip
+_TIMES = ("schedule", "--times", "times.json", "-p", "2", "-m", "4", "--seconds", "0.3",
+          "--solver", "none", "--no-cache")  # fmt: skip
+_LINKS = ("-p", "2", "-m", "4", "--seconds", "0.3", "--solver", "none", "--no-cache")
+
+TARGETS: dict[str, Target] = {
+    "plan": Target(
+        "plan.json",
+        (
+            ("show", "plan.json", "--grid"),
+            ("show", "plan.json", "-o", "p.svg"),
+            ("show", "plan.json", "-o", "p.html", "--profile", "profile.json"),
+            ("show", "plan.json", "-o", "p.json"),
+            ("compare", "plan.json", "trace.json", "--json"),
+        ),
+        check_plan,
+    ),
+    "plan and backbone": Target("plan.json", (("check", "plan.json"),), check_plan_of_backbone),
+    "plan of a run": Target("plan.json", (("obey", "plan.json"),), check_plan_of_backbone, True),
+    "profile": Target(
+        "profile.json",
+        (
+            ("partition", "--profile", "profile.json", "-p", "2", "--draw", "p.svg"),
+            ("schedule", "--profile", "profile.json", *_LINKS),
+            ("tune", "--profile", "profile.json", *_TUNE, "-o", "made.json"),
+            ("show", "plan.json", "-o", "p.html", "--profile", "profile.json"),
+            (
+                "compare",
+                "plan.json",
+                "trace.json",
+                "--profile",
+                "profile.json",
+                "--write-profile",
+                "w.json",
+            ),
+        ),
+        check_profile,
+    ),
+    "table": Target(
+        "table.json",
+        (("profile", "--from-table", "table.json", "--preset", "V100-32GB", "-o", "made.json"),),
+        check_table,
+    ),
+    "times": Target(
+        "times.json",
+        (_TIMES, (*_TIMES, "--split"), (*_TIMES, "--draw", "t.svg")),
+        check_times,
+    ),
+    "cluster": Target(
+        "cluster.yaml",
+        (
+            ("clusters", "cluster.yaml"),
+            ("tune", "--profile", "profile.json", *_TUNE[2:], "--cluster", "cluster.yaml"),
+        ),
+        check_cluster,
+    ),
+    "trace": Target(
+        "trace.json",
+        (
+            ("compare", "plan.json", "trace.json"),
+            ("compare", "plan.json", "trace.json", "-o", "c.svg"),
+            ("compare", "plan.json", "trace.json", "-o", "c.html"),
+        ),
+        check_trace,
+    ),
+    "order": Target("order.csv", ((*_TIMES, "--schedule", "order.csv"),), check_order),
+    "latents": Target(
+        "latents/meta.json",
+        (("data", "info", "latents:latents"), ("data", "info", "latents:latents", "--verify")),
+        check_latents,
+        True,
+    ),
+    "captions": Target(
+        "captions/metadata.jsonl",
+        (("data", "info", "captions:captions", "--image-size", "8"),),
+        check_captions,
+        True,
+    ),
+    "model": Target(
+        "pipeline/transformer/config.json",
+        (("import", "--from", "pipeline", "--to", "new"),),
+        check_model,
+        True,
+    ),
+    "scheduler": Target(
+        "pipeline/scheduler/scheduler_config.json",
+        (("import", "--from", "pipeline", "--to", "new"),),
+        check_scheduler,
+        True,
+    ),
+    "index": Target(
+        "pipeline/transformer/diffusion_pytorch_model.safetensors.index.json",
+        (("import", "--from", "pipeline", "--to", "new"),),
+        check_model,
+        True,
+    ),
+    "events": Target(
+        "events/a.tfevents.0",
+        (("curve", "--tensorboard-dir", "events", "-o", "loss.png"),),
+        check_events,
+        True,
+    ),
+}
+"""By name; every one is drawn as often."""
+
+
+def obey_plan(path: str) -> int:
+    """What a rank does with ``--pulse-plan`` before it builds anything."""
+    import sys
+
+    from megatron_pulse.integration import pretrain
+    from megatron_pulse.integration.checks import FlagError
+    from megatron_pulse.integration.planning import num_microbatches, plan_run
+    from model_specs import load_backbone
+
+    os.environ |= {"WORLD_SIZE": "4", "RANK": "0"}
+    flags = ("--pulse-data", "digits8", "--train-iters", "1", "--lr", "1e-3")
+    sys.argv = ["pretrain_diffusion.py", "--pulse-plan", path, *flags]
+    line, options, given = pretrain._parse()
+    args = line.args
+    try:
+        backbone = load_backbone(options.backbone, options.options)
+        plan_run(args, options, backbone, given).step(num_microbatches(args))
+    except ValueError as error:
+        raise FlagError([str(error)]) from error  # as the run does
+    return 0

@@ -1,0 +1,134 @@
+"""One run at a time in a folder, and no lock of a run that is dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_pulse.integration.lock import LOCK, FolderInUse, FolderLock
+from tests.integration.test_bad_input import GOOD
+from tests.ranks import RanksFailed, run_ranks
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from megatron_pulse.integration.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+if child := os.fork():
+    print(os.getpid(), child, flush=True)
+time.sleep(600)
+"""
+Holder = Callable[..., tuple[int, int]]
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    """Starts a process that holds the folder, with a forked child; returns both process ids."""
+    started: list[int] = []
+
+    def start(**environment: str) -> tuple[int, int]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        started.append(process.pid)
+        assert process.stdout is not None
+        pid, child = process.stdout.readline().split()
+        return int(pid), int(child)
+
+    yield start
+    for pid in started:
+        os.killpg(pid, signal.SIGKILL)
+
+
+def test_a_second_run_is_refused(tmp_path: Path, holder: Holder) -> None:
+    pid, _ = holder()
+    with pytest.raises(FolderInUse, match=rf"another run writes into .*process {pid}.*--save"):
+        FolderLock(tmp_path, wait_s=0)
+
+
+def test_a_killed_run_holds_nothing(tmp_path: Path, holder: Holder) -> None:
+    """Nor does a process that it forked and that lives on."""
+    pid, child = holder()
+    os.kill(pid, signal.SIGKILL)
+    lock = FolderLock(tmp_path, wait_s=5)
+    os.kill(child, 0)
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stale_file_is_nothing(tmp_path: Path) -> None:
+    for text in ("", "{", "[]", '{"host": "elsewhere", "pid": "1"}'):
+        (tmp_path / LOCK).write_text(text)
+        FolderLock(tmp_path, wait_s=0).release()
+
+
+def test_a_requeued_job_does_not_wait_for_its_predecessor(
+    tmp_path: Path, holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that died may keep its locks on a server for a while."""
+    holder(SLURM_JOB_ID="7")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(FolderInUse, match="Slurm job 7"):
+        FolderLock(tmp_path, wait_s=0)  # the same start of the job: two steps of it
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(FolderInUse):
+        FolderLock(tmp_path, wait_s=0)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    lock = FolderLock(tmp_path, wait_s=0)
+    assert f'"pid": "{os.getpid()}"' in (tmp_path / LOCK).read_text()
+    lock.release()
+
+
+def begin(folder: str) -> None:
+    from tests.integration.runs import train
+
+    train([*GOOD, "--save", folder, "--pipeline-model-parallel-size", "2"])
+
+
+def test_every_rank_is_told(tmp_path: Path, holder: Holder) -> None:
+    pid, _ = holder()
+    before = (tmp_path / LOCK).read_text()
+    with pytest.raises(RanksFailed) as error:
+        run_ranks(2, begin, str(tmp_path), timeout_s=60)
+    assert error.value.exit_codes == [1, 1]
+    assert any(f"process {pid}" in output for output in error.value.outputs)
+    assert "Traceback" not in "".join(error.value.outputs)
+    assert (tmp_path / LOCK).read_text() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def see_otherwise(folder: str) -> None:
+    import torch.distributed as dist
+
+    from megatron_pulse.integration.start import lock_for_job
+
+    dist.init_process_group("gloo")
+    for found, told in (
+        (
+            "3" if os.environ["RANK"] == "1" else None,
+            "rank 1 finds 3 checkpoint there, rank 0 none",
+        ),
+        ("3", "another run has just saved None"),
+    ):
+        with pytest.raises(FolderInUse, match=told):
+            lock_for_job(folder, found)
+    lock = lock_for_job(folder, None)
+    assert (lock is not None) == (dist.get_rank() == 0)
+    dist.barrier()
+    if lock is not None:
+        lock.release()
+
+
+def test_ranks_see_the_same_folder(tmp_path: Path) -> None:
+    run_ranks(2, see_otherwise, str(tmp_path), timeout_s=60)
+    assert list(tmp_path.iterdir()) == []

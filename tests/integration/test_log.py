@@ -1,0 +1,66 @@
+"""What a run says: short by default, nothing of it lost that a flag asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+from megatron_pulse.integration.log import LineFilter
+from tests.integration.runs import BASE, TINY, train
+from tests.ranks import run_ranks
+
+NUM_STEPS = 20
+
+
+def said(argv: list[str]) -> tuple[str, str]:
+    """(stdout, stderr) of one rank's run."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        train([*TINY["uvit"], *BASE, "--global-batch-size", "2", *argv])
+    return out.getvalue(), err.getvalue()
+
+
+def logs(*runs: list[str]) -> list[tuple[str, str]]:
+    """What each run said, one after the other in fresh processes."""
+    return [run_ranks(1, said, argv)[0] for argv in runs]
+
+
+def test_the_log_of_twenty_steps_is_short_and_whole(tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    steps = ["--train-iters", str(NUM_STEPS), "--eval-interval", "10"]
+    ((out, err),) = logs([*steps, "--save", str(save), "--seed", "77"])
+    lines = out.splitlines()
+    assert len(lines) < 2 * NUM_STEPS + 25, out
+    logged = re.findall(r"\] iteration +(\d+)/ +20 \|", out)
+    assert [int(step) for step in logged] == list(range(1, NUM_STEPS + 1))
+    assert "PPL" not in out and out.count("validation loss at iteration") >= 2
+    assert "successfully saved checkpoint from iteration      20" in out
+    assert f"arguments: {save / 'arguments.txt'}" in out
+    assert "\r" not in err  # no bar where nobody watches
+    written = (save / "arguments.txt").read_text()
+    assert re.search(r"^seed +77$", written, re.MULTILINE)
+    assert len(written.splitlines()) > 500
+
+
+def test_what_flags_ask_for_is_said() -> None:
+    steps = ["--train-iters", "2", "--eval-iters", "0"]
+    timers = ["--timing-log-level", "1", "--log-memory-interval", "1"]
+    (some, _), (every, _) = logs([*steps, *timers], [*steps, "--pulse-verbose"])
+    assert "optimizer" in some and "time across ranks" in some
+    assert "[Rank 0]" in some and "memory (MB)" in some
+    assert "end of arguments" not in some and "end of arguments" in every
+    assert "time to initialize megatron" in every and "time to initialize" not in some
+
+
+def test_only_whole_lines_of_noise_are_left_out() -> None:
+    stream = io.StringIO()
+    log = LineFilter(stream)
+    log.write("done with set")
+    log.write("up ...\n a line with done with setup in it\n\n")
+    log.write("validation loss at iteration 3 | loss value: 1.2 | loss PPL: 3.3 | \nnot ")
+    assert stream.getvalue().startswith(" a line with done with setup in it\nvalidation loss")
+    assert stream.getvalue().endswith("loss value: 1.2 | \n")
+    log.finish()
+    assert stream.getvalue().endswith("\nnot \n")

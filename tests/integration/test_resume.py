@@ -1,0 +1,314 @@
+"""What a run begins with (--save alone, --load, --pretrained-checkpoint), and other flags then."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.runs import BASE, TINY, Run, pipeline, run
+from tests.integration.test_bad_input import GOOD, refuse
+
+BATCH, ITERATIONS, LR = 8, 6, 1e-3
+COSINE = ["--lr-decay-style", "cosine"]
+FIRST = [
+    *("--global-batch-size", str(BATCH), "--train-iters", str(ITERATIONS), "--seed", "5"),
+    *("--save-interval", "3", *COSINE),
+]
+SEED = ["--seed", "5"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with checkpoints of 3 and 6 steps."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    run(1, *FIRST, "--save", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the distributed optimizer."""
+    folder = tmp_path_factory.mktemp("sharded") / "run"
+    run(1, *FIRST, "--save", str(folder), "--use-distributed-optimizer")
+    return folder
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    """A copy of ``saved`` to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def cosine(done: float, lr: float = LR) -> float:
+    """The rate after that share of a decay to nothing."""
+    return lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def column(result: Run, name: str) -> list[float]:
+    return [step[name] for step in result.steps]
+
+
+def said(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
+    """The line that a run with these flags begins with."""
+    from megatron_pulse.integration import pretrain
+    from megatron_pulse.integration.resume import Wanted, describe
+
+    monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *SEED, *COSINE, *flags])
+    line, options, given = pretrain._parse()
+    args = line.args
+    _, _, start = pretrain._prepare(line, options, given)
+    assert start is not None
+    return describe(start, Wanted(args, options, args.pulse_record))
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+def test_other_rate_batch_and_end(
+    optimizer: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All flags of the optimizer and its schedule hold from the first step on."""
+    folder = request.getfixturevalue("saved" if optimizer == "plain" else "sharded")
+    more = ["--use-distributed-optimizer"] if optimizer == "distributed" else []
+    flags = [
+        *("--global-batch-size", "16", "--train-iters", "8", "--lr", "1e-4"),
+        *("--adam-beta2", "0.9", "--weight-decay", "0.5", *more),
+    ]
+    resumed = run(1, *SEED, *COSINE, *flags, "--save", str(folder), "--save-interval", "100")
+    shutil.rmtree(folder / "iter_0000008")
+    (folder / "latest_checkpointed_iteration.txt").write_text("6")
+    assert column(resumed, "iteration") == [6, 7]
+    assert column(resumed, "samples") == [6 * BATCH, 6 * BATCH + 16]
+    assert column(resumed, "lr") == pytest.approx([cosine(6 / 8, 1e-4), cosine(7 / 8, 1e-4)])
+    assert column(resumed, "adam_steps") == [6, 7]
+    assert column(resumed, "weight_decay") == [0.5, 0.5]
+    assert column(resumed, "betas") == [(0.9, 0.9)] * 2
+    line = said(monkeypatch, *flags, "--load", str(folder))
+    assert f"goes on from iteration 6 of {folder}; from here on: " in line
+    for change in (
+        "--train-iters 8 (was 6)",
+        "--lr 0.0001 (was 0.001)",
+        "--global-batch-size 16 (was 8)",
+        "--adam-beta2 0.9 (was 0.999)",
+        "--weight-decay 0.5 (was 0.01)",
+    ):
+        assert change in line
+    assert "--seed" not in line and "--min-lr" not in line
+
+
+def test_counted_in_samples(saved: Path) -> None:
+    """--train-samples ends after so many in all, whatever the batches were."""
+    flags = ["--global-batch-size", "16", "--train-samples", "80", "--load", str(saved)]
+    resumed = run(1, *SEED, *COSINE, *flags)
+    assert column(resumed, "samples") == [48, 64]
+    assert column(resumed, "lr") == pytest.approx([cosine(48 / 80), cosine(64 / 80)])
+
+
+def test_counted_from_another_step(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--override-ckpt-iteration: data and schedule are those of that step."""
+    flags = ["--load", str(saved), "--override-ckpt-iteration", "4", "--train-iters", "6"]
+    resumed = run(1, *SEED, *COSINE, *flags, "--global-batch-size", str(BATCH))
+    assert column(resumed, "iteration") == [4, 5] and column(resumed, "samples") == [32, 40]
+    assert column(resumed, "lr") == pytest.approx([cosine(4 / 6), cosine(5 / 6)])
+    (fault,) = refuse(monkeypatch, 1, [*SEED, *flags, "--global-batch-size", "16"])
+    assert "must be 8 as it was" in fault
+    (fault,) = refuse(monkeypatch, 1, [*SEED, "--pretrained-checkpoint", *flags[1:]])
+    assert "counts on from a --load" in fault
+
+
+def test_the_saved_schedule_where_it_is_asked_for(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [
+        *("--train-iters", "5", "--lr", "1e-4", "--load", str(saved), "--ckpt-step", "3"),
+        *("--use-checkpoint-opt_param-scheduler", "--global-batch-size", str(BATCH)),
+    ]
+    resumed = run(1, *SEED, *COSINE, *flags)
+    assert column(resumed, "lr") == pytest.approx([cosine(3 / 6), cosine(4 / 6)])
+    assert "--lr 0.0001 (still 0.001)" in said(monkeypatch, *flags)
+
+
+def test_a_new_optimizer_goes_on_with_the_schedule(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--no-load-optim, which is what a checkpoint without the optimizer's state asks for."""
+    flags = ["--global-batch-size", str(BATCH), "--train-iters", "8"]
+    bare = tmp_path / "bare"
+    fresh = run(
+        1, *SEED, *COSINE, *flags, "--load", str(saved), "--save", str(bare),
+        "--no-load-optim", "--use-distributed-optimizer", "--no-save-optim",
+    )  # fmt: skip
+    assert column(fresh, "iteration") == [6, 7]
+    assert column(fresh, "adam_steps") == [0, 1]
+    assert column(fresh, "lr") == pytest.approx([cosine(6 / 8), cosine(7 / 8)])
+    further = [*SEED, *flags, "--train-iters", "9", "--save", str(bare)]
+    (fault,) = refuse(monkeypatch, 1, further)
+    assert "without the state of its optimizer" in fault
+    assert "--no-load-optim" in fault and f"--pretrained-checkpoint {bare}" in fault
+    assert "goes on from iteration 8" in said(monkeypatch, *further, "--no-load-optim")
+
+
+def test_finished(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command again: no error, no step, and how to go on."""
+    from megatron_pulse.integration import pretrain
+
+    before = sorted(saved.rglob("*"))
+    for end, done in (
+        (["--train-iters", "6"], "iteration 6 of --train-iters 6. Raise --train-iters"),
+        (["--train-iters", "4"], "iteration 6 of --train-iters 4. Raise --train-iters"),
+        (["--train-samples", "55"], "48 samples of --train-samples 55. Raise --train-samples"),
+    ):
+        flags = [*TINY["uvit"], *BASE, *SEED, "--global-batch-size", str(BATCH), *end]
+        monkeypatch.setattr(sys, "argv", ["x", *flags, "--save", str(saved)])
+        pretrain.main()
+        assert f"{saved} is finished: it holds {done}" in capsys.readouterr().out
+    assert sorted(saved.rglob("*")) == before
+
+
+def test_folders_that_are_no_place_to_begin(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run for another folder, published weights, a variable that is not set."""
+    other = ["--save", str(tmp_path / "other"), "--train-iters", "6"]
+    (fault,) = refuse(monkeypatch, 1, [*SEED, "--load", str(saved), *other])
+    assert "leaves no step for --save" in fault and "--pretrained-checkpoint" in fault
+    published = tmp_path / "published"
+    (published / "unet").mkdir(parents=True)
+    (published / "unet/config.json").write_text("{}")
+    for door in ("--save", "--load", "--pretrained-checkpoint"):
+        (fault,) = refuse(monkeypatch, 1, [*SEED, door, str(published)])
+        assert f"pulse import --from {published}" in fault.replace("'", ""), door
+        (fault,) = refuse(monkeypatch, 1, [*SEED, door, ""])
+        assert f"{door} is empty" in fault
+
+
+@pytest.mark.parametrize("door", ["--load", "--pretrained-checkpoint", "--save"])
+def test_another_backbone(saved: Path, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other heads leave every shape as it is."""
+    (fault,) = refuse(monkeypatch, 1, [*SEED, door, str(saved), "--pulse-option", "num_heads=2"])
+    assert f"{door} {saved}: it holds another configuration of uvit-tiny" in fault
+    assert "num_heads 4 there, 2 here" in fault
+
+
+@pytest.mark.parametrize("door", ["--load", "--pretrained-checkpoint"])
+def test_a_named_folder_holds_something(
+    copy: Path, door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: Path, *flags: str) -> str:
+        (fault,) = refuse(monkeypatch, 1, [*SEED, door, str(folder), *flags])
+        return fault
+
+    assert "there is no such folder" in refused(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    assert "there is no latest_checkpointed_iteration.txt" in refused(tmp_path / "empty")
+    missing = refused(copy, "--ckpt-step", "5")
+    assert "iter_0000005 is not a complete torch_dist checkpoint; complete are 3, 6" in missing
+    (copy / "iter_0000006" / "metadata.json").unlink()
+    assert "iter_0000006 is not a complete" in refused(copy)
+    (copy / "iter_0000003" / "common.pt").write_bytes(b"")
+    assert "iter_0000003 cannot be read" in refused(copy, "--ckpt-step", "3")
+
+
+def test_contradictions(
+    copy: Path, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags that say two things about where to begin, and folders that would be overwritten."""
+    new, there = str(tmp_path / "new"), str(copy)
+    for flags, reason in (
+        (["--load", new, "--save", new], "give --save alone"),
+        (["--load", there, "--pretrained-checkpoint", there], "give one"),
+        (["--load", there, "--finetune", "--save", there], "begin a new run over itself"),
+        (["--finetune"], "--finetune takes weights from a --load"),
+        (["--ckpt-step", "3"], "name a folder"),
+        (["--ckpt-step", "3", "--save", there], f"name the folder: --load {there}"),
+        (["--save", there, "--seed", "6"], "the run of --seed 5, not 6"),
+        (["--save", there, "--use-distributed-optimizer"], "without --use-distributed-optimizer"),
+        (["--load", str(sharded)], "with --use-distributed-optimizer: give that"),
+        (["--save", there, "--optimizer", "sgd"], "with --optimizer adam: give that"),
+        (["--save", there, "--bf16"], "trained in fp32, and this is bf16"),
+    ):
+        (fault,) = refuse(monkeypatch, 1, [*SEED, *flags])
+        assert reason in fault
+    other = tmp_path / "other"
+    shutil.copytree(copy, other)
+    (fault,) = refuse(monkeypatch, 1, [*SEED, "--load", there, "--save", str(other)])
+    assert f"--save {other} holds a run already" in fault and "leave --load out" in fault
+    latest = copy / "latest_checkpointed_iteration.txt"
+    (copy / "iter_0000003").rename(copy / "release")
+    latest.write_text("release")
+    (fault,) = refuse(monkeypatch, 1, [*SEED, "--save", there])
+    assert "holds published weights and no run" in fault
+    (copy / "release").rename(copy / "iter_0000003")
+    latest.unlink()
+    (fault,) = refuse(monkeypatch, 1, [*SEED, "--save", there])
+    assert "holds checkpoints (3, 6) but no latest" in fault
+    assert not Path(new).exists()
+
+
+def test_what_is_said_of_other_data_and_seeds(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--load", str(saved), "--train-iters", "9"]
+    line = said(monkeypatch, *flags, "--seed", "6", "--pulse-class-dropout", "0.2")
+    assert "--seed 6 (was 5)" in line and "--pulse-class-dropout 0.2 (was 0.1)" in line
+    layout = ["--micro-batch-size", "4", "--pulse-placement", "sequential"]
+    line = said(monkeypatch, *flags, *layout)
+    assert line.endswith("from here on: --train-iters 9 (was 6)")
+    begun = ["--pretrained-checkpoint", str(saved), "--seed", "6", "--save", str(tmp_path / "x")]
+    line = said(monkeypatch, *begun)
+    assert line == f"begins with the weights in {saved / 'iter_0000006'}"
+
+
+def test_pretrained_weights_count_until_there_is_a_checkpoint(saved: Path, tmp_path: Path) -> None:
+    """The same command twice: first it takes weights, then it goes on with its own run."""
+    save = tmp_path / "run"
+    flags = [
+        *("--pretrained-checkpoint", str(saved), "--ckpt-step", "3"),
+        *("--global-batch-size", str(BATCH), "--save", str(save), "--save-interval", "100"),
+    ]
+    begun = run(2, *flags, *pipeline(2), "--train-iters", "2")
+    assert column(begun, "iteration") == [0, 1] and column(begun, "samples") == [0, BATCH]
+    continued = run(1, *flags, "--train-iters", "3")
+    assert column(continued, "iteration") == [2] and column(continued, "adam_steps") == [2]
+    whole = run(
+        1, *flags[:4], "--global-batch-size", str(BATCH), "--train-iters", "3"
+    )  # nothing saved
+    assert begun.losses + continued.losses == whole.losses
+
+
+def test_averages_can_begin_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--global-batch-size", str(BATCH), "--save-interval", "1", "--save"]
+    none = [*flags, str(tmp_path / "none"), "--train-iters", "1", "--pulse-ema-decay", "0"]
+    before = run(1, *none)
+    assert not before.averages
+    more = ["--load", str(tmp_path / "none"), "--train-iters", "2", "--pulse-ema-decay", "0.15"]
+    after = run(1, *flags, str(tmp_path / "some"), *more)
+    for name, average in after.averages.items():
+        expected = before.weights[name].lerp(after.weights[name], 0.85)
+        torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-8)
+    assert after.averages.keys() == after.weights.keys()
+    assert "averages of the weights, which begin with these" in said(monkeypatch, *more)
+
+
+def test_options_that_are_newer_than_the_checkpoint(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option that the record does not know has its default."""
+    from megatron_pulse.integration import checkpoints
+
+    args = checkpoints.read_saved_run(saved).arguments
+    old = argparse.Namespace(**vars(args))
+    old.pulse_record = {**args.pulse_record, "options": dict(args.pulse_record["options"])}
+    del old.pulse_record["options"]["final_conv"], old.pulse_class_dropout
+    common = {"args": old}
+    monkeypatch.setattr(
+        checkpoints.dist_checkpointing, "load_common_state_dict", lambda folder: common
+    )
+    line = said(monkeypatch, "--load", str(saved), "--train-iters", "6")
+    assert line.startswith("goes on from iteration 6")

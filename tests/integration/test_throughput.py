@@ -1,0 +1,144 @@
+"""What a run says of its speed: consistent figures, in the log and in TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pulse.integration.throughput import Step, Sums, Work, figures, sum_up
+from megatron_pulse.planner.program import Run, Wait
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.profile.devices import PRESETS, known_device
+from megatron_pulse.profile.flops import count_flops, model_flops
+from megatron_pulse.runtime.busy import BusyMeter, StepTime
+from model_specs import load_backbone
+from tests.integration.runs import BASE, TINY, pipeline, train
+from tests.ranks import run_ranks
+
+BATCH = 8
+NUM_STEPS = 5
+
+
+def timed_run(argv: list[str]) -> tuple[str, list[float]]:
+    """What one rank said, and how long its steps took by a clock of ours."""
+    import megatron.training.training as training
+
+    original, seconds = training.train_step, []
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = original(*args, **kwargs)
+        seconds.append(time.perf_counter() - began)
+        return result
+
+    training.train_step = step
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        train(argv)
+    return out.getvalue(), seconds
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    """A fold over two ranks, logged at steps 2 and 4 of 5, and its TensorBoard."""
+    folder = tmp_path_factory.mktemp("tensorboard")
+    argv = [*TINY["uvit"], *BASE, *pipeline(2), "--log-throughput", "--log-interval", "2"]
+    argv += ["--global-batch-size", str(BATCH), "--train-iters", str(NUM_STEPS)]
+    argv += ["--tensorboard-dir", str(folder), "--eval-iters", "0"]
+    return run_ranks(2, timed_run, argv), folder
+
+
+def test_the_line_says_what_was_measured(said: tuple[list[Any], Path]) -> None:
+    (first, seconds), (last, others) = said[0]
+    assert "samples/s" not in first and "throughput per GPU" not in last
+    lines = [line for line in last.splitlines() if line.startswith(" throughput: ")]
+    assert len(lines) == 2
+    speeds = [float(re.match(r" throughput: ([\d.e+]+) samples/s", x)[1]) for x in lines]  # type: ignore[index]
+    for speed, steps in zip(speeds, (slice(1, 2), slice(2, 4)), strict=True):
+        slowest = max(sum(own[steps]) for own in (seconds, others))
+        num_steps = steps.stop - steps.start
+        assert speed * slowest / num_steps == pytest.approx(BATCH, rel=0.05)
+    for line in lines:
+        assert re.search(r"TFLOP/s per device \| bubble \d+\.\d % \(plan \d+\.\d %\) \| peak", line)
+        assert re.search(r"peak 0\.\d+ GB \(RSS\) \| 0:00:0\d left$", line)
+        assert "MFU" not in line  # nobody publishes a peak of this CPU
+
+
+def test_tensorboard_has_it_too(said: tuple[list[Any], Path]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(said[1]))
+    events.Reload()
+    values = {
+        tag: {event.step: event.value for event in events.Scalars(tag)}
+        for tag in ("samples-per-second", "tflops-per-device", "bubble", "bubble-planned",
+                    "peak-memory-gb", "seconds-left")
+    }  # fmt: skip
+    assert all(set(found) == {2, 4} for found in values.values()), values
+    options = dict(text.split("=") for text in TINY["uvit"] if "=" in text)
+    flops = model_flops(load_backbone("uvit-tiny", options))
+    for at in (2, 4):
+        assert 0 < values["bubble"][at] < 1 and 0 < values["bubble-planned"][at] < 1
+        speed = values["samples-per-second"][at]
+        assert values["tflops-per-device"][at] == pytest.approx(speed * flops / 2e12, rel=1e-4)
+    assert values["seconds-left"][4] == pytest.approx(BATCH / speed, rel=1e-4)
+
+
+def test_figures() -> None:
+    """Two devices, the second slower; half and three quarters of the window computing."""
+    steps = [
+        Step(16, 2.0, StepTime(1.0, 1.6)),
+        Step(16, 2.0, StepTime(1.0, 2.4)),
+        Step(16, 2, None),
+    ]
+    ranks = [sum_up(steps, 10**9), Sums(8.0, 3.0, 4.0, 3 * 10**9)]
+    assert ranks[0] == Sums(6.0, 2.0, 4.0, 10**9)
+    found = figures(Work(10**12, 24e12, 0.25, 2), steps, ranks, 1000, "CUDA")
+    assert found.line() == (
+        " throughput: 6 samples/s | 3 TFLOP/s per device | MFU 12.5 % | bubble 37.5 % (plan 25.0 %)"
+        " | peak 3 GB (CUDA) | 0:44:27 left"
+    )
+    assert found.scalars()["mfu"] == 0.125
+    traced = [Step(16, 2.0, None)]
+    unknown = figures(Work(None, None, 0.0, 1), traced, [sum_up(traced, 0)], 0, "RSS")
+    assert unknown.line() == " throughput: 8 samples/s | peak 0 GB (RSS) | 0:00:00 left"
+    assert set(unknown.scalars()) == {
+        "samples-per-second", "bubble-planned", "peak-memory-gb", "seconds-left"
+    }  # fmt: skip
+
+
+def test_the_meter_counts_operations_and_not_waiting() -> None:
+    meter = BusyMeter(torch.device("cpu"))
+    run = Run(Operation(Kind.FORWARD, 0, 0))
+    for _ in range(2):  # each step begins at nothing
+        meter.start()
+        for event, seconds in ((run, 0.02), (Wait(None), 0.05), (run, 0.01)):  # type: ignore[arg-type]
+            meter.begin(event)
+            time.sleep(seconds)
+            meter.end(event)
+        meter.stop()
+        measured = meter.read()
+        assert 0.03 <= measured.busy_s < 0.045
+        assert measured.window_s >= 0.08
+
+
+@pytest.mark.parametrize("name", ["uvit-tiny", "sd-tiny", "dit-tiny", "flux-tiny"])
+def test_a_models_operations_are_three_forwards(name: str) -> None:
+    """Whatever attention computes again; gradients of inputs that nobody wants are few."""
+    forward = sum(layer.forward for layer in count_flops(load_backbone(name), flash=False))
+    assert model_flops(load_backbone(name)) == pytest.approx(3 * forward, rel=0.02)
+
+
+def test_peaks_are_those_of_the_device_at_hand() -> None:
+    assert known_device("NVIDIA H200") is PRESETS["H200"]
+    assert known_device("NVIDIA A100-SXM4-40GB") is PRESETS["A100-80GB"]
+    assert known_device("Tesla V100-SXM2-32GB") is PRESETS["V100-32GB"]
+    assert known_device("NVIDIA H100 PCIe") is None
+    assert known_device("NVIDIA GeForce RTX 4090") is None

@@ -1,0 +1,141 @@
+"""However a run ends: it says how, saves where it was told to stop, and leaves no process."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import BASE, TINY, pipeline
+from tests.launch.sessions import BIN, Session, session
+
+pytestmark = pytest.mark.slow
+
+TRAINING = [
+    "launch/pretrain_diffusion.py", *TINY["uvit"], *BASE, *pipeline(2),
+    "--global-batch-size", "4", "--train-iters", "100000", "--save-interval", "3",
+]  # fmt: skip
+
+
+def train(launcher: str, save: Path, *flags: str) -> list[str | Path]:
+    first = [BIN / "pulse", "run"] if launcher == "pulse run" else [BIN / launcher]
+    return [*first, "--nproc-per-node", "2", *TRAINING, "--save", str(save), *flags]
+
+
+def saved(folder: Path) -> int:
+    return int((folder / "latest_checkpointed_iteration.txt").read_text())
+
+
+def assert_stopped_at_the_last_step(run: Session, folder: Path, number: signal.Signals) -> None:
+    steps = [int(step) for step in re.findall(r"iteration +(\d+)/", run.said())]
+    assert saved(folder) == steps[-1]
+    assert run.said().count(f"stopped ({number.name}) after step {steps[-1]}: saved in") == 1
+
+
+def test_everybody_told_to_stop_again_and_again(tmp_path: Path) -> None:
+    """As Slurm does: the launcher and the ranks, in any order, several times."""
+    with session(train("pulse run", tmp_path)) as run:
+        run.wait_for("iteration        4/")
+        pids = [run.process.pid, *run.children()]
+        assert len(pids) == 3
+        for _ in range(5):
+            for pid in random.sample(pids, len(pids)):
+                try:
+                    os.kill(pid, signal.SIGTERM)
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.01)
+        assert run.ended() == 128 + signal.SIGTERM
+        assert_stopped_at_the_last_step(run, tmp_path, signal.SIGTERM)
+        assert "Traceback" not in run.said() and "elastic" not in run.said()
+
+
+def test_ctrl_c_in_start_up_and_in_training(tmp_path: Path) -> None:
+    with session(train("pulse run", tmp_path)) as run:
+        run.wait_until(lambda: len(run.children()) == 2, "two ranks", 60)
+        time.sleep(1)  # they import
+        run.process.send_signal(signal.SIGINT)
+        assert run.ended() == 128 + signal.SIGINT
+        assert run.said() == (
+            "told to stop (SIGINT) before the first step: there was nothing to save\n"
+        )
+    with session(train("pulse run", tmp_path)) as run:
+        run.wait_for("iteration        2/")
+        run.process.send_signal(signal.SIGINT)
+        assert run.ended() == 128 + signal.SIGINT
+        assert_stopped_at_the_last_step(run, tmp_path, signal.SIGINT)
+        assert "Traceback" not in run.said()
+
+
+def test_torchrun_killed(tmp_path: Path) -> None:
+    """Nobody could tell the ranks: the kernel does."""
+    with session(train("torchrun", tmp_path)) as run:
+        run.wait_for("iteration        4/")
+        run.process.kill()
+        assert run.ended() == -signal.SIGKILL
+        assert_stopped_at_the_last_step(run, tmp_path, signal.SIGTERM)
+
+
+def test_a_rank_killed_after_a_save(tmp_path: Path) -> None:
+    with session(train("pulse run", tmp_path)) as run:
+        run.wait_for("iteration        4/")
+        os.kill(run.children()[1], signal.SIGKILL)
+        assert run.ended() == 1
+        said = run.said()
+        assert said.count("rank 0 stops; first failure in this job: rank 0: ") == 1
+        assert said.count("pulse run: rank 1 was ended by SIGKILL") == 1
+        assert "Traceback" not in said
+        assert saved(tmp_path) >= 3
+
+
+FORKS = """
+import os, signal, sys, time
+from megatron_pulse.runtime.stopping import STOP
+STOP.listen()
+if os.fork() == 0:
+    time.sleep(600)
+print("ready", flush=True)
+time.sleep(0.2)
+if sys.argv[1] == "exit":
+    os._exit(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+SOLVES = """
+import os, signal, threading, time
+from pathlib import Path
+from megatron_pulse.planner.schedule.ilp.solvers import _call
+def kill():
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=kill).start()
+_call(["sleep", "600"], Path("/tmp"), 600)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_what_a_rank_has_forked_ends_with_it(how: str) -> None:
+    with session([sys.executable, "-W", "ignore", "-c", FORKS, how]) as run:
+        assert run.ended(5) == (1 if how == "exit" else -signal.SIGKILL)
+        assert run.said() == "ready\n"
+
+
+def test_a_solver_ends_with_who_asked_it() -> None:
+    with session([sys.executable, "-c", SOLVES]) as run:
+        run.wait_until(lambda: len(run.processes()) == 2, "the solver", 30)
+        assert run.ended(5) == -signal.SIGKILL
+
+
+def test_refused_it_ends_with_the_reason_alone(tmp_path: Path) -> None:
+    with session(train("pulse run", tmp_path, "--lr", "0", "--train-iters", "0")) as run:
+        assert run.ended() == 1
+        assert run.said() == (
+            "error: this run cannot start (2 faults):\n"
+            "  - --train-iters must be positive\n"
+            "  - --lr must be given and positive\n"
+        )

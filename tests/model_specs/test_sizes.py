@@ -1,0 +1,170 @@
+"""A model at another size or text length than its own: the same model, as diffusers runs it."""
+
+import json
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.normalization import FP32LayerNorm
+
+from megatron_pulse.backbone.published import from_published, to_published
+from model_specs import (
+    available,
+    compare_models,
+    continue_model,
+    load_backbone,
+    load_published,
+    published_form,
+)
+from tests.model_specs import (
+    test_dit,
+    test_flux,
+    test_hunyuan_dit,
+    test_pixart,
+    test_sd3,
+    test_unet,
+)
+from tests.model_specs.chains import build_chain, relative_error
+
+# The published model's options, what the run chooses, how diffusers is called.
+CASES = {
+    "sd": ("sd-tiny", {}, {"sample_size": 24, "context_length": 9}, test_unet.call),
+    "sdxl": ("sdxl-tiny", {}, {"sample_size": 8, "context_length": 5}, test_unet.call),
+    "hunyuan": ("hunyuan-tiny", {"style_and_size": True}, {"sample_size": 14},
+                test_hunyuan_dit.call),
+    "dit up": ("dit-tiny", {}, {"sample_size": 20}, test_dit.call),
+    "dit down": ("dit-tiny", {"sample_size": 16}, {"sample_size": 4}, test_dit.call),
+    "pixart up": ("pixart-tiny", {"sample_size": 64, "patch_size": 16},
+                  {"sample_size": 192, "caption_length": 4}, test_pixart.call),
+    "pixart down": ("pixart-tiny", {"sample_size": 128, "patch_size": 16}, {"sample_size": 96},
+                    test_pixart.call),
+    "pixart scaled": ("pixart-tiny", {"interpolation_scale": 0.5}, {"sample_size": 12},
+                      test_pixart.call),
+    "sd3": ("sd3-tiny", {}, {"sample_size": 12, "context_length": 3}, test_sd3.call),
+    "sd3 down": ("sd3-tiny", {}, {"sample_size": 4}, test_sd3.call),
+    "flux": ("flux-tiny", {}, {"sample_size": 12, "context_length": 4}, test_flux.call),
+}  # fmt: skip
+
+
+def reference_of(backbone, dtype):
+    published = published_form(backbone)
+    torch.manual_seed(3)
+    model = getattr(diffusers, published.class_name)(**published.config)
+    for parameter in model.parameters():  # gates that begin at zero would hide everything
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def chain_of(backbone, reference, dtype):
+    """The chain of ``backbone`` with the weights of ``reference``."""
+    chain = build_chain(backbone, dtype)
+    published = published_form(backbone)
+    weights = from_published(published, chain.state(), reference.state_dict(), "reference")
+    for name, tensor in chain.state().items():
+        tensor.copy_(weights[name])
+    return chain
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 3e-6), (torch.float32, 1e-5)])
+@torch.no_grad()
+def test_another_size_is_as_diffusers_computes_it(case, dtype, tolerance, one_rank, monkeypatch):
+    """The diffusers model of the published size is given the other; so is what is exported.
+
+    In fp64 diffusers computes parts of Flux in fp32; the rest agrees to 1e-10.
+    """
+    name, native, chosen, call = CASES[case]
+    if dtype == torch.float64:
+        monkeypatch.setattr(FP32LayerNorm, "forward", torch.nn.LayerNorm.forward)
+        tolerance = tolerance if name == "flux-tiny" else 1e-10
+    there = load_published(with_class(published_form(load_backbone(name, native))))
+    reference = reference_of(there, dtype)
+    here = continue_model(there.record, name, {**native, **chosen})
+    compared = compare_models(there.record, here.record)
+    assert compared.different == ()
+    assert set(chosen) <= {text.split()[0] for text in compared.changed}
+
+    chain = chain_of(here, reference, dtype)
+    image, fields = chain.batch(2)
+    assert image.shape[-1] == chosen["sample_size"]
+    ours, theirs = chain(image, fields), call(reference, image, fields)
+    assert relative_error(ours, theirs) < tolerance
+
+    exported = reference_of(here, dtype)
+    exported.load_state_dict(to_published(published_form(here), chain.state()))
+    assert torch.equal(call(exported, image, fields), theirs)
+    again = load_published(with_class(published_form(here)))
+    assert compare_models(there.record, again.record).different == ()
+
+
+def with_class(published):
+    return {**published.config, "_class_name": published.class_name}
+
+
+@pytest.mark.parametrize(("case", "least"), [("dit up", 0.05), ("pixart down", 0.05)])
+@torch.no_grad()
+def test_positions_built_for_the_other_size_are_another_function(case, least, one_rank):
+    """What compare_models would have to refuse if the spacing were not taken from the model."""
+    name, native, chosen, _ = CASES[case]
+    there, alone = load_backbone(name, native), load_backbone(name, {**native, **chosen})
+    here = continue_model(there.record, name, {**native, **chosen})
+    reference = reference_of(there, torch.float32)
+    chains = [chain_of(backbone, reference, torch.float32) for backbone in (here, alone)]
+    image, fields = chains[0].batch(2)
+    assert relative_error(*(chain(image, fields) for chain in chains)) > least
+    faults = compare_models(there.record, alone.record).different
+    assert any(fault.startswith("base_sample_size") for fault in faults)
+
+
+def test_what_is_learned_for_each_token_is_refused():
+    there = load_backbone("uvit-tiny").record
+    (fault,) = compare_models(
+        there, load_backbone("uvit-tiny", {"image_size": 16}).record
+    ).different
+    assert fault == "image_size 8 there, 16 here (positions are learned, one for each token)"
+    there = load_backbone("hunyuan-tiny").record
+    (fault,) = compare_models(
+        there, load_backbone("hunyuan-tiny", {"text_len": 9}).record
+    ).different
+    assert fault.startswith("text_len 5 there, 9 here (")
+
+
+def test_every_difference_is_told_and_says_what_it_does():
+    there = load_backbone("sd-tiny").record
+    options = {"sample_size": 32, "channels_last": True, "num_classes": 3, "layers_per_block": 1}
+    compared = compare_models(there, load_backbone("sd-tiny", options).record)
+    assert compared.different == ("layers_per_block 2 there, 1 here", "num_classes 0 there, 3 here")
+    assert compared.changed == (
+        "sample_size 16 there, 32 here: convolutions and attention take any size",
+        "channels_last false there, true here: memory is laid out otherwise",
+    )
+    dit = load_backbone("dit-tiny").record
+    here = continue_model(dit, "dit-tiny", {"sample_size": 16})
+    (text,) = compare_models(dit, here.record).changed
+    assert text == ("sample_size 8 there, 16 here: positions are computed at 16, spaced as for 8")
+    assert compare_models(dit, there).different == ("family dit there, unet here",)
+
+
+@pytest.mark.parametrize("name", ["dit-tiny", "pixart-tiny"])
+def test_records_from_before_positions_had_a_base_mean_their_size(name):
+    record = json.loads(json.dumps(load_backbone(name, {"sample_size": 16}).record))
+    del record["options"]["base_sample_size"]
+    rebuilt = load_backbone(record["name"], record["options"])
+    assert published_form(rebuilt).config["sample_size"] == 16
+    here = continue_model(record, name, {"sample_size": 24})
+    assert here.record["options"]["base_sample_size"] == 16
+    record["options"]["gone"] = 1
+    assert compare_models(record, here.record).different == ("gone 1 there, no option here",)
+
+
+def test_a_spacing_that_is_said_is_kept():
+    dit = load_backbone("dit-tiny").record
+    here = continue_model(dit, "dit-tiny", {"sample_size": 16, "base_sample_size": 16})
+    assert compare_models(dit, here.record).different == ("base_sample_size 8 there, 16 here",)
+
+
+@pytest.mark.parametrize("name", sorted(available()))
+def test_every_model_is_itself(name):
+    record = load_backbone(name).record
+    compared = compare_models(record, record)
+    assert (compared.different, compared.changed) == ((), ())

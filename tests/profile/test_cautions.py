@@ -1,0 +1,157 @@
+"""What makes predictions from a profile doubtful is measured, kept and said."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_pulse.cli import main
+from megatron_pulse.planner.cluster import DeviceFigures
+from megatron_pulse.planner.compare_trace import doubts, mismatches
+from megatron_pulse.planner.plan_file import load_plan, save_plan
+from megatron_pulse.planner.trace import Trace, load_trace, save_trace
+from megatron_pulse.profile.cautions import (
+    device_caution,
+    plan_cautions,
+    rank_threads,
+    spread_caution,
+    thread_caution,
+)
+from megatron_pulse.profile.files import load_profile, save_profile
+from megatron_pulse.profile.profile import Profile, Source
+from tests.plans import small_plan, small_profile, trace_of
+
+
+def disturbed() -> Profile:
+    """Two of the measurements at one sample took unlike times; measured with two threads."""
+    profile = small_profile()
+    rows = list(profile.times[1])
+    for i, spread in ((3, 0.4), (5, 0.9)):
+        rows[i] = replace(rows[i], weight_grad_spread_s=spread * rows[i].whole_s)
+    return replace(profile, times={**profile.times, 1: tuple(rows)}, threads=2)
+
+
+def test_measurements_that_spread_are_named() -> None:
+    profile = disturbed()
+    assert [(size, name) for size, name, _ in profile.unsteady()] == [
+        (1, profile.layers[5].name),
+        (1, profile.layers[3].name),
+    ]
+    said = spread_caution(profile)
+    count = 2 * len(profile.layers)
+    assert said.startswith(f"2 of {count} measurements, ") and "over more than 30%" in said
+    assert f"{profile.layers[5].name} at microbatch size 1, 90%" in said
+    assert spread_caution(profile, 2) == "" == spread_caution(small_profile())
+    assert spread_caution(replace(profile, source=Source.ANALYTIC)) == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "count"), [(None, 1), ("", 1), ("3", 3), ("4,2", 4), ("many", 1), ("0", 1)]
+)
+def test_threads_of_ranks(setting: str | None, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if setting is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    assert rank_threads() == count
+    assert thread_caution(count, count) == thread_caution(0, 1) == thread_caution(2, 0) == ""
+    assert "with 2 thread(s), ranks compute with 1" in thread_caution(2, 1)
+
+
+def test_costs_of_another_device_than_the_cluster() -> None:
+    profile = replace(small_profile(), device="V100-32GB", source=Source.ANALYTIC)
+    assert device_caution(profile, "V100-32GB") == ""
+    assert device_caution(replace(profile, device="a CPU"), "V100-32GB") == ""
+    for device in ("H100", DeviceFigures(0.05, 16)):
+        assert "costs are V100-32GB's" in device_caution(profile, device)
+
+
+def test_profiles_of_before_there_were_threads_are_read(tmp_path: Path) -> None:
+    save_profile(disturbed(), tmp_path / "p.json")
+    assert load_profile(tmp_path / "p.json") == disturbed()
+    record = json.loads((tmp_path / "p.json").read_text())
+    del record["threads"]
+    (tmp_path / "p.json").write_text(json.dumps(record))
+    assert load_profile(tmp_path / "p.json") == replace(disturbed(), threads=0)
+
+
+def test_tuning_says_it_and_plans_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    save_profile(disturbed(), "p.json")
+    argv = ["tune", "--profile", "p.json", "--cluster", "cpu", "--global-batch-size", "8"]
+    argv += ["--micro-batch-size", "1", "--seconds", "0.3", "--solver", "none", "-o", "plan.json"]
+    assert main(argv) == 0
+    err = capsys.readouterr().err
+    assert "warning: 2 of" in err and "warning: costs were measured with 2 thread(s)" in err
+    kept = load_plan("plan.json").provenance
+    assert len(plan_cautions(kept, 1)) == 2 and len(plan_cautions(kept, 2)) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert main(argv) == 0
+    assert "thread" not in capsys.readouterr().err
+
+
+def traced(**run: str) -> Trace:
+    plan = small_plan()
+    trace = trace_of(plan, [plan.replay().timeline])
+    ran = {"micro_batch_size": "2", "dtype": "float32", "recompute": "false", "threads": "1"}
+    return replace(trace, machine={"device": "here"}, stages=plan.stages, run={**ran, **run})
+
+
+def test_what_a_trace_is_not_of_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = small_plan()
+    assert mismatches(plan, traced()) == [] == doubts(plan, traced())
+    (fault,) = mismatches(plan, traced(dtype="bfloat16"))
+    assert fault == "the trace is of a run with dtype bfloat16, the plan has float32"
+    faults = mismatches(plan, traced(micro_batch_size="8", recompute="true"))
+    assert ["micro_batch_size 8" in faults[0], "recompute true" in faults[1]] == [True, True]
+    first, second, *rest = plan.stages
+    moved = replace(traced(), stages=((*first, second[0]), second[1:], *rest))
+    assert "a run of another plan: its stages have 6, 4" in mismatches(plan, moved)[0]
+    save_plan(plan, tmp_path / "plan.json")
+    save_trace(moved, tmp_path / "trace.json")
+    assert load_trace(tmp_path / "trace.json") == moved
+    assert main(["compare", str(tmp_path / "plan.json"), str(tmp_path / "trace.json")]) == 2
+    assert "a run of another plan" in capsys.readouterr().err
+
+
+def test_what_makes_a_comparison_doubtful_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provenance = {**small_plan().provenance, "threads": 4, "unsteady": "3 of 9 spread"}
+    plan = replace(small_plan(), provenance=provenance)
+    said = doubts(plan, replace(traced(), machine={"device": "there"}))
+    assert said[0] == "3 of 9 spread" and "measured with 4 thread(s)" in said[1]
+    assert said[2] == "the run was on there, but costs are measured, here"
+    save_plan(plan, tmp_path / "plan.json")
+    save_trace(traced(), tmp_path / "trace.json")
+    assert main(["compare", str(tmp_path / "plan.json"), str(tmp_path / "trace.json")]) == 0
+    out, err = capsys.readouterr()
+    assert "warning: 3 of 9 spread" in err and "warning: costs were measured with 4" in err
+    assert "makespan" in out
+
+
+def test_measuring_uses_the_threads_that_are_asked_for() -> None:
+    import torch
+
+    from megatron_pulse.cli.megatron import prepare_megatron
+    from megatron_pulse.profile.clock import Patience
+    from model_specs import load_backbone
+
+    prepare_megatron()
+    from megatron_pulse.profile.measure import measure
+
+    before = torch.get_num_threads()
+    backbone = load_backbone("example-tiny")
+    patience = Patience(1, 1, 0.0)
+    for threads in (1, 2):
+        profile = measure(backbone, [1], patience=patience, threads=threads)
+        assert profile.threads == threads and f"{threads} thread" in profile.device
+        assert torch.get_num_threads() == before

@@ -1,0 +1,283 @@
+"""Operations whose weight gradients wait: bit for bit those of torch's own backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron_pulse.runtime.weight_gradients import Later, deferring
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+WIDTH = 512
+"""At this width fp32 products are summed in another order than small ones."""
+
+Call = Callable[[Tensor, dict[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A use of parameters: what is computed, of which shapes, and whose gradients wait."""
+
+    call: Call
+    parameters: dict[str, tuple[int, ...]]
+    waiting: frozenset[str]
+    given: tuple[int, ...] = (2, 7, WIDTH)
+    view: Callable[[Tensor], Tensor] = lambda given: given
+    frozen: frozenset[str] = frozenset()
+
+
+def way(
+    call: Call, parameters: dict[str, tuple[int, ...]], waiting: str = "w b", **more: object
+) -> Way:
+    return Way(call, parameters, frozenset(waiting.split()), **more)  # type: ignore[arg-type]
+
+
+def linear(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+    return F.linear(given, p["w"], p.get("b"))
+
+
+def by_name(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+    return F.linear(weight=p["w"], bias=p["b"], input=given)
+
+
+def megatron(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+    import megatron.core.tensor_parallel.layers as layers
+
+    return layers.linear_with_grad_accumulation_and_async_allreduce(
+        given, p["w"], p.get("b"), False, allreduce_dgrad=False, sequence_parallel=False
+    )
+
+
+def computed_bias(operation: Call) -> Call:
+    return lambda given, p: operation(given, {"w": p["w"], "b": (p["b"] * p["b"]).sin()})
+
+
+def twice(operation: Call) -> Call:
+    """As Flux does: both streams through one layer."""
+
+    def both(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+        first, second = given[:, :3], given[:, 3:].sin()
+        return torch.cat([operation(second, p).tanh(), operation(first, p)], dim=1)
+
+    return both
+
+
+def thrice(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+    for _ in range(3):
+        given = linear(given.tanh(), p)
+    return given
+
+
+def first_with_data(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+    return linear(given.detach(), p) * linear(given, p)
+
+
+def then_with_data(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+    return linear(given, p) * linear(given.detach(), p)
+
+
+def autocast(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return linear(given, p) + linear(given.tanh(), p)
+
+
+def checkpointed(reentrant: bool) -> Call:
+    def call(given: Tensor, p: dict[str, Tensor]) -> Tensor:
+        inner: Tensor = checkpoint(
+            lambda given: linear(given, p).tanh(), given, use_reentrant=reentrant
+        )
+        return inner.square()
+
+    return call
+
+
+def convolution(function: Callable[..., Tensor], *rest: object, **named: object) -> Call:
+    return lambda given, p: function(given, p["w"], p.get("b"), *rest, **named)
+
+
+SQUARE: dict[str, tuple[int, ...]] = {"w": (WIDTH, WIDTH), "b": (WIDTH,)}
+WIDE: dict[str, tuple[int, ...]] = {"w": (96, WIDTH), "b": (96,)}
+CONV2D: dict[str, tuple[int, ...]] = {"w": (8, 4, 3, 3), "b": (8,)}
+IMAGE = (2, 4, 9, 9)
+
+WAYS: dict[str, Way] = {
+    "linear": way(linear, SQUARE),
+    "by name": way(by_name, SQUARE),
+    "no bias": way(linear, {"w": (96, WIDTH)}, "w"),
+    "one vector": way(linear, WIDE, given=(WIDTH,)),
+    "one token": way(linear, WIDE, given=(1, 1, WIDTH)),
+    "matrix": way(linear, WIDE, given=(33, WIDTH)),
+    "four dimensions": way(linear, WIDE, given=(2, 3, 5, WIDTH)),
+    "no tokens": way(linear, WIDE, given=(0, WIDTH)),
+    "transposed": way(linear, WIDE, given=(7, 2, WIDTH), view=lambda t: t.transpose(0, 1)),
+    "column-major": way(linear, WIDE, given=(WIDTH, 33), view=lambda t: t.t()),
+    "a part": way(linear, WIDE, given=(2, 7, WIDTH + 5), view=lambda t: t[..., 5:]),
+    "expanded": way(linear, WIDE, given=(1, 7, WIDTH), view=lambda t: t.expand(4, -1, -1)),
+    "computed bias": way(computed_bias(linear), WIDE, "w"),
+    "frozen bias": way(linear, WIDE, "w", frozen=frozenset({"b"})),
+    "frozen weight": way(linear, WIDE, "", frozen=frozenset({"w"})),
+    "bias that is data": way(lambda x, p: F.linear(x, p["w"], x[0, 0, :96].detach()), WIDE, "w"),
+    "a view of a weight": way(lambda x, p: F.linear(x, p["w"].t(), p["b"]), SQUARE, ""),
+    "result changed in place": way(lambda x, p: linear(x, p).relu_(), WIDE),
+    "twice": way(twice(linear), WIDE),
+    "thrice": way(thrice, SQUARE),
+    "first with data": way(first_with_data, WIDE, ""),
+    "then with data": way(then_with_data, WIDE),
+    "autocast": way(autocast, WIDE, ""),
+    "checkpoint": way(checkpointed(False), WIDE, ""),
+    "reentrant checkpoint": way(checkpointed(True), WIDE, ""),
+    "megatron": way(megatron, SQUARE),
+    "megatron, no bias": way(megatron, {"w": (96, WIDTH)}, "w"),
+    "megatron, matrix": way(megatron, WIDE, given=(33, WIDTH)),
+    "megatron, one token": way(megatron, WIDE, given=(1, 1, WIDTH)),
+    "megatron, transposed": way(
+        megatron, WIDE, given=(7, 2, WIDTH), view=lambda t: t.transpose(0, 1)
+    ),
+    "megatron, expanded": way(
+        megatron, WIDE, given=(1, 7, WIDTH), view=lambda t: t.expand(4, -1, -1)
+    ),
+    "megatron, twice": way(twice(megatron), WIDE),
+    "megatron, computed bias": way(computed_bias(megatron), WIDE, "w"),
+    "megatron, frozen bias": way(megatron, WIDE, "w", frozen=frozenset({"b"})),
+    "conv1d": way(convolution(F.conv1d, 2, 1), {"w": (8, 4, 3), "b": (8,)}, given=(2, 4, 9)),
+    "conv2d": way(convolution(F.conv2d, 2, 1), CONV2D, given=IMAGE),
+    "conv2d, same": way(convolution(F.conv2d, padding="same"), CONV2D, given=IMAGE),
+    "conv2d, channels last": way(
+        convolution(F.conv2d),
+        CONV2D,
+        given=(2, 9, 9, 4),
+        view=lambda t: t.permute(0, 3, 1, 2),
+    ),
+    "conv2d, groups": way(convolution(F.conv2d, groups=2), {"w": (8, 2, 3, 3)}, "w", given=IMAGE),
+    "conv2d, computed bias": way(computed_bias(convolution(F.conv2d)), CONV2D, "w", given=IMAGE),
+    "conv2d, twice": way(
+        lambda x, p: F.conv2d(x.sin(), p["w"], p["b"]) * F.conv2d(x, p["w"], p["b"]),
+        CONV2D,
+        given=IMAGE,
+    ),
+    "conv3d": way(convolution(F.conv3d), {"w": (8, 4, 3, 3, 3), "b": (8,)}, given=(2, 4, 5, 5, 5)),
+    "transposed convolution": way(
+        convolution(F.conv_transpose2d, 2), {"w": (4, 8, 3, 3), "b": (8,)}, given=IMAGE
+    ),
+}
+
+
+@contextmanager
+def megatron_waits() -> Iterator[None]:
+    """Megatron's linear layers as the integration leaves them, within only."""
+    import megatron.core.tensor_parallel.layers as layers
+
+    from megatron_pulse.integration.linear import wait_for_weight_gradients
+
+    before = layers.linear_with_grad_accumulation_and_async_allreduce
+    wait_for_weight_gradients()
+    try:
+        yield
+    finally:
+        layers.linear_with_grad_accumulation_and_async_allreduce = before
+
+
+def train(way: Way, dtype: torch.dtype, split: bool) -> tuple[dict[str, Tensor], set[str]]:
+    """Results and gradients of three microbatches; whose gradients waited."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    parameters = {name: nn.Parameter(0.1 * draw(*shape)) for name, shape in way.parameters.items()}
+    for name in way.frozen:
+        parameters[name].requires_grad_(False)
+    found: dict[str, Tensor] = {}
+    waiting: set[str] = set()
+    laters = [Later() if split else None for _ in range(3)]
+    for m, later in enumerate(laters):
+        leaf = draw(*way.given).requires_grad_()
+        with deferring(later):
+            result = way.call(way.view(leaf.cos()), dict(parameters))
+        before = {name: p.grad for name, p in parameters.items()}
+        result.backward(draw(*result.shape).to(result.dtype))
+        found |= {f"result {m}": result.detach(), f"input {m}": leaf.grad}
+        if later is not None:
+            waiting |= {name for name, p in parameters.items() if p in later.parameters}
+            assert all(parameters[name].grad is before[name] for name in waiting), "did not wait"
+    for later in laters:
+        if later is not None:
+            later.compute()
+            assert not later.parameters
+    return found | {name: p.grad for name, p in parameters.items()}, waiting
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_gradients_that_wait_are_the_same_to_the_last_bit(name: str) -> None:
+    way = WAYS[name]
+    for dtype in DTYPES:
+        expected, _ = train(way, dtype, split=False)
+        with megatron_waits():
+            got, waiting = train(way, dtype, split=True)
+        assert waiting == way.waiting, dtype
+        for what, tensor in expected.items():
+            if tensor is None:
+                assert got[what] is None, (dtype, what)
+                continue
+            assert got[what].dtype == tensor.dtype and got[what].stride() == tensor.stride()
+            assert torch.equal(got[what], tensor), (dtype, what)
+
+
+@pytest.mark.parametrize("name", ["linear", "megatron", "conv2d", "megatron, twice"])
+def test_no_operation_is_computed_twice(name: str) -> None:
+    """Input gradients and weight gradients together take the operations of one backward."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    way = WAYS[name]
+    parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
+    given = torch.randn(way.given, requires_grad=True)
+
+    def count(later: Later | None) -> tuple[int, int, int]:
+        counters = [FlopCounterMode(display=False) for _ in range(3)]
+        with counters[0], deferring(later):
+            result = way.call(given, dict(parameters)).square().sum()
+        with counters[1]:
+            result.backward()
+        with counters[2]:
+            if later is not None:
+                later.compute()
+        forward, backward, after = (counter.get_total_flops() for counter in counters)
+        return forward, backward, after
+
+    forward, whole, _ = count(None)
+    with megatron_waits():
+        split_forward, inputs, weights = count(Later())
+    assert split_forward == forward
+    assert inputs + weights == whole and inputs == weights
+
+
+@pytest.mark.parametrize("name", ["linear", "megatron", "conv2d"])
+def test_a_checkpoint_around_holds_no_input(name: str) -> None:
+    """What waits is taken from the recomputation; until then nothing is kept."""
+    way, later = WAYS[name], Later()
+    parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
+    storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def layer(given: Tensor) -> Tensor:
+        inner = given.tanh()
+        storages.append(weakref.ref(inner.untyped_storage()))
+        with deferring(later):
+            return way.call(inner, dict(parameters))
+
+    leaf = torch.randn(way.given, requires_grad=True)
+    with megatron_waits():
+        result = checkpoint(layer, leaf, use_reentrant=False)
+    assert len(storages) == 1 and storages[0]() is None
+    result.sum().backward()
+    assert len(storages) == 2 and storages[1]() is not None
+    later.compute()
+    assert storages[1]() is None
+    assert all(p.grad is not None for p in parameters.values())

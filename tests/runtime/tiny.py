@@ -1,0 +1,52 @@
+"""Every family in a size that trains in milliseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_pulse.backbone.chain import Backbone
+from model_specs import load_backbone
+from tests.runtime.equality import Case, Outcome, join_pipeline, train
+
+UNET = {
+    "sample_size": 8,
+    "block_out_channels": "8,16",
+    "norm_num_groups": 4,
+    "transformer_depth": "0,1",
+    "layers_per_block": 1,
+}
+TEXT = {**UNET, "cross_attention_dim": 6, "context_length": 5}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "uvit": (
+        "uvit-tiny",
+        {"depth": 8, "embed_dim": 16, "num_heads": 2, "image_size": 4, "in_channels": 1},
+    ),
+    "unet": ("unet-tiny", {**UNET, "layers_per_block": 2}),
+    "unet-text": ("sd-tiny", TEXT),
+    "sdxl": ("sdxl-tiny", {**TEXT, "num_heads": "1,2"}),
+    "hunyuan": ("hunyuan-tiny", {}),
+    "dit": ("dit-tiny", {"num_layers": 4}),
+    "pixart": ("pixart-tiny", {}),
+    "sd3": ("sd3-tiny", {"num_layers": 6}),
+    "flux": ("flux-tiny", {"num_layers": 3, "num_single_layers": 3}),
+}
+
+
+def backbone(family: str) -> Backbone:
+    """A small backbone; each has an odd chain and a middle without skips, or no skips."""
+    name, options = FAMILIES[family]
+    return load_backbone(name, options)
+
+
+def run_cases(cases: list[tuple[str, Case]]) -> list[Outcome]:
+    """(family, case) after (family, case) on this rank."""
+    from megatron_pulse.integration.linear import wait_for_weight_gradients
+
+    config, group = join_pipeline()
+    wait_for_weight_gradients()
+    outcomes = [train(backbone(family), case, config, group) for family, case in cases]
+    torch.distributed.barrier()
+    return outcomes
