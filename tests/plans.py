@@ -6,16 +6,22 @@ import hashlib
 import random
 from functools import cache
 
-from megatron_pulse.planner.cluster import cluster, to_record
-from megatron_pulse.planner.costs import Link
-from megatron_pulse.planner.partition import Goal, find_partition
-from megatron_pulse.planner.placement import make_placement
-from megatron_pulse.planner.plan_file import PlanFile, Times
-from megatron_pulse.planner.replay import edges_of
+from megatron_pulse.planner.cluster.cluster import cluster, to_record
+from megatron_pulse.planner.layout.placement import make_placement
+from megatron_pulse.planner.observe.trace import (
+    DeviceStep,
+    TimedOperation,
+    Trace,
+    Traffic,
+    merge_step,
+)
+from megatron_pulse.planner.partition.costs import Link
+from megatron_pulse.planner.partition.find import Goal, find_partition
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, Times
+from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import Timeline
-from megatron_pulse.planner.schedule.synthesize import synthesize
-from megatron_pulse.planner.trace import DeviceStep, TimedOperation, Trace, Traffic, merge_step
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.step.replay import edges_of
 from megatron_pulse.profile.profile import (
     LayerTimes,
     Profile,

@@ -14,8 +14,8 @@ import torch._dynamo  # noqa: E402, F401
 import torch.distributed.checkpoint  # noqa: E402, F401
 
 import megatron_pulse.integration.pretrain  # noqa: E402, F401
-from megatron_pulse.data.digits import load_digits  # noqa: E402
-from megatron_pulse.planner.schedule.synthesize import get_ready  # noqa: E402
+from megatron_pulse.data.images.digits import load_digits  # noqa: E402
+from megatron_pulse.planner.schedule.search.synthesize import get_ready  # noqa: E402
 
 torch.set_num_threads(1)
 load_digits("digits8")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_pulse.planner.placement import fold
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.ilp.solvers import Solver
 from megatron_pulse.planner.schedule.ilp.time_indexed import shortest
-from megatron_pulse.planner.schedule.jobshop import job_shop
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.synthesize import synthesize
-from megatron_pulse.planner.schedule.validate import faults_for
+from megatron_pulse.planner.schedule.search.jobshop import job_shop
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
 
 def integer_programmed(num_devices: int, num_microbatches: int, split: bool) -> Schedule:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import MAX_BYTES, FileError, read_json, read_text, read_yaml
-from megatron_pulse.planner.cluster import cluster, load_cluster, save_cluster
+from megatron_pulse.planner.cluster.cluster import cluster, load_cluster, save_cluster
 
 REFUSED = {
     "empty": (b" \n", "it is empty"),

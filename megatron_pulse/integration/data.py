@@ -15,8 +15,8 @@ from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
-from megatron_pulse.integration.arguments import PulseOptions
-from megatron_pulse.planner.placement import Placement
+from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.planner.layout.placement import Placement
 from model_specs import image_tokens
 
 _MOST_NAMED = 20

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.weight_gradients import Split, put_off, waiting_weights
+from megatron_pulse.runtime.parameters.weight_gradients import Split, put_off, waiting_weights
 
 _Fused = layers.LinearWithGradAccumulationAndAsyncCommunication
 

@@ -24,44 +24,13 @@ from megatron.training.global_vars import set_global_variables
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.diffusion.choice import ProcessChoice, chosen_process
-from megatron_pulse.integration.arguments import (
-    PulseOptions,
-    pulse_options,
-    set_model_arguments,
-)
-from megatron_pulse.integration.auto import plan_here
-from megatron_pulse.integration.checkpoints import newest
-from megatron_pulse.integration.checks import FlagError, check_flags, check_world
-from megatron_pulse.integration.compat import patch_megatron
-from megatron_pulse.integration.data import DiffusionData, can_drop
-from megatron_pulse.integration.ending import (
-    end,
-    leave,
-    parser_speaks_once,
-    pass_over_full_disks,
-    stop_at_once,
-)
-from megatron_pulse.integration.flags.parse import CommandLine, parse
-from megatron_pulse.integration.flags.together import check_megatron, check_together
-from megatron_pulse.integration.grad_norm import use_layout_independent_grad_norm
-from megatron_pulse.integration.loading import wrap_load_checkpoint
-from megatron_pulse.integration.lock import FolderInUse, FolderLock
-from megatron_pulse.integration.log import quiet
-from megatron_pulse.integration.masters import with_fp32_weights, with_masters
-from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
-from megatron_pulse.integration.plan_flags import obey
-from megatron_pulse.integration.planning import (
-    compute_dtype,
-    global_batch_size,
-    num_microbatches,
-    plan_run,
-    share_schedules,
-)
-from megatron_pulse.integration.process import process_of
-from megatron_pulse.integration.resume import Wanted, describe, faults_of
-from megatron_pulse.integration.saving import wrap_save
-from megatron_pulse.integration.schedule import PulseSchedule, TraceOptions
-from megatron_pulse.integration.start import (
+from megatron_pulse.integration.checkpoint.checkpoints import newest
+from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
+from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
+from megatron_pulse.integration.checkpoint.masters import with_fp32_weights, with_masters
+from megatron_pulse.integration.checkpoint.resume import Wanted, describe, faults_of
+from megatron_pulse.integration.checkpoint.saving import wrap_save
+from megatron_pulse.integration.checkpoint.start import (
     Start,
     enter,
     find_start,
@@ -69,13 +38,44 @@ from megatron_pulse.integration.start import (
     lock_for_job,
     no_step_elsewhere,
 )
-from megatron_pulse.integration.step import wrap_train_step
-from megatron_pulse.integration.stop_hooks import cut_short, stopping_hooks
-from megatron_pulse.integration.throughput import ThroughputLog, describe_work
-from megatron_pulse.planner.plan import Plan
-from megatron_pulse.planner.plan_file import PlanFile, load_plan
+from megatron_pulse.integration.compat import patch_megatron
+from megatron_pulse.integration.data import DiffusionData, can_drop
+from megatron_pulse.integration.flags.arguments import (
+    PulseOptions,
+    pulse_options,
+    set_model_arguments,
+)
+from megatron_pulse.integration.flags.checks import FlagError, check_flags, check_world
+from megatron_pulse.integration.flags.parse import CommandLine, parse
+from megatron_pulse.integration.flags.plan_flags import obey
+from megatron_pulse.integration.flags.together import check_megatron, check_together
+from megatron_pulse.integration.loop.ending import (
+    end,
+    leave,
+    parser_speaks_once,
+    pass_over_full_disks,
+    stop_at_once,
+)
+from megatron_pulse.integration.loop.grad_norm import use_layout_independent_grad_norm
+from megatron_pulse.integration.loop.log import quiet
+from megatron_pulse.integration.loop.schedule import PulseSchedule, TraceOptions
+from megatron_pulse.integration.loop.step import wrap_train_step
+from megatron_pulse.integration.loop.stop_hooks import cut_short, stopping_hooks
+from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
+from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
+from megatron_pulse.integration.planning.auto import plan_here
+from megatron_pulse.integration.planning.planning import (
+    compute_dtype,
+    global_batch_size,
+    num_microbatches,
+    plan_run,
+    share_schedules,
+)
+from megatron_pulse.integration.process import process_of
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, load_plan
+from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.profile.cautions import plan_cautions
-from megatron_pulse.profile.machine import num_threads
+from megatron_pulse.profile.measuring.machine import num_threads
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.job import Job
 from megatron_pulse.runtime.stopping import STOP

@@ -9,8 +9,8 @@ from megatron_pulse.diffusion.choice import ProcessChoice, chosen_process, proce
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 
 if TYPE_CHECKING:
-    from megatron_pulse.integration.arguments import PulseOptions
-    from megatron_pulse.integration.start import Start
+    from megatron_pulse.integration.checkpoint.start import Start
+    from megatron_pulse.integration.flags.arguments import PulseOptions
 
 
 def saved_process(args: argparse.Namespace) -> DiffusionProcess:

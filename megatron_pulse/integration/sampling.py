@@ -15,12 +15,12 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.dataset import Framing
 from megatron_pulse.data.fields import SIZES, constants
-from megatron_pulse.data.words import WordEncoder
+from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.diffusion.choice import ProcessChoice, chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
-from megatron_pulse.integration.arguments import pulse_options
-from megatron_pulse.integration.checkpoints import read_saved_run
+from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+from megatron_pulse.integration.checkpoint.weights import load_whole
 from megatron_pulse.integration.data import (
     DiffusionData,
     can_drop,
@@ -29,7 +29,7 @@ from megatron_pulse.integration.data import (
     num_classes_of,
     wanted_by,
 )
-from megatron_pulse.integration.weights import load_whole
+from megatron_pulse.integration.flags.arguments import pulse_options
 from model_specs import compare_models, image_tokens
 
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
-from megatron_pulse.profile.layer_call import layer_kind
+from megatron_pulse.profile.measuring.layer_call import layer_kind
 from megatron_pulse.profile.parameters import meta_context
 
 

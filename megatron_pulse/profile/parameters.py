@@ -62,7 +62,7 @@ def count_parameters(backbone: Backbone) -> tuple[int, ...]:
 def _count(backbone: Backbone) -> tuple[int, ...]:
     import torch
 
-    from megatron_pulse.profile.module_check import naming_module_faults
+    from megatron_pulse.profile.measuring.module_check import naming_module_faults
 
     context = meta_context()
     with naming_module_faults(backbone), torch.device("meta"):

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_pulse.faults import listed
-from megatron_pulse.planner.costs import ChainCosts, SkipCost
+from megatron_pulse.planner.partition.costs import ChainCosts, SkipCost
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 
 SPREAD = 0.3

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import TensorSpec
-from megatron_pulse.planner.communication import Message, Payload
-from megatron_pulse.planner.routes import Carrier, Routes
+from megatron_pulse.planner.layout.routes import Carrier, Routes
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.step.communication import Message, Payload
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.skips import TensorStore

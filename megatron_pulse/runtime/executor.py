@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.planner.communication import Payload
-from megatron_pulse.planner.program import Event, Issue, Run, Wait
-from megatron_pulse.planner.routes import Routes, batch_fields_of
+from megatron_pulse.planner.layout.routes import Routes, batch_fields_of
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.step.communication import Payload
+from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
 from megatron_pulse.runtime.exchange import Exchange, Tensors
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
-from megatron_pulse.runtime.replicas import Replicas
+from megatron_pulse.runtime.parameters.replicas import Replicas
+from megatron_pulse.runtime.parameters.weight_gradients import Later
 from megatron_pulse.runtime.settings import Batch, RunSettings
-from megatron_pulse.runtime.weight_gradients import Later
 
 Workload = Callable[[int], None]
 """What a filler runs: takes the number of a slice, and is no part of the backbone."""

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
-from megatron_pulse.planner.routes import Carrier, Routes, embedders_of
+from megatron_pulse.planner.layout.routes import Carrier, Routes, embedders_of
 from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.masters import Masters
-from megatron_pulse.runtime.replicas import Replicas
-from megatron_pulse.runtime.sharded_state import like_parameters, sharded_module_state
-from megatron_pulse.runtime.weight_gradients import Later, deferring
+from megatron_pulse.runtime.parameters.masters import Masters
+from megatron_pulse.runtime.parameters.replicas import Replicas
+from megatron_pulse.runtime.parameters.sharded_state import like_parameters, sharded_module_state
+from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring
 
 Tensors = dict[str, Tensor]
 

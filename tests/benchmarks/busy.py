@@ -28,7 +28,7 @@ def profile(kind: str) -> Any:
     """A measured profile in a process of its own."""
     import torch
 
-    from megatron_pulse.profile.measure import measure
+    from megatron_pulse.profile.measuring.measure import measure
     from model_specs import load_backbone
 
     torch.set_num_threads(1)
@@ -75,9 +75,9 @@ def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) ->
     """Seconds that this rank spends in operations, for each step."""
     import torch.distributed as dist
 
-    from megatron_pulse.planner.placement import fold
-    from megatron_pulse.planner.plan import Plan
-    from megatron_pulse.planner.stages import Partition
+    from megatron_pulse.planner.layout.partition import Partition
+    from megatron_pulse.planner.layout.placement import fold
+    from megatron_pulse.planner.step.plan import Plan
     from model_specs import load_backbone
 
     name, options = BACKBONES[kind]
@@ -104,8 +104,8 @@ def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) ->
 
 def main() -> None:
     """Measure and print."""
-    from megatron_pulse.planner.partition import Goal, find_partition
-    from megatron_pulse.planner.placement import fold
+    from megatron_pulse.planner.layout.placement import fold
+    from megatron_pulse.planner.partition.find import Goal, find_partition
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--microbatches", type=int, default=8)

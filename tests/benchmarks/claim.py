@@ -126,7 +126,7 @@ def tune(
 
     It chooses among its ways to use the devices; microbatches are those of all contestants.
     """
-    from megatron_pulse.planner.cluster import Cluster, ClusterLink, Shared
+    from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
     from megatron_pulse.planner.tune.config import Choices, configs
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.search import search

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_pulse.planner.partition import Goal, PartitionError, find_partition
-from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
-from megatron_pulse.planner.volume import relayed, volume
+from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.partition.volume import relayed, volume
 
 DEVICES = (2, 4, 8)
 NAMES = ("sd-v2-4.6b", "uvit-2.7b", "hunyuan-dit-3b", "sdxl", "dit-xl-2")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from megatron_pulse.planner.layout.partition import Partition
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.stages import Partition
 
 TIMEOUT_S = 120.0
 """For any one wait of a rank."""

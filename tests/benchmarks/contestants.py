@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_pulse.planner.costs import ChainCosts, Link
-from megatron_pulse.planner.memory import bytes_per_parameter
-from megatron_pulse.planner.partition import Goal, PartitionError, find_partition
-from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
-from megatron_pulse.planner.replay import edges_of, replay
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.partition.costs import ChainCosts, Link
+from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.partition.memory import bytes_per_parameter
+from megatron_pulse.planner.partition.volume import relayed, volume
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.planner.schedule.synthesize import synthesize
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.step.replay import edges_of, replay
 from megatron_pulse.planner.tune.evaluate import Outcome
-from megatron_pulse.planner.volume import relayed, volume
 from tests.benchmarks.contestant import Contestant, Engine
 from tests.benchmarks.emulation import Emulation
 

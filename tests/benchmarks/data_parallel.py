@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.emulated import sleep_until
+from megatron_pulse.runtime.measure.emulated import sleep_until
 from tests.benchmarks.contestant import Contestant, Held, Runner
 
 NUM_BUCKETS = 8

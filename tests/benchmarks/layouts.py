@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.planner.costs import weighted_costs
-from megatron_pulse.planner.partition import Goal, PartitionError, find_partition
-from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
-from megatron_pulse.planner.plan import Plan, PlanError
-from megatron_pulse.planner.schedule.classics import CLASSICS
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import Placement, PlacementKind, make_placement
+from megatron_pulse.planner.partition.costs import weighted_costs
+from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.schedule.check.simulate import dependency
+from megatron_pulse.planner.schedule.classic.names import CLASSICS
+from megatron_pulse.planner.schedule.classic.registry import WAVES
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.schedule.registry import WAVES
-from megatron_pulse.planner.schedule.simulate import dependency
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.step.plan import Plan, PlanError
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import Case, Outcome, differences, merge, split
 from tests.runtime.tiny import FAMILIES, backbone, run_cases

@@ -19,16 +19,16 @@ from statistics import median
 from typing import Any
 
 from megatron_pulse.files import replacing
-from megatron_pulse.planner.communication import compile_communication
-from megatron_pulse.planner.costs import Link
-from megatron_pulse.planner.partition import Goal, find_partition
-from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.program import compile_program
-from megatron_pulse.planner.replay import edges_of, replay
-from megatron_pulse.planner.routes import trace_routes
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.planner.partition.costs import Link
+from megatron_pulse.planner.partition.find import Goal, find_partition
+from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.step.communication import compile_communication
+from megatron_pulse.planner.step.program import compile_program
+from megatron_pulse.planner.step.replay import edges_of, replay
 from tests.benchmarks.claim_report import table
 from tests.benchmarks.contestant import Contestant, Engine, Groups
 from tests.benchmarks.contestants import SYNTHESIS_EFFORT, contestants

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from megatron_pulse.planner.cluster import cluster, load_cluster, to_record, to_yaml
-from megatron_pulse.planner.plan_file import load_plan, save_plan
+from megatron_pulse.planner.cluster.cluster import cluster, load_cluster, to_record, to_yaml
+from megatron_pulse.planner.observe.trace import load_trace, save_trace
+from megatron_pulse.planner.plan_file.plan_file import load_plan, save_plan
 from megatron_pulse.planner.schedule.files import to_csv
-from megatron_pulse.planner.trace import load_trace, save_trace
 from megatron_pulse.profile.files import load_profile, save_profile
 from tests.plans import small_plan, small_profile, trace_of
 
@@ -69,7 +69,7 @@ def _make_heavy(folder: Path) -> None:
     from PIL import Image
 
     from megatron_pulse.data.dataset import FieldSpec
-    from megatron_pulse.data.latents import LatentLayout, LatentWriter
+    from megatron_pulse.data.latents.folder import LatentLayout, LatentWriter
 
     torch.set_num_threads(1)
     layout = LatentLayout(
@@ -245,7 +245,7 @@ def check_table(folder: Path) -> list[str]:
 
 def check_times(folder: Path) -> list[str]:
     """What the schedule was made for."""
-    from megatron_pulse.cli.schedule_input import from_times
+    from megatron_pulse.cli.plan.schedule_input import from_times
 
     said = _plain(folder / "times.json")
     task = from_times(argparse.Namespace(
@@ -285,7 +285,7 @@ def check_order(folder: Path) -> list[str]:
 
 def check_latents(folder: Path) -> list[str]:
     """``meta.json``, written again."""
-    from megatron_pulse.data.latent_layout import FORMAT, Meta
+    from megatron_pulse.data.latents.layout import FORMAT, Meta
 
     said = _plain(folder / "latents/meta.json")
     read = json.loads(json.dumps({"format": FORMAT, **asdict(Meta.load(folder / "latents"))}))
@@ -294,7 +294,7 @@ def check_latents(folder: Path) -> list[str]:
 
 def check_captions(folder: Path) -> list[str]:
     """The captions, line by line."""
-    from megatron_pulse.data.captions import _read
+    from megatron_pulse.data.text.captions import _read
 
     _, texts = _read(folder / "captions")
     lines = (folder / "captions/metadata.jsonl").read_bytes().decode("utf-8-sig").split("\n")
@@ -448,8 +448,8 @@ def obey_plan(path: str) -> int:
     import sys
 
     from megatron_pulse.integration import pretrain
-    from megatron_pulse.integration.checks import FlagError
-    from megatron_pulse.integration.planning import num_microbatches, plan_run
+    from megatron_pulse.integration.flags.checks import FlagError
+    from megatron_pulse.integration.planning.planning import num_microbatches, plan_run
     from model_specs import load_backbone
 
     os.environ |= {"WORLD_SIZE": "4", "RANK": "0"}

@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 from megatron_pulse.faults import listed
 from tests.benchmarks.mutate import dump, mutate_bytes, mutate_cells, mutate_tree, tree
 from tests.benchmarks.mutation_targets import TARGETS, make, obey_plan
@@ -197,7 +197,7 @@ def warm(names: Sequence[str]) -> None:
     """Import once what the children need."""
     import matplotlib.font_manager  # noqa: F401
 
-    import megatron_pulse.cli.plan_page  # noqa: F401
+    import megatron_pulse.cli.plan.plan_page  # noqa: F401
     import megatron_pulse.planner.tune.search  # noqa: F401
     import model_specs
 
@@ -213,8 +213,7 @@ def warm(names: Sequence[str]) -> None:
 
         import megatron_pulse.data.build
         import megatron_pulse.diffusion.published
-        import megatron_pulse.integration.pretrain
-        import megatron_pulse.integration.weights  # noqa: F401
+        import megatron_pulse.integration.checkpoint.weights  # noqa: F401
 
 
 def run(

@@ -20,12 +20,12 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from megatron_pulse.planner.cluster import Cluster, cluster
-from megatron_pulse.planner.costs import ChainCosts
+from megatron_pulse.planner.cluster.cluster import Cluster, cluster
+from megatron_pulse.planner.partition.costs import ChainCosts
+from megatron_pulse.planner.partition.volume import relayed
 from megatron_pulse.planner.tune.config import Choices, Layout, configs
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.search import Tuning, finish, search
-from megatron_pulse.planner.volume import relayed
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import ELEMENT_BYTES, Device, Roofline
 from megatron_pulse.profile.profile import Profile

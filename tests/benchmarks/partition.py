@@ -19,13 +19,13 @@ import random
 import time
 from dataclasses import asdict, dataclass
 
-from megatron_pulse.planner.costs import ChainCosts, Link, SkipCost
-from megatron_pulse.planner.partition import Goal, find_partition
-from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.schedule.simulate import simulate
-from megatron_pulse.planner.stages import Partition
-from megatron_pulse.planner.volume import volume
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.partition.costs import ChainCosts, Link, SkipCost
+from megatron_pulse.planner.partition.find import Goal, find_partition
+from megatron_pulse.planner.partition.volume import volume
+from megatron_pulse.planner.schedule.check.simulate import simulate
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
 
 LINK = Link(5e-6, 10e9)
 NUM_MICROBATCHES = 32

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_pulse.planner.costs import Link
-from megatron_pulse.planner.replay import Edge, replay
-from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.partition.costs import Link
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
+from megatron_pulse.planner.step.replay import Edge, replay
 from tests.benchmarks.contestant import Contestant, Engine
 
 _CLASSIC = {

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.emulated import sleep_until
+from megatron_pulse.runtime.measure.emulated import sleep_until
 from tests.benchmarks.contestant import Contestant, Engine, Groups, Held, Runner
 
 

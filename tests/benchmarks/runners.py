@@ -31,15 +31,15 @@ def make_runner(contestant: Contestant, backbone: Any, groups: Groups) -> Runner
 
 def ours(contestant: Contestant, backbone: Any) -> Runner:
     """The product's executor with stages that sleep."""
-    from megatron_pulse.planner.communication import compile_communication
-    from megatron_pulse.planner.program import compile_program
-    from megatron_pulse.planner.routes import trace_routes
-    from megatron_pulse.planner.schedule.validate import peak_activations
-    from megatron_pulse.runtime.emulated import EmulatedStage
+    from megatron_pulse.planner.layout.routes import trace_routes
+    from megatron_pulse.planner.schedule.check.validate import peak_activations
+    from megatron_pulse.planner.step.communication import compile_communication
+    from megatron_pulse.planner.step.program import compile_program
     from megatron_pulse.runtime.exchange import message_spec
     from megatron_pulse.runtime.executor import Executor
     from megatron_pulse.runtime.failures import default_board
     from megatron_pulse.runtime.links import Links
+    from megatron_pulse.runtime.measure.emulated import EmulatedStage
     from megatron_pulse.runtime.settings import RunSettings
 
     partition, schedule, problem = contestant.partition, contestant.schedule, contestant.problem

@@ -31,14 +31,14 @@ from statistics import mean
 
 from tqdm import tqdm
 
-from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.schedule.jobshop import job_shop
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.search.jobshop import job_shop
+from megatron_pulse.planner.schedule.search.synthesize import classics
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.planner.schedule.synthesize import classics
-from megatron_pulse.planner.schedule.validate import faults_for
 
 PROFILES = ("equal", "random", "unet", "bal")
 SHAPES = ((2, 4), (2, 8), (2, 16), (4, 8), (4, 16), (4, 32), (8, 16), (8, 64), (16, 32), (16, 128))

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from megatron_pulse.planner.cluster import Cluster
-from megatron_pulse.planner.plan import Plan
-from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.planner.tune.config import Config, Layout
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from model_specs import load_backbone
@@ -68,7 +68,7 @@ class Cell:
 
 def profile(kind: str) -> Any:
     """A measured profile in a process of its own."""
-    from megatron_pulse.profile.measure import measure
+    from megatron_pulse.profile.measuring.measure import measure
 
     torch.set_num_threads(1)
     name, options = BACKBONES[kind]
@@ -79,7 +79,7 @@ def probed() -> Cluster | None:
     """The links between the ranks, on rank 0."""
     import torch.distributed as dist
 
-    from megatron_pulse.runtime.probe import ProbeSettings, probe
+    from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -93,8 +93,8 @@ def measured(
     """Seconds of each step on this rank."""
     import torch.distributed as dist
 
+    from megatron_pulse.planner.layout.partition import Partition
     from megatron_pulse.planner.schedule.files import from_json
-    from megatron_pulse.planner.stages import Partition
 
     name, options = BACKBONES[kind]
     plan = Plan(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 from tests.benchmarks.mutate import dump, mutate_bytes, mutate_cells, mutate_tree, tree
 from tests.benchmarks.mutation_targets import TARGETS
 from tests.benchmarks.mutations import run

@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 from megatron_pulse.data.dataset import FieldSpec
-from megatron_pulse.data.digits import load_digits
-from megatron_pulse.data.emoji import FONT, PACKAGE
-from megatron_pulse.data.latents import LatentFolder, LatentWriter
-from megatron_pulse.data.words import WordEncoder
+from megatron_pulse.data.images.digits import load_digits
+from megatron_pulse.data.images.emoji import FONT, PACKAGE
+from megatron_pulse.data.latents.folder import LatentFolder, LatentWriter
+from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.diffusion.autoencoder import Autoencoder, AutoencoderError
 from tests.data.captioned import captioned_digits
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.cli import make_parser
+from megatron_pulse.cli.main import make_parser
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,13 +11,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_pulse.cli import main
-from megatron_pulse.planner.costs import Link, MemoryRule, evaluate
-from megatron_pulse.planner.memory import in_flight
-from megatron_pulse.planner.partition import Goal, find_partition
-from megatron_pulse.planner.placement import fold, make_placement
-from megatron_pulse.planner.stages import Partition
-from megatron_pulse.planner.volume import volume
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import fold, make_placement
+from megatron_pulse.planner.partition.costs import Link, MemoryRule, evaluate
+from megatron_pulse.planner.partition.find import Goal, find_partition
+from megatron_pulse.planner.partition.memory import in_flight
+from megatron_pulse.planner.partition.volume import volume
 from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.files import save_profile
 from megatron_pulse.profile.profile import Profile
@@ -218,7 +218,7 @@ def test_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_needs_no_torch(here: Path) -> None:
     code = (
-        "import sys; from megatron_pulse.cli import main; "
+        "import sys; from megatron_pulse.cli.main import main; "
         "assert main('partition --profile p.json -p 2 --compare --draw o.svg'.split()) == 0; "
         "assert not {'torch', 'megatron', 'matplotlib'} & set(sys.modules)"
     )

@@ -13,10 +13,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_pulse.cli import main
-from megatron_pulse.planner.plan_file import PlanFile, save_plan
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.observe.trace import save_trace
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.schedule.operations import Kind
-from megatron_pulse.planner.trace import save_trace
 from megatron_pulse.profile.files import save_profile
 from tests.plans import small_plan, small_profile, trace_of
 
@@ -302,7 +302,7 @@ def test_needs_no_torch(here: Path) -> None:
     plan = small_plan()
     save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
     code = (
-        "import sys; from megatron_pulse.cli import main; "
+        "import sys; from megatron_pulse.cli.main import main; "
         "assert main(['check', 'plan.json']) == 0; "
         "assert main('show plan.json -o o.html --profile profile.json'.split()) == 0; "
         "assert main('compare plan.json trace.json -o o.svg'.split()) == 0; "

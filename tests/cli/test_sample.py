@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import TEXT, pipeline, run
 

@@ -11,15 +11,15 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_pulse.cli import main
-from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.schedule.bounds import lower_bound
-from megatron_pulse.planner.schedule.classic import gpipe, one_f_one_b
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for, peak_activations
+from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe, one_f_one_b
 from megatron_pulse.planner.schedule.files import from_csv, to_csv
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.validate import faults_for, peak_activations
 from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.files import save_profile
 from megatron_pulse.profile.table import read_table
@@ -101,7 +101,7 @@ def test_comparison_merges_neighbours(capsys: pytest.CaptureFixture[str]) -> Non
     """Uneven stages: 1F1B on pairs of neighbours, with the link that is left between them."""
     argv = f"--times whole.json -p 2 -m 5 --compare {FAST}"
     rows = {row["schedule"]: row for row in as_json(argv, capsys)["comparison"]}
-    from megatron_pulse.planner.placement import sequential
+    from megatron_pulse.planner.layout.placement import sequential
 
     merged = ScheduleProblem(sequential(2), 5, (2.5, 2.2), (5, 4.5), None, (0.0,))
     expected = run(merged, one_f_one_b(sequential(2), 5)).makespan
@@ -196,7 +196,7 @@ def test_drawings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_needs_no_torch(here: Path) -> None:
     code = (
-        "import sys; from megatron_pulse.cli import main; "
+        "import sys; from megatron_pulse.cli.main import main; "
         f"assert main('schedule --profile p.json -p 2 -m 2 --compare {FAST}'.split()) == 0; "
         "assert not {'torch', 'megatron', 'matplotlib'} & set(sys.modules)"
     )

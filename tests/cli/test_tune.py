@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.cli import main
-from megatron_pulse.planner.cluster import save_cluster
-from megatron_pulse.planner.plan_file import load_plan
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.cluster.cluster import save_cluster
+from megatron_pulse.planner.plan_file.plan_file import load_plan
 from megatron_pulse.profile.files import save_profile
 from tests.planner.tune.problems import cluster, profile
 

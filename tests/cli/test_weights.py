@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.cli import main
-from megatron_pulse.integration.checkpoints import read_saved_run
+from megatron_pulse.cli.main import main
+from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from tests.ranks import run_ranks
 
 TINY = {
@@ -82,7 +82,7 @@ def test_uvit_files(suffix, tmp_path):
     """A state dict with U-ViT's published names becomes a checkpoint and the same file again."""
     from megatron_pulse.backbone.published import to_published
     from megatron_pulse.diffusion.published import read_state_dict, write_state_dict
-    from megatron_pulse.integration.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
 
     options = {"depth": 2, "embed_dim": 32, "num_heads": 2}
     backbone = model_specs.load_backbone("uvit-tiny", options)
@@ -323,7 +323,7 @@ def write_half(path, options):
     """Writes fp16 weights; their bytes in fp32."""
     from megatron_pulse.backbone.published import to_published
     from megatron_pulse.diffusion.published import write_state_dict
-    from megatron_pulse.integration.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
 
     backbone = model_specs.load_backbone("uvit-tiny", dict(text.split("=") for text in options))
     weights = {

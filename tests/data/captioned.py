@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from megatron_pulse.data.digits import load_digits
+from megatron_pulse.data.images.digits import load_digits
 
 NAMES = "zero one two three four five six seven eight nine".split()
 

@@ -7,10 +7,10 @@ import torch
 from PIL import Image
 
 from megatron_pulse.data.build import open_dataset
-from megatron_pulse.data.captions import CaptionedImages
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import Wanted
-from megatron_pulse.data.words import WordEncoder, split_words
+from megatron_pulse.data.text.captions import CaptionedImages
+from megatron_pulse.data.text.words import WordEncoder, split_words
 
 FIELDS = {
     "context": FieldSpec((5, 64)),

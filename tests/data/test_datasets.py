@@ -5,9 +5,9 @@ from PIL import Image
 
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import CorruptSample, DataError, split_indices
-from megatron_pulse.data.digits import open_digits
 from megatron_pulse.data.fields import Wanted
-from megatron_pulse.data.folder import ImageFolder
+from megatron_pulse.data.images.digits import open_digits
+from megatron_pulse.data.images.folder import ImageFolder
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import Wanted

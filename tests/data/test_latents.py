@@ -7,7 +7,7 @@ import torch
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import Wanted
-from megatron_pulse.data.latents import LatentFolder, LatentLayout, LatentType, LatentWriter
+from megatron_pulse.data.latents.folder import LatentFolder, LatentLayout, LatentType, LatentWriter
 
 SHAPE = (4, 3, 3)
 FIELDS = {

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megatron_pulse.data.digits import open_digits
+from megatron_pulse.data.images.digits import open_digits
 from megatron_pulse.data.score import digit_score
 
 

@@ -135,7 +135,7 @@ def test_shifts_as_text():
 
 
 def test_one_set_of_options_for_all(capsys):
-    from megatron_pulse.cli import main
+    from megatron_pulse.cli.main import main
 
     seen = {}
     for command in ("import", "sample"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.integration.checks import FlagError
+from megatron_pulse.integration.flags.checks import FlagError
 from tests.integration.runs import BASE, TINY, pipeline, run
 from tests.ranks import RanksFailed, run_ranks, said_once
 
@@ -137,7 +137,7 @@ def test_ranks_with_different_flags() -> None:
 
 
 def plan_otherwise() -> None:
-    from megatron_pulse.planner.plan import Plan
+    from megatron_pulse.planner.step.plan import Plan
     from tests.integration.runs import train
 
     original = Plan.digest

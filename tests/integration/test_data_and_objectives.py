@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron_pulse.cli import main
-from megatron_pulse.data.digits import load_digits
+from megatron_pulse.cli.main import main
+from megatron_pulse.data.images.digits import load_digits
 from tests.data.captioned import captioned_digits
 from tests.integration.runs import TEXT, Run, assert_same, pipeline, run
 

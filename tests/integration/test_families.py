@@ -71,8 +71,8 @@ def draw(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
 def write_latents(folder: Path, family: Family) -> None:
     """Random latents with every field that the backbone reads."""
     from megatron_pulse.data.dataset import FieldSpec
-    from megatron_pulse.data.latent_layout import LatentLayout, LatentType
-    from megatron_pulse.data.latents import LatentWriter
+    from megatron_pulse.data.latents.folder import LatentWriter
+    from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 
     chain = load_backbone(family.backbone, dict(option.split("=", 1) for option in family.options))
     generator = torch.Generator().manual_seed(0)
@@ -122,9 +122,9 @@ def same_in_diffusers(checkpoint: Path, exported: Path, family: Family) -> None:
     """Exports the averaged weights and compares the predictions of both."""
     import diffusers
 
-    from megatron_pulse.cli import main
-    from megatron_pulse.integration.checkpoints import read_saved_run
-    from megatron_pulse.integration.weights import load_whole
+    from megatron_pulse.cli.main import main
+    from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+    from megatron_pulse.integration.checkpoint.weights import load_whole
 
     assert main(["export", "--load", str(checkpoint), "--to", str(exported)]) == 0
     module, class_name = family.reference or ("", "")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_pulse.cli import main as pulse
-from megatron_pulse.integration.checks import FlagError
+from megatron_pulse.cli.main import main as pulse
+from megatron_pulse.integration.flags.checks import FlagError
 from megatron_pulse.integration.flags.parse import Parser, parse
 from megatron_pulse.integration.flags.table import FILE, Standing, load_table
 from tests.integration.flag_trials import TRIALS, Losses, Trial, try_all

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 from megatron_pulse.full_disk import why_full
 from tests.integration.runs import BASE, TINY, pipeline, run, train
 from tests.integration.test_stopping import before_call

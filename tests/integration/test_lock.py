@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.integration.lock import LOCK, FolderInUse, FolderLock
+from megatron_pulse.integration.checkpoint.lock import LOCK, FolderInUse, FolderLock
 from tests.integration.test_bad_input import GOOD
 from tests.ranks import RanksFailed, run_ranks
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from megatron_pulse.integration.lock import FolderLock
+from megatron_pulse.integration.checkpoint.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 if child := os.fork():
     print(os.getpid(), child, flush=True)
@@ -110,7 +110,7 @@ def test_every_rank_is_told(tmp_path: Path, holder: Holder) -> None:
 def see_otherwise(folder: str) -> None:
     import torch.distributed as dist
 
-    from megatron_pulse.integration.start import lock_for_job
+    from megatron_pulse.integration.checkpoint.start import lock_for_job
 
     dist.init_process_group("gloo")
     for found, told in (

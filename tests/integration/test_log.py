@@ -7,7 +7,7 @@ import io
 import re
 from pathlib import Path
 
-from megatron_pulse.integration.log import LineFilter
+from megatron_pulse.integration.loop.log import LineFilter
 from tests.integration.runs import BASE, TINY, train
 from tests.ranks import run_ranks
 

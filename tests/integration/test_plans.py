@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.planner.cluster import Cluster, ClusterLink, DeviceFigures, Shared
-from megatron_pulse.planner.plan_file import load_plan, save_plan
-from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.plan_file.plan_file import load_plan, save_plan
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Layout
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.to_plan import plan_of

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 from megatron_pulse.diffusion.published import read_state_dict, write_state_dict
 from tests.integration.runs import Run, assert_same, pipeline, run
 
@@ -37,7 +37,7 @@ def train(num_ranks: int, *flags: str, steps: int = STEPS) -> Run:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights that others trained, of which bf16 holds none exactly, and their import."""
     from megatron_pulse.backbone.published import to_published
-    from megatron_pulse.integration.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
 
     folder = tmp_path_factory.mktemp("published")
     backbone = model_specs.load_backbone("uvit-tiny", OPTIONS)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 from megatron_pulse.diffusion.choice import DynamicShift, ProcessChoice, chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.published import write_folder
 from megatron_pulse.diffusion.scheduler import process_of_scheduler
-from megatron_pulse.integration.checkpoints import read_saved_run
-from megatron_pulse.integration.checks import FlagError
+from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+from megatron_pulse.integration.flags.checks import FlagError
 from megatron_pulse.integration.process import continued_process, saved_process
 from model_specs import image_tokens, load_backbone, published_form
 from tests.diffusion.schedulers import PUBLISHED
@@ -44,7 +44,7 @@ def write_pipeline(folder: Path, family: str) -> list[str]:
     """Random weights as published, with the pipeline's scheduler; what ``pulse import`` takes."""
     from megatron_pulse.backbone.published import to_published
     from megatron_pulse.diffusion.published import write_state_dict
-    from megatron_pulse.integration.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
 
     backbone = load_backbone(FAMILIES[family].backbone, options_of(family))
     published = published_form(backbone)

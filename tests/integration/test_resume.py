@@ -57,7 +57,7 @@ def column(result: Run, name: str) -> list[float]:
 def said(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
     """The line that a run with these flags begins with."""
     from megatron_pulse.integration import pretrain
-    from megatron_pulse.integration.resume import Wanted, describe
+    from megatron_pulse.integration.checkpoint.resume import Wanted, describe
 
     monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *SEED, *COSINE, *flags])
     line, options, given = pretrain._parse()
@@ -300,7 +300,7 @@ def test_options_that_are_newer_than_the_checkpoint(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An option that the record does not know has its default."""
-    from megatron_pulse.integration import checkpoints
+    from megatron_pulse.integration.checkpoint import checkpoints
 
     args = checkpoints.read_saved_run(saved).arguments
     old = argparse.Namespace(**vars(args))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_pulse.cli import main
-from megatron_pulse.integration.checkpoints import read_saved_run
+from megatron_pulse.cli.main import main
+from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from megatron_pulse.integration.sampling import load_model
 from tests.integration.runs import BASE
 from tests.integration.test_throughput import timed_run

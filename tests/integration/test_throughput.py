@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pulse.integration.throughput import Step, Sums, Work, figures, sum_up
-from megatron_pulse.planner.program import Run, Wait
+from megatron_pulse.integration.loop.throughput import Step, Sums, Work, figures, sum_up
 from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.step.program import Run, Wait
 from megatron_pulse.profile.devices import PRESETS, known_device
 from megatron_pulse.profile.flops import count_flops, model_flops
-from megatron_pulse.runtime.busy import BusyMeter, StepTime
+from megatron_pulse.runtime.measure.busy import BusyMeter, StepTime
 from model_specs import load_backbone
 from tests.integration.runs import BASE, TINY, pipeline, train
 from tests.ranks import run_ranks

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.planner.compare_trace import stage_times
-from megatron_pulse.planner.trace import load_trace
+from megatron_pulse.planner.observe.compare import stage_times
+from megatron_pulse.planner.observe.trace import load_trace
 from tests.integration.runs import assert_same, pipeline, run
 
 STEPS = ["--global-batch-size", "16", "--train-iters", "4"]

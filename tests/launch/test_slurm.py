@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.diffusion.curves import read_scalars
-from megatron_pulse.planner.plan_file import load_plan
+from megatron_pulse.planner.plan_file.plan_file import load_plan
 from tests.integration.runs import BASE, TINY, pipeline
 from tests.launch.slurm import SlurmCluster, SlurmError, slurm_cluster, why_no_slurm
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import model_specs
-from megatron_pulse.cli import main
+from megatron_pulse.cli.main import main
 from tests.integration.runs import BASE
 from tests.integration.test_bad_input import refuse
 

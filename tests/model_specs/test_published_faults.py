@@ -14,7 +14,7 @@ TINY = [
 
 @pytest.mark.parametrize("name", TINY)
 def test_every_tensor_that_is_no_weight_is_named(name):
-    from megatron_pulse.integration.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
 
     backbone = model_specs.load_backbone(name)
     ours = weights_of(whole_stage(backbone, initialise=True))

@@ -95,7 +95,7 @@ def test_upcast_attention_survives(name):
     ],
 )  # fmt: skip
 def test_diffusers_reads_what_is_exported(name, options, tmp_path):
-    from megatron_pulse.integration.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
 
     backbone = model_specs.load_backbone(name, options)
     form = model_specs.published_form(backbone)
@@ -113,7 +113,7 @@ def test_diffusers_reads_what_is_exported(name, options, tmp_path):
 
 
 def test_what_diffusers_cannot_read_is_not_written(tmp_path):
-    from megatron_pulse.integration.weights import weights_of, whole_stage
+    from megatron_pulse.integration.checkpoint.weights import weights_of, whole_stage
 
     backbone = model_specs.load_backbone("hunyuan-tiny")
     form = model_specs.published_form(backbone)

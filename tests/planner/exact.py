@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_pulse.planner.schedule.jobshop import job_shop
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.jobshop import job_shop
 
 
 def optimum(problem: ScheduleProblem) -> int:

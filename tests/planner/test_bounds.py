@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.placement import fold, sequential
-from megatron_pulse.planner.schedule.bounds import (
+from megatron_pulse.planner.layout.placement import fold, sequential
+from megatron_pulse.planner.schedule.bound.bounds import (
     device_bound,
     jackson,
     last_gradients,
@@ -15,11 +15,11 @@ from megatron_pulse.planner.schedule.bounds import (
     memory_bound,
     one_machine_bound,
 )
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.operations import Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.synthesize import classics, synthesize
-from megatron_pulse.planner.schedule.validate import faults_for
+from megatron_pulse.planner.schedule.search.synthesize import classics, synthesize
 from tests.planner.exact import optimum
 from tests.planner.strategies import equal
 

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.placement import fold, interleaved
+from megatron_pulse.planner.layout.placement import fold, interleaved
 from megatron_pulse.planner.schedule import cache
-from megatron_pulse.planner.schedule.bounds import lower_bound
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.cache import cached, clear, directory, key, stored
-from megatron_pulse.planner.schedule.classic import gpipe
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
-from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.synthesize import synthesize
-from megatron_pulse.planner.schedule.validate import faults_for
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
 
 @pytest.fixture(autouse=True)
@@ -221,8 +221,8 @@ WRITER = """
 import sys, time
 from tests.planner.test_cache import Finder, problem
 from megatron_pulse.planner.schedule.cache import cached
-from megatron_pulse.planner.schedule.validate import faults_for
-from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.schedule.check.simulate import run
 shared = problem(cap=8.0)
 begin, number = float(sys.argv[1]), int(sys.argv[2])
 time.sleep(max(0.0, begin - time.time()))

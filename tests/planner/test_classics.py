@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.costs import weighted_costs
-from megatron_pulse.planner.partition import find_partition
-from megatron_pulse.planner.placement import (
+from megatron_pulse.planner.layout.placement import (
     Placement,
     PlacementKind,
     bidirectional,
@@ -20,15 +18,17 @@ from megatron_pulse.planner.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.plan import Plan, PlanError
-from megatron_pulse.planner.schedule.classic_clock import chimera, hanayo
-from megatron_pulse.planner.schedule.classic_split import dualpipe_v
-from megatron_pulse.planner.schedule.classics import CLASSICS, SPLIT
+from megatron_pulse.planner.partition.costs import weighted_costs
+from megatron_pulse.planner.partition.find import find_partition
+from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, run, simulate
+from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
+from megatron_pulse.planner.schedule.classic.clocked import chimera, hanayo
+from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
+from megatron_pulse.planner.schedule.classic.split import dualpipe_v
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.schedule.simulate import Timeline, grid, run, simulate
-from megatron_pulse.planner.schedule.validate import peak_activations, validate
+from megatron_pulse.planner.step.plan import Plan, PlanError
 from tests.planner.chains import chain
 from tests.planner.strategies import with_order
 

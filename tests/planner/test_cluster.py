@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.cluster import (
+from megatron_pulse.planner.cluster.cluster import (
     Cluster,
     ClusterError,
     ClusterLink,
@@ -21,7 +21,7 @@ from megatron_pulse.planner.cluster import (
     load_cluster,
     save_cluster,
 )
-from megatron_pulse.planner.costs import Link
+from megatron_pulse.planner.partition.costs import Link
 
 INSIDE = ClusterLink("nvlink", 100, 2, Shared.DEVICE)
 BETWEEN = ClusterLink("ethernet", 10, 20, Shared.NODE)
@@ -201,6 +201,6 @@ def test_values_made_in_code_are_checked_too() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    code = "import sys, megatron_pulse.planner.cluster as c; c.cluster('cpu'); "
+    code = "import sys, megatron_pulse.planner.cluster.cluster as c; c.cluster('cpu'); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

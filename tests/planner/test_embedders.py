@@ -3,10 +3,10 @@
 import pytest
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.planner.embedders import choose_embedders
-from megatron_pulse.planner.placement import make_placement
-from megatron_pulse.planner.plan import Plan
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.layout.embedders import choose_embedders
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import make_placement
+from megatron_pulse.planner.step.plan import Plan
 
 TOKENS = TensorSpec((8,))
 TEXT = TensorSpec((10, 4), dtype="float32")

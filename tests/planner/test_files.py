@@ -7,12 +7,12 @@ import json
 import pytest
 from hypothesis import given, settings
 
-from megatron_pulse.planner.placement import bidirectional, fold, interleaved, sequential
+from megatron_pulse.planner.layout.placement import bidirectional, fold, interleaved, sequential
+from megatron_pulse.planner.schedule.check.validate import validate
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.files import from_csv, from_json, to_csv, to_json
 from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler, Schedule
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.schedule.validate import validate
 from tests.planner.strategies import equal, schedules
 
 

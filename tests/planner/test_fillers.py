@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.communication import compile_communication, messages_of
-from megatron_pulse.planner.costs import weighted_costs
-from megatron_pulse.planner.nccl_check import check_nccl, check_program
-from megatron_pulse.planner.partition import find_partition
-from megatron_pulse.planner.placement import bidirectional, fold, interleaved, sequential
-from megatron_pulse.planner.program import Run, compile_program
-from megatron_pulse.planner.routes import trace_routes
-from megatron_pulse.planner.schedule.classics import CLASSICS, SPLIT
+from megatron_pulse.planner.layout.placement import bidirectional, fold, interleaved, sequential
+from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.planner.partition.costs import weighted_costs
+from megatron_pulse.planner.partition.find import find_partition
+from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, logical_times, run
+from megatron_pulse.planner.schedule.check.validate import faults_for, peak_activations, validate
+from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.schedule.simulate import Timeline, grid, logical_times, run
-from megatron_pulse.planner.schedule.validate import faults_for, peak_activations, validate
+from megatron_pulse.planner.step.communication import compile_communication, messages_of
+from megatron_pulse.planner.step.nccl_check import check_nccl, check_program
+from megatron_pulse.planner.step.program import Run, compile_program
 from tests.planner.chains import chain
 from tests.planner.strategies import equal, with_order
 

@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
-from megatron_pulse.planner.schedule.bounds import lower_bound
+from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.ilp import solvers
 from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
 from megatron_pulse.planner.schedule.ilp.grid import on_grid
@@ -23,14 +25,12 @@ from megatron_pulse.planner.schedule.ilp.modulo import fitting, least_memory
 from megatron_pulse.planner.schedule.ilp.paper import paper_model, paper_schedule
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
 from megatron_pulse.planner.schedule.ilp.time_indexed import shortest
-from megatron_pulse.planner.schedule.improve import improve
-from megatron_pulse.planner.schedule.jobshop import job_shop
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import run
+from megatron_pulse.planner.schedule.search.improve import improve
+from megatron_pulse.planner.schedule.search.jobshop import job_shop
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.schedule.search.template import faults, steady_peak
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.planner.schedule.synthesize import synthesize
-from megatron_pulse.planner.schedule.template import faults, steady_peak
-from megatron_pulse.planner.schedule.validate import faults_for, validate
 from tests.planner.exact import optimum
 from tests.planner.strategies import equal, problems
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_pulse.planner.memory import bytes_per_parameter, in_flight
-from megatron_pulse.planner.placement import (
+from megatron_pulse.planner.layout.placement import (
     Placement,
     fold,
     interleaved,
     make_placement,
     sequential,
 )
+from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
 
 @pytest.mark.parametrize(

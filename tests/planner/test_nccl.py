@@ -8,26 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.communication import (
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.planner.partition.costs import weighted_costs
+from megatron_pulse.planner.partition.find import find_partition
+from megatron_pulse.planner.schedule.check.validate import validate
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
+from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.step.communication import (
     CommunicationPlan,
     Message,
     Payload,
     compile_communication,
 )
-from megatron_pulse.planner.costs import weighted_costs
-from megatron_pulse.planner.nccl_check import (
+from megatron_pulse.planner.step.nccl_check import (
     check_events,
     check_nccl,
     check_program,
     check_rounds,
 )
-from megatron_pulse.planner.partition import find_partition
-from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.program import Event, Issue, Run, Wait, compile_program
-from megatron_pulse.planner.routes import trace_routes
-from megatron_pulse.planner.schedule.operations import Operation, Schedule
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.schedule.validate import validate
+from megatron_pulse.planner.step.program import Event, Issue, Run, Wait, compile_program
 from tests.planner.chains import chain
 from tests.planner.strategies import schedules
 

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.schedule.bounds import lower_bound
-from megatron_pulse.planner.schedule.order_bound import (
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.bound.order_bound import (
     CLOSE,
     DeviceClasses,
     order_bound,
     shortest_order,
 )
-from megatron_pulse.planner.schedule.path import MicrobatchPath
+from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.synthesize import synthesize
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.planner.exact import optimum
 from tests.planner.strategies import equal
 from tests.planner.test_bounds import tiny

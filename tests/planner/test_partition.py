@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_pulse.planner.costs import ChainCosts, Link, MemoryRule, SkipCost, weighted_costs
-from megatron_pulse.planner.partition import Goal, PartitionError, find_partition, largest_fold
-from megatron_pulse.planner.placement import (
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import (
     Placement,
     PlacementKind,
     fold,
@@ -19,7 +18,14 @@ from megatron_pulse.planner.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.partition.costs import (
+    ChainCosts,
+    Link,
+    MemoryRule,
+    SkipCost,
+    weighted_costs,
+)
+from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition, largest_fold
 from tests.planner.chains import HUNYUAN_DIT, SD_UNET, SDXL_UNET, UVIT_L, UVIT_S, chain
 
 Edges = Sequence[tuple[int, int]]

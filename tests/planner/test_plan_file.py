@@ -12,9 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.plan_file import PlanFileError, load_plan, read_plan, save_plan
-from megatron_pulse.planner.replay import link_bound
-from megatron_pulse.planner.schedule.validate import faults_for
+from megatron_pulse.planner.plan_file.plan_file import (
+    PlanFileError,
+    load_plan,
+    read_plan,
+    save_plan,
+)
+from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.step.replay import link_bound
 from tests.plans import small_plan
 
 Record = dict[str, Any]
@@ -50,7 +55,7 @@ def test_the_replay_knows_every_message() -> None:
         received = sorted((t.start, t.end) for t in replayed.transfers if t.destination == device)
         for spans in (mine, received):  # one message at a time
             assert all(a[1] <= b[0] + 1e-12 for a, b in zip(spans, spans[1:], strict=False))
-    from megatron_pulse.planner.replay import Edge
+    from megatron_pulse.planner.step.replay import Edge
 
     assert line.makespan >= link_bound(plan.problem(), [Edge(*edge) for edge in edges])
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.costs import ChainCosts, Link, SkipCost
-from megatron_pulse.planner.placement import Placement, fold, interleaved, sequential
-from megatron_pulse.planner.replay import Edge, edges_of, link_bound, replay
-from megatron_pulse.planner.schedule.classic import gpipe
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.partition.costs import ChainCosts, Link, SkipCost
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.synthesize import synthesize
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound, replay
 
 
 def problem_of(

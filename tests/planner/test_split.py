@@ -6,18 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.communication import Payload, compile_communication, messages_of
-from megatron_pulse.planner.costs import weighted_costs
-from megatron_pulse.planner.nccl_check import check_nccl, check_program
-from megatron_pulse.planner.partition import find_partition
-from megatron_pulse.planner.placement import fold, interleaved, sequential
-from megatron_pulse.planner.routes import trace_routes
-from megatron_pulse.planner.schedule.classic import one_f_one_b
-from megatron_pulse.planner.schedule.classic_split import zb_h1, zb_v
+from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
+from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.planner.partition.costs import weighted_costs
+from megatron_pulse.planner.partition.find import find_partition
+from megatron_pulse.planner.schedule.check.simulate import (
+    DeadlockError,
+    grid,
+    logical_times,
+    simulate,
+)
+from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
+from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
+from megatron_pulse.planner.schedule.classic.split import zb_h1, zb_v
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.schedule.simulate import DeadlockError, grid, logical_times, simulate
-from megatron_pulse.planner.schedule.validate import peak_activations, validate
+from megatron_pulse.planner.step.communication import Payload, compile_communication, messages_of
+from megatron_pulse.planner.step.nccl_check import check_nccl, check_program
 from tests.planner.chains import chain
 from tests.planner.strategies import with_order
 

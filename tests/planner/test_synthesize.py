@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.placement import fold, interleaved, sequential
-from megatron_pulse.planner.schedule.classics import CLASSICS
-from megatron_pulse.planner.schedule.jobshop import job_shop
+from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for, peak_activations, validate
+from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.synthesize import classics, synthesize
-from megatron_pulse.planner.schedule.validate import faults_for, peak_activations, validate
+from megatron_pulse.planner.schedule.search.jobshop import job_shop
+from megatron_pulse.planner.schedule.search.synthesize import classics, synthesize
 from tests.planner.strategies import equal, problems
 
 

@@ -8,16 +8,16 @@ from itertools import islice
 import pytest
 from hypothesis import given, settings
 
-from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.schedule.anneal import anneal
-from megatron_pulse.planner.schedule.beam import beam_templates
-from megatron_pulse.planner.schedule.extend import extended
-from megatron_pulse.planner.schedule.improve import improve
-from megatron_pulse.planner.schedule.jobshop import JobShop, job_shop
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.starts import from_template, starts
-from megatron_pulse.planner.schedule.template import Template, faults, steady_peak
-from megatron_pulse.planner.schedule.validate import faults_for
+from megatron_pulse.planner.schedule.search.anneal import anneal
+from megatron_pulse.planner.schedule.search.beam import beam_templates
+from megatron_pulse.planner.schedule.search.extend import extended
+from megatron_pulse.planner.schedule.search.improve import improve
+from megatron_pulse.planner.schedule.search.jobshop import JobShop, job_shop
+from megatron_pulse.planner.schedule.search.starts import from_template, starts
+from megatron_pulse.planner.schedule.search.template import Template, faults, steady_peak
 from tests.planner.strategies import equal, problems
 
 

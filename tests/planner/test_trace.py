@@ -9,16 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.planner.communication import compile_communication
-from megatron_pulse.planner.compare_trace import compare, stage_times
-from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.routes import trace_routes
-from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.schedule.simulate import Timeline, run
-from megatron_pulse.planner.stages import Partition
-from megatron_pulse.planner.trace import (
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.planner.observe.compare import compare, stage_times
+from megatron_pulse.planner.observe.trace import (
     DeviceStep,
     TimedOperation,
     TimedWait,
@@ -29,6 +24,11 @@ from megatron_pulse.planner.trace import (
     merge_step,
     save_trace,
 )
+from megatron_pulse.planner.schedule.check.simulate import Timeline, run
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.step.communication import compile_communication
 from tests.toys import nested, toy_backbone
 
 PLACEMENT, M = fold(2), 4

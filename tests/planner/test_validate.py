@@ -7,14 +7,14 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.communication import Message, Payload
-from megatron_pulse.planner.placement import fold, sequential
-from megatron_pulse.planner.schedule.classic import one_f_one_b
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import fold, sequential
+from megatron_pulse.planner.schedule.check.simulate import DeadlockError, simulate
+from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
+from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.schedule.simulate import DeadlockError, simulate
-from megatron_pulse.planner.schedule.validate import peak_activations, validate
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.step.communication import Message, Payload
 from tests.planner.strategies import schedules, with_order
 
 many = settings(max_examples=100, deadline=None, derandomize=True)

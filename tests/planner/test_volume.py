@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from megatron_pulse.planner.costs import ChainCosts, Link, SkipCost, weighted_costs
-from megatron_pulse.planner.partition import Goal, find_partition
-from megatron_pulse.planner.placement import fold, interleaved, sequential
-from megatron_pulse.planner.stages import Partition
-from megatron_pulse.planner.volume import relayed, volume
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
+from megatron_pulse.planner.partition.costs import ChainCosts, Link, SkipCost, weighted_costs
+from megatron_pulse.planner.partition.find import Goal, find_partition
+from megatron_pulse.planner.partition.volume import relayed, volume
 from tests.planner.blocks import block_costs, fine_costs
 from tests.planner.chains import chain
 

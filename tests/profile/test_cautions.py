@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.cli import main
-from megatron_pulse.planner.cluster import DeviceFigures
-from megatron_pulse.planner.compare_trace import doubts, mismatches
-from megatron_pulse.planner.plan_file import load_plan, save_plan
-from megatron_pulse.planner.trace import Trace, load_trace, save_trace
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.cluster.cluster import DeviceFigures
+from megatron_pulse.planner.observe.compare import doubts, mismatches
+from megatron_pulse.planner.observe.trace import Trace, load_trace, save_trace
+from megatron_pulse.planner.plan_file.plan_file import load_plan, save_plan
 from megatron_pulse.profile.cautions import (
     device_caution,
     plan_cautions,
@@ -142,11 +142,11 @@ def test_measuring_uses_the_threads_that_are_asked_for() -> None:
     import torch
 
     from megatron_pulse.cli.megatron import prepare_megatron
-    from megatron_pulse.profile.clock import Patience
+    from megatron_pulse.profile.measuring.clock import Patience
     from model_specs import load_backbone
 
     prepare_megatron()
-    from megatron_pulse.profile.measure import measure
+    from megatron_pulse.profile.measuring.measure import measure
 
     before = torch.get_num_threads()
     backbone = load_backbone("example-tiny")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.cli import main
-from megatron_pulse.planner.partition import Goal, find_partition
-from megatron_pulse.planner.placement import fold
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.profile import Source
 

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.planner.costs import weighted_costs
-from megatron_pulse.planner.embedders import EmbedderChoice
-from megatron_pulse.planner.placement import make_placement
-from megatron_pulse.planner.plan import Plan, make_plan
+from megatron_pulse.planner.layout.embedders import EmbedderChoice
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import make_placement
+from megatron_pulse.planner.partition.costs import weighted_costs
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.step.plan import Plan, make_plan
 from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.links import Links
-from megatron_pulse.runtime.recorder import StepRecorder
-from megatron_pulse.runtime.replicas import Replicas
+from megatron_pulse.runtime.measure.recorder import StepRecorder
+from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.settings import RunSettings
 from megatron_pulse.runtime.stage import Stage, layer_seed
 

@@ -8,16 +8,16 @@ from itertools import permutations
 import pytest
 import torch.distributed as dist
 
-from megatron_pulse.planner.compare_trace import compare, stage_times
-from megatron_pulse.planner.placement import Placement, fold, sequential
-from megatron_pulse.planner.routes import trace_routes
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import Placement, fold, sequential
+from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.planner.observe.compare import compare, stage_times
+from megatron_pulse.planner.observe.trace import Trace
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.synthesize import synthesize
-from megatron_pulse.planner.stages import Partition
-from megatron_pulse.planner.trace import Trace
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.ranks import run_ranks
 from tests.solved import integer_programmed
 from tests.toys import nested, toy_backbone
@@ -45,7 +45,7 @@ def problem_of(
 
 
 def run_cases(cases: list[Case]) -> list[Trace]:
-    from megatron_pulse.runtime.emulated import run_emulated
+    from megatron_pulse.runtime.measure.emulated import run_emulated
 
     dist.init_process_group("gloo")
     traces = []
@@ -96,7 +96,7 @@ def test_makespans_are_what_the_simulator_says(num_devices: int) -> None:
 
 
 def test_sleeping_is_precise_and_burns_no_core() -> None:
-    from megatron_pulse.runtime.emulated import sleep_until
+    from megatron_pulse.runtime.measure.emulated import sleep_until
 
     late, burnt = [], time.process_time()
     for _ in range(20):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pulse.planner.costs import weighted_costs
+from megatron_pulse.planner.partition.costs import weighted_costs
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import Case, Outcome, differences, merge, train
 from tests.toys import SIDE, TOKENS, ToyLayer, nested, toy_backbone
@@ -124,9 +124,9 @@ def test_bytes_are_the_formula() -> None:
 
 
 def _direct_skips(num_devices: int) -> int:
-    from megatron_pulse.planner.placement import sequential
-    from megatron_pulse.planner.plan import make_plan
-    from megatron_pulse.planner.routes import Carrier
+    from megatron_pulse.planner.layout.placement import sequential
+    from megatron_pulse.planner.layout.routes import Carrier
+    from megatron_pulse.planner.step.plan import make_plan
 
     backbone = CHAIN["nested"]()
     plan = make_plan(

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.planner.costs import weighted_costs
-from megatron_pulse.planner.placement import make_placement
-from megatron_pulse.planner.plan import Plan, make_plan
-from megatron_pulse.planner.program import Run
+from megatron_pulse.planner.layout.placement import make_placement
+from megatron_pulse.planner.partition.costs import weighted_costs
 from megatron_pulse.planner.schedule.fillers import Filler, fill
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.step.plan import Plan, make_plan
+from megatron_pulse.planner.step.program import Run
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import Case, Outcome, differences, join_pipeline, merge, train
 from tests.toys import nested, toy_backbone

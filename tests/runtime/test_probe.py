@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.cluster import Shared, from_record, to_record
-from megatron_pulse.runtime.link_times import StreamTimes, fit_link
+from megatron_pulse.planner.cluster.cluster import Shared, from_record, to_record
+from megatron_pulse.runtime.measure.link_times import StreamTimes, fit_link
 from tests.benchmarks.network import Node, namespaces, unavailable
 from tests.ranks import RanksFailed, run_ranks
 
@@ -21,7 +21,7 @@ def probe_here(nodes: list[Node], max_bytes: int, planned_device: str | None = "
     import torch
     import torch.distributed as dist
 
-    from megatron_pulse.runtime.probe import ProbeSettings, probe
+    from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
 
     if nodes:
         each = int(os.environ["WORLD_SIZE"]) // len(nodes)

@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.planner.placement import fold
-from megatron_pulse.planner.routes import trace_routes
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.planner.observe.trace import Trace, load_trace, save_trace
+from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.stages import Partition
-from megatron_pulse.planner.trace import Trace, load_trace, save_trace
-from megatron_pulse.runtime.clock import SharedClock, compare_clocks, share_clock
+from megatron_pulse.runtime.measure.clock import SharedClock, compare_clocks, share_clock
 from tests.ranks import run_ranks
 from tests.toys import TOKENS, nested, toy_backbone
 
@@ -25,7 +25,7 @@ P, M, BATCH = 2, 3, 2
 
 
 def trace_fold() -> Trace:
-    from megatron_pulse.runtime.emulated import run_emulated
+    from megatron_pulse.runtime.measure.emulated import run_emulated
 
     dist.init_process_group("gloo")
     placement = fold(P)
@@ -88,9 +88,9 @@ def test_clocks_are_compared_by_messages() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_timed_by_its_own_events() -> None:
-    from megatron_pulse.planner.program import Run
     from megatron_pulse.planner.schedule.operations import Operation
-    from megatron_pulse.runtime.recorder import StepRecorder
+    from megatron_pulse.planner.step.program import Run
+    from megatron_pulse.runtime.measure.recorder import StepRecorder
 
     device = torch.device("cuda", 0)
     large = torch.randn(4096, 4096, device=device)

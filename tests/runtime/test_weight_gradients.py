@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pulse.runtime.weight_gradients import Later, deferring
+from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WIDTH = 512

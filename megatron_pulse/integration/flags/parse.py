@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_pulse.integration.arguments import add_pulse_arguments
+from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.flags.table import Standing, load_table
 
 

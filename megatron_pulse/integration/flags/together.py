@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from megatron.training.arguments import validate_args
 
-from megatron_pulse.integration.arguments import flag_name
+from megatron_pulse.integration.flags.arguments import flag_name
 from megatron_pulse.integration.flags.parse import CommandLine
 
 # A flag that is given, and flags of which one must be given too (perhaps with that value): without

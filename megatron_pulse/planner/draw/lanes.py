@@ -11,9 +11,9 @@ from enum import StrEnum
 from xml.etree import ElementTree
 
 from megatron_pulse.planner.draw.canvas import Canvas
-from megatron_pulse.planner.replay import Transfer
+from megatron_pulse.planner.observe.trace import TimedWait
 from megatron_pulse.planner.schedule.operations import Kind
-from megatron_pulse.planner.trace import TimedWait
+from megatron_pulse.planner.step.replay import Transfer
 
 HEIGHT = 8.0
 LINK = "#b3261e"

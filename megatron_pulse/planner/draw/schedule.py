@@ -23,10 +23,10 @@ from megatron_pulse.planner.draw.lanes import (
     draw_mark,
 )
 from megatron_pulse.planner.draw.looks import MARKS, NAMES, tile
+from megatron_pulse.planner.schedule.check.simulate import Timeline, dependency
+from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import Timeline, dependency
-from megatron_pulse.planner.schedule.validate import peak_activations
 
 _LEFT, _RIGHT, _TOP, _HEADING, _AXIS, _LEGEND = 156.0, 150.0, 62.0, 24.0, 40.0, 40.0
 _LANES = 22.0  # the legend's second line

@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_pulse.planner.draw.looks import NAMES
 from megatron_pulse.planner.draw.schedule import Panel
+from megatron_pulse.planner.schedule.check.simulate import Timeline, dependency
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import Timeline, dependency
 
 
 def trace_events(

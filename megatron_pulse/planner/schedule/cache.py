@@ -28,12 +28,12 @@ from typing import Any
 
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
-from megatron_pulse.planner.schedule.bounds import lower_bound
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
-from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.validate import faults_for
 
 type Find = Callable[[ScheduleProblem, float, str], Synthesis]
 """What answers a problem within some seconds by the solver of that name."""

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_pulse.planner.placement import (
+from megatron_pulse.planner.layout.placement import (
     Placement,
     bidirectional,
     fold,
     interleaved,
     sequential,
 )
-from megatron_pulse.planner.schedule.classics import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.check.simulate import Timeline, run
+from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import Timeline, run
-from megatron_pulse.planner.schedule.validate import peak_activations
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_pulse.files import parse_json
-from megatron_pulse.planner.placement import (
+from megatron_pulse.planner.layout.placement import (
     Placement,
     PlacementKind,
     bidirectional,

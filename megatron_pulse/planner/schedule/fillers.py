@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import Timeline, run
 
 __all__ = ["Filler", "fill"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from megatron_pulse.planner.placement import Placement
+from megatron_pulse.planner.layout.placement import Placement
 
 
 class Kind(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_pulse.planner.placement import Placement
+from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
 
 

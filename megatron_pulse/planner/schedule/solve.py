@@ -18,18 +18,18 @@ import logging
 import math
 import time
 
-from megatron_pulse.planner.schedule.bounds import lower_bound
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.ilp.grid import Grid, on_grid
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, choose
 from megatron_pulse.planner.schedule.ilp.time_indexed import Found
-from megatron_pulse.planner.schedule.improve import improve
-from megatron_pulse.planner.schedule.jobshop import TICKS, job_shop
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
-from megatron_pulse.planner.schedule.simulate import run
-from megatron_pulse.planner.schedule.synthesize import get_ready, synthesize
-from megatron_pulse.planner.schedule.template import Template
-from megatron_pulse.planner.schedule.validate import faults_for
+from megatron_pulse.planner.schedule.search.improve import improve
+from megatron_pulse.planner.schedule.search.jobshop import TICKS, job_shop
+from megatron_pulse.planner.schedule.search.synthesize import get_ready, synthesize
+from megatron_pulse.planner.schedule.search.template import Template
 
 EXACT_SIZE = {Solver.HIGHS: 128, Solver.GLPK: 64, Solver.CP_SAT: 256, Solver.NONE: 0}
 """Devices times microbatches up to which the exact program is tried."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
 
-from megatron_pulse.planner.placement import Placement, PlacementKind, make_placement
+from megatron_pulse.planner.layout.placement import Placement, PlacementKind, make_placement
 
 
 class Layout(StrEnum):

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_pulse.planner.costs import ChainCosts, running_sum
-from megatron_pulse.planner.placement import PlacementKind
-from megatron_pulse.planner.replay import Edge, edges_of, link_bound
-from megatron_pulse.planner.schedule.bounds import device_bound, last_gradients
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import PlacementKind
+from megatron_pulse.planner.partition.costs import ChainCosts, running_sum
+from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_gradients
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
 from megatron_pulse.planner.tune.config import Config, Layout
 from megatron_pulse.planner.tune.stages import Chain, Stages
 

@@ -6,13 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megatron_pulse.planner.cluster import Cluster
-from megatron_pulse.planner.replay import Edge, link_bound, replay
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.partition.volume import volume
+from megatron_pulse.planner.schedule.check.simulate import Timeline
+from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
-from megatron_pulse.planner.schedule.simulate import Timeline
-from megatron_pulse.planner.schedule.synthesize import synthesize
-from megatron_pulse.planner.schedule.validate import peak_activations
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.step.replay import Edge, link_bound, replay
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.estimate import (
     GRADIENT_BYTES,
@@ -20,7 +21,6 @@ from megatron_pulse.planner.tune.estimate import (
     Estimator,
 )
 from megatron_pulse.planner.tune.stages import Stages
-from megatron_pulse.planner.volume import volume
 from megatron_pulse.profile.profile import Profile
 
 BUCKET_PARAMETERS = 40_000_000

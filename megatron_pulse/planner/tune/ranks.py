@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_pulse.planner.cluster import Cluster
-from megatron_pulse.planner.costs import Link
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.partition.costs import Link
 
 
 @dataclass(frozen=True, eq=False)

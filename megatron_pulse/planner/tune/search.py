@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from megatron_pulse.planner.schedule.cache import cached
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.planner.schedule.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Layout
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.stages import Unfit, UnfitError

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache, partial
 
-from megatron_pulse.planner.cluster import Cluster
-from megatron_pulse.planner.costs import ChainCosts, MemoryRule, SkipCost
-from megatron_pulse.planner.memory import bytes_per_parameter, in_flight
-from megatron_pulse.planner.partition import Goal, PartitionError, find_partition
-from megatron_pulse.planner.placement import Placement
-from megatron_pulse.planner.replay import Edge, edges_of
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.partition.costs import ChainCosts, MemoryRule, SkipCost
+from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.step.replay import Edge, edges_of
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.ranks import Ranks
 from megatron_pulse.profile.profile import Profile

@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
-from megatron_pulse.planner.cluster import Cluster, to_record
-from megatron_pulse.planner.plan_file import PlanFile, Times
+from megatron_pulse.planner.cluster.cluster import Cluster, to_record
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, Times
 from megatron_pulse.planner.tune.evaluate import Outcome
 from megatron_pulse.profile.cautions import spread_caution
 from megatron_pulse.profile.profile import Profile

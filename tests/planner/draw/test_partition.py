@@ -7,17 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_pulse.planner.costs import ChainCosts, Link, SkipCost, evaluate
 from megatron_pulse.planner.draw.partition import draw_partition
-from megatron_pulse.planner.partition import Goal, find_partition
-from megatron_pulse.planner.placement import (
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import (
     Placement,
     fold,
     interleaved,
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.stages import Partition
+from megatron_pulse.planner.partition.costs import ChainCosts, Link, SkipCost, evaluate
+from megatron_pulse.planner.partition.find import Goal, find_partition
 
 NUM = 24
 

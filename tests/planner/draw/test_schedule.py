@@ -10,18 +10,18 @@ import pytest
 
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
-from megatron_pulse.planner.placement import (
+from megatron_pulse.planner.layout.placement import (
     Placement,
     bidirectional,
     fold,
     interleaved,
     sequential,
 )
-from megatron_pulse.planner.schedule.classics import CLASSICS, SPLIT
+from megatron_pulse.planner.schedule.check.simulate import Timeline, run
+from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.simulate import Timeline, run
 
 LEFT, RIGHT = 156, 150
 """Pixels beside the bars."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from megatron_pulse.planner.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.planner.tune.config import Choices, Config, configs
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.profile.profile import (

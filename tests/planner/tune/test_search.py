@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.schedule.validate import faults_for
+from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.tune.config import Choices, Layout, configs
 from megatron_pulse.planner.tune.estimate import even_cuts
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome

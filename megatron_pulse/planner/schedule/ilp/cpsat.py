@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from megatron_pulse.planner.schedule.ilp.solvers import Answer, Status
 from megatron_pulse.planner.schedule.ilp.time_indexed import Found, windows
-from megatron_pulse.planner.schedule.jobshop import JobShop
-from megatron_pulse.planner.schedule.template import lives
+from megatron_pulse.planner.schedule.search.jobshop import JobShop
+from megatron_pulse.planner.schedule.search.template import lives
 
 MEMORY_BITS = 40
 """Units of memory are cut to so many bits, in favour of fitting: sums stay whole numbers of 64."""

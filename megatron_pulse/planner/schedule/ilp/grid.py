@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from megatron_pulse.planner.schedule.jobshop import TICKS
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.jobshop import TICKS
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from typing import Any
 
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
 from megatron_pulse.planner.schedule.ilp.time_indexed import memory
-from megatron_pulse.planner.schedule.jobshop import JobShop
-from megatron_pulse.planner.schedule.template import Template, faults, lives, steady_peak
+from megatron_pulse.planner.schedule.search.jobshop import JobShop
+from megatron_pulse.planner.schedule.search.template import Template, faults, lives, steady_peak
 
 
 class Goal(StrEnum):

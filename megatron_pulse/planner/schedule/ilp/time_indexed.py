@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.planner.schedule.ilp.solvers import Answer, Solver, Status, solve_model
-from megatron_pulse.planner.schedule.jobshop import JobShop
-from megatron_pulse.planner.schedule.template import lives
+from megatron_pulse.planner.schedule.search.jobshop import JobShop
+from megatron_pulse.planner.schedule.search.template import lives
 
 EXACT_MEMORY = 10_000
 """Memory in whole units is exact up to this many, else scaled to it, with a grain of slack."""

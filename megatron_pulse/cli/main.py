@@ -1,0 +1,98 @@
+"""``pulse``: backbones, profiles, partitions, schedules, data, curves, samples, weights.
+
+One module per command; what is slow to import is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_pulse.cli import flags, run
+from megatron_pulse.cli.errors import UserError
+from megatron_pulse.cli.measure import compare, probe, profile
+from megatron_pulse.cli.models import backbones, curve, data, sample, weights
+from megatron_pulse.cli.plan import cache, check, clusters, partition, schedule, show, tune
+from megatron_pulse.full_disk import why_full
+
+_EPILOG = """\
+Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first tour:
+
+  bash launch/quickstart.sh                            train on digits, then all of the below
+  pulse backbones                                      what can be trained, and how far it folds
+  pulse profile --backbone uvit-tiny -o profile.json   what each layer costs on this machine
+  pulse partition --profile profile.json -p 2          where to cut it for two devices
+  pulse schedule --profile profile.json -p 2 -m 8      in which order they then work
+  pulse check plan.json                                whether what 'pulse tune' found can run
+  pulse show plan.json -o plan.html                    what it does: timeline, memory, messages
+  pulse compare plan.json runs/trace                   and what a run of it did
+  pulse flags optimizer                                which of Megatron's flags work in training
+  pulse data info mnist                                what a dataset holds
+  pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
+  pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
+
+'pulse COMMAND --help' explains a command and shows examples.
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; each sets ``run``, which takes the parsed arguments."""
+    parser = argparse.ArgumentParser(
+        prog="pulse",
+        description="Companion of launch/pretrain_diffusion.py: backbones, costs, data, samples.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (
+        backbones,
+        profile,
+        clusters,
+        probe,
+        partition,
+        schedule,
+        tune,
+        check,
+        show,
+        compare,
+        cache,
+        run,
+        sample,
+        curve,
+        data,
+        flags,
+    ):
+        command.add_command(commands)
+    weights.add_commands(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 on success, 2 for what the user can mend, 130 when interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not have every letter
+            stream.reconfigure(errors="backslashreplace")
+    args = make_parser().parse_args(argv)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"pulse {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\npulse {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell reports SIGPIPE
+    except Exception as error:
+        places = [value for value in vars(args).values() if isinstance(value, Path)]
+        if (reason := why_full(error, places)) is None:
+            raise
+        print(f"pulse {args.command}: error: {reason}", file=sys.stderr)
+        return 2
+    return 0

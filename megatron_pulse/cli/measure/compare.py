@@ -1,0 +1,120 @@
+"""``pulse compare``: what a plan predicts beside what a run of it did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import add_parser, check_file, mending, require, warn
+
+if TYPE_CHECKING:
+    from megatron_pulse.cli.measure.compare_report import Compared
+
+_DESCRIPTION = """\
+A run with --pulse-plan PLAN --pulse-trace DIR writes DIR/trace.json: when each operation of some
+steps ran on the devices of the first pipeline. This sets it beside what the plan predicts, and says
+in words where they differ most: for every kind of operation and stage its duration (median), for
+every device how long it computes and waits, the makespan, the bubble, and the bytes sent.
+
+-o draws both timelines on one time axis (.svg), or with the tables (.html), or as events for
+ui.perfetto.dev (.json); of the traced steps that of median length.
+
+--profile with --write-profile writes a profile whose layers take as long as the stages that hold
+them were measured to, so that the next plan is made from what this machine does.
+
+examples:
+  pulse compare plan.json runs/trace/trace.json
+  pulse compare plan.json runs/trace -o both.svg
+  pulse compare plan.json runs/trace --profile profile.json --write-profile measured.json
+  pulse tune --profile measured.json --cluster cluster.yaml --global-batch-size 256 -o next.json
+"""
+_ENDINGS = (".svg", ".html", ".json")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``compare``."""
+    parser = add_parser(commands, "compare", "set a run beside its plan", _DESCRIPTION)
+    add = parser.add_argument
+    add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
+    add("trace", type=Path, metavar="TRACE", help="trace.json of the run, or its folder")
+    add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
+    add("--json", action="store_true", help="print the figures as JSON")
+    add("--profile", type=Path, metavar="JSON", help="what the plan was made from")
+    add(
+        "--write-profile",
+        type=Path,
+        metavar="JSON",
+        help="write --profile, scaled to the measured times",
+    )
+    parser.set_defaults(run=run, command="compare")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Compare, print, draw, and write the profile."""
+    require(_faults(args))
+    from megatron_pulse.cli.measure.compare_report import as_json, report, write_drawing
+
+    compared = _compared(args)
+    wrote = []
+    if args.write_profile is not None:
+        from megatron_pulse.planner.observe.compare import stage_times
+        from megatron_pulse.planner.observe.measured import rescale
+        from megatron_pulse.planner.observe.trace import TraceError
+        from megatron_pulse.profile.files import load_profile, save_profile
+        from megatron_pulse.profile.profile import ProfileError
+
+        with mending(ProfileError, TraceError):
+            profile = load_profile(args.profile)
+            scaled = rescale(profile, compared.plan, stage_times(compared.trace))
+            save_profile(scaled, args.write_profile)
+        wrote.append(f"profile with the measured times written to {args.write_profile}")
+    if args.output is not None:
+        write_drawing(compared, args.output)
+        wrote.append(f"drawn to {args.output}")
+    if args.json:
+        print(json.dumps(as_json(compared), indent=1, allow_nan=False))
+    else:
+        print("\n".join([*report(compared), *wrote]))
+
+
+def _compared(args: argparse.Namespace) -> Compared:
+    from megatron_pulse.cli.measure.compare_report import Compared
+    from megatron_pulse.planner.observe.compare import compare, doubts, mismatches
+    from megatron_pulse.planner.observe.trace import TraceError, load_trace
+    from megatron_pulse.planner.plan_file.plan_file import PlanFileError, load_plan
+
+    path = args.trace / "trace.json" if args.trace.is_dir() else args.trace
+    with mending(PlanFileError, TraceError):
+        plan, trace = load_plan(args.plan), load_trace(path)
+        require([f"{path}: {fault}" for fault in mismatches(plan, trace)])
+        warn(*doubts(plan, trace))
+        replayed = plan.replay()
+        return Compared(plan, trace, replayed, compare(replayed.timeline, trace))
+
+
+def _faults(args: argparse.Namespace) -> list[str]:
+    faults = []
+    for what, path in (("PLAN", args.plan), ("TRACE", args.trace), ("--profile", args.profile)):
+        if path is not None and not path.exists():
+            faults.append(f"{what} {path}: there is no such file")
+    if (args.profile is None) != (args.write_profile is None):
+        faults.append("--profile and --write-profile come together")
+    if args.write_profile is not None:
+        faults += check_file(args.write_profile, "--write-profile", ".json")
+    if args.output is not None:
+        ending = args.output.suffix.lower()
+        if ending not in _ENDINGS:
+            faults.append(f"-o {args.output}: the file name must end in .svg, .html or .json")
+        else:
+            faults += check_file(args.output, "-o", ending)
+    given = [path for path in (args.plan, args.trace, args.profile) if path is not None]
+    for flag, path in (("-o", args.output), ("--write-profile", args.write_profile)):
+        if path is not None and path.exists():
+            faults += [
+                f"{flag} {path} would replace what is read"
+                for other in given
+                if other.exists() and path.samefile(other)
+            ]
+    return faults

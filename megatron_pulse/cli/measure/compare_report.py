@@ -1,0 +1,221 @@
+"""What ``pulse compare`` found: tables, words, JSON, and pictures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_pulse.cli import page
+from megatron_pulse.cli.plan.plan_text import heading, table
+from megatron_pulse.files import replacing
+from megatron_pulse.planner.draw.lanes import sent, waited
+from megatron_pulse.planner.draw.looks import NAMES
+from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.trace_events import trace_events
+from megatron_pulse.planner.observe.compare import Comparison, Row
+from megatron_pulse.planner.observe.measured import timeline_of, typical_step
+from megatron_pulse.planner.observe.trace import Trace
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.step.replay import Replay
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A plan, a trace of a run of it, and what they come to."""
+
+    plan: PlanFile
+    trace: Trace
+    replayed: Replay
+    found: Comparison
+
+    @cached_property
+    def predicted_bytes(self) -> float:
+        """What the traced pipeline (one rank of each device) sends in a step."""
+        samples = self.plan.global_batch_size / self.plan.data
+        per_sample: float = self.plan.predicted["pipeline_bytes_per_sample"]
+        return per_sample * samples / self.plan.tensor
+
+    @cached_property
+    def measured_bytes(self) -> float:
+        """The same as it was; conditioning counts, which is not predicted."""
+        return median(sum(t.sent_bytes for t in step.traffic) for step in self.trace.steps)
+
+
+def as_json(compared: Compared) -> dict[str, Any]:
+    """All figures, in seconds and bytes."""
+    found = compared.found
+    return {
+        "makespan_s": _pair(found.predicted_makespan_s, found.measured_makespan_s),
+        "bubble": _pair(found.predicted_bubble, found.measured_bubble),
+        "sent_bytes": _pair(compared.predicted_bytes, compared.measured_bytes),
+        "clock_accuracy_s": found.clock_accuracy_s,
+        "steps": [step.step for step in compared.trace.steps],
+        "stages": [
+            {
+                "kind": NAMES[row.kind],
+                "stage": row.stage,
+                "count": row.count,
+                "seconds": _pair(row.predicted_s, row.measured_s),
+            }
+            for row in found.rows
+        ],
+        "devices": [asdict(device) for device in found.devices],
+        "in_words": words(compared),
+    }
+
+
+def _pair(predicted: float, measured: float) -> dict[str, float]:
+    return {"predicted": predicted, "measured": measured}
+
+
+def report(compared: Compared) -> list[str]:
+    """Lines for people."""
+    return [
+        *_heading(compared),
+        "",
+        *table([("", "predicted", "measured", "off by", ""), *_totals(compared)]),
+        "",
+        *table([(*_ROW_COLUMNS, ""), *(tuple([*row, ""]) for row in _rows(compared))]),
+        "",
+        *table([(*_DEVICE_COLUMNS, ""), *(tuple([*row, ""]) for row in _devices(compared))]),
+        "",
+        *words(compared),
+    ]
+
+
+_ROW_COLUMNS = ("operation", "stage", "times", "predicted", "measured", "off by", "in a step")
+_DEVICE_COLUMNS = ("device", "computes", "measured", "off by", "waits (measured)")
+
+
+def _heading(compared: Compared) -> list[str]:
+    trace = compared.trace
+    steps = ", ".join(str(step.step) for step in trace.steps)
+    machine = ", ".join(f"{name} {value}" for name, value in trace.machine.items())
+    return [
+        heading(compared.plan),
+        f"measured in step(s) {steps} of one pipeline, on {machine}; medians; clocks of devices "
+        f"compared to {1e6 * trace.clock_accuracy_s:.3g} us ({trace.clock})",
+    ]
+
+
+def _totals(compared: Compared) -> list[tuple[str, ...]]:
+    found = compared.found
+    rows = [
+        ("makespan", found.predicted_makespan_s, found.measured_makespan_s, 1e3, "ms"),
+        ("bubble", found.predicted_bubble, found.measured_bubble, 100.0, "%"),
+        ("sent", compared.predicted_bytes, compared.measured_bytes, 1e-6, "MB"),
+    ]
+    return [
+        (name, f"{a * scale:.4g} {unit}", f"{b * scale:.4g} {unit}", _off(a, b, unit == "%"), "")
+        for name, a, b, scale, unit in rows
+    ]
+
+
+def _rows(compared: Compared) -> list[tuple[str, ...]]:
+    return [
+        (
+            NAMES[row.kind],
+            str(row.stage),
+            str(row.count),
+            f"{1e3 * row.predicted_s:.4g} ms",
+            f"{1e3 * row.measured_s:.4g} ms",
+            _off(row.predicted_s, row.measured_s),
+            f"{1e3 * row.total_difference_s:+.3g} ms",
+        )
+        for row in compared.found.rows
+    ]
+
+
+def _devices(compared: Compared) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(d.device),
+            f"{1e3 * d.predicted_busy_s:.4g} ms",
+            f"{1e3 * d.measured_busy_s:.4g} ms",
+            _off(d.predicted_busy_s, d.measured_busy_s),
+            f"{1e3 * d.measured_wait_s:.4g} ms",
+        )
+        for d in compared.found.devices
+    ]
+
+
+def _off(predicted: float, measured: float, share: bool = False) -> str:
+    if share:
+        return f"{100 * (measured - predicted):+.1f} points"
+    if not predicted:
+        return "as predicted" if not measured else "none predicted"
+    return f"{100 * (measured / predicted - 1):+.1f} %"
+
+
+def words(compared: Compared) -> list[str]:
+    """Where the run differs most from the plan."""
+    found = compared.found
+    gap = found.measured_makespan_s - found.predicted_makespan_s
+    lines = [
+        f"the pipeline took {_amount(gap)} than predicted "
+        f"({_off(found.predicted_makespan_s, found.measured_makespan_s)})"
+    ]
+    busiest = max(found.devices, key=lambda d: d.measured_busy_s)
+    extra = busiest.measured_busy_s - busiest.predicted_busy_s
+    lines.append(
+        f"the busiest device, {busiest.device}, computed {_amount(extra)} than predicted and "
+        f"waited {1e3 * busiest.measured_wait_s:.3g} ms for messages"
+    )
+    lines += [_in_words(row) for row in found.differing_most(3) if row.total_difference_s]
+    sent_extra = compared.measured_bytes - compared.predicted_bytes
+    if abs(sent_extra) > 0.01 * max(compared.measured_bytes, compared.predicted_bytes):
+        more = sent_extra > 0
+        lines.append(
+            f"{abs(sent_extra) / 1e6:.3g} MB {'more' if more else 'less'} were sent than predicted"
+            + "; conditioning and replicated embedders are not predicted" * more
+        )
+    return lines
+
+
+def _in_words(row: Row) -> str:
+    return (
+        f"{NAMES[row.kind]}s of stage {row.stage} took "
+        f"{_amount(row.measured_s - row.predicted_s)} each, "
+        f"{1e3 * abs(row.total_difference_s):.3g} ms in a step "
+        f"({_off(row.predicted_s, row.measured_s)})"
+    )
+
+
+def _amount(seconds: float) -> str:
+    return f"{1e3 * abs(seconds):.3g} ms {'longer' if seconds >= 0 else 'less'}"
+
+
+def write_drawing(compared: Compared, path: Path) -> None:
+    """Both timelines as a picture, a page or events, by the ending of ``path``."""
+    plan, step = compared.plan, typical_step(compared.trace)
+    problem = plan.problem()
+    panels = [
+        Panel("predicted", compared.replayed.timeline, sent(compared.replayed.transfers)),
+        Panel(f"measured, step {step.step}", timeline_of(plan.schedule, step), waited(step.waits)),
+    ]
+    if path.suffix.lower() == ".json":
+        text = json.dumps(trace_events(problem, panels, 1e6, in_bytes=True))
+    else:
+        title = f"{heading(plan)}, M = {plan.num_microbatches}"
+        text = draw_schedule(problem, panels, title, unit="ms", scale=1e3, in_bytes=True)
+        if path.suffix.lower() == ".html":
+            text = _page(compared, text)
+    with replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def _page(compared: Compared, picture: str) -> str:
+    totals = [row[:-1] for row in _totals(compared)]
+    return page.page(
+        f"Predicted and measured: {heading(compared.plan)}",
+        page.lines(_heading(compared)[1:]),
+        page.table(("", "predicted", "measured", "off by"), totals, left=(0,)),
+        "<h2>Where they differ most</h2>" + page.lines(words(compared)),
+        "<h2>One step of a pipeline</h2>" + page.picture(picture),
+        "<h2>Operations</h2>" + page.table(_ROW_COLUMNS, _rows(compared), left=(0,)),
+        "<h2>Devices</h2>" + page.table(_DEVICE_COLUMNS, _devices(compared)),
+    )

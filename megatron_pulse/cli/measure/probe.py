@@ -1,0 +1,237 @@
+"""``pulse probe``: a cluster file measured by the ranks of a job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import date, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import UserError, add_parser, check_file, mending, require
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_pulse.runtime.measure.probe import Probed
+
+_DESCRIPTION = """\
+Measures, between the ranks that it is started on, what planning needs to know of a cluster: latency
+and bandwidth inside a node and between nodes, whether the devices of a node share them, how near
+all-reduces come to that, and the memory and speed of the devices. Takes some ten seconds; start it
+as training is started, on a machine that does nothing else. Ranks are told apart by their host
+names, which are not written to the file.
+
+examples:
+  torchrun --nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+      -m megatron_pulse.cli probe -o cluster.yaml --device A100-80GB
+  srun --nodes 2 --ntasks-per-node 8 python -m megatron_pulse.cli probe -o cluster.yaml
+  pulse clusters cluster.yaml                          look at it
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``probe``."""
+    parser = add_parser(commands, "probe", "measure the links of a cluster", _DESCRIPTION)
+    add = parser.add_argument
+    add("-o", "--output", type=Path, metavar="YAML", help="the cluster file to write")
+    add("--name", default="probed", help="of the cluster (default: probed)")
+    add(
+        "--device",
+        metavar="NAME",
+        help="what to write as the device: a preset of 'pulse profile', or a profile's .json file "
+        "(default: the preset of this name, else measured by a matrix product and a copy)",
+    )
+    add("--backend", choices=("gloo", "nccl"), help="default: nccl where there is a GPU")
+    add("--max-mb", type=float, default=32.0, metavar="X", help="largest message (default 32)")
+    add(
+        "--timeout-s",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="the longest that one rank waits for another (default 60)",
+    )
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="also write every measured time as JSON; without FILE, or as '-', print it",
+    )
+    parser.set_defaults(run=run, command="probe")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure on all ranks; rank 0 writes and prints."""
+    ranks = job_of(os.environ)
+    faults = _faults(args, ranks)
+    if faults and ranks["RANK"] != "0":
+        raise SystemExit(2)  # rank 0 says why
+    require(faults)
+    import torch
+
+    from megatron_pulse.runtime.failures import PulseError
+    from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
+
+    backend = args.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = torch.device("cpu")
+    if backend == "nccl":
+        if int(ranks["LOCAL_RANK"]) >= torch.cuda.device_count():
+            raise UserError(
+                f"local rank {ranks['LOCAL_RANK']} has no GPU; there are "
+                f"{torch.cuda.device_count()}; start as many ranks, or give --backend gloo"
+            )
+        device = torch.device("cuda", int(ranks["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    max_bytes = int(args.max_mb * 2**20)
+    settings = ProbeSettings(args.name, device, max_bytes, args.timeout_s, args.device)
+    with mending(PulseError), _joined(ranks, backend, args.timeout_s):
+        from tqdm import tqdm
+
+        with tqdm(total=5, delay=2, leave=False, disable=ranks["RANK"] != "0" or None) as bar:
+
+            def progress(what: str) -> None:
+                bar.set_description(what, refresh=False)
+                bar.update()
+
+            probed = probe(settings, progress)
+    if probed is not None:
+        _write(args, probed, device)
+
+
+def job_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun or srun give them."""
+    slurm = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = {name: environment[name] for name in names if name in environment}
+    if "RANK" not in found and "SLURM_PROCID" in environment:
+        found |= {name: environment[key] for name, key in slurm.items() if key in environment}
+        if "MASTER_ADDR" not in found and "SLURM_JOB_NODELIST" in environment:
+            found["MASTER_ADDR"] = _first_host(environment["SLURM_JOB_NODELIST"])
+        job = environment.get("SLURM_JOB_ID", "0")
+        found.setdefault("MASTER_PORT", str(20000 + int(job) % 10000))
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UserError(
+            f"this is no job of several ranks ({', '.join(missing)} not set); start it with: "
+            "torchrun --nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml"
+        )
+    return found
+
+
+def _first_host(nodes: str) -> str:
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        return shown.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise UserError(
+            f"scontrol does not name the job's hosts; set MASTER_ADDR ({error})"
+        ) from error
+
+
+@contextmanager
+def _joined(ranks: Mapping[str, str], backend: str, timeout_s: float) -> Iterator[None]:
+    """The job's default process group."""
+    import torch.distributed as dist
+
+    from megatron_pulse.runtime.failures import PulseError
+
+    os.environ.update(ranks)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    except (RuntimeError, ValueError) as error:
+        raise PulseError(f"rank {ranks['RANK']} cannot join the others: {error}") from error
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _write(args: argparse.Namespace, probed: Probed, device: torch.device) -> None:
+    from megatron_pulse.files import replacing
+    from megatron_pulse.planner.cluster.cluster import save_cluster, to_yaml
+
+    comment = _comment(probed, device)
+    if args.output is not None:
+        save_cluster(probed.cluster, args.output, comment)
+    text = json.dumps(asdict(probed), indent=1, allow_nan=False) + "\n"
+    if args.json not in (None, "-"):
+        with replacing(args.json) as beside:
+            beside.write_text(text)
+    if args.json == "-":
+        print(text, end="")
+    else:
+        print(to_yaml(probed.cluster, comment), end="")
+        for path in (args.output, args.json):
+            if path is not None:
+                print(f"written to {path}")
+
+
+def _comment(probed: Probed, device: torch.device) -> str:
+    """How and where it was measured, with the spread, and what could not be."""
+    import torch
+
+    cluster = probed.cluster
+    lines = [
+        f"Measured by 'pulse probe' on {date.today()}: {cluster.nodes} node(s), "
+        f"{cluster.devices_per_node} rank(s) on each, {probed.backend}, torch {torch.__version__}, "
+        f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'}."
+    ]
+    for pair in probed.pairs:
+        a, b = pair.ranks
+        spread = 100 * pair.spread_s[-1] / pair.median_s[-1]
+        lines.append(
+            f"Ranks {a}-{b}: {pair.bandwidth_gbs:.3g} GB/s, {pair.latency_us:.3g} us; quartiles of "
+            f"{pair.num_bytes[-1] / 2**20:g} MiB are {spread:.0f} % of the median apart."
+        )
+    for name in ("intra_node", "inter_node"):
+        stream = probed.streams.get(name)
+        if stream is not None:
+            lines.append(
+                f"{name}: one stream {stream.alone_gbs:.3g} GB/s; each of {stream.num_pairs} at "
+                f"once {stream.at_once_gbs:.3g} GB/s."
+            )
+        elif name == "intra_node" or cluster.nodes > 1:
+            lines.append(f"{name}: too few ranks to see who shares it.")
+    if cluster.devices_per_node == 1:
+        lines.append("One rank on each node: intra_node is a copy of inter_node.")
+    return "\n".join(lines)
+
+
+def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
+    from megatron_pulse.profile.devices import PRESETS
+
+    faults = []
+    if int(ranks["WORLD_SIZE"]) < 2:
+        faults.append("a link has two ends: start 2 ranks or more")
+    if args.output is None and args.json is None:
+        faults.append("give -o cluster.yaml, or --json to print what was measured")
+    if args.output is not None:
+        faults += check_file(args.output, "-o", ".yaml")
+    if args.json not in (None, "-"):
+        faults += check_file(Path(args.json), "--json", ".json")
+    if not args.name:
+        faults.append("--name is empty")
+    if not (math.isfinite(args.max_mb) and args.max_mb >= 1):
+        faults.append(f"--max-mb is {args.max_mb:g}; it must be 1 or more")
+    if not (math.isfinite(args.timeout_s) and args.timeout_s > 0):
+        faults.append(f"--timeout-s is {args.timeout_s:g}; it must be above 0")
+    if args.device is not None and args.device not in PRESETS and not Path(args.device).is_file():
+        faults.append(
+            f"--device {args.device} is no file of 'pulse profile' and no preset; there are: "
+            + ", ".join(PRESETS)
+        )
+    return faults

@@ -1,0 +1,292 @@
+"""``pulse profile``: what each layer of a backbone costs on a device."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending, require, warn
+from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.models.backbone_options import add_option_flag, backbone_faults, options_of
+from megatron_pulse.faults import unknown
+
+if TYPE_CHECKING:
+    from megatron_pulse.profile.devices import Roofline
+    from megatron_pulse.profile.profile import Profile
+
+_DESCRIPTION = """\
+Planning balances devices by these costs. There are three ways to them:
+
+  measured   every layer runs alone on this machine's GPU or CPU, forward and backward; on a CPU
+             with as many threads as a rank will have (--threads)
+  analytic   operations and bytes of every layer on a device that is not at hand, named by
+             --preset or given in figures; ratios are good, seconds are estimates
+  table      the same, from a table of layers that others have published
+
+Costs at other microbatch sizes are read off between the profiled ones, so give the smallest
+and the largest that you may train with.
+
+examples:
+  pulse profile --backbone uvit-tiny -o profile.json
+  pulse profile --backbone sdxl --dtype bfloat16 --micro-batch-size 1,2,4,8 -o profile.json
+  pulse profile --backbone flux-dev --preset H100 -o profile.json
+  pulse profile --backbone sd-v2.1 --option sample_size=64 --peak-tflops 165 \\
+      --bandwidth-gbs 1008 --memory-gb 24 -o rtx4090.json
+  pulse profile --from-table sdxl_1024_fine.json --preset V100-32GB -o profile.json
+"""
+_FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``profile``."""
+    from megatron_pulse.profile.devices import PRESETS
+
+    parser = add_parser(commands, "profile", "find what each layer costs on a device", _DESCRIPTION)
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--backbone", metavar="NAME", help="one of 'pulse backbones'")
+    what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
+    add_option_flag(parser, "override one of the backbone's options")
+    add(
+        "--micro-batch-size",
+        default="1,2,4",
+        metavar="N[,N...]",
+        help="the sizes to profile (default 1,2,4)",
+    )
+    add(
+        "--device",
+        choices=["cuda", "cpu", "analytic"],
+        help="default: analytic with --preset or figures, else cuda where there is one, else cpu",
+    )
+    add("--preset", metavar="NAME", help=f"a device for analytic costs: {', '.join(PRESETS)}")
+    add("--peak-tflops", type=float, metavar="X", help="peak of a device without a preset")
+    add("--bandwidth-gbs", type=float, metavar="X", help="its memory bandwidth in GB/s")
+    add("--memory-gb", type=float, metavar="X", help="its memory in GB")
+    add(
+        "--efficiency",
+        type=float,
+        metavar="X",
+        help="analytic: the part of peak that matrix products reach (default 0.5)",
+    )
+    add(
+        "--dtype",
+        choices=_DTYPES,
+        help="of parameters and activations (default: bfloat16 on GPUs that have it, float16 on "
+        "others, float32 on a CPU)",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="plans shall recompute activations: a backward then includes a forward",
+    )
+    add(
+        "--once-per-kind",
+        action="store_true",
+        help="measure layers once that run the same operators on the same shapes",
+    )
+    add(
+        "--seconds-per-layer",
+        type=float,
+        metavar="S",
+        help="measured: the most to spend on a layer at one size (default 10)",
+    )
+    add(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="measured on a CPU: with as many threads as a rank will have (default: "
+        "OMP_NUM_THREADS, or 1 as torchrun sets it for several ranks)",
+    )
+    add("--top", type=int, default=12, metavar="N", help="layers to list (default 12)")
+    add("-o", "--output", type=Path, required=True, metavar="JSON", help="the profile to write")
+    parser.set_defaults(run=run, command="profile")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Find the costs, write them, list the largest."""
+    sizes, faults = _sizes(args.micro_batch_size)
+    faults += check_file(args.output, "--output", ".json")
+    faults += at_least(1, top=args.top, threads=args.threads)
+    faults += [*_what_faults(args), *_device_faults(args)]
+    require(faults)
+    from megatron_pulse.profile.cautions import spread_caution
+    from megatron_pulse.profile.files import save_profile
+    from megatron_pulse.profile.profile import ProfileError
+
+    with mending(ProfileError, ValueError):
+        make = _from_table if args.from_table else _from_backbone
+        profile = make(args, sizes)
+    save_profile(profile, args.output)
+    warn(spread_caution(profile))
+    print("\n".join([*report(profile, sizes[-1], args.top), f"written to {args.output}"]))
+
+
+def report(profile: Profile, size: int, top: int) -> list[str]:
+    """Lines: where the costs are from, the ``top`` layers by time at ``size``, and totals."""
+    from megatron_pulse.profile.profile import Source
+
+    name = profile.backbone.get("name") or profile.backbone.get("table")
+    versions = "".join(f", {key} {value}" for key, value in profile.versions.items())
+    sizes = ", ".join(map(str, profile.micro_batch_sizes))
+    costs = profile.at(size)
+    times = profile.times_at(size)
+    totals = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+    order = sorted(range(len(totals)), key=lambda i: -totals[i])[:top]
+    width = max(len("layer"), *(len(costs.names[i]) for i in order))
+    measured = profile.source is Source.MEASURED
+    lines = [
+        f"{name}: {profile.source} on {profile.device}, {profile.dtype}{versions}",
+        profile.method,
+        f"profiled at microbatch size {sizes}; at {size}, in ms and MB"
+        + (", backward with recomputation:" if profile.recompute else ":"),
+        "",
+        f"{'layer':{width}s}{'share':>8s}{'forward':>10s}{'input grad':>12s}{'weight grad':>13s}"
+        + f"{'spread':>9s}" * measured
+        + f"{'saved':>10s}{'peak':>10s}{'parameters':>13s}",
+    ]
+    whole = sum(totals) or 1.0
+    for i in order:
+        layer = times[i]
+        lines.append(
+            f"{costs.names[i]:{width}s}{totals[i] / whole:>8.1%}{1e3 * layer.forward_s:>10.3f}"
+            f"{1e3 * layer.input_grad_s:>12.3f}{1e3 * layer.weight_grad_s:>13.3f}"
+            + f"{layer.spread:>9.0%}"
+            * measured
+            + f"{costs.saved_bytes[i] / 1e6:>10.1f}{layer.peak_bytes / 1e6:>10.1f}"
+            f"{costs.parameters[i]:>13,d}"
+        )
+    if len(order) < len(totals):
+        lines.append(f"... and {len(totals) - len(order)} layers more")
+    forward, backward = sum(costs.forward_s), sum(costs.backward_s)
+    return [
+        *lines,
+        "",
+        f"{len(totals)} layers, {sum(costs.parameters):,} parameters: forward {1e3 * forward:.2f} "
+        f"ms, backward {1e3 * backward:.2f} ms (x{backward / forward if forward else 0:.2f}), "
+        f"{sum(costs.saved_bytes) / 1e6:,.1f} MB saved, {len(costs.skips)} skips of "
+        f"{sum(skip.num_bytes for skip in costs.skips) / 1e6:,.1f} MB",
+    ]
+
+
+def _sizes(text: str) -> tuple[list[int], list[str]]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        return [], [f"--micro-batch-size {text}: write positive whole numbers as 1,2,4"]
+    return sorted({int(word) for word in words}), []
+
+
+def _what_faults(args: argparse.Namespace) -> list[str]:
+    """Why there is no such backbone or table."""
+    if args.from_table:
+        faults = ["--option is for --backbone"] if args.option else []
+        if not args.from_table.is_file():
+            faults.append(f"--from-table {args.from_table}: there is no such file")
+        return faults
+    return backbone_faults(args)
+
+
+def _device_faults(args: argparse.Namespace) -> list[str]:
+    """Why the flags name no device, or none that this way to costs has."""
+    from megatron_pulse.profile.devices import PRESETS
+
+    faults = []
+    given = [name for name in _FIGURES if getattr(args, name) is not None]
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in _FIGURES)
+    analytic = args.from_table or args.device == "analytic" or (args.device is None and
+                                                                (args.preset or given))  # fmt: skip
+    if args.preset and args.preset not in PRESETS:
+        faults.append(unknown("preset", args.preset, PRESETS))
+    elif args.preset and args.dtype and args.dtype not in PRESETS[args.preset].peak_flops:
+        known = ", ".join(PRESETS[args.preset].peak_flops)
+        faults.append(f"--dtype {args.dtype}: no peak of {args.preset} is known, only of: {known}")
+    if args.preset and given:
+        faults.append(f"give either --preset or {flags}")
+    if 0 < len(given) < len(_FIGURES):
+        faults.append(f"a device in figures needs all of {flags}")
+    for name in (*_FIGURES, "efficiency", "seconds_per_layer"):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            faults.append(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+    if args.efficiency is not None and args.efficiency > 1:
+        faults.append(f"--efficiency is {args.efficiency}; it is a part of the peak, at most 1")
+    if args.from_table and args.device not in (None, "analytic"):
+        faults.append(f"--device {args.device} runs layers, and a table has none to run")
+    if analytic:
+        if not (args.preset or given):
+            faults.append(f"name a device: --preset ({', '.join(PRESETS)}) or {flags}")
+        if args.once_per_kind or args.seconds_per_layer is not None or args.threads is not None:
+            faults.append("--once-per-kind, --seconds-per-layer and --threads are for measuring")
+    else:
+        if args.preset or given:
+            faults.append(f"--preset and {flags} are for --device analytic, or for a table")
+        if args.efficiency is not None:
+            faults.append("--efficiency is for --device analytic, or for a table")
+    return faults
+
+
+def _roofline(args: argparse.Namespace) -> Roofline:
+    from megatron_pulse.profile.devices import PRESETS, Roofline, custom_device
+
+    if args.preset:
+        device = PRESETS[args.preset]
+    else:
+        device = custom_device(*(getattr(args, name) for name in _FIGURES))
+    dtype = args.dtype or next(d for d in ("bfloat16", "float16") if d in device.peak_flops)
+    if args.efficiency is None:
+        return Roofline(device, dtype)
+    return Roofline(device, dtype, args.efficiency)
+
+
+def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
+    from megatron_pulse.profile.table import read_table
+
+    return read_table(args.from_table, _roofline(args), sizes, args.recompute)
+
+
+def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
+    from model_specs import load_backbone
+
+    backbone = load_backbone(args.backbone, options_of(args))
+    roofline = _roofline(args) if args.preset or args.peak_tflops is not None else None
+    prepare_megatron()
+    if roofline is not None:
+        from megatron_pulse.profile.analytic import analyse
+
+        return analyse(backbone, sizes, roofline, args.recompute, progress=True)
+    import torch
+
+    from megatron_pulse.profile.cautions import rank_threads
+    from megatron_pulse.profile.measuring.clock import Patience
+    from megatron_pulse.profile.measuring.measure import measure
+
+    present = torch.cuda.is_available()
+    device = args.device or ("cuda" if present else "cpu")
+    if device == "cuda" and not present:
+        require(["--device cuda: torch finds no GPU here; use --device cpu, or --preset NAME"])
+    if device == "cuda" and args.threads is not None:
+        require(["--threads is for --device cpu"])
+    dtype = args.dtype or _dtype_of(device)
+    patience = Patience() if args.seconds_per_layer is None else Patience(
+        limit_s=args.seconds_per_layer)  # fmt: skip
+    return measure(
+        backbone,
+        sizes,
+        device,
+        dtype,
+        args.recompute,
+        patience,
+        args.once_per_kind,
+        progress=True,
+        threads=(args.threads or rank_threads()) if device == "cpu" else None,
+    )
+
+
+def _dtype_of(device: str) -> str:
+    import torch
+
+    if device == "cpu":
+        return "float32"
+    return "bfloat16" if torch.cuda.is_bf16_supported() else "float16"

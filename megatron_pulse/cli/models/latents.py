@@ -1,0 +1,229 @@
+"""``pulse data write-latents``: encode a dataset once, ahead of training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import (
+    UserError,
+    add_parser,
+    at_least,
+    check_folder,
+    mending,
+    require,
+)
+
+if TYPE_CHECKING:
+    from megatron_pulse.data.dataset import DiffusionDataset
+    from megatron_pulse.data.fields import Wanted
+    from megatron_pulse.data.latents.folder import LatentWriter
+    from megatron_pulse.diffusion.autoencoder import Autoencoder
+
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+_DESCRIPTION = """\
+Without --vae the pixels themselves are the latents; with it they are the mean of a diffusers
+AutoencoderKL's posterior, shifted and scaled as its configuration says. Files are written in whole
+shards: an interrupted command goes on where it stopped when it is given again. What the type on
+disk cannot hold is refused; sizes and crops of image files are kept for models that are told them.
+Train on the result with --pulse-data latents:DIR. Captions become text states as in training on
+captions:PATH, of random word vectors; for the states of a real encoder use
+megatron_pulse.data.latents.folder.LatentWriter.
+
+{specs}
+examples:
+  pulse data write-latents --from mnist --image-size 16 -o runs/mnist16
+  pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o runs/latents
+  pulse data write-latents --from captions:runs/emoji/images --image-size 32 --text-states 12x64 \\
+      -o runs/emoji-latents
+"""
+
+
+def add_write_latents(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], specs: str
+) -> None:
+    """Add ``write-latents``."""
+    parser = add_parser(
+        commands,
+        "data write-latents",
+        "write a dataset as memory-mapped latents",
+        _DESCRIPTION.format(specs=specs),
+    )
+    add = parser.add_argument
+    add("--from", dest="source", required=True, metavar="SPEC", help="the dataset to encode")
+    add("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to write")
+    add("--image-size", type=int, metavar="N", help="resize images to NxN before encoding")
+    add("--channels", type=int, choices=[1, 3], default=3, help="of a folder's images (3)")
+    add("--dtype", choices=list(_DTYPES), default="fp16", help="type on disk (default fp16)")
+    add("--vae", type=Path, metavar="PATH", help="a local diffusers AutoencoderKL folder")
+    add("--text-states", metavar="LxD", help="of captions: length and width of their states")
+    add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
+    add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
+    add("--verify", action="store_true", help="read every image once before beginning")
+    parser.set_defaults(run=run, command="data write-latents")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Encode what is not yet in the folder."""
+    require(_check(args))
+    from megatron_pulse.data.build import open_dataset
+    from megatron_pulse.data.dataset import DataError
+    from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC
+    from megatron_pulse.data.latents.folder import LatentLayout, LatentType, LatentWriter
+
+    with mending(DataError, OSError):
+        dataset, _ = open_dataset(
+            args.source,
+            args.image_size,
+            args.channels,
+            wanted=_wanted(args),
+            validation_fraction=0.0,
+            verify=args.verify,
+        )
+    autoencoder = _open_autoencoder(args.vae, dataset)
+    shape = dataset.image_shape
+    if autoencoder is not None:
+        side = tuple(size // autoencoder.factor for size in shape[1:])
+        shape = (autoencoder.latent_channels, *side)
+    fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
+    layout = LatentLayout(
+        shape=shape,
+        num_classes=dataset.num_classes,
+        dtype=LatentType(_DTYPES[args.dtype]),
+        fields=fields,
+        pixel_size=dataset.pixel_size,
+        shard_size=args.shard_size,
+        source=_source(args, dataset, autoencoder),
+    )
+    with mending(DataError, OSError):
+        writer = LatentWriter(args.output, layout, dataset.null_conditioning())
+        if writer.complete:
+            print(f"{args.output} is already complete: {writer.num_written} samples")
+            return
+        if writer.num_written:
+            print(f"resuming after {writer.num_written} of {len(dataset)} samples")
+        _write(writer, dataset, autoencoder, args.batch_size)
+    print(
+        f"{len(dataset)} samples of {'x'.join(map(str, shape))} ({args.dtype}): "
+        f"train on them with --pulse-data latents:{args.output}"
+    )
+
+
+def _write(
+    writer: LatentWriter,
+    dataset: DiffusionDataset,
+    autoencoder: Autoencoder | None,
+    batch_size: int,
+) -> None:
+    import torch
+    from tqdm import tqdm
+
+    from megatron_pulse.data.fields import FRAMING, framing_field
+
+    done = writer.num_written
+    quiet = not sys.stderr.isatty()
+    bar = tqdm(
+        total=len(dataset), initial=done, unit="image", desc="encoding", disable=quiet or None
+    )
+    with writer, bar:
+        for first in range(done, len(dataset), batch_size):
+            indices = range(first, min(first + batch_size, len(dataset)))
+            images = torch.stack([dataset.image(i) for i in indices])
+            latents = images if autoencoder is None else autoencoder.encode(images)
+            for i, latent in zip(indices, latents, strict=True):
+                given = dataset.conditioning(i)
+                if dataset.frames:
+                    given[FRAMING] = framing_field(dataset.framing(i))
+                writer.add(latent, dataset.label(i), given)
+            bar.update(len(indices))
+
+
+def _check(args: argparse.Namespace) -> list[str]:
+    faults = check_folder(args.output, "--output")
+    faults += at_least(
+        1, image_size=args.image_size, batch_size=args.batch_size, shard_size=args.shard_size
+    )
+    if args.source.startswith("latents:"):
+        faults.append(f"--from {args.source}: these are latents already")
+    captions = args.source.startswith("captions:")
+    if captions and args.text_states is None:
+        faults.append(f"--from {args.source}: give --text-states, or the captions would be lost")
+    if captions and args.image_size is None:
+        faults.append(f"--from {args.source}: give --image-size")
+    if args.text_states is not None:
+        if not captions:
+            faults.append("--text-states is for captions:PATH, the only data that has texts")
+        try:
+            _text_states(args.text_states)
+        except UserError as error:
+            faults.append(str(error))
+    if args.vae and not (args.vae / "config.json").is_file():
+        faults.append(f"--vae {args.vae} holds no config.json of a diffusers AutoencoderKL")
+    if args.output.is_dir() and not (args.output / "meta.json").exists():
+        if any(args.output.iterdir()):
+            faults.append(f"--output {args.output} holds other files; name a new folder")
+    return faults
+
+
+def _text_states(text: str) -> tuple[int, int]:
+    """``"12x64"`` as (length, width); raises UserError for anything else."""
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise UserError(f"--text-states {text!r}: write length and width as 12x64")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _wanted(args: argparse.Namespace) -> Wanted | None:
+    """Captions are encoded as states and their mask; nothing is asked of other data."""
+    if args.text_states is None:
+        return None
+    from megatron_pulse.data.dataset import FieldSpec
+    from megatron_pulse.data.fields import Wanted
+
+    length, width = _text_states(args.text_states)
+    return Wanted(
+        (args.channels, args.image_size, args.image_size),
+        {"context": FieldSpec((length, width)), "context_mask": FieldSpec((length,), "int64")},
+    )
+
+
+def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencoder | None:
+    if vae is None:
+        return None
+    from megatron_pulse.diffusion.autoencoder import Autoencoder, AutoencoderError
+
+    with mending(AutoencoderError):
+        autoencoder = Autoencoder(vae)
+    channels, height, _ = dataset.image_shape
+    faults = []
+    if channels != autoencoder.in_channels:
+        faults.append(f"--vae {vae} takes {autoencoder.in_channels} channels, not {channels}")
+    if height % autoencoder.factor:
+        faults.append(
+            f"images of {height} pixels cannot be encoded: --image-size must be a multiple of "
+            f"{autoencoder.factor}"
+        )
+    if faults:
+        raise UserError("; ".join(faults))
+    return autoencoder
+
+
+def _source(
+    args: argparse.Namespace, dataset: DiffusionDataset, autoencoder: Autoencoder | None
+) -> str:
+    """What a resumed command must have in common with the one that began the folder."""
+    kind, _, path = args.source.partition(":")
+    name = f"{kind}:{Path(path).resolve()}" if path else kind
+    size = "x".join(map(str, dataset.image_shape))
+    text = f"{len(dataset)} images {size} of {name}"
+    if args.text_states is not None:
+        text += ", captions as word vectors"
+    if autoencoder is None:
+        return f"{text}, pixels"
+    scale, shift = (
+        [round(x, 6) for x in t.flatten().tolist()] for t in (autoencoder.scale, autoencoder.shift)
+    )
+    return f"{text}, means of {args.vae.resolve()}, scale {scale}, shift {shift}"

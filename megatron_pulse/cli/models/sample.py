@@ -1,0 +1,272 @@
+"""``pulse sample``: pictures from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.cli.errors import UserError, add_parser, at_least, check_file, mending, require
+from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.models.backbone_options import add_option_flag, option_faults, options_of
+from megatron_pulse.diffusion.choice import add_process_arguments, process_choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_pulse.integration.sampling import Request, TrainedModel
+
+MIN_SIDE = 56
+"""Smaller images are enlarged to at least this many pixels, so that people can see them."""
+
+_DESCRIPTION = """\
+Runs on one process (a GPU if there is one), whatever the layout of the run that wrote the
+checkpoint. The picture has one row per class, prompt, or sample of the data. --prompt needs a
+model that was trained on --pulse-data captions:PATH; a model trained on latents with text states
+of an encoder that is not known here takes those of its validation samples: --from-data. --score
+asks a classifier that was fitted to real digits whether each image is the digit asked for.
+
+examples:
+  pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
+  pulse sample --load runs/a --iteration 4000 --raw --classes 3,5 --guidance 1.5 -o raw.png
+  pulse sample --load runs/latents --classes 0-9 --vae sd-vae-ft-mse -o birds.png
+  pulse sample --load runs/emoji/checkpoints --prompt "red heart" --prompt "cat face" -o emoji.png
+  pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
+  pulse sample --load runs/a --option sample_size=96 --vae sd-vae-ft-mse -o larger.png
+"""
+
+
+_MOST_CLASS = 1_000_000
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``sample``."""
+    parser = add_parser(commands, "sample", "draw samples from a checkpoint", _DESCRIPTION)
+    add = parser.add_argument
+    add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
+    add("-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--classes", help="such as 0-9 or 3,5 (default: the first ten, or all if fewer)"
+    )
+    what.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="draw this text (repeatable)"
+    )
+    what.add_argument(
+        "--from-data",
+        type=int,
+        metavar="N",
+        help="draw with the conditioning of the first N validation samples of the training data",
+    )
+    add("--data", metavar="SPEC", help="for --from-data: other data than that of the training")
+    add("--per-class", type=int, default=8, metavar="N", help="images in each row (default 8)")
+    add("--steps", type=int, default=50, metavar="N", help="sampler steps (default 50)")
+    add(
+        "--guidance",
+        type=float,
+        default=2.0,
+        metavar="W",
+        help="classifier-free guidance; 1 is none (default 2)",
+    )
+    add("--seed", type=int, default=0, help="of the starting noise (default 0)")
+    add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
+    add("--raw", action="store_true", help="the weights as trained, not their moving average")
+    add_option_flag(parser, "draw at another size or text length: sample_size=64")
+    add("--vae", type=Path, metavar="PATH", help="decode latents with this AutoencoderKL folder")
+    add(
+        "--score",
+        choices=["mnist", "digits8"],
+        help="share of images that a classifier of these real digits takes for the digit asked",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write settings and score there")
+    process = parser.add_argument_group(
+        "diffusion process", "Another process than that of the checkpoint, to see what it does."
+    )
+    add_process_arguments(process, "default: as the checkpoint", training=False)
+    parser.set_defaults(run=run, command="sample")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load, sample, score, write."""
+    require(_check(args))
+    prepare_megatron()
+    import torch
+
+    from megatron_pulse.data.score import digit_score
+    from megatron_pulse.diffusion.grid import save_grid
+    from megatron_pulse.integration.sampling import load_model, sample_images
+
+    with mending(ValueError):
+        model = load_model(
+            args.load,
+            args.iteration,
+            averaged=not args.raw,
+            data=args.data,
+            options=options_of(args),
+            choice=process_choice(args),
+        )
+    for change in model.changes:
+        print(change, file=sys.stderr)
+    if args.guidance != 1 and not model.can_be_guided:
+        print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
+    rows = _rows(args, model)
+    require(_check_model(args, model, rows))
+    decode = _decoder(args.vae, model)
+    asked = [row for row in rows for _ in range(args.per_class)]
+    with mending(ValueError, OSError):
+        request = _request(args, model, asked)
+        images = sample_images(
+            model,
+            request,
+            num_steps=args.steps,
+            guidance=args.guidance,
+            seed=args.seed,
+            progress=sys.stderr.isatty(),
+        )
+    images = decode(images)
+    report: dict[str, Any] = {
+        "checkpoint": str(model.folder),
+        "backbone": model.backbone.name,
+        "options": options_of(args),
+        "weights": "raw" if args.raw else "averaged",
+        "process": model.process.describe(),
+        "num_steps": args.steps,
+        "guidance": args.guidance,
+        "seed": args.seed,
+        _kind(args): asked,
+    }
+    score = None
+    if args.score:
+        score = digit_score(images, torch.tensor(asked), args.score)
+        report["score"] = score.to_dict()
+    scale = math.ceil(MIN_SIDE / images.shape[-1])
+    with mending(OSError):
+        save_grid(images, args.output, args.per_class, _captions(args, rows), scale)
+        if args.json:
+            _write_json(args.json, report)
+    if score is not None:
+        print(score)
+    print(f"{len(asked)} samples of {model.folder} ({model.process.describe()}): {args.output}")
+
+
+def _check(args: argparse.Namespace) -> list[str]:
+    faults = check_file(args.output, "--output", ".png")
+    if args.json:
+        faults += check_file(args.json, "--json", ".json")
+    faults += option_faults(args)
+    faults += at_least(1, per_class=args.per_class, steps=args.steps, from_data=args.from_data)
+    faults += at_least(0, seed=args.seed, iteration=args.iteration)
+    if not (math.isfinite(args.guidance) and args.guidance >= 0):
+        faults.append(f"--guidance is {args.guidance}; it must be 0 or more")
+    if args.data is not None and args.from_data is None:
+        faults.append("--data is for --from-data")
+    if args.classes is not None:
+        try:
+            parse_classes(args.classes)
+        except UserError as error:
+            faults.append(str(error))
+    if not args.load.is_dir():
+        faults.append(f"--load {args.load} is not a folder; give what training had as --save")
+    if args.vae and not (args.vae / "config.json").is_file():
+        faults.append(f"--vae {args.vae} holds no config.json of a diffusers AutoencoderKL")
+    return faults
+
+
+def parse_classes(text: str) -> list[int]:
+    """``"0-9"``, ``"3,5"`` or ``"0-2,7"`` as a list, each class once."""
+    classes: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UserError(f"--classes {text!r}: write classes as 0-9 or 3,5")
+        if int(last if dash else first) > _MOST_CLASS:
+            raise UserError(f"--classes {text[:60]!r}: no model has a class above {_MOST_CLASS:,}")
+        if dash and int(last) < int(first):
+            raise UserError(f"--classes {text!r}: {part.strip()} runs backwards")
+        classes += range(int(first), int(last if dash else first) + 1)
+    return list(dict.fromkeys(classes))
+
+
+def _rows(args: argparse.Namespace, model: TrainedModel) -> list[int] | list[str]:
+    """What each row of the picture shows: a class, a prompt, or the number of a sample."""
+    if args.prompt:
+        return list(args.prompt)
+    if args.from_data is not None:
+        return list(range(args.from_data))
+    if args.classes is not None:
+        return parse_classes(args.classes)
+    return list(range(min(model.num_classes or 1, 10)))
+
+
+def _kind(args: argparse.Namespace) -> str:
+    """What the rows are, as the report calls it."""
+    if args.prompt:
+        return "prompts"
+    return "labels" if args.from_data is None else "validation_samples"
+
+
+def _request(args: argparse.Namespace, model: TrainedModel, asked: list[Any]) -> Request:
+    from megatron_pulse.integration import sampling
+
+    if _kind(args) == "prompts":
+        return sampling.request_prompts(model, asked)
+    if _kind(args) == "labels":
+        return sampling.request_classes(model, asked)
+    return sampling.request_from_data(model, asked)
+
+
+def _captions(args: argparse.Namespace, rows: list[Any]) -> list[str]:
+    """Under each image its class; under the first of a row its prompt, which may be long."""
+    if _kind(args) == "labels":
+        return [str(row) for row in rows for _ in range(args.per_class)]
+    return [text for row in rows for text in (str(row), *[""] * (args.per_class - 1))]
+
+
+def _check_model(args: argparse.Namespace, model: TrainedModel, rows: list[Any]) -> list[str]:
+    faults = []
+    count = model.num_classes
+    if args.classes is not None and count is None:
+        faults.append(f"{model.backbone.name} knows no classes: leave --classes out")
+    if args.classes is not None and count is not None and any(row >= count for row in rows):
+        beyond = [row for row in rows if row >= count]
+        shown = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
+        faults.append(f"--classes: the model has classes 0-{count - 1}, not {shown}")
+    if args.vae and model.makes_pixels:
+        faults.append("--vae decodes latents, but the model was trained on pixels")
+    channels = model.backbone.input_spec.shape[0]
+    if not args.vae and channels not in (1, 3):
+        faults.append(f"the samples are latents of {channels} channels: decode them with --vae")
+    if args.score and (channels != 1 or args.vae):
+        faults.append("--score needs a model of grey digits (1 channel, no --vae)")
+    if args.score and (_kind(args) != "labels" or any(row > 9 for row in rows)):
+        faults.append("--score knows the classes 0-9 only")
+    return faults
+
+
+def _decoder(vae: Path | None, model: TrainedModel) -> Any:
+    if vae is None:
+        return lambda latents: latents
+    from megatron_pulse.diffusion.autoencoder import Autoencoder, AutoencoderError
+
+    with mending(AutoencoderError):
+        autoencoder = Autoencoder(vae)
+    channels, wanted = model.backbone.input_spec.shape[0], autoencoder.latent_channels
+    if channels != wanted:
+        raise UserError(f"--vae {vae} decodes {wanted} channels, the model makes {channels}")
+
+    def decode(latents: Tensor) -> Tensor:
+        import torch
+
+        return torch.cat([autoencoder.decode(part) for part in latents.split(8)])
+
+    return decode
+
+
+def _write_json(path: Path, report: dict[str, Any]) -> None:
+    from megatron_pulse.files import replacing
+
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,243 @@
+"""``pulse import`` and ``pulse export``: weights from and to the formats that others publish."""
+
+from __future__ import annotations
+
+import argparse
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import UserError, add_parser, check_folder, mending, require
+from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.models.backbone_options import (
+    add_option_flag,
+    backbone_faults,
+    option_faults,
+    options_of,
+)
+from megatron_pulse.diffusion.choice import add_process_arguments, process_choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_pulse.backbone.chain import Backbone
+
+_IMPORT = """\
+Reads a diffusers folder (a whole pipeline's, or that of its unet or transformer) and writes a
+checkpoint that training takes with --pretrained-checkpoint DIR, at any parallel layout, with a new
+optimizer; its moving average starts at the same weights. A single file (.pth, .safetensors) is read
+as the state dict that U-ViT publishes and needs --backbone.
+A UNet with classes keeps all of them and gets no null class unless --null-class is given.
+Every tensor must be there with its shape; what is wrong is listed, and nothing is written.
+The diffusion process is that of the pipeline's scheduler (scheduler/scheduler_config.json); where
+there is none, or it is one that is not known here, flags must say what it is.
+
+examples:
+  pulse import --from stable-diffusion-v1-5 --to checkpoints/sd15
+  pulse import --from PixArt-Sigma-XL-2-1024-MS/transformer --to checkpoints/pixart
+  pulse import --from downloads/transformer --objective v --noise-schedule scaled_linear \\
+      --beta-end 0.018 --to checkpoints/hunyuan
+  pulse import --from imagenet256_uvit_huge.pth --backbone uvit-h --objective epsilon \\
+      --noise-schedule scaled_linear --to checkpoints/uvit
+"""
+
+_EXPORT = """\
+Writes the moving average of a checkpoint's weights (or, with --raw, the weights) in the format
+that the model is published in: a folder that diffusers' from_pretrained loads, or for U-ViT a
+file (.pth or .safetensors) with its published names. What importing read, exporting writes again
+bit for bit. The diffusion process is written as the configuration of a diffusers scheduler, into
+the folder scheduler in it, or beside a file as NAME.scheduler_config.json.
+
+examples:
+  pulse export --load checkpoints/sd15 --to exported/unet
+  pulse export --load runs/a --iteration 4000 --raw --dtype bfloat16 --to exported/transformer
+  pulse export --load runs/uvit --to uvit.pth
+"""
+
+
+_FILES = (".pth", ".pt", ".safetensors")
+"""Endings of a file that holds a whole model."""
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``import`` and ``export``."""
+    parser = add_parser(commands, "import", "make a checkpoint of published weights", _IMPORT)
+    add = parser.add_argument
+    add("--from", dest="source", type=Path, required=True, metavar="PATH", help="what to read")
+    add("--to", type=Path, required=True, metavar="DIR", help="for --pretrained-checkpoint; new")
+    add("--backbone", metavar="NAME", help="for a single file: the backbone that it holds")
+    add_option_flag(parser, "with --backbone: override one of its options")
+    process = parser.add_argument_group(
+        "diffusion process", "What the pipeline's scheduler does not say, or says otherwise."
+    )
+    add_process_arguments(process, "default: as the scheduler says")
+    add(
+        "--null-class",
+        action="store_true",
+        help="of a UNet with classes: add one, of zeros, for classifier-free guidance to learn",
+    )
+    parser.set_defaults(run=run_import, command="import")
+
+    parser = add_parser(commands, "export", "write weights as they are published", _EXPORT)
+    add = parser.add_argument
+    add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
+    add("--to", type=Path, required=True, metavar="PATH", help="the folder or file to write; new")
+    add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
+    add("--raw", action="store_true", help="the weights as trained, not their moving average")
+    add(
+        "--dtype",
+        choices=["float32", "float16", "bfloat16"],
+        default="float32",
+        help="of the written weights (default float32)",
+    )
+    parser.set_defaults(run=run_export, command="export")
+
+
+def run_import(args: argparse.Namespace) -> None:
+    """Read, compare, write."""
+    require([*_check_new(args.to), *_check_source(args)])
+    prepare_megatron()
+    from megatron_pulse.backbone.published import PublishedError
+    from megatron_pulse.diffusion.scheduler import read_process
+    from megatron_pulse.integration.checkpoint.checkpoints import CheckpointError
+    from megatron_pulse.integration.checkpoint.weights import import_weights
+    from model_specs import image_tokens
+
+    with mending(PublishedError, CheckpointError, ValueError):
+        read = _open_file if args.source.is_file() else _open_folder
+        backbone, tensors, place = read(args)
+        process, unread = read_process(place, process_choice(args))
+        import_weights(backbone, tensors, str(args.source), args.to, process)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    print(
+        f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
+        f"process: {process.describe(image_tokens(backbone))}\n"
+        + (f"{unread}\n" if unread else "")
+        + f"train it with --pretrained-checkpoint {args.to} --pulse-backbone {backbone.name}"
+        + _option_flags(backbone)
+    )
+
+
+def run_export(args: argparse.Namespace) -> None:
+    """Load, convert, write."""
+    require([*_check_new(args.to), *_check_beside(args.to)])
+    prepare_megatron()
+    import torch
+
+    from megatron_pulse.backbone.published import PublishedError
+    from megatron_pulse.diffusion.published import write_folder, write_state_dict
+    from megatron_pulse.diffusion.scheduler_export import scheduler_of_process
+    from megatron_pulse.integration.checkpoint.checkpoints import CheckpointError, read_saved_run
+    from megatron_pulse.integration.checkpoint.weights import export_weights, load_whole
+    from megatron_pulse.integration.data import makes_pixels
+
+    with mending(CheckpointError, PublishedError):
+        saved = read_saved_run(args.load, args.iteration)
+        backbone, stage = load_whole(saved, averaged=not args.raw)
+        published, tensors = export_weights(backbone, stage)
+        dtype = getattr(torch, args.dtype)
+        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise PublishedError(f"weights that {args.dtype} cannot hold", beyond)
+        scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments.pulse_data))
+        if published.library != "diffusers" and args.to.suffix not in _FILES:
+            raise UserError(f"--to {args.to}: {backbone.name} is one file, {' or '.join(_FILES)}")
+        if published.library == "diffusers":
+            write_folder(args.to, published, tensors, scheduler=scheduler)
+        else:
+            write_state_dict(args.to, tensors, scheduler)
+    size, spaced = backbone.input_spec.shape[-1], published.config.get("sample_size")
+    if spaced not in (None, size):
+        print(
+            f"trained at {size}; config.json's sample_size {spaced} is what its positions are "
+            "spaced for, so ask pipelines for the size that you want"
+        )
+    count = sum(tensor.numel() for tensor in tensors.values())
+    print(
+        f"{args.to}: {published.class_name} of {published.library}, {len(tensors)} tensors with "
+        f"{count:,} values, {args.dtype}, {'raw' if args.raw else 'averaged'} weights, "
+        f"{scheduler['_class_name']}: {saved.process.describe()}"
+    )
+
+
+def _open_folder(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
+    from megatron_pulse.diffusion.published import find_component, read_config, read_folder
+    from model_specs import load_published
+
+    component = find_component(args.source)
+    backbone: Backbone = load_published(read_config(component))
+    tensors: Mapping[str, Tensor] = read_folder(component)
+    if args.null_class:
+        backbone, tensors = _with_null_class(backbone, tensors)
+    return backbone, tensors, component
+
+
+def _with_null_class(
+    backbone: Backbone, tensors: Mapping[str, Tensor]
+) -> tuple[Backbone, Mapping[str, Tensor]]:
+    """A class UNet with a row of zeros more in its table of classes."""
+    import torch
+
+    from model_specs import load_backbone
+
+    table, record = "class_embedding.weight", backbone.record
+    if table not in tensors or record["options"].get("null_class", True):
+        raise UserError(f"--null-class: {backbone.name} has no classes, or a null class already")
+    rows = tensors[table]
+    grown = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+    grown_options = {**record["options"], "null_class": True}
+    backbone = replace(load_backbone(record["name"], grown_options), kept=backbone.kept)
+    return backbone, ChainMap({table: grown}, tensors)  # type: ignore[arg-type]
+
+
+def _open_file(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor], Path]:
+    from megatron_pulse.diffusion.published import read_state_dict
+    from model_specs import load_backbone
+
+    return (
+        load_backbone(args.backbone, options_of(args)),
+        read_state_dict(args.source),
+        args.source,
+    )
+
+
+def _check_new(path: Path) -> list[str]:
+    if path.is_dir() and any(path.iterdir()):
+        return [f"--to {path} is a folder with something in it: name a new one"]
+    if path.is_file():
+        return [f"--to {path} exists: name a new one"]
+    return check_folder(path.parent, "--to")
+
+
+def _check_beside(path: Path) -> list[str]:
+    """An export of one file has its scheduler beside it, which may be another export's."""
+    from megatron_pulse.diffusion.scheduler import file_beside
+
+    beside = file_beside(path)
+    return [f"--to {path}: {beside} exists: name a new one"] if beside.exists() else []
+
+
+def _check_source(args: argparse.Namespace) -> list[str]:
+    faults = option_faults(args)
+    if args.source.is_file():
+        if args.backbone is None:
+            faults.append(f"--from {args.source} is a file: say with --backbone what it holds")
+        elif not faults:
+            faults += backbone_faults(args)
+        if args.null_class:
+            faults.append("--null-class is for a diffusers folder")
+    elif not args.source.is_dir():
+        faults.append(f"--from {args.source}: there is no such file or folder")
+    elif args.backbone is not None or args.option:
+        faults.append("--backbone and --option are for single files; config.json says what it is")
+    return faults
+
+
+def _option_flags(backbone: Backbone) -> str:
+    """The --pulse-option flags by which this backbone differs from the one of its name."""
+    from model_specs import changed_options
+
+    options = changed_options(backbone)
+    return "".join(f" --pulse-option {key}={text}" for key, text in options.items())

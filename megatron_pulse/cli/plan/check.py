@@ -1,0 +1,90 @@
+"""``pulse check``: whether a plan can run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import add_parser, mending, require
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.plan_file.plan_file import PlanFile
+
+_DESCRIPTION = """\
+Looks at everything that a run with --pulse-plan would stumble over, and lists all faults at once:
+
+  form       the file has every field, and each is what it may be
+  schedule   every operation is there once, on its device, and nothing waits in a circle
+  backbone   the stages hold the layers of the backbone's chain, each once and in order
+  skips      both ends of each are on one device, or it has a route of its own
+  messages   compiled for every device, and no order of NCCL calls can block
+  memory     activations at their peak keep within what each device has for them, and all that a
+             device holds within its memory
+  ranks      the machines have as many
+
+Needs no GPU and no other rank. The exit status is 0 for a plan that can run, else 2.
+
+examples:
+  pulse check plan.json
+  pulse check plan.json --json | jq .faults
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``check``."""
+    parser = add_parser(commands, "check", "say whether a plan can run", _DESCRIPTION)
+    parser.add_argument("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=run, command="check")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check, then print."""
+    from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan
+
+    with mending(PlanFileError):
+        plan, faults = read_plan(args.plan)
+    fine: dict[str, str] = {}
+    if plan is not None:
+        if not faults:
+            fine = {"form": "as it should be", "schedule": _schedule(plan)}
+        more, found = _against_the_world(plan, legal=not faults)
+        faults, fine = faults + more, {**fine, **found}
+    if args.json:
+        record = {"plan": str(args.plan), "can_run": not faults, "faults": faults, "checked": fine}
+        print(json.dumps(record, indent=1))
+    elif plan is not None and not faults:
+        from megatron_pulse.cli.plan.plan_text import heading
+
+        print(f"{args.plan}: {heading(plan)}\n")
+        print("\n".join(f"  {what:10s}{text}" for what, text in fine.items()))
+        print(f"\nit can run: --pulse-plan {args.plan}")
+    require([f"{args.plan}: {fault}" for fault in faults])
+
+
+def _schedule(plan: PlanFile) -> str:
+    count = sum(map(len, plan.schedule.order))
+    return (
+        f"{plan.schedule.name} of {len(plan.stages)} stages on {plan.pipeline} device(s), "
+        f"{plan.num_microbatches} microbatch(es): {count} operations, legal"
+    )
+
+
+def _against_the_world(plan: PlanFile, legal: bool) -> tuple[list[str], dict[str, str]]:
+    """The plan and its backbone, if the plan is legal in itself, and its machines."""
+    from megatron_pulse.planner.plan_file.check import check_backbone, check_machines
+    from model_specs import load_backbone
+
+    name, options = plan.backbone["name"], plan.backbone["options"]
+    faults, fine = [], {}
+    try:
+        backbone = load_backbone(name, options)
+    except (ValueError, TypeError) as error:
+        faults.append(f"backbone: {error}")
+    else:
+        if legal:
+            faults, fine = check_backbone(plan, backbone)
+    more, found = check_machines(plan)
+    return faults + more, {**fine, **found}

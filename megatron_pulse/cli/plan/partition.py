@@ -1,0 +1,296 @@
+"""``pulse partition``: where a backbone is cut into stages, and what that costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending, require
+from megatron_pulse.faults import unknown
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.layout.placement import Placement
+    from megatron_pulse.planner.partition.costs import ChainCosts, MemoryRule
+    from megatron_pulse.planner.partition.find import MemoryRules
+    from megatron_pulse.planner.partition.ways import Way
+    from megatron_pulse.profile.profile import Profile
+
+_DESCRIPTION = """\
+Cuts the chain of layers into stages so that the busiest device is done soonest: its forward and
+backward time with all that it sends and receives (--objective load), or by the measure of the
+PULSE paper, the largest stage (--objective stage). Modes:
+
+  exact         folded; both ends of every skip are on one device
+  soft          folded; skips travel, directly, where that is better for the objective
+  sequential    one stage on each device, skips travel directly
+  interleaved   several stages on each device in turn, skips travel directly
+
+Memory counts parameters, gradients and Adam's state as Megatron keeps them (bfloat16: 18 bytes a
+parameter, which are 2 + 4 for it and its fp32 gradient, 4 for the fp32 copy and 8 for both
+moments; float16: 20; float32: 16; --distributed-optimizer divides copy and moments among
+replicas), and the activations of as many microbatches as the schedule has in flight. It does not
+count what a kernel needs while it runs, nor the CUDA context: leave a tenth by --memory-gb.
+
+examples:
+  pulse partition --profile profile.json -p 4
+  pulse partition --profile profile.json -p 8 --mode soft --compare --draw soft.svg
+  pulse partition --from-table sd21_512_fine.json --preset V100-32GB -p 4 --json -
+  pulse partition --profile profile.json -p 8 --data-parallel 4 --distributed-optimizer
+"""
+_MODES = ("exact", "soft", "sequential", "interleaved")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``partition``."""
+    from megatron_pulse.profile.devices import PRESETS
+
+    parser = add_parser(commands, "partition", "cut a backbone into stages", _DESCRIPTION)
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
+    what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
+    add("--preset", metavar="NAME", help=f"the table's device: {', '.join(PRESETS)}")
+    add("-p", "--num-devices", type=int, required=True, metavar="P", help="pipeline devices")
+    add("--mode", choices=_MODES, help="default: soft if there are skips, else sequential")
+    add(
+        "--num-chunks",
+        type=int,
+        metavar="V",
+        help="stages on each device of a fold or interleaved (default 2; a fold of W waves: 2 W)",
+    )
+    add(
+        "--micro-batch-size",
+        type=int,
+        metavar="B",
+        help="samples of a microbatch (default: the smallest in the profile; 1 for a table)",
+    )
+    add("--objective", choices=("load", "stage"), default="load", help="default: load")
+    add(
+        "--lambda",
+        dest="lam",
+        type=float,
+        default=1.0,
+        metavar="L",
+        help="weight of sending in the measure of a stage (default 1)",
+    )
+    add(
+        "--slack",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="a measure may be larger than its best by this share where a later one gains: 0.05 is "
+        "the smallest stage, then the fewest bytes, among loads within 5 %% (default 0)",
+    )
+    add(
+        "--bandwidth-gbs",
+        type=float,
+        default=12.5,
+        metavar="X",
+        help="of the link between two devices, each way, in GB/s (default 12.5, 100 Gbit/s)",
+    )
+    add(
+        "--latency-us",
+        type=float,
+        default=5.0,
+        metavar="X",
+        help="of a message in microseconds (default 5)",
+    )
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--memory-gb",
+        type=float,
+        metavar="G",
+        help="what a device may hold (default: its memory, if the profile knows it)",
+    )
+    limit.add_argument("--no-memory", action="store_true", help="devices may hold any amount")
+    add(
+        "--microbatches",
+        type=int,
+        metavar="M",
+        help="in a step, for the activations in flight (default 2 P, where they reach their most)",
+    )
+    add(
+        "--bytes-per-parameter",
+        type=float,
+        metavar="X",
+        help="with gradient and optimizer (default: as said above)",
+    )
+    add("--data-parallel", type=int, default=1, metavar="D", help="replicas (default 1)")
+    add("--distributed-optimizer", action="store_true", help="as Megatron's flag of this name")
+    add(
+        "--recompute",
+        action="store_true",
+        help="recompute activations, also if the profile does not say so",
+    )
+    add("--compare", action="store_true", help="compare the ways of laying out stages and skips")
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the result as JSON; without FILE, or as '-', print it instead of the tables",
+    )
+    add("--draw", type=Path, metavar="SVG", help="draw the partition")
+    parser.set_defaults(run=run, command="partition")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Search, then print, write and draw."""
+    require(_faults(args))
+    from megatron_pulse.cli.plan.partition_report import Result, as_json, report
+    from megatron_pulse.files import replacing
+    from megatron_pulse.planner.draw.partition import draw_partition
+    from megatron_pulse.planner.layout.placement import make_placement
+    from megatron_pulse.planner.partition.costs import Link
+    from megatron_pulse.planner.partition.find import Goal, PartitionError
+    from megatron_pulse.planner.partition.ways import Way, best, compare
+    from megatron_pulse.profile.profile import ProfileError
+
+    with mending(ProfileError):
+        profile = _load(args)
+    size = args.micro_batch_size or profile.micro_batch_sizes[0]
+    costs = profile.at(size, recompute=args.recompute or None)
+    limit_bytes = _limit(args, profile)
+    rules = _memory_rules(args, profile.dtype, limit_bytes)
+    order = ("load", "stage", "bytes") if args.objective == "load" else ("stage", "load", "bytes")
+    link = Link(args.latency_us * 1e-6, args.bandwidth_gbs * 1e9)
+    goal = Goal(order, link=link, lam=args.lam, memory=rules, slack=args.slack)
+    way = _way(args.mode, costs)
+    if args.num_chunks is not None and way is Way.DIRECT:
+        require(["--num-chunks: without skips the mode is sequential; give --mode interleaved"])
+    chunks = args.num_chunks or 2
+    with mending(PartitionError):
+        placement = make_placement(way.placement_kind, args.num_devices, chunks)
+        if placement.num_stages <= len(costs.names):
+            rules(placement)  # makes the schedule, which is not part of the search
+        begin = time.perf_counter()
+        found = best(way, costs, args.num_devices, goal, chunks)
+        seconds = time.perf_counter() - begin
+    result = Result(
+        profile,
+        size,
+        args.recompute or profile.recompute,
+        costs,
+        args.objective,
+        limit_bytes,
+        found,
+        seconds,
+        compare(costs, args.num_devices, goal, chunks) if args.compare else {},
+    )
+    lines = [] if args.json == "-" else report(result)
+    if args.json == "-":
+        print(json.dumps(as_json(result), indent=1, allow_nan=False))
+    elif args.json is not None:
+        with replacing(args.json) as beside:
+            beside.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
+        lines.append(f"written to {args.json}")
+    if args.draw is not None:
+        picture = draw_partition(costs, found.partition, found.evaluation, *result.headings())
+        with replacing(args.draw) as beside:
+            beside.write_text(picture, encoding="utf-8")
+        lines.append(f"drawn to {args.draw}")
+    if args.json != "-":
+        print("\n".join(lines))
+
+
+def _load(args: argparse.Namespace) -> Profile:
+    if args.profile is not None:
+        from megatron_pulse.profile.files import load_profile
+
+        return load_profile(args.profile)
+    from megatron_pulse.profile.devices import PRESETS, Roofline
+    from megatron_pulse.profile.table import read_table
+
+    device = PRESETS[args.preset]
+    dtype = next(name for name in ("bfloat16", "float16") if name in device.peak_flops)
+    return read_table(args.from_table, Roofline(device, dtype), (args.micro_batch_size or 1,))
+
+
+def _limit(args: argparse.Namespace, profile: Profile) -> float | None:
+    if args.no_memory:
+        return None
+    if args.memory_gb is not None:
+        return float(args.memory_gb * 1e9)
+    return float(profile.memory_bytes) or None
+
+
+def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | None) -> MemoryRules:
+    """What devices may hold."""
+    from megatron_pulse.planner.partition.costs import MemoryRule
+    from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
+
+    per_parameter = args.bytes_per_parameter or bytes_per_parameter(
+        dtype, args.distributed_optimizer, args.data_parallel
+    )
+    num_microbatches = args.microbatches or 2 * args.num_devices
+
+    def rule(placement: Placement) -> MemoryRule:
+        return MemoryRule(
+            math.inf if limit_bytes is None else limit_bytes,
+            per_parameter,
+            in_flight(placement, num_microbatches),
+        )
+
+    return rule
+
+
+def _way(mode: str | None, costs: ChainCosts) -> Way:
+    from megatron_pulse.planner.partition.ways import Way
+
+    ways = {
+        "exact": Way.FOLD_EXACT,
+        "soft": Way.FOLD_SOFT,
+        "sequential": Way.DIRECT,
+        "interleaved": Way.INTERLEAVED_DIRECT,
+    }
+    return ways[mode or ("soft" if costs.skips else "sequential")]
+
+
+def _faults(args: argparse.Namespace) -> list[str]:
+    from megatron_pulse.profile.devices import PRESETS
+
+    faults = at_least(
+        1,
+        num_devices=args.num_devices,
+        micro_batch_size=args.micro_batch_size,
+        microbatches=args.microbatches,
+        data_parallel=args.data_parallel,
+    )
+    for flag, file in (("--profile", args.profile), ("--from-table", args.from_table)):
+        if file is not None and not file.is_file():
+            faults.append(f"{flag} {file}: there is no such file")
+    if args.from_table is None and args.preset is not None:
+        faults.append("--preset is for --from-table; a profile knows its device")
+    if args.from_table is not None and args.preset not in PRESETS:
+        known = ", ".join(PRESETS)
+        missing = f"--from-table: give the device as --preset: {known}"
+        faults.append(unknown("preset", args.preset, PRESETS) if args.preset else missing)
+    for name in ("bandwidth_gbs", "memory_gb", "bytes_per_parameter"):
+        value = getattr(args, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            faults.append(f"--{name.replace('_', '-')} is {value:g}; it must be above 0")
+    for flag, value in (
+        ("--latency-us", args.latency_us),
+        ("--lambda", args.lam),
+        ("--slack", args.slack),
+    ):
+        if not (math.isfinite(value) and value >= 0):
+            faults.append(f"{flag} is {value:g}; it must be 0 or more")
+    if args.num_chunks is not None:
+        if args.mode == "sequential":
+            faults.append("--num-chunks is for folds and interleaved; sequential has one stage")
+        elif args.num_chunks < 2:
+            faults.append(f"--num-chunks is {args.num_chunks}; it must be 2 or more")
+        elif args.num_chunks % 2 and args.mode != "interleaved":
+            faults.append(f"--num-chunks is {args.num_chunks}; a fold has an even number")
+    if args.bytes_per_parameter is not None and args.distributed_optimizer:
+        faults.append("give either --bytes-per-parameter or --distributed-optimizer")
+    if args.json not in (None, "-"):
+        faults += check_file(Path(args.json), "--json", ".json")
+    if args.draw is not None:
+        faults += check_file(args.draw, "--draw", ".svg")
+    return faults

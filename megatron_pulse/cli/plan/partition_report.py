@@ -1,0 +1,204 @@
+"""What ``pulse partition`` found, as tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pulse.planner.partition.costs import ChainCosts
+from megatron_pulse.planner.partition.find import PartitionError
+from megatron_pulse.planner.partition.ways import Outcome, Way
+from megatron_pulse.profile.profile import Profile
+
+
+@dataclass(frozen=True)
+class Result:
+    """A partition, what it was asked for, how long the search took, and other ways, if asked."""
+
+    profile: Profile
+    micro_batch_size: int
+    recompute: bool
+    costs: ChainCosts
+    objective: str
+    limit_bytes: float | None
+    found: Outcome
+    seconds: float
+    others: Mapping[Way, Outcome | PartitionError]
+
+    @property
+    def name(self) -> str:
+        """The backbone's, or the table's."""
+        record = self.profile.backbone
+        return str(record.get("name") or record.get("table"))
+
+    @property
+    def objective_value(self) -> float:
+        """What was made as small as possible, in seconds."""
+        found = self.found.evaluation
+        return max(found.load_s if self.objective == "load" else found.stage_s)
+
+    @property
+    def layout(self) -> str:
+        """How stages are laid over devices, and whether skips are kept at home."""
+        way, placement = self.found.way, self.found.partition.placement
+        return str(way if way in (Way.FOLD_EXACT, Way.FOLD_SOFT) else placement.kind)
+
+    def headings(self) -> tuple[str, str]:
+        """Title and subtitle of the picture."""
+        moved, found = self.found.volume, self.found.evaluation
+        placement = self.found.partition.placement
+        return (
+            f"{self.name}: {self.layout} on P = {placement.num_devices}, balance "
+            f"{found.balance:.2f}",
+            f"{self.profile.device}, {self.profile.dtype}, microbatch of {self.micro_batch_size}: "
+            f"largest load {1e3 * max(found.load_s):.3g} ms; moves {moved.total / 1e6:.3g} MB "
+            f"(boundaries {moved.boundary / 1e6:.3g}, skips {moved.skip / 1e6:.3g})",
+        )
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Everything that was found, as JSON-able values; bytes are forward and gradients together."""
+    found, evaluation = result.found, result.found.evaluation
+    partition = found.partition
+    placement = partition.placement
+    record: dict[str, Any] = {
+        "backbone": dict(result.profile.backbone),
+        "device": result.profile.device,
+        "dtype": result.profile.dtype,
+        "micro_batch_size": result.micro_batch_size,
+        "extrapolated": result.profile.extrapolates(result.micro_batch_size),
+        "recompute": result.recompute,
+        "way": found.way,
+        "placement": placement.kind,
+        "num_devices": placement.num_devices,
+        "stages": [
+            [result.costs.names[i] for i in partition.layers_of_stage(stage)]
+            for stage in range(placement.num_stages)
+        ],
+        "device_of_stage": list(placement.device_of_stage),
+        "load_s": list(evaluation.load_s),
+        "compute_s": list(evaluation.compute_s),
+        "balance": evaluation.balance,
+        "memory_bytes": [round(held) for held in evaluation.memory_bytes],
+        "memory_limit_bytes": None if result.limit_bytes is None else round(result.limit_bytes),
+        "bytes_per_microbatch": {"boundary": found.volume.boundary, "skip": found.volume.skip},
+        "objective": result.objective,
+        "objective_value": result.objective_value,
+        "seconds": result.seconds,
+    }
+    if result.others:
+        record["comparison"] = [_row(way, other) for way, other in result.others.items()]
+    return record
+
+
+def _row(way: Way, other: Outcome | PartitionError) -> dict[str, Any]:
+    if isinstance(other, PartitionError):
+        return {"way": way, "infeasible": str(other)}
+    moved = other.volume
+    return {
+        "way": way,
+        "total": moved.total,
+        "boundary": moved.boundary,
+        "skip": moved.skip,
+        "hottest_device": moved.hottest,
+        "balance": other.evaluation.balance,
+        "largest_load_s": max(other.evaluation.load_s),
+        "memory_bytes": round(max(other.evaluation.memory_bytes)),
+    }
+
+
+def report(result: Result) -> list[str]:
+    """Lines for people: devices, totals, and the comparison if there is one."""
+    profile, found, costs = result.profile, result.found, result.costs
+    placement, size = found.partition.placement, result.micro_batch_size
+    lines = [
+        f"{result.name}: {len(costs.names)} layers, {len(costs.skips)} skips; {result.layout} on "
+        f"{placement.num_devices} device(s), smallest {result.objective}",
+        f"costs: {profile.source}, {profile.device}, {profile.dtype}, microbatches of {size}"
+        + ", activations recomputed" * result.recompute,
+        profile.method,
+    ]
+    if profile.extrapolates(size):
+        sizes = ", ".join(map(str, profile.micro_batch_sizes))
+        lines.append(f"note: the profile is of microbatches of {sizes}; {size} is extrapolated")
+    lines += ["", *_device_table(result), "", *_totals(result)]
+    if result.others:
+        lines += ["", *_comparison(result.others)]
+    return lines
+
+
+def _device_table(result: Result) -> list[str]:
+    costs, partition = result.costs, result.found.partition
+    found, placement = result.found.evaluation, partition.placement
+    mean = sum(found.compute_s) / len(found.compute_s)
+    lines = [
+        f"{'device':>6s}{'forward':>10s}{'backward':>10s}{'messages':>10s}{'load':>10s}"
+        f"{'of mean':>9s}{'parameters':>12s}{'memory':>10s}  stages",
+        f"{'':6s}{'ms':>10s}{'ms':>10s}{'ms':>10s}{'ms':>10s}{'':9s}{'M':>12s}{'GB':>10s}",
+    ]
+    for device in range(placement.num_devices):
+        stages = placement.stages_of_device(device)
+        layers = [i for stage in stages for i in partition.layers_of_stage(stage)]
+        forward = sum(costs.forward_s[i] for i in layers)
+        compute, load = found.compute_s[device], found.load_s[device]
+        row = (
+            f"{device:6d}{1e3 * forward:10.3f}{1e3 * (compute - forward):10.3f}"
+            f"{1e3 * (load - compute):10.3f}{1e3 * load:10.3f}"
+            f"{compute / mean if mean else 1:9.3f}"
+            f"{sum(costs.parameters[i] for i in layers) / 1e6:12.1f}"
+            f"{found.memory_bytes[device] / 1e9:10.2f}  "
+        )
+        for stage in stages:
+            held = partition.layers_of_stage(stage)
+            names = [costs.names[i] for i in held]
+            ends = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+            lines.append(f"{row}{stage}: {ends} ({len(names)})")
+            row = " " * len(row)
+    return lines
+
+
+def _totals(result: Result) -> list[str]:
+    found, moved = result.found.evaluation, result.found.volume
+    largest = max(found.load_s)
+    rate = f"{result.micro_batch_size / largest:.4g}" if largest else "any number of"
+    limit = "no limit" if result.limit_bytes is None else f"of {result.limit_bytes / 1e9:.4g} GB"
+    return [
+        f"balance {found.balance:.3f} (largest computing time over the mean); largest load "
+        f"{1e3 * largest:.3f} ms",
+        f"at most {rate} samples/s on each pipeline, if no device ever waits",
+        f"a microbatch moves {moved.total / 1e6:.2f} MB, forward and gradients: boundaries "
+        f"{moved.boundary / 1e6:.2f}, skips {moved.skip / 1e6:.2f}; the hottest device "
+        f"{moved.hottest / 1e6:.2f}",
+        f"memory at most {max(found.memory_bytes) / 1e9:.2f} GB ({limit}); searched "
+        f"{result.seconds:.3g} s",
+    ]
+
+
+def _comparison(others: Mapping[Way, Outcome | PartitionError]) -> list[str]:
+    """A row for each way; what is best in a column has a star."""
+    columns: Sequence[tuple[str, str, float]] = (
+        ("total MB", "total", 1e-6),
+        ("skips MB", "skip", 1e-6),
+        ("hottest MB", "hottest_device", 1e-6),
+        ("balance", "balance", 1.0),
+        ("largest load ms", "largest_load_s", 1e3),
+        ("memory GB", "memory_bytes", 1e-9),
+    )
+    rows = [_row(way, other) for way, other in others.items()]
+    known = [row for row in rows if "infeasible" not in row]
+    least = {key: min(row[key] for row in known) for _, key, _ in columns} if known else {}
+    lines = [f"{'way':20s}" + "".join(f"{title:>17s}" for title, _, _ in columns)]
+    for row in rows:
+        if "infeasible" in row:
+            lines.append(f"{row['way']:20s}{row['infeasible']}")
+            continue
+        cells = (
+            f"{row[key] * scale:16.3f}{'*' if row[key] == least[key] else ' '}"
+            for _, key, scale in columns
+        )
+        lines.append(f"{row['way']:20s}" + "".join(cells).rstrip())
+    return [
+        *lines,
+        "* smallest. Bytes of a microbatch, forward and gradients; each way at its best",
+    ]

@@ -1,0 +1,131 @@
+"""A plan as a page and as pictures."""
+
+from __future__ import annotations
+
+import html
+import json
+from pathlib import Path
+
+from megatron_pulse.cli import page
+from megatron_pulse.cli.plan import plan_text
+from megatron_pulse.files import replacing
+from megatron_pulse.planner.draw.lanes import sent
+from megatron_pulse.planner.draw.partition import draw_partition
+from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
+from megatron_pulse.planner.draw.trace_events import trace_events
+from megatron_pulse.planner.partition.costs import ChainCosts, Link, evaluate
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.step.replay import Replay
+
+
+def write(plan: PlanFile, replayed: Replay, costs: ChainCosts | None, path: Path, at: Path) -> None:
+    """A picture, a page or a trace of the plan of file ``path``, by the ending of ``at``."""
+    problem = plan.problem()
+    panels = [Panel("predicted", replayed.timeline, sent(replayed.transfers))]
+    if at.suffix.lower() == ".json":
+        text = json.dumps(trace_events(problem, panels, 1e6, in_bytes=True))
+    else:
+        timeline = draw_schedule(
+            problem,
+            panels,
+            f"{plan_text.heading(plan)}, M = {plan.num_microbatches}",
+            lower_bound=plan.provenance["schedule"]["lower_bound"],
+            unit="ms",
+            scale=1e3,
+            in_bytes=True,
+        )
+        svg = at.suffix.lower() == ".svg"
+        text = timeline if svg else _page(plan, replayed, costs, path, timeline)
+    with replacing(at) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def _page(
+    plan: PlanFile, replayed: Replay, costs: ChainCosts | None, path: Path, timeline: str
+) -> str:
+    cut = "give the profile with --profile to see the partition"
+    parts = [
+        page.lines([plan_text.batch(plan)]),
+        "<h2>Predicted</h2>" + page.listed(plan_text.predicted(plan)),
+        "<h2>Partition</h2>"
+        + (page.lines([cut]) if costs is None else page.picture(_partition(plan, costs))),
+        "<h2>One step of a pipeline</h2>" + page.picture(timeline),
+        "<h2>Devices</h2>"
+        + page.table(plan_text.DEVICE_COLUMNS, plan_text.devices(plan, replayed), left=(1, 7)),
+        "<h2>Memory</h2>" + _memory(plan),
+        "<h2>Messages of a step of one pipeline</h2>" + _messages(plan, replayed),
+        "<h2>Made from</h2>" + page.listed(plan_text.provenance(plan)),
+        f"<h2>Run it</h2><pre>{html.escape(plan_text.command(plan, path))}</pre>",
+        page.lines([f"which is {plan_text.flags(plan)}"]),
+    ]
+    return page.page(plan_text.heading(plan), *parts)
+
+
+def _partition(plan: PlanFile, costs: ChainCosts) -> str:
+    slowest = max((seconds for _, _, seconds in plan.times.edges), default=0.0)
+    found = evaluate(costs, plan.partition, Link(slowest))
+    what = f"microbatch of {plan.micro_batch_size}; loads with {1e3 * slowest:.3g} ms a message"
+    title = f"{plan.backbone['name']}: {plan.placement} on P = {plan.pipeline}"
+    return draw_partition(costs, plan.partition, found, title, what)
+
+
+def _memory(plan: PlanFile) -> str:
+    """A bar for each device: activations, and what else it holds, of what is usable."""
+    held = plan.predicted["memory_bytes"]
+    cluster = plan.provenance["cluster"]
+    limit = 1e9 * cluster.get("memory_gb", 0) * cluster.get("usable_memory", 1.0)
+    whole = max(limit, *held) if max(held) > limit / 5 else max(held)
+    rows = []
+    peaks = peak_activations(plan.schedule, plan.times.saved_bytes)
+    for device, (size, peak) in enumerate(zip(held, peaks, strict=True)):
+        rest = max(0.0, size - peak)
+        bars = "".join(
+            f'<span class="bar {look}" style="width: {100 * part / whole:.2f}%"></span>'
+            for look, part in (("solid", rest), ("hatched", peak))
+        )
+        rows.append(
+            f'<tr><td>device {device}</td><td><span class="track">{bars}</span></td>'
+            f"<td>{size / 1e9:.3g} GB</td><td>{rest / 1e9:.3g} GB</td><td>{peak / 1e9:.3g} GB</td>"
+            "</tr>"
+        )
+    note = f"a full bar is {whole / 1e9:.3g} GB; {limit / 1e9:.4g} GB are usable"
+    key = '<span class="bar {}" style="width: 24px"></span> {}'
+    looks = "; ".join(
+        key.format(look, text)
+        for look, text in (
+            ("solid", "weights, gradients, optimizer, what operations need while they run"),
+            ("hatched", "activations"),
+        )
+    )
+    head = "<tr><th></th><th></th><th>in all</th><th>held</th><th>activations</th></tr>"
+    return f'<div class="wide"><table>{head}{"".join(rows)}</table></div><p>{looks}; {note}</p>'
+
+
+def _messages(plan: PlanFile, replayed: Replay) -> str:
+    """Who sends to whom, how often, and for how long."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for transfer in replayed.transfers:
+        key = (transfer.source, transfer.destination)
+        found.setdefault(key, []).append(transfer.end - transfer.start)
+    makespan = replayed.timeline.makespan
+    rows = [
+        (
+            f"{source} to {destination}",
+            str(len(times)),
+            f"{1e3 * sum(times):.3g} ms",
+            f"{100 * sum(times) / makespan:.2f} %",
+        )
+        for (source, destination), times in sorted(found.items())
+    ]
+    sent, reduced = (
+        plan.predicted[name] * plan.global_batch_size / 1e9
+        for name in ("pipeline_bytes_per_sample", "data_bytes_per_sample")
+    )
+    total = (
+        f"{sent:.4g} GB in a step, by all ranks, in pipelines; for the reduction of gradients "
+        f"{reduced:.4g} GB"
+    )
+    if not rows:
+        return page.lines(["none: a pipeline is one device", total])
+    return page.table(("devices", "messages", "sending", "of the step"), rows) + page.lines([total])

@@ -1,0 +1,207 @@
+"""A plan in words, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
+from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.step.replay import Replay
+
+GRID_WIDTH = 180
+"""Characters that a grid may take where nobody asked for it."""
+
+
+def heading(plan: PlanFile) -> str:
+    """What runs where, in a line."""
+    return (
+        f"{plan.backbone['name']} on {plan.world_size} rank(s): pipeline {plan.pipeline} x data "
+        f"{plan.data} x tensor {plan.tensor}, {plan.placement} of {len(plan.stages)} stage(s)"
+    )
+
+
+def batch(plan: PlanFile) -> str:
+    """The batch and how a step is run, in a line."""
+    parts = [
+        f"batch {plan.global_batch_size} = {plan.data} replica(s) x {plan.num_microbatches} "
+        f"microbatch(es) of {plan.micro_batch_size}",
+        plan.dtype,
+        "split backwards" if plan.times.weight_grad is not None else "whole backwards",
+    ]
+    for name in ("sequence_parallel", "recompute", "distributed_optimizer"):
+        parts += [name.replace("_", " ")] * getattr(plan, name)
+    return ", ".join(parts)
+
+
+def predicted(plan: PlanFile) -> list[tuple[str, str]]:
+    """Names and values of what the tuner expects."""
+    p = plan.predicted
+    return [
+        ("step", f"{1e3 * p['step_s']:.4g} ms, {p['samples_per_s']:.4g} samples/s"),
+        (
+            "of that",
+            f"pipeline {1e3 * p['pipeline_s']:.4g} ms, gradients' reduction that nothing hides "
+            f"{1e3 * p['exposed_reduction_s']:.3g} ms, optimizer {1e3 * p['optimizer_s']:.3g} ms",
+        ),
+        ("bubble", f"{100 * p['bubble']:.1f} % of the devices' time in the pipeline"),
+        ("memory", f"at most {max(p['memory_bytes']) / 1e9:.3g} GB on a device"),
+        (
+            "sent",
+            f"{p['pipeline_bytes_per_sample'] / 1e6:.3g} MB a sample in the pipeline, "
+            f"{p['data_bytes_per_sample'] / 1e6:.3g} MB for the gradients' reduction",
+        ),
+    ]
+
+
+def provenance(plan: PlanFile) -> list[tuple[str, str]]:
+    """Names and values of where the plan is from."""
+    p = plan.provenance
+    made, cluster = p["schedule"], p["cluster"]
+    known = "proved: none is shorter" if made["proved"] else f"gap {100 * made['gap']:.2f} %"
+    size = [str(cluster[key]) for key in ("nodes", "devices_per_node") if key in cluster]
+    return [
+        ("profile", f"{p['profile']} (sha256 {p['profile_sha256'][:12]})"),
+        ("cluster", f"{cluster.get('name', 'unknown')} ({' x '.join(size)} devices)"),
+        (
+            "schedule",
+            f"{made['solver']}: {1e3 * made['makespan']:.4g} ms without waiting for shared links, "
+            f"lower bound {1e3 * made['lower_bound']:.4g} ms ({known})",
+        ),
+        ("versions", ", ".join(f"{name} {value}" for name, value in p["versions"].items())),
+    ]
+
+
+def command(plan: PlanFile, path: Path) -> str:
+    """How the plan is run."""
+    cluster = plan.provenance["cluster"]
+    per_node = min(plan.world_size, int(cluster.get("devices_per_node", plan.world_size)))
+    nodes = -(-plan.world_size // per_node)
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " * (nodes > 1)
+    return (
+        f"torchrun {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
+        f"{path} --pulse-data DATA --train-iters N --lr X"
+    )
+
+
+def flags(plan: PlanFile) -> str:
+    """The flags of Megatron that the plan stands for."""
+    given = [
+        f"--pipeline-model-parallel-size {plan.pipeline}",
+        f"--tensor-model-parallel-size {plan.tensor}",
+        f"--global-batch-size {plan.global_batch_size}",
+        f"--micro-batch-size {plan.micro_batch_size}",
+    ]
+    for flag, wanted in (
+        ("--bf16", plan.dtype == "bfloat16"),
+        ("--fp16", plan.dtype == "float16"),
+        ("--sequence-parallel", plan.sequence_parallel),
+        ("--recompute-granularity full", plan.recompute),
+        ("--use-distributed-optimizer", plan.distributed_optimizer),
+        ("--overlap-grad-reduce", plan.overlap_grad_reduce),
+        ("--use-tp-pp-dp-mapping", plan.rank_order == "tp-pp-dp"),
+    ):
+        given += [flag] * wanted
+    return " ".join(given)
+
+
+def ranks_of(plan: PlanFile, device: int) -> list[int]:
+    """The ranks that are this device of a pipeline, in all replicas."""
+    wide, inside = plan.tensor, plan.rank_order == "tp-pp-dp"
+    firsts = [
+        wide * (device + plan.pipeline * r if inside else r + plan.data * device)
+        for r in range(plan.data)
+    ]
+    return [first + t for first in firsts for t in range(wide)]
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs joined: 0-3, 8-11."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if len(runs) > 4:
+        return ", ".join(map(str, numbers[:4])) + f", ... {numbers[-1]}"
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
+
+
+DEVICE_COLUMNS = ("device", "ranks", "busy", "idle", "sends", "activations", "memory", "stages")
+
+
+def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
+    """A row of ``DEVICE_COLUMNS`` for each device; stages with the layers that they hold."""
+    line, placement = replayed.timeline, plan.partition.placement
+    peaks = peak_activations(plan.schedule, plan.times.saved_bytes)
+    rows = []
+    for device in range(plan.pipeline):
+        held = []
+        for stage in placement.stages_of_device(device):
+            names = plan.stages[stage]
+            ends = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+            held.append(f"{stage}: {ends} ({len(names)})")
+        rows.append(
+            (
+                str(device),
+                shown(ranks_of(plan, device)),
+                f"{1e3 * line.busy[device]:.4g} ms",
+                f"{100 * line.bubble[device] / line.makespan:.1f} %",
+                f"{1e3 * replayed.sending_s[device]:.3g} ms",
+                f"{peaks[device] / 1e9:.3g} GB",
+                f"{plan.predicted['memory_bytes'][device] / 1e9:.3g} GB",
+                "; ".join(held),
+            )
+        )
+    return rows
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Aligned columns: the first and all but the last to the right."""
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell if k == last else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def describe(plan: PlanFile, replayed: Replay, path: Path, wide: bool) -> list[str]:
+    """The plan for people; the grid where it is small, or ``wide``."""
+    lines = [heading(plan), batch(plan)]
+    if plan.data > 1 and plan.pipeline > 1:
+        beside = "devices of one stage" if plan.rank_order == "tp-dp-pp" else "neighbouring stages"
+        lines.append(f"rank order {plan.rank_order}: neighbouring ranks are {beside}")
+    lines += ["", "predicted"]
+    lines += [f"  {name:10s}{value}" for name, value in predicted(plan)]
+    lines += ["", *table([DEVICE_COLUMNS, *devices(plan, replayed)])]
+    if picture := small_grid(replayed.timeline, None if wide else GRID_WIDTH):
+        lines += ["", *picture]
+    lines += ["", "made from"]
+    lines += [f"  {name:10s}{value}" for name, value in provenance(plan)]
+    return [*lines, "", "run it:", f"  {command(plan, path)}", f"which is {flags(plan)}"]
+
+
+def small_grid(timeline: Timeline, width: int | None) -> list[str]:
+    """The timeline in columns of its shortest operation, or only orders; nothing if wider."""
+    shortest = min(timeline.end[op] - timeline.start[op] for op in timeline.end)
+    column = 0.999 * shortest  # so that no operation rounds to nothing
+    scaled = Timeline(
+        timeline.schedule,
+        {op: time / column for op, time in timeline.start.items()},
+        {op: time / column for op, time in timeline.end.items()},
+        timeline.makespan / column,
+        timeline.busy,
+        timeline.bubble,
+    )
+    if scaled.makespan <= (width or 2000):
+        lines = grid(scaled).splitlines()
+        if width is None or max(map(len, lines)) <= width:
+            return lines
+    lines = grid(timeline.schedule).splitlines()
+    return lines if width is None or max(map(len, lines)) <= width else []

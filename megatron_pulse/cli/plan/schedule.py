@@ -1,0 +1,331 @@
+"""``pulse schedule``: when every stage works on every microbatch, and how good that is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import (
+    UserError,
+    add_parser,
+    at_least,
+    check_file,
+    mending,
+    require,
+)
+
+if TYPE_CHECKING:
+    from megatron_pulse.cli.plan.schedule_input import Task
+    from megatron_pulse.planner.schedule.operations import Schedule
+    from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
+
+_DESCRIPTION = """\
+Finds the order in which devices run forwards and backwards of M microbatches so that the step is
+short, for the times of these stages and links and under a cap on memory. What it says of the result
+holds: the makespan is simulated, the lower bound is one below which no schedule can be, and
+'proved' means that both meet, or that a solver has shown that nothing is shorter.
+
+The stages are those of 'pulse partition' for a profile, or come with a file of times:
+
+  {"forward": [1, 1, 1, 1], "input_grad": [1, 1, 1, 1], "weight_grad": [1, 1, 1, 1],
+   "link": [0.1, 0, 0.1], "activation": [1, 1, 1, 1]}
+
+one value for each stage, in any unit ("backward" for what is not split; "link", one for all or one
+for each boundary, and "activation" may be left out). On P devices a fold of W waves has 2 P W
+stages.
+
+Memory is counted in live stage activations: a forward takes its stage's, the backward (with
+--split: the weight gradient) gives it back. The cap is by default one of every stage, as 1F1B has.
+
+--compare lays the same chain out for the classic schedules: neighbouring stages as one on each
+device for GPipe, 1F1B and ZB-H1, the same stages in turn for interleaved, the fold for ZB-V,
+DualPipe-V and Hanayo, and twice the model, once in each direction, for Chimera.
+
+What was solved is kept (see 'pulse cache') and taken up again for the same ratios of times, to 1 %.
+
+examples:
+  pulse schedule --profile profile.json -p 4 -m 16 --compare
+  pulse schedule --profile profile.json -p 4 -m 16 --split --cap 6 --draw timeline.svg
+  pulse schedule --times times.json -p 8 -m 32 --solver highs --seconds 60 --csv best.csv
+  pulse schedule --times times.json -p 8 -m 32 --schedule mine.csv --draw mine.html
+  pulse schedule --times times.json -p 8 -m 32 --name zb-v --draw trace.json   (ui.perfetto.dev)
+"""
+_SOLVERS = ("auto", "highs", "glpk", "cp-sat", "none")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``schedule``."""
+    from megatron_pulse.planner.schedule.classic.names import CLASSICS
+
+    parser = add_parser(
+        commands, "schedule", "order the work of a pipeline's devices", _DESCRIPTION
+    )
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
+    what.add_argument("--times", type=Path, metavar="JSON", help="times of stages, see above")
+    add("-p", "--num-devices", type=int, required=True, metavar="P", help="pipeline devices")
+    add("-m", "--microbatches", type=int, required=True, metavar="M", help="in a step")
+    add(
+        "--placement",
+        choices=("fold", "sequential", "interleaved"),
+        help="default: fold; of a profile without skips: sequential",
+    )
+    add(
+        "--waves",
+        type=int,
+        metavar="W",
+        help="of a fold; interleaved has 2 W stages on each "
+        "device (default: 1, or what the file's stages make)",
+    )
+    add(
+        "--micro-batch-size",
+        type=int,
+        metavar="B",
+        help="samples of a microbatch (default: the smallest in the profile)",
+    )
+    add("--split", action="store_true", help="split backwards into input and weight gradients")
+    add(
+        "--cap",
+        type=_cap,
+        metavar="A",
+        help="live stage activations on a device, or 'none' (default: as said above)",
+    )
+    add(
+        "--link-gbs",
+        type=float,
+        metavar="X",
+        help="of a profile: between two devices, each way, in GB/s (default 12.5)",
+    )
+    add(
+        "--link-us",
+        type=float,
+        metavar="X",
+        help="of a profile: a message's latency in microseconds (default 5)",
+    )
+    add(
+        "--solver",
+        choices=_SOLVERS,
+        default="auto",
+        help="exact solver after the construction (default auto: what is installed and fits)",
+    )
+    add("--seconds", type=float, default=10.0, metavar="S", help="to search (default 10)")
+    own = parser.add_mutually_exclusive_group()
+    own.add_argument(
+        "--name",
+        choices=("auto", *CLASSICS),
+        default="auto",
+        help="a classic schedule; default auto: synthesize",
+    )
+    own.add_argument(
+        "--schedule",
+        type=Path,
+        metavar="CSV",
+        help="your own: a row for each "
+        "device, cells like 2F0 (stage 2, forward, microbatch 0; B, or I and W)",
+    )
+    add("--compare", action="store_true", help="beside the classic schedules")
+    add(
+        "--draw",
+        type=Path,
+        metavar="FILE",
+        help=".svg: a picture; .html: a report; .json: a trace for ui.perfetto.dev",
+    )
+    add(
+        "--csv",
+        type=Path,
+        metavar="CSV",
+        help="write the order, as --schedule and --pulse-schedule read it",
+    )
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the result as JSON; without FILE, or as '-', print it instead",
+    )
+    add("--no-cache", action="store_true", help="search anew, and keep nothing")
+    parser.set_defaults(run=run, command="schedule")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Solve or evaluate, then print, write and draw."""
+    require(_faults(args))
+    from megatron_pulse.cli.plan.schedule_input import from_profile, from_times
+    from megatron_pulse.cli.plan.schedule_report import Result, as_json, report, write_drawing
+    from megatron_pulse.files import replacing
+    from megatron_pulse.planner.schedule.compare import rivals
+    from megatron_pulse.planner.schedule.files import to_csv
+
+    task = from_times(args) if args.times is not None else from_profile(args)
+    if args.split and task.split is None:
+        require(["--split: the times of input and weight gradients are not known for every stage"])
+    problem, found = _answer(args, task)
+    others = rivals(task.whole, task.split) if args.compare else []
+    result = Result(task, problem, found, others)
+    lines = report(result)
+    if args.json is not None and args.json != "-":
+        with replacing(args.json) as beside:
+            beside.write_text(json.dumps(as_json(result), indent=1) + "\n")
+        lines.append(f"written to {args.json}")
+    if args.csv is not None:
+        with replacing(args.csv) as beside:
+            beside.write_text(to_csv(found.schedule))
+        lines.append(f"order written to {args.csv}")
+    if args.draw is not None:
+        write_drawing(result, args.draw)
+        lines.append(f"drawn to {args.draw}")
+    print(json.dumps(as_json(result), indent=1) if args.json == "-" else "\n".join(lines))
+
+
+def _answer(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synthesis]:
+    """The schedule that was asked for, and the problem on its placement."""
+    from megatron_pulse.planner.schedule.cache import cached
+    from megatron_pulse.planner.schedule.solve import solve
+
+    if args.schedule is not None:
+        return _own(args, task)
+    if args.name != "auto":
+        return _named(args, task)
+    problem = task.split if args.split else task.whole
+    assert problem is not None
+    with mending(ValueError), _waiting(args.seconds):
+        if args.no_cache:
+            return problem, solve(problem, args.seconds, args.solver)
+        return problem, cached(problem, args.seconds, args.solver, solve)
+
+
+def _named(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synthesis]:
+    """A classic schedule, on the placement that was asked for or else on its own."""
+    from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
+    from megatron_pulse.planner.schedule.compare import rival
+
+    with mending(ValueError):
+        if args.placement is None:
+            found = rival(args.name, task.whole, task.split)
+            return _evaluated(args, found.problem, found.schedule)
+        problem = task.split if args.name in SPLIT else task.whole
+        if problem is None:
+            raise ValueError(f"{args.name}: times of input and weight gradients are not known")
+        schedule = CLASSICS[args.name](problem.placement, args.microbatches)
+    return _evaluated(args, problem, schedule)
+
+
+def _own(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synthesis]:
+    """The schedule of ``--schedule``; raises UserError with all of its faults."""
+    from megatron_pulse.file_kinds import FileKind
+    from megatron_pulse.files import read_text
+    from megatron_pulse.planner.schedule.files import from_csv
+    from megatron_pulse.planner.schedule.operations import Kind
+
+    try:
+        schedule = from_csv(
+            read_text(args.schedule, FileKind.SCHEDULE), task.whole.placement, args.schedule.stem
+        )
+    except ValueError as error:
+        raise UserError(f"--schedule {args.schedule}: {error}") from error
+    splits = Kind.WEIGHT_GRAD in schedule.kinds
+    problem = task.split if splits else task.whole
+    if problem is None:
+        raise UserError(
+            f"--schedule {args.schedule} splits backwards, but the times of input and weight "
+            "gradients are not known"
+        )
+    return _evaluated(args, problem, schedule)
+
+
+def _evaluated(
+    args: argparse.Namespace, problem: ScheduleProblem, schedule: Schedule
+) -> tuple[ScheduleProblem, Synthesis]:
+    """How good a given schedule is; only a cap that was asked for is one to keep."""
+    from megatron_pulse.cli.plan.schedule_input import cap
+    from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+    from megatron_pulse.planner.schedule.check.simulate import run as simulate
+    from megatron_pulse.planner.schedule.check.validate import faults_for
+    from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
+
+    limit = None if args.cap is None else cap(args, problem.placement, ())
+    with mending(ValueError):
+        problem = replace(problem, cap=limit)
+    require([f"{schedule.name}: {fault}" for fault in faults_for(problem, schedule)])
+    length, least = simulate(problem, schedule).makespan, lower_bound(problem)
+    proved = length <= least * (1 + 1e-9)
+    found = Certificate(length, least, proved, f"none: {schedule.name} as it is", 0.0)
+    return problem, Synthesis(schedule, found)
+
+
+@contextmanager
+def _waiting(seconds: float) -> Iterator[None]:
+    """A bar of the time that a search may take, once it takes over 2 seconds."""
+    from tqdm import tqdm
+
+    done = threading.Event()
+    bar = tqdm(total=round(seconds), desc="searching", unit="s", delay=2, leave=False, disable=None)
+
+    def tick() -> None:
+        while not done.wait(1.0):
+            bar.update(1 if bar.n < bar.total else 0)
+
+    ticking = threading.Thread(target=tick, daemon=True)
+    ticking.start()
+    try:
+        yield
+    finally:
+        done.set()
+        ticking.join()
+        bar.close()
+
+
+def _cap(text: str) -> float:
+    return math.inf if text == "none" else float(text)
+
+
+def _faults(args: argparse.Namespace) -> list[str]:
+    faults = at_least(
+        1,
+        num_devices=args.num_devices,
+        microbatches=args.microbatches,
+        waves=args.waves,
+        micro_batch_size=args.micro_batch_size,
+    )
+    for flag, file in (
+        ("--profile", args.profile),
+        ("--times", args.times),
+        ("--schedule", args.schedule),
+    ):
+        if file is not None and not file.is_file():
+            faults.append(f"{flag} {file}: there is no such file")
+    if args.times is not None:
+        for flag, value, instead in (
+            ("--link-gbs", args.link_gbs, "write 'link' into the file of times"),
+            ("--link-us", args.link_us, "write 'link' into the file of times"),
+            ("--micro-batch-size", args.micro_batch_size, "times are of one microbatch"),
+        ):
+            if value is not None:
+                faults.append(f"{flag} is for --profile; {instead}")
+    if args.waves is not None and args.placement == "sequential":
+        faults.append("--waves is for folds and interleaved; sequential has one stage on a device")
+    if args.link_gbs is not None and not (math.isfinite(args.link_gbs) and args.link_gbs > 0):
+        faults.append(f"--link-gbs is {args.link_gbs:g}; it must be above 0")
+    for flag, value in (("--link-us", args.link_us), ("--seconds", args.seconds)):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            faults.append(f"{flag} is {value:g}; it must be 0 or more")
+    if args.cap is not None and not args.cap > 0:
+        faults.append(f"--cap is {args.cap:g}; it must be above 0")
+    if args.split and (args.name != "auto" or args.schedule is not None):
+        faults.append("--split is for what is synthesized; a given schedule splits or does not")
+    if args.draw is not None and args.draw.suffix.lower() not in (".svg", ".html", ".json"):
+        faults.append(f"--draw {args.draw}: the file name must end in .svg, .html or .json")
+    for flag, path in (("--draw", args.draw), ("--csv", args.csv)):
+        if path is not None:
+            faults += check_file(path, flag, ".csv" if flag == "--csv" else path.suffix.lower())
+    if args.json not in (None, "-"):
+        faults += check_file(Path(args.json), "--json", ".json")
+    return sorted(set(faults), key=faults.index)

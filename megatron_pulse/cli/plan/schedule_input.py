@@ -1,0 +1,199 @@
+"""What ``pulse schedule`` is asked for: stages and their times, from a profile or a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.cli.errors import mending, require
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.layout.placement import Placement
+    from megatron_pulse.planner.schedule.problem import ScheduleProblem
+
+KEYS = ("forward", "backward", "input_grad", "weight_grad", "activation", "link")
+"""What a file of times may hold."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The problem with whole and with split backwards (None: not known), and how to show times.
+
+    A time is shown in ``unit`` after multiplication by ``scale``; ``samples`` is how many a
+    microbatch has (None: not known).
+    """
+
+    name: str
+    whole: ScheduleProblem
+    split: ScheduleProblem | None
+    unit: str
+    scale: float
+    samples: int | None
+
+
+def from_times(args: argparse.Namespace) -> Task:
+    """The stages of ``--times``; raises UserError with every fault of the file."""
+    from megatron_pulse.planner.schedule.problem import ScheduleProblem
+
+    with mending(FileError):
+        record = read_json(args.times, FileKind.TIMES)
+    faults = _times_faults(record)
+    require([f"{args.times}: {fault}" for fault in faults])
+    column = {name: tuple(map(float, v)) for name, v in record.items() if isinstance(v, list)}
+    num = len(column["forward"])
+    placement = _placement(args, num)
+    link = column.get("link", float(record.get("link", 0.0)) if "link" not in column else 0.0)
+    activation = column.get("activation")
+    common = {
+        "link": link,
+        "activation": activation,
+        "cap": cap(args, placement, activation or (1.0,) * num),
+    }
+    with mending(ValueError):
+        split = None
+        if "input_grad" in column:
+            split = ScheduleProblem(
+                placement,
+                args.microbatches,
+                column["forward"],
+                column["input_grad"],
+                column["weight_grad"],
+                **common,
+            )
+        both = zip(column.get("input_grad", ()), column.get("weight_grad", ()), strict=True)
+        backward = column.get("backward") or tuple(i + w for i, w in both)
+        whole = ScheduleProblem(placement, args.microbatches, column["forward"], backward, **common)
+    return Task(args.times.stem, whole, split, "", 1.0, None)
+
+
+def from_profile(args: argparse.Namespace) -> Task:
+    """The stages of the best partition of ``--profile``, as 'pulse partition' finds it."""
+    from megatron_pulse.planner.partition.costs import Link
+    from megatron_pulse.planner.partition.find import Goal, PartitionError
+    from megatron_pulse.planner.partition.ways import Way, best
+    from megatron_pulse.planner.schedule.problem import ScheduleProblem
+    from megatron_pulse.planner.step.plan import stage_times
+    from megatron_pulse.profile.files import load_profile
+    from megatron_pulse.profile.profile import ProfileError
+
+    with mending(ProfileError):
+        profile = load_profile(args.profile)
+    size = args.micro_batch_size or profile.micro_batch_sizes[0]
+    costs = profile.at(size)
+    kind = args.placement or ("fold" if costs.skips else "sequential")
+    way = {
+        "fold": Way.FOLD_SOFT,
+        "sequential": Way.DIRECT,
+        "interleaved": Way.INTERLEAVED_DIRECT,
+    }[kind]
+    link = Link(
+        (5.0 if args.link_us is None else args.link_us) * 1e-6,
+        (12.5 if args.link_gbs is None else args.link_gbs) * 1e9,
+    )
+    with mending(PartitionError):
+        found = best(way, costs, args.num_devices, Goal(link=link), 2 * (args.waves or 1))
+    partition = found.partition
+    times = stage_times(costs, partition, link)
+    if times is None:
+        require([f"{args.profile}: a stage takes no time, so there is nothing to schedule"])
+    assert times is not None
+    stages = [partition.layers_of_stage(s) for s in range(partition.placement.num_stages)]
+    layers = profile.times_at(size)
+    weight = tuple(sum(layers[i].weight_grad_s for i in held) for held in stages)
+    whole = ScheduleProblem(
+        partition.placement, args.microbatches, times.forward, times.backward, None, times.link
+    )
+    with mending(ValueError):
+        limit = cap(args, partition.placement, (1.0,) * len(stages))
+        whole = replace(whole, cap=limit)
+    # A stage without parameters has a weight gradient too, though it does next to nothing.
+    least = 1e-6 * max(times.backward)
+    split = replace(
+        whole,
+        backward=tuple(max(least, b - w) for b, w in zip(times.backward, weight, strict=True)),
+        weight_grad=tuple(max(least, w) for w in weight),
+    )
+    record = profile.backbone
+    name = str(record.get("name") or record.get("table") or args.profile.stem)
+    return Task(name, whole, split, "ms", 1e3, size)
+
+
+def cap(
+    args: argparse.Namespace, placement: Placement, activation: tuple[float, ...]
+) -> tuple[float, ...] | None:
+    """``--cap`` for each device; by default what all stages of one microbatch take together."""
+    if args.cap == math.inf:
+        return None
+    limit = sum(activation) if args.cap is None else args.cap
+    return (limit,) * placement.num_devices
+
+
+def _placement(args: argparse.Namespace, num_stages: int) -> Placement:
+    """The placement of so many stages; raises UserError where there is none."""
+    from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
+
+    devices, kind = args.num_devices, args.placement or "fold"
+    chunks, rest = divmod(num_stages, devices)
+    faults = []
+    if kind == "sequential" and num_stages != devices:
+        faults.append(
+            f"{args.times} has {num_stages} stages; sequential on {devices} device(s) takes "
+            f"{devices}"
+        )
+    elif kind == "interleaved" and (rest or chunks < 2 or chunks != 2 * (args.waves or chunks / 2)):
+        more = "" if args.waves else f", or another multiple of {devices}"
+        faults.append(
+            f"{args.times} has {num_stages} stages; interleaved on {devices} device(s) takes "
+            f"{2 * (args.waves or 1) * devices}{more}"
+        )
+    elif kind == "fold":
+        waves = args.waves or max(1, num_stages // (2 * devices))
+        if num_stages != 2 * waves * devices:
+            faults.append(
+                f"{args.times} has {num_stages} stages; a fold of {waves} wave(s) on {devices} "
+                f"device(s) takes {2 * waves * devices}"
+            )
+    require(faults)
+    if kind == "sequential":
+        return sequential(devices)
+    return interleaved(devices, chunks) if kind == "interleaved" else fold(devices, chunks // 2)
+
+
+def _times_faults(record: dict[str, Any]) -> list[str]:
+    """Everything that is wrong with a file of times."""
+    faults = [
+        f"{name!r} is unknown; there are: {', '.join(KEYS)}"
+        for name in sorted(record.keys() - KEYS)
+    ]
+    if "forward" not in record:
+        faults.append("'forward' is missing: the time of each stage's forward")
+    if "backward" not in record and not {"input_grad", "weight_grad"} <= record.keys():
+        faults.append("give 'backward', or 'input_grad' and 'weight_grad'")
+    elif ("input_grad" in record) != ("weight_grad" in record):
+        faults.append("'input_grad' and 'weight_grad' come together")
+    lists = {name: record[name] for name in KEYS if name in record}
+    if isinstance(lists.get("link"), int | float) and not isinstance(lists["link"], bool):
+        lists["link"] = [lists["link"]]
+    for name, values in lists.items():
+        least = 0.0 if name in ("activation", "link") else 1e-12
+        if not isinstance(values, list) or not values:
+            faults.append(f"{name!r} must be a list of numbers, one for each stage")
+        elif bad := [v for v in values if not _is_number(v) or v < least]:
+            above = "0 or more" if least == 0 else "above 0"
+            faults.append(f"{name!r} has {json.dumps(bad[0])[:60]}; values must be numbers {above}")
+    num = len(record["forward"]) if isinstance(record.get("forward"), list) else None
+    for name, values in record.items():
+        if num and name in KEYS and isinstance(values, list):
+            wanted = num - 1 if name == "link" else num
+            if len(values) != wanted:
+                faults.append(f"{name!r} has {len(values)} values; {num} stages need {wanted}")
+    return faults
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

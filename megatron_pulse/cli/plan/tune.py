@@ -1,0 +1,308 @@
+"""``pulse tune``: how a backbone is best trained on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.errors import (
+    UserError,
+    add_parser,
+    at_least,
+    check_file,
+    mending,
+    require,
+    warn,
+)
+from megatron_pulse.cli.models.backbone_options import add_option_flag, backbone_faults, options_of
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.cluster.cluster import Cluster
+    from megatron_pulse.planner.tune.config import Choices
+    from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+    from megatron_pulse.planner.tune.search import Tuning
+    from megatron_pulse.profile.profile import Profile
+
+_DESCRIPTION = """\
+Decides together what otherwise takes a week of trying: pipeline, data and tensor degree, microbatch
+size, where stages are (one device, sequential, interleaved, fold with all skips at home, fold whose
+skips may travel, two waves), the schedule and how much memory it may use, recomputation, split
+backwards, the distributed optimizer, and which ranks share a node.
+
+Every config's time is that of its own schedule, simulated with these links, with the reduction of
+gradients and the optimizer on top; its memory is that schedule's real peak and what Megatron keeps
+for a parameter. Nothing is run. Times are as good as the profile: without --profile they are
+estimated from the device's peaks, and ratios are better than seconds.
+
+The search takes the most promising first and stops when nothing that is left can be better, or
+after --seconds; it then says which. The best three get whole schedules from a solver.
+
+  samples/s    of the whole cluster          b, M    samples of a microbatch, microbatches of a step
+  bubble       of the pipeline's time, what the mean device waits
+  GB           on the fullest device         MB      sent for one sample, by pipelines and replicas
+  gap          how far the schedule may be from the shortest, at most (a search's own bound)
+
+examples:
+  pulse tune --backbone hunyuan-dit-3b --cluster pulse-910a --global-batch-size 512 -o plan.json
+  pulse tune --profile profile.json --cluster dgx-a100:4 --global-batch-size 256 --explain
+  pulse tune --backbone uvit-2.7b --cluster ours.yaml --global-batch-size 256 \\
+      --pipeline 2,4,8 --tensor 1 --layouts 'fold exact,sequential' --no-recompute
+"""
+_DTYPES = ("float32", "bfloat16", "float16")
+_SOLVERS = ("auto", "highs", "glpk", "cp-sat", "none")
+_PROFILED = (1, 8)
+_FINISH_SHARE = 0.3
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``tune``."""
+    from megatron_pulse.planner.tune.config import Layout
+
+    parser = add_parser(commands, "tune", "find the best way to train on a cluster", _DESCRIPTION)
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--backbone", metavar="NAME", help="one of 'pulse backbones'")
+    what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
+    add_option_flag(parser, "override one of the backbone's options")
+    add(
+        "--cluster",
+        required=True,
+        metavar="NAME|FILE",
+        help="one of 'pulse clusters' or a file; NAME:4 is NAME with 4 nodes",
+    )
+    add("--global-batch-size", type=int, required=True, metavar="B", help="samples of a step")
+    add("--dtype", choices=_DTYPES, help="without a profile (default: bfloat16 if the device has "
+        "it, else float16)")  # fmt: skip
+    add("--pipeline", metavar="P[,P...]", help="pipeline degrees to try (default: all)")
+    add("--tensor", metavar="T[,T...]", help="tensor degrees to try (default 1,2,4,8)")
+    add("--micro-batch-size", metavar="N[,N...]", help="to try (default: all powers of two)")
+    add(
+        "--layouts",
+        metavar="NAME[,NAME...]",
+        help=f"to try (default: all): {', '.join(Layout)}",
+    )
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--recompute", action="store_true", help="always recompute activations")
+    again.add_argument("--no-recompute", action="store_true", help="never do (default: try both)")
+    add("--no-split", action="store_true", help="never put off weight gradients")
+    add("--seconds", type=float, default=25.0, metavar="S", help="to decide (default 25)")
+    add("--solver", choices=_SOLVERS, default="auto", help="for whole schedules (default auto)")
+    add("--top", type=int, default=10, metavar="N", help="configs to list (default 10)")
+    add("--explain", action="store_true", help="why the best is the best, and examples of refusals")
+    add(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the list as JSON; without FILE, or as '-', print it instead of the table",
+    )
+    add("-o", "--output", type=Path, metavar="JSON", help="write the best as a plan to run")
+    parser.set_defaults(run=run, command="tune")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Search, then print and write."""
+    require(_faults(args))
+    from megatron_pulse.cli.plan.tune_report import as_json, report
+    from megatron_pulse.files import replacing
+    from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
+    from megatron_pulse.planner.tune.evaluate import Evaluator
+    from megatron_pulse.profile.cautions import (
+        device_caution,
+        rank_threads,
+        spread_caution,
+        thread_caution,
+    )
+    from megatron_pulse.profile.profile import ProfileError
+
+    with mending(ClusterError):
+        where = cluster(args.cluster)
+    with mending(ProfileError, ValueError):
+        profile = _profile(args, where)
+    warn(
+        device_caution(profile, where.device),
+        spread_caution(profile),
+        thread_caution(profile.threads, rank_threads()),
+    )
+    choices = _choices(args)
+    divides = _divides_sequences(profile) if any(t > 1 for t in choices.tensor) else False
+    evaluator = Evaluator(profile, where, args.global_batch_size, divides)
+    found = tune(evaluator, choices, args.seconds, args.solver, args.top)
+    lines = report(found, evaluator, args.explain)
+    if args.json == "-":
+        lines = [json.dumps(as_json(found, evaluator), indent=1, allow_nan=False)]
+    elif args.json is not None:
+        with replacing(args.json) as beside:
+            text = json.dumps(as_json(found, evaluator), indent=1, allow_nan=False)
+            beside.write_text(text + "\n", encoding="utf-8")
+        lines.append(f"written to {args.json}")
+    if args.output is not None:
+        write_plan(found.outcomes[0], profile, where, divides, args.output)
+        if args.json != "-":
+            lines.append(f"plan written to {args.output}")
+    print("\n".join(lines))
+
+
+def tune(evaluator: Evaluator, choices: Choices, seconds: float, solver: str, top: int) -> Tuning:
+    """The best configs with whole schedules; raises UserError where none is possible."""
+    from tqdm import tqdm
+
+    from megatron_pulse.planner.tune.config import configs
+    from megatron_pulse.planner.tune.explain import nothing_fits
+    from megatron_pulse.planner.tune.search import finish, search
+
+    where, has_skips = evaluator.cluster, bool(evaluator.profile.skips)
+    candidates = list(
+        configs(
+            where.num_devices,
+            where.devices_per_node,
+            evaluator.global_batch_size,
+            has_skips,
+            choices,
+        )
+    )
+    if not candidates:
+        raise UserError(
+            f"no degrees divide both {where.num_devices} devices and a global batch of "
+            f"{evaluator.global_batch_size} as asked: data degree x microbatch size must divide "
+            "the batch, pipeline x tensor the devices, tensor the devices of a node"
+        )
+    finishing = _FINISH_SHARE * seconds
+    with tqdm(
+        total=round(seconds), desc="tuning", unit="s", delay=2, leave=False, disable=None
+    ) as bar:
+
+        def progress(now: Tuning) -> None:
+            bar.update(min(round(now.seconds), bar.total) - bar.n)
+            if now.outcomes:
+                bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
+
+        found = search(evaluator, candidates, top, seconds - finishing, progress)
+        if not found.outcomes:
+            raise UserError(
+                "nothing fits: " + nothing_fits(evaluator, choices, candidates, has_skips)
+            )
+        bar.set_description("whole schedules")
+        finish(evaluator, found, finishing, solver)
+    return found
+
+
+def write_plan(
+    outcome: Outcome, profile: Profile, where: Cluster, sequence_parallel: bool, path: Path
+) -> None:
+    """Write the plan file of a winner."""
+    from megatron_pulse.planner.plan_file.plan_file import save_plan
+    from megatron_pulse.planner.tune.to_plan import plan_of
+
+    save_plan(plan_of(outcome, profile, where, sequence_parallel), path)
+
+
+def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
+    """The given profile, or an analytic one on the cluster's device."""
+    if args.profile is not None:
+        from megatron_pulse.profile.files import load_profile
+
+        return load_profile(args.profile)
+    if where.peaks is None:
+        from megatron_pulse.profile.files import load_profile
+
+        known = load_profile(str(where.device))
+        require(
+            [
+                f"cluster {where.name!r} has a measured device ({known.device}): measure the "
+                f"backbone there with 'pulse profile --backbone {args.backbone} -o profile.json' "
+                "and give --profile profile.json"
+            ]
+        )
+    device = where.peaks
+    assert device is not None
+    dtype = args.dtype or next(d for d in ("bfloat16", "float16") if d in device.peak_flops)
+    if dtype not in device.peak_flops:
+        have = ", ".join(device.peak_flops)
+        require([f"--dtype {dtype}: no peak of {device.name} is known, only of: {have}"])
+    from megatron_pulse.cli.megatron import prepare_megatron
+    from megatron_pulse.profile.devices import Roofline
+    from model_specs import load_backbone
+
+    prepare_megatron()
+    from megatron_pulse.profile.analytic import analyse
+
+    backbone = load_backbone(args.backbone, options_of(args))
+    return analyse(backbone, _PROFILED, Roofline(device, dtype), progress=True)
+
+
+def _divides_sequences(profile: Profile) -> bool:
+    """Whether the backbone's boundaries can be divided with its tensors."""
+    from model_specs import available, load_backbone
+
+    record = profile.backbone
+    if record.get("name") not in available():
+        return False
+    try:
+        backbone = load_backbone(str(record["name"]), dict(record.get("options", {})))
+        return bool(backbone.divide_sequences(2).layers != backbone.layers)
+    except ValueError:
+        return False
+
+
+def _choices(args: argparse.Namespace) -> Choices:
+    from megatron_pulse.planner.tune.config import Choices, Layout
+
+    choices = Choices()
+    layouts = choices.layouts
+    if args.layouts is not None:
+        layouts = tuple(Layout(name.strip()) for name in args.layouts.split(","))
+    recompute = choices.recompute
+    if args.recompute or args.no_recompute:
+        recompute = (bool(args.recompute),)
+    return Choices(
+        layouts,
+        _numbers(args.pipeline),
+        _numbers(args.tensor) or choices.tensor,
+        _numbers(args.micro_batch_size),
+        (False,) if args.no_split else choices.split,
+        choices.ample,
+        recompute,
+    )
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    """Distinct numbers above 0, ascending; raises ValueError for other text."""
+    if text is None:
+        return None
+    numbers = sorted({int(word) for word in text.split(",")})
+    if numbers[0] < 1:
+        raise ValueError(text)
+    return tuple(numbers)
+
+
+def _faults(args: argparse.Namespace) -> list[str]:
+    from megatron_pulse.planner.tune.config import Layout
+
+    faults = at_least(1, global_batch_size=args.global_batch_size, top=args.top)
+    for name in ("pipeline", "tensor", "micro_batch_size"):
+        try:
+            _numbers(getattr(args, name))
+        except ValueError:
+            flag = f"--{name.replace('_', '-')}"
+            faults.append(f"{flag} {getattr(args, name)}: write whole numbers above 0 as 1,2,4")
+    for name in (args.layouts or "").split(","):
+        if args.layouts is not None and name.strip() not in list(Layout):
+            faults.append(f"--layouts: {name.strip()!r} is none of: {', '.join(Layout)}")
+    if not (math.isfinite(args.seconds) and args.seconds > 0):
+        faults.append(f"--seconds is {args.seconds:g}; it must be above 0")
+    if args.profile is not None:
+        if not args.profile.is_file():
+            faults.append(f"--profile {args.profile}: there is no such file")
+        faults += ["--option is for --backbone"] * bool(args.option)
+        faults += ["--dtype is for --backbone; a profile has its own"] * bool(args.dtype)
+    else:
+        faults += backbone_faults(args)
+    if args.output is not None:
+        faults += check_file(args.output, "--output", ".json")
+    if args.json not in (None, "-"):
+        faults += check_file(Path(args.json), "--json", ".json")
+    return faults

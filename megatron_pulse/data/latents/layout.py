@@ -1,0 +1,172 @@
+"""What a folder of precomputed latents holds: shards, their fields, and ``meta.json``.
+
+Shard i is one ``.npy`` file per field::
+
+    latents/meta.json   latent-00000.npy   label-00000.npy   context-00000.npy   latent-00001.npy
+    latents/null-context.npy
+
+Conditioning fields have any names (those that backbones read: ``context``, ``context_mask``,
+``pooled``, ...). A field may have a *null* value, the encoding of the empty prompt. bfloat16 is
+stored as the uint16 of its bits, since NumPy has no such type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_pulse.data.dataset import COMPUTE, DataError, FieldSpec
+from megatron_pulse.data.latents.schema import meta_faults
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json, replacing
+
+FORMAT = 2
+META = "meta.json"
+RESERVED = ("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels")
+"""Names that no conditioning field can have."""
+
+
+class LatentType(StrEnum):
+    """How latents, and fields of dtype "compute", are stored."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+    @property
+    def stored(self) -> np.dtype:
+        """The NumPy type of the bits on disk."""
+        return np.dtype("uint16" if self is LatentType.BFLOAT16 else str(self))
+
+
+@dataclass(frozen=True)
+class LatentLayout:
+    """What every shard of a folder holds; the part of ``meta.json`` that never changes.
+
+    ``shape`` is ``(c, h, w)``, ``fields`` the conditioning. ``pixel_size`` is the (height, width)
+    of the images before they were encoded (None: that of the latents). ``source`` says what made
+    the latents (encoder, scaling, image size) and is compared when a writer resumes. Raises
+    DataError for names that cannot be fields.
+    """
+
+    shape: tuple[int, ...]
+    num_classes: int
+    dtype: LatentType = LatentType.FLOAT16
+    fields: Mapping[str, FieldSpec] = field(default_factory=dict)
+    pixel_size: tuple[int, int] | None = None
+    shard_size: int = 1024
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        faults = [f"no field can be called {n!r}" for n in self.fields if n in RESERVED]
+        faults += [f"{n!r} is no identifier" for n in self.fields if not n.isidentifier()]
+        faults += [
+            f"field {name} has dtype {spec.dtype!r}; it must be compute, float32 or int64"
+            for name, spec in self.fields.items()
+            if spec.dtype not in (COMPUTE, "float32", "int64")
+        ]
+        if faults:
+            raise DataError("latent layout", faults, "Name fields as backbones do.")
+
+    def stored(self, name: str) -> np.dtype:
+        """The type on disk of a conditioning field."""
+        dtype = self.fields[name].dtype
+        return LatentType(self.dtype).stored if dtype == COMPUTE else np.dtype(dtype)
+
+    def columns(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape per sample and type on disk of everything that shards hold."""
+        return {
+            "latent": (self.shape, LatentType(self.dtype).stored),
+            "label": ((), np.dtype("int64")),
+            **{name: (spec.shape, self.stored(name)) for name, spec in self.fields.items()},
+        }
+
+
+@dataclass
+class ShardFile:
+    """One file, as written."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+@dataclass
+class Shard:
+    """``count`` samples; a file for each field."""
+
+    count: int
+    files: dict[str, ShardFile]
+
+
+@dataclass
+class Meta:
+    """The content of ``meta.json``; ``complete`` is set by ``LatentWriter.close``.
+
+    ``nulls`` are the files of the fields that have a null value.
+    """
+
+    layout: LatentLayout
+    nulls: dict[str, ShardFile] = field(default_factory=dict)
+    shards: list[Shard] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def count(self) -> int:
+        """Samples in all shards."""
+        return sum(shard.count for shard in self.shards)
+
+    def save(self, root: Path) -> None:
+        """Write ``meta.json``, whole."""
+        with replacing(root / META) as beside:
+            beside.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, root: Path) -> Meta:
+        """Read ``meta.json``; raises DataError with every fault if it is not one of ours."""
+        try:
+            record = read_json(root / META, FileKind.LATENTS)
+            if (form := record.get("format")) != FORMAT:
+                told = f"its format is {str(form)[:40]}, and this version of megatron_pulse reads"
+                raise DataError(f"{META} of latents {root}", [f"{told} {FORMAT} only"], _REMEDY)
+            if faults := meta_faults(record, FORMAT, list(LatentType)):
+                raise DataError(f"{META} of latents {root}", faults, _REMEDY)
+            return cls(
+                _layout(record["layout"]),
+                {name: ShardFile(**file) for name, file in record["nulls"].items()},
+                [
+                    Shard(s["count"], {k: ShardFile(**f) for k, f in s["files"].items()})
+                    for s in record["shards"]
+                ],
+                record["complete"],
+            )
+        except (FileError, TypeError) as error:  # TypeError: a layout of another version
+            raise DataError(f"{META} of latents {root}", [str(error)], _REMEDY) from error
+
+
+_REMEDY = (
+    "Write the folder anew with megatron_pulse.data.latents.folder.LatentWriter, or with "
+    "'pulse data write-latents'."
+)
+
+
+def _layout(record: dict[str, Any]) -> LatentLayout:
+    size = record["pixel_size"]
+    return LatentLayout(
+        **record
+        | {
+            "shape": tuple(record["shape"]),
+            "dtype": LatentType(record["dtype"]),
+            "fields": {
+                name: FieldSpec(tuple(spec["shape"]), spec["dtype"])
+                for name, spec in record["fields"].items()
+            },
+            "pixel_size": None if size is None else (size[0], size[1]),
+        }
+    )

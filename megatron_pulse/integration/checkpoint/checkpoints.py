@@ -1,0 +1,185 @@
+"""Checkpoints read from outside a training run: what they hold, and their weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.integration.flags.arguments import add_pulse_arguments
+from megatron_pulse.integration.process import saved_process
+from megatron_pulse.runtime.stage import Stage
+from model_specs import compare_models, continue_model
+
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What Megatron calls a checkpoint without iteration, optimizer and random states."""
+_COMPLETE = "metadata.json"
+"""What is written last into a checkpoint's folder."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint and the run that wrote it.
+
+    Training continues it or takes its weights, ``pulse sample`` draws from it, ``pulse export``
+    writes it out: all know it through this value alone.
+    """
+
+    folder: Path
+    """The checkpoint's own folder, below the one that ``--save`` named."""
+    arguments: argparse.Namespace
+    """The flags of the run; those that are newer than the checkpoint have their defaults."""
+
+    @property
+    def released(self) -> bool:
+        """Whether it holds weights alone, as ``pulse import`` writes them."""
+        return self.folder.name == RELEASE
+
+    @property
+    def iteration(self) -> int:
+        """How many steps were made; 0 for imported weights."""
+        return 0 if self.released else int(self.folder.name.removeprefix("iter_"))
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples were trained on."""
+        return int(getattr(self.arguments, "consumed_train_samples", 0))
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """Family, name and options of the backbone."""
+        return self.arguments.pulse_record  # type: ignore[no-any-return]
+
+    @property
+    def process(self) -> DiffusionProcess:
+        """The diffusion process that it was trained as."""
+        return saved_process(self.arguments)
+
+    @property
+    def has_averages(self) -> bool:
+        """Whether it holds averaged weights."""
+        return bool(self.arguments.pulse_ema_decay)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it holds the states of the optimizer and of the learning-rate schedule."""
+        return not (self.released or getattr(self.arguments, "no_save_optim", False))
+
+    def load_backbone(self, options: Mapping[str, str] = MappingProxyType({})) -> Backbone:
+        """The backbone as the run had it, but for ``options`` that make no other model of it.
+
+        Raises CheckpointError for those that would, and ValueError for faulty ones.
+        """
+        theirs = self.record
+        backbone = continue_model(theirs, theirs["name"], {**theirs["options"], **options})
+        if different := compare_models(theirs, backbone.record).different:
+            raise CheckpointError(
+                f"{self.folder} holds another model than these options make: {'; '.join(different)}"
+            )
+        return backbone
+
+
+def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
+    """What the latest checkpoint (or that of ``iteration``) below ``load`` is.
+
+    Raises CheckpointError if there is none, it is not complete, or another program wrote it.
+    """
+    folder = checkpoint_folder(load, iteration)
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        raise CheckpointError(f"{folder} cannot be read: {_last_line(error)}") from error
+    args = common.get("args")
+    if args is None or not hasattr(args, "pulse_record"):
+        raise CheckpointError(f"{folder} was not written by megatron_pulse")
+    known = vars(add_pulse_arguments(argparse.ArgumentParser()).parse_args([]))
+    for name, value in known.items():
+        if not hasattr(args, name):
+            setattr(args, name, value)
+    return SavedRun(folder, args)
+
+
+def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
+    """The folder of the latest checkpoint (or of ``iteration``) below ``load``."""
+    load = Path(load)
+    if not load.is_dir():
+        raise CheckpointError(f"{load} holds no checkpoint: there is no such folder")
+    complete = complete_checkpoints(load)
+    others = f"; complete are {', '.join(map(str, complete))}" if complete else ""
+    latest = newest(load) if iteration is None else str(iteration)
+    if latest is None and is_published(load):
+        raise CheckpointError(
+            f"{load} holds published weights: 'pulse import --from {load} --to DIR' makes a "
+            "checkpoint of them"
+        )
+    if latest is None:
+        raise CheckpointError(
+            f"{load} holds no checkpoint: there is no {LATEST}{others}; give the folder that "
+            "--save named"
+        )
+    if latest != RELEASE and not latest.isdecimal():
+        raise CheckpointError(f"{load / LATEST} does not name an iteration: {latest[:40]!r}")
+    folder = load / (RELEASE if latest == RELEASE else f"iter_{int(latest):07d}")
+    if not (folder / _COMPLETE).exists():
+        raise CheckpointError(f"{folder} is not a complete torch_dist checkpoint{others}")
+    return folder
+
+
+def newest(load: str | Path | None) -> str | None:
+    """What ``load`` names as its latest checkpoint, ``release`` or an iteration, if anything."""
+    if load is None or not (latest := Path(load) / LATEST).exists():
+        return None
+    return latest.read_text().strip()
+
+
+def is_published(folder: Path) -> bool:
+    """Whether ``folder`` is one of diffusers', a pipeline's or a model's."""
+    return any((folder / name).is_file() for name in ("model_index.json", "config.json")) or any(
+        (folder / name / "config.json").is_file() for name in ("unet", "transformer")
+    )
+
+
+def complete_checkpoints(load: Path) -> list[int]:
+    """The iterations below ``load`` whose checkpoints were written to the end."""
+    names = (path.parent.name for path in load.glob(f"iter_*/{_COMPLETE}"))
+    return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
+
+
+def load_weights(stage: Stage, folder: Path, *, averaged: bool) -> None:
+    """Fill ``stage`` from a checkpoint, with the averaged weights if ``averaged``.
+
+    Raises CheckpointError if the files are damaged or hold other weights.
+    """
+    # Extra states belong to Transformer Engine's fp8 recipes; weights do not depend on them.
+    names = {name for name in stage.state_dict() if not name.endswith("_extra_state")}
+    state = {name: entry for name, entry in stage.sharded_state_dict().items() if name in names}
+    if averaged:
+        for name, _ in stage.named_parameters():
+            state[name].key = f"ema.{state[name].key}"
+    try:
+        loaded = dist_checkpointing.load({"model": state}, str(folder))["model"]
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        raise CheckpointError(
+            f"the weights in {folder} cannot be read: {_last_line(error)}"
+        ) from error
+    stage.load_state_dict(loaded, strict=False)
+    if missing := names - set(loaded):
+        raise CheckpointError(f"{folder} lacks {', '.join(sorted(missing))}")
+
+
+def _last_line(error: BaseException) -> str:
+    """The reason at the end of a message that may hold another rank's traceback."""
+    return str(error).strip().rpartition("\n")[2] or type(error).__name__

@@ -1,0 +1,96 @@
+"""Megatron's ``load_checkpoint``, after which the flags of this run hold, not those of the saved.
+
+By itself it does not find its parameter groups again under another ``--lr``, or silently keeps the
+saved rates, betas and weight decay; it counts the schedule in samples, so that another global
+batch moves it; and it makes ``--train-samples`` steps of the new batch from the very beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import megatron.core.optimizer.distrib_optimizer as distributed
+import megatron.core.optimizer.optimizer as plain
+
+from megatron_pulse.integration.checkpoint.masters import begin_averages
+from megatron_pulse.integration.checkpoint.start import Start, steps_left
+from megatron_pulse.integration.model import unwrap
+
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""What a parameter group knows of the schedules of learning rate and weight decay."""
+_STATE = ("params", "step")
+"""What a parameter group knows of its training; all else is set by flags."""
+
+
+def wrap_load_checkpoint(
+    load_checkpoint: Callable[..., Any], args: argparse.Namespace, start: Start | None
+) -> Callable[..., Any]:
+    """``load_checkpoint`` for a run that begins with ``start``."""
+    if start is None:
+        return load_checkpoint
+
+    def load(
+        model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
+        if optimizer is None:  # --skip-train
+            return load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
+        given = [
+            {name: value for name, value in group.items() if name not in _STATE}
+            for group in optimizer.param_groups
+        ]
+        stages = [unwrap(chunk) for chunk in model]
+        averages_begin = args.pulse_ema_decay and not start.saved.has_averages
+        if averages_begin:
+            for stage in stages:
+                stage.ema = None
+        with _groups_of_any_rate():
+            result = load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
+        if averages_begin:
+            for stage in stages:
+                begin_averages(stage, args.pulse_ema_decay)
+        if start.continued:
+            _hold(optimizer, given, keep=_RATES if args.use_checkpoint_opt_param_scheduler else ())
+            _place(opt_param_scheduler, args, start, result[0])
+        return result
+
+    return load
+
+
+@contextmanager
+def _groups_of_any_rate() -> Iterator[None]:
+    """Let parameter groups be found by what they are (decayed or not), whatever their rates."""
+    names = plain.param_group_identifier_keys
+    lasting = tuple(name for name in names if name not in _RATES)
+    plain.param_group_identifier_keys = distributed.param_group_identifier_keys = lasting
+    try:
+        yield
+    finally:
+        plain.param_group_identifier_keys = distributed.param_group_identifier_keys = names
+
+
+def _hold(optimizer: Any, given: list[dict[str, Any]], keep: tuple[str, ...]) -> None:
+    """Set the parameter groups as flags say, but for what is to be kept as it was saved."""
+    for group, settings in zip(optimizer.param_groups, given, strict=True):
+        group.update({name: value for name, value in settings.items() if name not in keep})
+
+
+def _place(scheduler: Any, args: argparse.Namespace, start: Start, iteration: int) -> None:
+    """Put the schedule where the run is, in the units and batches of this run."""
+    before = start.saved.arguments
+    if args.train_samples is not None:
+        args.train_iters = iteration + steps_left(args, args.consumed_train_samples)
+    by_samples = args.train_samples is not None
+    as_before = (
+        by_samples == (before.train_samples is not None)
+        and (by_samples or args.global_batch_size == before.global_batch_size)
+        and iteration == start.saved.iteration
+    )
+    kept = args.use_checkpoint_opt_param_scheduler
+    if args.no_load_optim or not (as_before or kept):
+        scheduler.num_steps = (
+            args.consumed_train_samples if by_samples else iteration * args.global_batch_size
+        )
+    scheduler.step(0)

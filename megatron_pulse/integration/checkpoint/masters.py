@@ -1,0 +1,108 @@
+"""Finds the fp32 masters in Megatron's optimizers and lets the stages save and load them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor, nn
+
+from megatron_pulse.diffusion.ema import ExponentialMovingAverage
+from megatron_pulse.integration.model import unwrap
+from megatron_pulse.runtime.parameters.masters import Masters, Share
+from megatron_pulse.runtime.stage import Stage
+
+
+def with_masters(get_optimizer: Callable[..., Any], ema_decay: float) -> Callable[..., Any]:
+    """Megatron's ``get_megatron_optimizer``, after which each stage knows its masters.
+
+    They start from the weights as drawn, before these were rounded, and so does the moving
+    average where ``ema_decay`` is not 0. A checkpoint's weights go to them as they are read
+    (``Stage.load_state_dict``), so the optimizer must not take them from the rounded copies.
+    """
+
+    def make(config: Any, model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        optimizer = get_optimizer(config, model, *args, **kwargs)
+        found = dict(_shares(optimizer))
+        group = _group(optimizer)
+        for chunk in model:
+            stage = unwrap(chunk)
+            stage.masters = _masters_of(stage, found, group)
+            if ema_decay:
+                begin_averages(stage, ema_decay)
+        optimizer.reload_model_params = lambda state_dict=None: None
+        return optimizer
+
+    return make
+
+
+def begin_averages(stage: Stage, decay: float) -> None:
+    """Let the moving average of a stage's weights start where its masters are."""
+    names = dict(stage.named_parameters())
+    values = stage.masters.values()
+    stage.ema = ExponentialMovingAverage(
+        ((name, value) for name, value in values.items() if name in names), decay
+    )
+
+
+def with_fp32_weights(generate_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``generate_state_dict``, with masters in the place of rounded weights.
+
+    Its optimizers find their states' layouts by the parameters in the state, so they come first.
+    """
+
+    def generate(args: Any, model: list[nn.Module], *rest: Any, **kwargs: Any) -> Any:
+        state = generate_state_dict(args, model, *rest, **kwargs)
+        for i, chunk in enumerate(model):
+            unwrap(chunk).replace_rounded(state["model" if len(model) == 1 else f"model{i}"])
+        return state
+
+    return generate
+
+
+def _masters_of(stage: Stage, found: dict[nn.Parameter, Share], group: Any) -> Masters:
+    shapes, shares = {}, {}
+    for name, parameter in stage.named_parameters():
+        shapes[name] = parameter.shape
+        if parameter in found:
+            shares[name] = found[parameter]
+        elif group is None or not parameter.requires_grad:
+            shares[name] = Share(parameter.detach())
+    drawn, stage.drawn = stage.drawn, {}
+    for name in drawn.keys() - shapes.keys():  # constants, which no optimizer moves
+        shapes[name], shares[name] = drawn[name].shape, Share(drawn[name])
+    masters = Masters(shapes, shares, group)
+    masters.load(drawn)
+    return masters
+
+
+def _shares(optimizer: Any) -> Iterator[tuple[nn.Parameter, Share]]:
+    """Each parameter that has fp32 masters of its own, and what this rank holds of them."""
+    for inner in _inner(optimizer):
+        if isinstance(inner, DistributedOptimizer):
+            for parameter, (group, place) in inner.model_param_group_index_map.items():
+                master: Tensor = inner.optimizer.param_groups[group]["params"][place]
+                span = inner._get_model_param_range_map(parameter)["param"]
+                yield parameter, Share(master.detach(), span.start)
+        elif isinstance(inner, Float16OptimizerWithFloat16Params):
+            groups = zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True)
+            for parameters, masters in groups:
+                for parameter, master in zip(parameters, masters, strict=True):
+                    yield parameter, Share(master.detach())
+
+
+def _group(optimizer: Any) -> torch.distributed.ProcessGroup | None:
+    """The ranks over which a distributed optimizer shares masters out."""
+    for inner in _inner(optimizer):
+        if isinstance(inner, DistributedOptimizer):
+            return inner.data_parallel_group
+    return None
+
+
+def _inner(optimizer: Any) -> list[Any]:
+    """A chain of optimizers, without those of ranks that have nothing to optimize."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chain if not inner.is_stub_optimizer]

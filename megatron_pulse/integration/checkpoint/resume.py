@@ -1,0 +1,200 @@
+"""Whether a run can begin with a saved one, and what it changes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.integration.checkpoint.start import Start
+from megatron_pulse.integration.flags.arguments import PulseOptions, flag_name
+from megatron_pulse.integration.process import saved_process
+from model_specs import compare_models
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The run that is to begin."""
+
+    arguments: argparse.Namespace
+    options: PulseOptions
+    record: Mapping[str, Any]
+
+    @property
+    def process(self) -> DiffusionProcess:
+        """The diffusion process that it is to be trained as."""
+        return saved_process(self.arguments)
+
+
+def faults_of(start: Start, wanted: Wanted) -> list[str]:
+    """Every reason why ``wanted`` cannot begin with ``start``; the same for every way in."""
+    return [f"{start.given}: {fault}" for find in _FAULTS for fault in find(start, wanted)]
+
+
+def describe(start: Start, wanted: Wanted) -> str:
+    """What the run begins with and what is changed from here on, in one line."""
+    saved = start.saved
+    changes = [change for find in _CHANGES for change in find(start, wanted)]
+    what = (
+        f"goes on from iteration {saved.iteration} of {saved.folder.parent}"
+        if start.continued
+        else f"begins with the weights in {saved.folder}"
+    )
+    return what + (f"; from here on: {', '.join(changes)}" if changes else "")
+
+
+def _other_backbone(start: Start, wanted: Wanted) -> Iterator[str]:
+    theirs, ours = start.saved.record, wanted.record
+    if different := compare_models(theirs, ours).different:
+        what = f"another backbone ({theirs['name']}, not {ours['name']})"
+        if theirs["name"] == ours["name"]:
+            what = f"another configuration of {ours['name']}"
+        yield (
+            f"it holds {what}: "
+            + "; ".join(different)
+            + ("" if start.named else "; name another --save for another run")
+        )
+
+
+def _other_sizes(start: Start, wanted: Wanted) -> Iterator[str]:
+    yield from compare_models(start.saved.record, wanted.record).changed
+
+
+def _new_averages(start: Start, wanted: Wanted) -> Iterator[str]:
+    if wanted.options.ema_decay and not start.saved.has_averages:
+        yield "averages of the weights, which begin with these (--pulse-ema-decay 0 keeps none)"
+
+
+def _no_optimizer(start: Start, wanted: Wanted) -> Iterator[str]:
+    """Only what is continued reads the optimizer's state, unless --no-load-optim says not to."""
+    args, saved = wanted.arguments, start.saved
+    if not start.continued or args.no_load_optim:
+        return
+    other = "or --no-load-optim to go on with a new optimizer"
+    if not saved.has_optimizer:
+        yield (
+            "it was saved without the state of its optimizer: give --no-load-optim to go on with a "
+            f"new one, or begin a new run with --pretrained-checkpoint {saved.folder.parent}"
+        )
+        return
+    before = saved.arguments
+    if before.use_distributed_optimizer != args.use_distributed_optimizer:
+        name = flag_name("use_distributed_optimizer")
+        yield (
+            f"it was trained with {name}: give that, {other}"
+            if before.use_distributed_optimizer
+            else f"it was trained without {name}: leave that out, {other}"
+        )
+    if before.optimizer != args.optimizer:
+        yield f"it was trained with --optimizer {before.optimizer}: give that, {other}"
+    if _precision(before) != _precision(args):
+        yield (
+            f"it was trained in {_precision(before)}, and this is {_precision(args)}: train as it "
+            f"was, {other}"
+        )
+
+
+def _other_count(start: Start, wanted: Wanted) -> Iterator[str]:
+    """Megatron finds the samples of --override-ckpt-iteration by today's batch."""
+    args, before = wanted.arguments, start.saved.arguments
+    if args.override_ckpt_iteration is None:
+        return
+    if not start.continued:
+        yield "--override-ckpt-iteration counts on from a --load, and here steps count from 0"
+    elif args.global_batch_size != before.global_batch_size:
+        yield (
+            "--override-ckpt-iteration takes the samples before it from --global-batch-size, "
+            f"which must be {before.global_batch_size} as it was"
+        )
+
+
+def _precision(args: argparse.Namespace) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def _other_seed(start: Start, wanted: Wanted) -> Iterator[str]:
+    """--save alone goes on with the same run, and the seed is what tells two of a kind apart."""
+    before, now, folder = start.saved.arguments.seed, wanted.arguments.seed, start.saved.folder
+    if not start.named and before != now:
+        yield (
+            f"it holds the run of --seed {before}, not {now}: name another --save, or go on with "
+            f"other random numbers on purpose by --load {folder.parent}"
+        )
+
+
+# What the learning rate and the weight decay follow; --use-checkpoint-opt_param-scheduler keeps it.
+_SCHEDULE = (
+    "train_iters",
+    "train_samples",
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_fraction",
+    "lr_warmup_init",
+    "weight_decay",
+)
+# What else makes the steps to come others than those that the run would have made.
+_STEPS = (
+    "global_batch_size",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "clip_grad",
+    "seed",
+    "pulse_data",
+    "pulse_class_dropout",
+    "pulse_ema_decay",
+)
+
+
+def _other_flags(start: Start, wanted: Wanted) -> Iterator[str]:
+    """Flags that are free to change, and change what is computed; layouts do not."""
+    if not start.continued:
+        return
+    before, now = start.saved.arguments, wanted.arguments
+    for name in (*_SCHEDULE, *_STEPS):
+        old, new = _given(before, name), _given(now, name)
+        if old != new:
+            kept = name in _SCHEDULE[2:] and now.use_checkpoint_opt_param_scheduler
+            yield f"{flag_name(name)} {_text(new)} ({'still' if kept else 'was'} {_text(old)})"
+    if now.override_ckpt_iteration is not None:
+        yield f"steps count from {now.override_ckpt_iteration} (--override-ckpt-iteration)"
+    if now.no_load_optim:
+        yield "a new optimizer (--no-load-optim)"
+
+
+def _given(args: argparse.Namespace, name: str) -> Any:
+    """A flag as it was given: Megatron fills some in while it runs."""
+    value = getattr(args, name, None)
+    if name == "train_iters" and args.train_samples is not None:
+        return None
+    if name in ("lr_decay_iters", "lr_decay_samples"):
+        return None if value == getattr(args, name.replace("lr_decay", "train")) else value
+    return value
+
+
+def _text(value: Any) -> str:
+    return "not given" if value is None else str(value)
+
+
+def _other_process(start: Start, wanted: Wanted) -> Iterator[str]:
+    """What is left to a run (see process_of); all else was refused before."""
+    now, before = wanted.process, start.saved.process
+    if now != before:
+        yield f"{now.describe()} (was {before.describe()})"
+
+
+_Comparison = Callable[[Start, Wanted], Iterator[str]]
+_FAULTS: tuple[_Comparison, ...] = (
+    _other_backbone,
+    _no_optimizer,
+    _other_count,
+    _other_seed,
+)
+_CHANGES: tuple[_Comparison, ...] = (_other_sizes, _other_process, _other_flags, _new_averages)

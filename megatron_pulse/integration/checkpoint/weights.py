@@ -1,0 +1,147 @@
+"""Published weights into a checkpoint that training loads, and a checkpoint's weights out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
+from torch import Tensor
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.published import Published, adopted, to_published
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.files import replacing
+from megatron_pulse.integration.checkpoint.checkpoints import (
+    LATEST,
+    RELEASE,
+    CheckpointError,
+    SavedRun,
+    load_weights,
+)
+from megatron_pulse.integration.compat import patch_megatron
+from megatron_pulse.integration.flags.arguments import add_pulse_arguments
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import sequential
+from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.runtime.parameters.sharded_state import like_parameters
+from megatron_pulse.runtime.stage import Stage
+from model_specs import published_form
+
+
+def one_process_groups() -> None:
+    """Model-parallel groups of a single process, where none exist yet."""
+    if not dist.is_initialized():
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(0)
+
+
+def whole_stage(backbone: Backbone, *, initialise: bool = False) -> Stage:
+    """The backbone as one stage in fp32 on the CPU, in a world of one process."""
+    patch_megatron()
+    one_process_groups()
+    whole = Partition(sequential(1), (0, len(backbone.layers)))
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=64,
+        num_attention_heads=8,
+        use_cpu_initialization=True,
+        perform_initialization=initialise,
+        transformer_impl="local",
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Stage(config, backbone, trace_routes(backbone, whole), 0, 0, groups)
+
+
+def load_whole(
+    saved: SavedRun, *, averaged: bool, options: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Backbone, Stage]:
+    """The backbone of a saved run (with other ``options``) as one stage with its weights.
+
+    Raises CheckpointError when they cannot be read, there are no averaged ones, or the options
+    make another model.
+    """
+    if averaged and not saved.has_averages:
+        raise CheckpointError(f"{saved.folder} holds no averaged weights: use --raw")
+    backbone = saved.load_backbone(options)
+    stage = whole_stage(backbone)
+    load_weights(stage, saved.folder, averaged=averaged)
+    return backbone, stage
+
+
+def export_weights(backbone: Backbone, stage: Stage) -> tuple[Published, dict[str, Tensor]]:
+    """How the backbone is published, and the stage's weights under those names."""
+    published = published_form(backbone)
+    if published is None:
+        raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
+    return published, to_published(published, weights_of(stage))
+
+
+def weights_of(stage: Stage) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, without what belongs to Transformer Engine's recipes."""
+    state = stage.state_dict()
+    return {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}
+
+
+def import_weights(
+    backbone: Backbone,
+    tensors: Mapping[str, Tensor],
+    what: str,
+    save: Path,
+    process: DiffusionProcess,
+) -> None:
+    """Write published ``tensors`` as a release checkpoint below ``save``.
+
+    Its weights are fp32, and so are the averages that training continues. Raises PublishedError
+    with every name that is missing, unexpected, of the wrong shape or type, or not finite. Memory:
+    the weights in fp32 once, and beside them one published tensor at a time.
+    """
+    published = published_form(backbone)
+    if published is None:
+        raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
+    stage = whole_stage(backbone)
+    weights = weights_of(stage)
+    for name, tensor in adopted(published, weights, tensors, what):
+        weights[name].copy_(tensor)
+    model = stage.sharded_state_dict()
+    parameters = {name: parameter.detach() for name, parameter in stage.named_parameters()}
+    model.update(like_parameters(model, "", parameters, "ema."))  # not copied
+    folder = save / RELEASE
+    beside = save / f".{RELEASE}.{os.getpid()}.part"
+    beside.mkdir(parents=True)
+    try:
+        state = {
+            "args": _arguments(backbone, process),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "model": model,
+        }
+        dist_checkpointing.save(state, str(beside))
+        os.replace(beside, folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    with replacing(save / LATEST) as tracker:
+        tracker.write_text(RELEASE)
+
+
+def _arguments(backbone: Backbone, process: DiffusionProcess) -> argparse.Namespace:
+    """The flags of a run on one process that would have written the checkpoint."""
+    parser = add_pulse_arguments(add_megatron_arguments(argparse.ArgumentParser()))
+    args = parser.parse_args(["--pulse-backbone", backbone.name])
+    args.pulse_record = backbone.saved_record
+    args.pulse_process = process.to_dict()
+    args.pulse_data = None  # what it was trained on is not among ours
+    args.world_size = 1
+    return args

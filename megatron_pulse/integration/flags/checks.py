@@ -1,0 +1,162 @@
+"""Refuses at start what cannot work, with all reasons at once."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_pulse.faults import listed
+from megatron_pulse.integration.flags.arguments import PulseOptions, flag_name
+from megatron_pulse.integration.flags.parse import CommandLine
+from megatron_pulse.integration.flags.together import check_together
+from megatron_pulse.planner.layout.placement import PlacementKind
+
+
+class FlagError(SystemExit):
+    """The run cannot start; the message lists every fault and what to do."""
+
+    def __init__(self, faults: list[str]) -> None:
+        self.faults = faults
+        super().__init__(
+            f"error: this run cannot start ({len(faults)} "
+            f"fault{'s' if len(faults) > 1 else ''}):" + listed(faults)
+        )
+
+
+def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
+    """Every reason why these flags cannot work together (data and backbone are checked apart)."""
+    args = line.args
+    return [
+        *line.faults,
+        *check_together(line),
+        *_check_sizes(args),
+        *_check_training(args, options),
+        *_check_placement(args, options),
+        *_check_folders(args),
+    ]
+
+
+def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
+    pipeline, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    if pipeline < 1 or tensor < 1:
+        yield "--pipeline-model-parallel-size and --tensor-model-parallel-size must be positive"
+        return
+    if args.world_size % (pipeline * tensor):
+        yield (
+            f"{args.world_size} ranks cannot be divided into pipeline {pipeline} x tensor {tensor}"
+            f": start a multiple of {pipeline * tensor} ranks"
+        )
+        return
+    replicas = args.world_size // (pipeline * tensor)
+    micro = args.micro_batch_size
+    if micro is None or micro < 1:
+        yield "--micro-batch-size must be given and positive"
+        return
+    sizes = [("global_batch_size", args.global_batch_size, micro)]
+    if args.eval_global_batch_size is not None or args.eval_micro_batch_size is not None:
+        size = args.eval_global_batch_size or args.global_batch_size or micro * replicas
+        sizes.append(("eval_global_batch_size", size, args.eval_micro_batch_size or micro))
+    for name, size, part in sizes:
+        if size is not None and (size < 1 or size % (part * replicas)):
+            yield (
+                f"{flag_name(name)} {size} is not a positive multiple of micro batch {part} x "
+                f"{replicas} data-parallel replicas = {part * replicas}"
+            )
+
+
+def _check_training(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+    if args.train_iters is None and args.train_samples is None:
+        yield "--train-iters (or --train-samples) must be given"
+    elif (args.train_iters or args.train_samples or 0) < 1 and not args.skip_train:
+        yield "--train-iters must be positive"
+    if args.lr is None or args.lr <= 0:
+        yield "--lr must be given and positive"
+    if not 0 <= options.class_dropout < 1:
+        yield f"--pulse-class-dropout {options.class_dropout} is not in [0, 1)"
+    if not 0 <= options.ema_decay < 1:
+        yield f"--pulse-ema-decay {options.ema_decay} is not in [0, 1)"
+    if options.skip_corrupt and not (options.data or "").startswith(("folder:", "captions:")):
+        yield "--pulse-skip-corrupt is for image files: --pulse-data folder:PATH or captions:PATH"
+    if options.solver_seconds <= 0:
+        yield f"--pulse-solver-seconds {options.solver_seconds:g} must be positive"
+    if options.timeout_s <= 0:
+        yield f"--pulse-timeout-s {options.timeout_s:g} must be positive"
+
+
+def _check_placement(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+    chunks = options.num_chunks
+    if options.placement == PlacementKind.FOLD and (chunks < 2 or chunks % 2):
+        yield f"--pulse-num-chunks {chunks}: a fold has 2 stages per device and wave (2, 4, ...)"
+    if options.placement == PlacementKind.INTERLEAVED and chunks < 2:
+        yield f"--pulse-num-chunks {chunks}: interleaving needs at least 2 stages per device"
+    for name in ("link_gbs", "memory_gb"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            yield f"{flag_name('pulse_' + name)} {value:g} must be positive"
+    if options.link_us < 0:
+        yield f"--pulse-link-us {options.link_us:g} must not be negative"
+    if options.activation_cap is not None and options.activation_cap < 1:
+        yield f"--pulse-activation-cap {options.activation_cap} must be positive"
+
+
+_FOLDERS = (
+    "save",
+    "tensorboard_dir",
+    "pulse_trace",
+    "non_persistent_global_ckpt_dir",
+    "wandb_save_dir",
+    "config_logger_dir",
+    "dump_param_to_param_group_map",
+)
+
+
+def _check_folders(args: argparse.Namespace) -> Iterator[str]:
+    for name in _FOLDERS:
+        folder = getattr(args, name)
+        if folder is not None and (fault := _unwritable(Path(folder))):
+            yield f"{flag_name(name)} {folder}: {fault}"
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why nothing can be written below ``folder``; creates nothing."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} is not writable"
+    return None
+
+
+def check_world(args: argparse.Namespace, plan_digest: str) -> None:
+    """Raise FlagError if any rank was started with other flags or plans otherwise (collective)."""
+    import torch.distributed as dist
+
+    own = {k: repr(v) for k, v in vars(args).items() if k not in _PER_RANK}
+    gathered: list[tuple[dict[str, str], str]] = [({}, "") for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, (own, plan_digest))
+    flags = [rank_flags for rank_flags, _ in gathered]
+    faults = []
+    for rank, theirs in enumerate(flags):
+        for name in sorted({**flags[0], **theirs}):
+            if theirs.get(name) != flags[0].get(name):
+                faults.append(
+                    f"rank {rank} was started with {flag_name(name)} {theirs.get(name)}, "
+                    f"rank 0 with {flags[0].get(name)}: start every rank with the same flags"
+                )
+    if not faults:
+        faults = [
+            f"rank {rank} plans otherwise than rank 0, though its flags are the same (another GPU "
+            "or torch version? another file of that name?): plan by one file, --pulse-plan FILE"
+            for rank, (_, digest) in enumerate(gathered)
+            if digest != gathered[0][1]
+        ]
+    if faults:
+        raise FlagError(faults)
+
+
+# What a rank is, and what follows from the plan, which is compared as a whole.
+_PER_RANK = {"rank", "local_rank", "num_layers", "num_virtual_stages_per_pipeline_rank"}

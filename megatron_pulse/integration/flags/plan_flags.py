@@ -1,0 +1,76 @@
+"""A plan file in place of flags: what it decides is filled in, what contradicts it is refused."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_pulse.integration.flags.arguments import PulseOptions, flag_name
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from model_specs import complete_record, load_backbone
+
+
+def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> PulseOptions:
+    """Fill ``args`` and ``options`` with what ``plan`` decides; raises ValueError with all faults.
+
+    A flag that was left at its default is filled in; one that says the same is fine.
+    """
+    faults = list(_contradictions(plan, args, options))
+    if faults:
+        raise ValueError("; ".join(faults))
+    for name, (_, value) in _decided(plan).items():
+        setattr(args, name, value)
+    return replace(
+        options,
+        backbone=plan.backbone["name"],
+        options=dict(plan.backbone["options"]),
+        placement=plan.placement,
+        num_chunks=plan.num_chunks,
+        schedule="auto",
+        activation_cap=None,
+        profile=None,
+    )
+
+
+def _decided(plan: PlanFile) -> dict[str, tuple[Any, Any]]:
+    """Megatron's flags that a plan decides: their defaults, and what they must be."""
+    return {
+        "pipeline_model_parallel_size": (1, plan.pipeline),
+        "tensor_model_parallel_size": (1, plan.tensor),
+        "sequence_parallel": (False, plan.sequence_parallel),
+        "micro_batch_size": (None, plan.micro_batch_size),
+        "global_batch_size": (None, plan.global_batch_size),
+        "recompute_granularity": (None, "full" if plan.recompute else None),
+        "use_distributed_optimizer": (False, plan.distributed_optimizer),
+        "overlap_grad_reduce": (False, plan.overlap_grad_reduce),
+        "use_tp_pp_dp_mapping": (False, plan.rank_order == "tp-pp-dp"),
+        "bf16": (False, plan.dtype == "bfloat16"),
+        "fp16": (False, plan.dtype == "float16"),
+    }
+
+
+def _contradictions(
+    plan: PlanFile, args: argparse.Namespace, options: PulseOptions
+) -> Iterator[str]:
+    if args.world_size != plan.world_size:
+        yield (
+            f"--pulse-plan is for {plan.world_size} ranks (pipeline {plan.pipeline} x data "
+            f"{plan.data} x tensor {plan.tensor}), but {args.world_size} were started"
+        )
+    for name, (default, value) in _decided(plan).items():
+        given = getattr(args, name)
+        if given not in (default, value):
+            yield f"{flag_name(name)} {given}, but --pulse-plan says {value}: leave the flag out"
+    if options.backbone or options.options:
+        name = options.backbone or plan.backbone["name"]
+        if load_backbone(name, options.options).record != complete_record(plan.backbone):
+            yield (
+                f"--pulse-backbone {name} with these options is not what --pulse-plan is of "
+                f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"
+            )
+    for name, default in (("schedule", "auto"), ("activation_cap", None), ("profile", None)):
+        if (given := getattr(options, name)) != default:
+            flag = flag_name(f"pulse_{name}")
+            yield f"{flag} {given} together with --pulse-plan, which decides that: leave one out"

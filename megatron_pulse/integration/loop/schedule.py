@@ -1,0 +1,263 @@
+"""The forward-backward function that Megatron's training loop calls for every step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor, nn
+
+from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.integration.model import unwrap
+from megatron_pulse.planner.step.communication import Message
+from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.runtime.exchange import message_spec
+from megatron_pulse.runtime.executor import Executor, Workload
+from megatron_pulse.runtime.failures import FailureBoard, PulseError
+from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.measure.busy import BusyMeter, StepTime
+from megatron_pulse.runtime.measure.tracer import Traced, Tracer
+from megatron_pulse.runtime.parameters.replicas import Replicas
+from megatron_pulse.runtime.settings import LossFunction, RunSettings
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Where ``trace.json`` goes, and the steps it holds, counted from 1 in this run."""
+
+    folder: Path
+    steps: range
+
+
+class PulseSchedule:
+    """Runs ``plan`` in the place of Megatron's pipeline schedules.
+
+    Called with the keyword arguments of ``megatron.core.pipeline_parallel`` schedules; returns
+    one ``{"loss": tensor}`` per microbatch on every rank, averaged over data-parallel replicas.
+    ``fillers`` are what the schedule's fillers run. With ``tracing`` the first pipeline (of data-
+    and tensor-parallel rank 0) is traced.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        loss: LossFunction,
+        board: FailureBoard,
+        timeout_s: float,
+        fillers: Sequence[Workload] = (),
+        tracing: TraceOptions | None = None,
+    ) -> None:
+        self._plan = plan
+        self._loss = loss
+        self._board = board
+        self._timeout_s = timeout_s
+        self._fillers = tuple(fillers)
+        self._tracing = tracing
+        self._tracer: Tracer | None = None
+        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._links: Links | None = None
+        self._replicas: Replicas | None = None
+        self._settings: RunSettings | None = None
+        self._meter: BusyMeter | None = None
+        self.step_time: StepTime | None = None
+        """Of the last training step on this device; None if it was traced."""
+
+    def __call__(
+        self,
+        *,
+        data_iterator: Any,
+        model: list[nn.Module] | nn.Module,
+        num_microbatches: int,
+        micro_batch_size: int,
+        forward_only: bool = False,
+        force_all_reduce: bool = False,
+        collect_non_loss_data: bool = False,
+        **unused: Any,
+    ) -> list[dict[str, Tensor]]:
+        if collect_non_loss_data:
+            raise PulseError("collecting non-loss data is not supported by this schedule")
+        chunks = model if isinstance(model, list) else [model]
+        config = get_model_config(chunks[0])
+        groups = get_attr_wrapped_model(chunks[0], "pg_collection")
+        settings = self._settings = RunSettings(
+            micro_batch_size=micro_batch_size,
+            dtype=config.params_dtype,
+            device=next(chunks[0].parameters()).device,
+            loss=self._loss,
+            grad_scale=config.grad_scale_func,
+        )
+        executor = self._executor(chunks, config, groups.pp, num_microbatches, forward_only)
+        batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        recorder = meter = None
+        if self._tracing is not None and not forward_only:
+            if self._tracer is None:
+                run = {
+                    "micro_batch_size": str(micro_batch_size),
+                    "dtype": str(settings.dtype).removeprefix("torch."),
+                    "recompute": str(config.recompute_granularity == "full").lower(),
+                }
+                self._tracer = self._make_tracer(groups, num_microbatches, settings.device, run)
+            recorder = self._tracer.begin(self._links) if self._tracer is not None else None
+        if recorder is None and not forward_only:
+            meter = self._meter = self._meter or BusyMeter(settings.device)
+            meter.start()
+        losses = executor.run(
+            batches, settings, forward_only=forward_only, recorder=recorder or meter
+        )
+        if recorder is not None and self._tracer is not None:
+            self._tracer.end(recorder)
+        if meter is not None:
+            meter.stop()
+        if not forward_only and config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func(
+                chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce
+            )
+        shared = self._share_losses(losses, num_microbatches, groups, settings.device)
+        if not forward_only:  # the losses were read, so the GPU has done the step
+            self.step_time = None if meter is None else meter.read()
+        return shared
+
+    def close(self) -> None:
+        """Write what was traced of a run that ended before the last step to trace."""
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def _make_tracer(
+        self, groups: Any, num_microbatches: int, device: torch.device, run: dict[str, str]
+    ) -> Tracer | None:
+        if groups.dp_cp.rank() or groups.tp.rank():
+            self._tracing = None
+            return None
+        assert self._tracing is not None
+        sizes = {"tensor": groups.tp.size(), "data": groups.dp_cp.size()}
+        traced = Traced(
+            self._plan.digest(num_microbatches),
+            self._plan.backbone.record,
+            self._plan.step(num_microbatches).schedule,
+            {"size": dist.get_world_size(), "pipeline": groups.pp.size(), **sizes},
+            tuple(map(tuple, self._plan.summary()["stages"])),
+            run,
+        )
+        pipeline = groups.pp if groups.pp.size() > 1 else None
+        steps, folder = self._tracing.steps, self._tracing.folder
+        return Tracer(steps, traced, pipeline, device, self._timeout_s, folder)
+
+    def _executor(
+        self,
+        chunks: list[nn.Module],
+        config: Any,
+        pipeline: dist.ProcessGroup,
+        num_microbatches: int,
+        forward_only: bool,
+    ) -> Executor:
+        key = (num_microbatches, forward_only)
+        if key not in self._executors:
+            plan, device = self._plan, pipeline.rank()
+            step = plan.step(num_microbatches, forward_only=forward_only)
+            stages = dict(zip(plan.placement.stages_of_device(device), chunks, strict=True))
+            if self._links is None and pipeline.size() > 1:
+                # NCCL makes the group's communicator in its first call, which all must join.
+                dist.all_reduce(
+                    torch.zeros(1, device=self._settings_or_fail().device), group=pipeline
+                )
+                self._links = Links(pipeline, self._make_buffer, self._board, self._timeout_s)
+                if plan.routes.replicated:
+                    self._replicas = self._replicate(stages, device)
+            self._executors[key] = Executor(
+                plan.backbone,
+                plan.routes,
+                step.schedule,
+                step.programs[device],
+                device,
+                stages,
+                self._links,
+                self._board,
+                _no_sync(config.no_sync_func, stages),
+                self._replicas,
+                self._fillers,
+            )
+        return self._executors[key]
+
+    def _replicate(self, chunks: dict[int, nn.Module], device: int) -> Replicas:
+        """Copies of the replicated embedders for this device's stages, owned by some of them."""
+        plan, settings = self._plan, self._settings_or_fail()
+        masters: dict[str, nn.Module] = {}
+        chunk_of: dict[nn.Module, nn.Module] = {}
+        for stage, chunk in chunks.items():
+            for i in plan.partition.layers_of_stage(stage):
+                name = plan.backbone.layers[i].name
+                if name in plan.routes.replicated:
+                    masters[name] = unwrap(chunk).get_submodule(name)
+                    chunk_of[masters[name]] = chunk
+        stages = [unwrap(chunk) for chunk in chunks.values()]
+        assert self._links is not None
+        replicas = Replicas(
+            plan.backbone,
+            plan.routes,
+            device,
+            LayerContext(stages[0].config, stages[0].pg_collection),
+            masters,
+            self._links,
+            settings.dtype,
+            settings.device,
+            lambda master: finish_gathering(chunk_of[master], master),
+        )
+        for owner in stages:
+            owner.replicas = replicas
+        return replicas
+
+    def _settings_or_fail(self) -> RunSettings:
+        if self._settings is None:
+            raise PulseError("no step has begun")
+        return self._settings
+
+    def _make_buffer(self, message: Message) -> Tensor:
+        return self._settings_or_fail().make_empty(message_spec(self._plan.routes, message))
+
+    def _share_losses(
+        self, losses: list[Tensor], num_microbatches: int, groups: Any, device: torch.device
+    ) -> list[dict[str, Tensor]]:
+        """Average over replicas, tell the whole pipeline: Megatron reads them on its last rank."""
+        owner = self._plan.placement.device_of_stage[-1]
+        values = torch.zeros(num_microbatches, dtype=torch.float64, device=device)
+        if groups.pp.rank() == owner:
+            values = torch.stack(losses).double()
+            dist.all_reduce(values, group=groups.dp_cp)
+            values /= groups.dp_cp.size()
+        if groups.pp.size() > 1:
+            dist.broadcast(values, src=dist.get_global_rank(groups.pp, owner), group=groups.pp)
+        if not math.isfinite(values.sum().item()):
+            raise PulseError(
+                f"the loss is not finite ({values.tolist()}): lower --lr, check the data, or "
+                "use --bf16 instead of --fp16"
+            )
+        return [{"loss": value} for value in values.float()]
+
+
+def _no_sync(
+    no_sync_func: Any, stages: dict[int, nn.Module]
+) -> dict[int, Callable[[], contextlib.AbstractContextManager[object]]]:
+    """Megatron sets one function, or one per model chunk, or none."""
+    if no_sync_func is None:
+        return {}
+    functions = no_sync_func if isinstance(no_sync_func, list) else [no_sync_func] * len(stages)
+    return dict(zip(stages, functions, strict=True))
+
+
+def finish_gathering(chunk: nn.Module, module: nn.Module) -> None:
+    """Wait until the parameters of ``module`` in ``chunk`` are whole.
+
+    With overlapped parameter gathering, Megatron's DDP waits in a module's forward; what reads
+    parameters before any forward has to wait itself, in the same way.
+    """
+    if not getattr(chunk, "remove_forward_pre_hook_handles", None):
+        return
+    for part in module.modules():
+        chunk._make_forward_pre_hook()(part)  # type: ignore[operator]

@@ -1,0 +1,47 @@
+"""What happens around each of Megatron's training steps: averaged weights and progress."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.model import unwrap
+
+
+def wrap_train_step(
+    train_step: Callable[..., Any], args: argparse.Namespace, options: PulseOptions
+) -> Callable[..., Any]:
+    """Megatron's ``train_step``, followed by the average's update and the progress bar."""
+    bar: tqdm[Any] | None = None
+    is_last = args.rank == args.world_size - 1
+    shows_progress = options.progress and is_last and sys.stderr.isatty()
+
+    def step(
+        forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
+        nonlocal bar
+        result = train_step(forward_step_func, data_iterator, model, *rest, **kwargs)
+        losses, skipped = result[0], result[1]
+        done = args.curr_iteration + 1
+        if options.ema_decay and not skipped:
+            for chunk in model:
+                stage = unwrap(chunk)
+                if stage.ema is not None and stage.masters is not None:
+                    masters = stage.masters.values()
+                    stage.ema.update(((name, masters[name]) for name in stage.ema.state), done - 1)
+        if shows_progress:
+            if bar is None:
+                bar = tqdm(total=args.train_iters, initial=done - 1, unit="step", desc="training")
+            if "loss" in losses:
+                bar.set_postfix(loss=f"{losses['loss'].item():.4f}", refresh=False)
+            bar.update()
+            if done == args.train_iters:
+                bar.close()
+        return result
+
+    return step

@@ -1,0 +1,144 @@
+"""``--pulse-auto``: measure this job's links and devices, tune, and run the plan, in one go."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, load_plan, save_plan
+from megatron_pulse.planner.tune.config import Choices, configs
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.search import finish, search
+from megatron_pulse.planner.tune.to_plan import plan_of
+from megatron_pulse.profile.measuring.measure import measure
+from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
+from model_specs import complete_record, load_backbone
+
+SIZES = (1, 4)
+"""Microbatch sizes that are measured; others are interpolated."""
+
+
+def plan_here(args: argparse.Namespace, options: PulseOptions) -> PlanFile:
+    """The plan of this job, the same on all ranks (collective); rank 0 writes it beside it.
+
+    A plan that an earlier start of the job left under ``--save`` is taken again. Raises ValueError
+    on every rank if nothing fits or what is there is of another job.
+    """
+    path = Path(args.save or ".") / "plan.json"
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0 and path.exists():
+        answer = [_kept(path, args, options)]
+    dist.broadcast_object_list(answer, src=0)
+    if answer[0] is None:
+        cluster = _cluster(args)
+        if dist.get_rank() == 0:
+            assert cluster is not None
+            try:
+                answer = [_tune(args, options, cluster, path)]
+            except ValueError as error:
+                answer = [error]
+        dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    plan: PlanFile = answer[0]
+    return plan
+
+
+def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFile | ValueError:
+    try:
+        plan = load_plan(path)
+    except PlanFileError as error:
+        return error
+    record = load_backbone(options.backbone, options.options).record
+    if plan.world_size != args.world_size or complete_record(plan.backbone) != record:
+        return ValueError(
+            f"--pulse-auto: {path} is the plan of another job ({plan.backbone['name']} on "
+            f"{plan.world_size} ranks): move it away, or use another --save"
+        )
+    print(f"plan: {path}, from an earlier start", flush=True)
+    return plan
+
+
+def _cluster(args: argparse.Namespace) -> Cluster | None:
+    """What the ranks' links and devices are, on rank 0 (collective)."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    timeout_s = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
+    if dist.get_world_size() > 1:
+        probed = probe(ProbeSettings("this job", device, timeout_s=timeout_s))
+        return None if probed is None else probed.cluster
+    alone = ClusterLink("loopback", 1.0, 0.0, Shared.DEVICE)  # one device sends nothing
+    memory = 16e9
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    return Cluster("this job", 1, 1, memory / 1e9, DeviceFigures(1.0, 10.0), alone)
+
+
+def _tune(
+    args: argparse.Namespace, options: PulseOptions, cluster: Cluster, path: Path
+) -> PlanFile:
+    """Profile on this rank's device, search, and write the plan."""
+    backbone = load_backbone(options.backbone, options.options)
+    print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
+    profile = _measure(args, backbone)
+    divided = backbone.divide_sequences(2).layers != backbone.layers
+    batch = args.global_batch_size
+    evaluator = Evaluator(profile, cluster, batch, divided)
+    found = search(
+        evaluator,
+        configs(
+            cluster.num_devices,
+            cluster.devices_per_node,
+            batch,
+            bool(profile.skips),
+            _choices(args, profile),
+        ),
+    )
+    if not found.outcomes:
+        reasons = "; ".join(f"{reason}: {count}" for reason, count in found.refused.items())
+        raise ValueError(
+            f"--pulse-auto: no way to train {backbone.name} with a batch of {batch} fits into "
+            f"{cluster.num_devices} devices of {cluster.memory_gb:g} GB ({reasons}): use more "
+            "ranks or a smaller backbone"
+        )
+    finish(evaluator, found, options.solver_seconds, options.solver)
+    best = found.outcomes[0]
+    plan = plan_of(best, profile, cluster, divided)
+    save_plan(plan, path)
+    print(f"plan: {best.config}; {best.throughput:.4g} samples/s expected; in {path}", flush=True)
+    return plan
+
+
+def _choices(args: argparse.Namespace, profile: Profile) -> Choices:
+    """Everything, but for what flags decide."""
+    choices = Choices()
+    pipeline, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+    sizes = None if args.micro_batch_size is None else (args.micro_batch_size,)
+    return Choices(
+        pipeline=(pipeline,) if pipeline > 1 else None,
+        tensor=(tensor,) if tensor > 1 else choices.tensor,
+        micro_batch_size=sizes,
+        recompute=(True,) if args.recompute_granularity == "full" else choices.recompute,
+    )
+
+
+def _measure(args: argparse.Namespace, backbone: Backbone) -> Profile:
+    dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = SIZES if args.micro_batch_size is None else (args.micro_batch_size,)
+    try:
+        return measure(backbone, sizes, device, dtype, once_per_kind=True)
+    except ProfileError:
+        if len(sizes) == 1:
+            raise
+        return measure(backbone, sizes[:1], device, dtype, once_per_kind=True)

@@ -1,0 +1,219 @@
+"""The plan of a run, from its flags: costs, placement, partition, embedders, schedule."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.planner.layout.embedders import choose_embedders
+from megatron_pulse.planner.layout.placement import Placement, PlacementKind
+from megatron_pulse.planner.partition.costs import ChainCosts, Link, MemoryRule, SkipCost
+from megatron_pulse.planner.partition.find import Goal, MemoryRules
+from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.files import from_json, to_json
+from megatron_pulse.planner.step.find_schedules import find_schedules
+from megatron_pulse.planner.step.plan import Plan, StageTimes, make_plan
+from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.devices import (
+    ELEMENT_BYTES,
+    PRESETS,
+    Device,
+    Roofline,
+    custom_device,
+    known_device,
+)
+from megatron_pulse.profile.files import load_profile
+from megatron_pulse.profile.measuring.layer_call import describe_chain
+from megatron_pulse.profile.parameters import Sizes, count_parameters
+from megatron_pulse.profile.profile import Profile
+from model_specs import load_backbone
+
+
+def plan_run(
+    args: argparse.Namespace,
+    options: PulseOptions,
+    backbone: Backbone,
+    given: PlanFile | None = None,
+) -> Plan:
+    """The plan that these flags ask for, or ``given``; raises ValueError (PlanError, ...).
+
+    Every rank comes to it by itself, but for the schedule where that has to be searched for
+    (``share_schedules``); ``check_world`` compares what they came to.
+    """
+    plan = _by_flags(args, options, backbone) if given is None else _by_file(given, backbone)
+    choices = choose_embedders(
+        backbone,
+        plan.partition,
+        count_parameters(backbone),
+        num_microbatches(args) * args.micro_batch_size,
+        ELEMENT_BYTES[compute_dtype(args)],
+        options.conditioning,
+    )
+    plan = replace(plan, embedders=choices)
+    if plan.problem(num_microbatches(args)) is None:
+        plan.step(num_microbatches(args))
+    return plan
+
+
+def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:
+    """``plan`` with the schedules that rank 0 finds for training and evaluation (collective).
+
+    Raises ValueError on every rank if rank 0 finds none.
+    """
+    counts = {num_microbatches(args)}
+    if args.eval_iters:
+        counts.add(_num_eval_microbatches(args))
+    if all(plan.problem(count) is None for count in counts):
+        return plan
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            plan, found = find_schedules(plan, counts, options.solver_seconds, options.solver)
+            for certificate in found:
+                print(f"schedule: {certificate}", flush=True)
+            answer = [[to_json(schedule) for schedule in plan.schedules]]
+        except ValueError as error:
+            answer = [error]
+    dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    return replace(plan, schedules=tuple(from_json(record) for record in answer[0]))
+
+
+def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
+    """The plan of a file, for this backbone."""
+    names = [name for stage in given.stages for name in stage]
+    if names != [layer.name for layer in backbone.layers]:
+        raise ValueError(
+            f"--pulse-plan: the plan is of another backbone ({given.backbone['name']}, "
+            f"{len(names)} layers) than {backbone.name} ({len(backbone.layers)} layers)"
+        )
+    problem = given.problem()
+    links = tuple(problem.lag(s, s + 1) for s in range(problem.placement.num_stages - 1))
+    backward, weight = problem.backward, problem.weight_grad
+    if weight is not None:
+        backward = tuple(map(sum, zip(backward, weight, strict=True)))
+    times = StageTimes(problem.forward, backward, links, weight, problem.activation, problem.cap)
+    name = "wave" if weight is None else "wave-split"
+    return Plan(backbone, given.partition, name, times=times, schedules=(given.schedule,))
+
+
+def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
+    count = num_microbatches(args)
+    placement = options.make_placement(args.pipeline_model_parallel_size)
+    # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
+    whole = load_backbone(backbone.record["name"], backbone.record["options"])
+    profile = _profile(args, options, whole)
+    costs = _costs(args, profile, backbone)
+    return make_plan(
+        backbone,
+        costs,
+        placement,
+        options.schedule if placement.num_stages > 1 else "auto",
+        options.activation_cap,
+        Goal(
+            collocate=placement.kind is PlacementKind.FOLD and options.partition == "exact",
+            link=Link(options.link_us * 1e-6, options.link_gbs * 1e9),
+            memory=_memory(args, options, count),
+        ),
+    )
+
+
+def num_microbatches(args: argparse.Namespace) -> int:
+    """Microbatches of a training step on one pipeline."""
+    return int(global_batch_size(args) // (args.micro_batch_size * _replicas(args)))
+
+
+def global_batch_size(args: argparse.Namespace) -> int:
+    """Samples of a training step: one microbatch of each replica where no flag says so."""
+    return int(args.global_batch_size or args.micro_batch_size * _replicas(args))
+
+
+def _num_eval_microbatches(args: argparse.Namespace) -> int:
+    """Those of a batch of an evaluation."""
+    size = args.eval_global_batch_size or global_batch_size(args)
+    return int(size // ((args.eval_micro_batch_size or args.micro_batch_size) * _replicas(args)))
+
+
+def _replicas(args: argparse.Namespace) -> int:
+    return int(
+        args.world_size // (args.pipeline_model_parallel_size * args.tensor_model_parallel_size)
+    )
+
+
+def compute_dtype(args: argparse.Namespace) -> str:
+    """The dtype of parameters and matrix products, as profiles name it."""
+    return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+
+
+def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Profile:
+    """The file that ``--pulse-profile`` names, or what a named device would take."""
+    dtype = compute_dtype(args)
+    if options.profile in PRESETS:
+        return analyse(backbone, [args.micro_batch_size], Roofline(PRESETS[options.profile], dtype))
+    if options.profile is not None:
+        if not Path(options.profile).exists():
+            raise ValueError(
+                f"--pulse-profile {options.profile}: neither a file nor one of {', '.join(PRESETS)}"
+            )
+        profile = load_profile(options.profile)
+        names = tuple(layer.name for layer in profile.layers)
+        if names != tuple(layer.name for layer in backbone.layers):
+            raise ValueError(
+                f"--pulse-profile {options.profile} is of another backbone "
+                f"({profile.backbone.get('name')}, {len(names)} layers): profile this one with "
+                f"'pulse profile --backbone {backbone.name}' and the same options"
+            )
+        return profile
+    return analyse(backbone, [args.micro_batch_size], Roofline(_this_device(), dtype))
+
+
+def _this_device() -> Device:
+    """The preset of the GPU here; what a CPU core does, roughly, where there is none."""
+    if not torch.cuda.is_available():
+        return custom_device(peak_tflops=0.1, bandwidth_gbs=20, memory_gb=0)
+    return known_device(torch.cuda.get_device_name()) or PRESETS["A100-80GB"]
+
+
+def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> ChainCosts:
+    """Costs at the run's microbatch size; under sequence parallelism the edges are divided."""
+    costs = profile.at(args.micro_batch_size, args.recompute_granularity == "full")
+    parts = args.tensor_model_parallel_size
+    sizes = [Sizes(count, 0, 0) for count in costs.parameters]
+    chain, skips, _ = describe_chain(backbone, sizes, profile.dtype)
+    size = args.micro_batch_size
+    return replace(
+        costs,
+        forward_s=tuple(t / parts for t in costs.forward_s),
+        backward_s=tuple(t / parts for t in costs.backward_s),
+        weight_grad_s=tuple(t / parts for t in costs.weight_grad_s),
+        saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
+        boundary_bytes=tuple(size * layer.boundary_bytes for layer in chain),
+        skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes) for s in skips),
+    )
+
+
+def _memory(args: argparse.Namespace, options: PulseOptions, count: int) -> MemoryRules | None:
+    """What a device may hold: ``--pulse-memory-gb``, or else a GPU's memory."""
+    limit = options.memory_gb * 1e9 if options.memory_gb is not None else None
+    if limit is None and torch.cuda.is_available():
+        limit = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    if limit is None:
+        return None
+    per_parameter = bytes_per_parameter(
+        compute_dtype(args), args.use_distributed_optimizer, data_parallel=_replicas(args)
+    )
+    per_parameter /= args.tensor_model_parallel_size
+
+    def rule(placement: Placement) -> MemoryRule:
+        return MemoryRule(limit, per_parameter, in_flight(placement, count))
+
+    return rule

@@ -1,0 +1,285 @@
+"""The machines that a plan is for: nodes of devices, their memory, and the links between them.
+
+A cluster is a small YAML file: one of the presets beside this module, what ``pulse probe`` measured
+inside a job, or one's own. Ranks fill one node after another. A link's bandwidth is what one device
+reaches to one other, in one direction; where ``shared`` is ``node``, devices that send at once
+divide it.
+
+Collectives are rings (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations", 2009): a reduce-scatter of n bytes over r ranks takes r - 1 steps of n / r bytes, an
+all-gather as many, an all-reduce is one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_pulse.faults import listed, unknown
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_yaml, replacing
+from megatron_pulse.plain_yaml import PlainDumper
+from megatron_pulse.planner.cluster.schema import cluster_faults
+from megatron_pulse.planner.partition.costs import Link
+from megatron_pulse.profile.devices import PRESETS, Device, custom_device
+
+
+class ClusterError(ValueError):
+    """A cluster that does not exist, or a file that does not describe one; lists every fault."""
+
+
+class Shared(StrEnum):
+    """Who has a link's bandwidth: every device for itself, or the devices of a node together."""
+
+    DEVICE = "device"
+    NODE = "node"
+
+
+@dataclass(frozen=True)
+class ClusterLink:
+    """A kind of connection: GB/s of one message one way, and microseconds of an empty one."""
+
+    kind: str
+    bandwidth_gbs: float
+    latency_us: float
+    shared: Shared
+
+    def used_by(self, users: int) -> Link:
+        """What one of ``users`` devices of a node has that send over it at once."""
+        share = max(users, 1) if self.shared is Shared.NODE else 1
+        return Link(self.latency_us / 1e6, self.bandwidth_gbs * 1e9 / share)
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """A device by its peaks: TFLOP/s and GB/s of its memory."""
+
+    tflops: float
+    bandwidth_gbs: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``nodes`` times ``devices_per_node`` devices of ``memory_gb`` (10^9 bytes) each.
+
+    ``device`` is a preset of ``profile.devices``, the path of a measured profile, or figures;
+    ``all_reduce_efficiency`` is the part of the links' bandwidth that collectives reach. Raises
+    ClusterError for values that a file could not have either.
+    """
+
+    name: str
+    nodes: int
+    devices_per_node: int
+    memory_gb: float
+    device: str | DeviceFigures
+    intra_node: ClusterLink
+    inter_node: ClusterLink | None = None
+    usable_memory: float = 1.0
+    all_reduce_efficiency: float = 1.0
+
+    def __post_init__(self) -> None:
+        _refuse(cluster_faults(to_record(self)), f"cluster {self.name!r}")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def usable_bytes(self) -> float:
+        """What planning may put on one device."""
+        return self.memory_gb * 1e9 * self.usable_memory
+
+    @property
+    def peaks(self) -> Device | None:
+        """The device for a roofline; None if ``device`` is a measured profile."""
+        if isinstance(self.device, DeviceFigures):
+            figures = self.device
+            return custom_device(figures.tflops, figures.bandwidth_gbs, self.memory_gb)
+        return PRESETS.get(self.device)
+
+    def node_of(self, rank: int) -> int:
+        """The node of ``rank``; raises ClusterError for one that the cluster does not have."""
+        if not 0 <= rank < self.num_devices:
+            raise ClusterError(f"{self.name} has ranks 0 to {self.num_devices - 1}; got {rank}")
+        return rank // self.devices_per_node
+
+    def link(self, rank_a: int, rank_b: int, concurrent: int = 1) -> Link:
+        """From one rank to another, while ``concurrent`` devices of the node use it at once."""
+        if rank_a == rank_b and self.node_of(rank_a) >= 0:
+            return Link()
+        return self._kind(rank_a, rank_b).used_by(concurrent)
+
+    def link_between(self, ranks: Sequence[int], concurrent: int = 1) -> Link:
+        """The slowest link of the ring through ``ranks`` in this order, all of it in use at once.
+
+        ``concurrent`` such rings, on other devices of the same nodes, run at once. Two links of a
+        ring that leave the same node share what is the node's, and so do those inside it.
+        """
+        self._check_group(ranks, concurrent)
+        ring = list(zip(ranks, [*ranks[1:], *ranks[:1]], strict=True)) if len(ranks) > 1 else []
+        users = Counter((self.node_of(a), self.node_of(a) == self.node_of(b)) for a, b in ring)
+        links = [
+            self._kind(a, b).used_by(
+                concurrent * users[self.node_of(a), self.node_of(a) == self.node_of(b)]
+            )
+            for a, b in ring
+        ] or [Link()]
+        return Link(max(x.latency_s for x in links), min(x.bytes_per_s for x in links))
+
+    def allreduce_s(self, num_bytes: float, ranks: Sequence[int], concurrent: int = 1) -> float:
+        """Seconds of an all-reduce of ``num_bytes`` on every rank: twice ``reduce_scatter_s``."""
+        return 2 * self.reduce_scatter_s(num_bytes, ranks, concurrent)
+
+    def all_gather_s(self, num_bytes: float, ranks: Sequence[int], concurrent: int = 1) -> float:
+        """Seconds until every rank has all of ``num_bytes``, of which each had its part."""
+        return self.reduce_scatter_s(num_bytes, ranks, concurrent)
+
+    def reduce_scatter_s(
+        self, num_bytes: float, ranks: Sequence[int], concurrent: int = 1
+    ) -> float:
+        """Seconds of a reduce-scatter of ``num_bytes``, with ``concurrent`` such groups at once.
+
+        One ring over r ranks: (r - 1) (latency + num_bytes / (r bandwidth)). A group with m ranks
+        on each of k nodes works in two levels, m and k above 1: a ring inside each node, then m
+        rings across nodes, at once, each of num_bytes / m. Other groups are one ring at the speed
+        of its slowest link. Bandwidths are multiplied by ``all_reduce_efficiency``.
+        """
+        self._check_group(ranks, concurrent)
+        nodes: dict[int, list[int]] = {}
+        for rank in ranks:
+            nodes.setdefault(self.node_of(rank), []).append(rank)
+        inside = len(next(iter(nodes.values())))
+        if any(len(members) != inside for members in nodes.values()):
+            ordered = [rank for members in nodes.values() for rank in members]
+            return self._ring_s(num_bytes, len(ranks), self.link_between(ordered, concurrent))
+        seconds = self._ring_s(num_bytes, inside, self.intra_node.used_by(inside * concurrent))
+        if len(nodes) > 1:
+            across = self._kind(*(members[0] for members in list(nodes.values())[:2]))
+            link = across.used_by(inside * concurrent)
+            seconds += self._ring_s(num_bytes / inside, len(nodes), link)
+        return seconds
+
+    def _ring_s(self, num_bytes: float, size: int, link: Link) -> float:
+        rate = link.bytes_per_s * self.all_reduce_efficiency
+        return (size - 1) * Link(link.latency_s, rate).time_s(num_bytes / size)
+
+    def _kind(self, rank_a: int, rank_b: int) -> ClusterLink:
+        if self.node_of(rank_a) == self.node_of(rank_b):
+            return self.intra_node
+        assert self.inter_node is not None  # several nodes have one, by the schema
+        return self.inter_node
+
+    def _check_group(self, ranks: Sequence[int], concurrent: int) -> None:
+        for rank in ranks:
+            self.node_of(rank)
+        if not ranks or len(set(ranks)) != len(ranks) or concurrent < 1:
+            raise ClusterError(
+                f"a group is one or more different ranks, {concurrent} at once; got {list(ranks)}"
+            )
+
+
+def to_record(cluster: Cluster) -> dict[str, Any]:
+    """What its file holds; optional values only where they are not the default."""
+    links = {"intra_node": cluster.intra_node, "inter_node": cluster.inter_node}
+    record: dict[str, Any] = {
+        "name": cluster.name,
+        "nodes": cluster.nodes,
+        "devices_per_node": cluster.devices_per_node,
+        "memory_gb": cluster.memory_gb,
+        "usable_memory": cluster.usable_memory,
+        "device": vars(cluster.device) if not isinstance(cluster.device, str) else cluster.device,
+        "links": {
+            name: {**vars(link), "shared": str(link.shared)} for name, link in links.items() if link
+        },
+        "all_reduce_efficiency": cluster.all_reduce_efficiency,
+    }
+    for name in ("usable_memory", "all_reduce_efficiency"):
+        if record[name] == 1:
+            del record[name]
+    return record
+
+
+def from_record(record: Any, where: str = "the cluster") -> Cluster:
+    """The cluster of ``to_record``'s form; raises ClusterError with every fault, about ``where``"""
+    _refuse(cluster_faults(record), where)
+    links = {
+        name: ClusterLink(**{**link, "shared": Shared(link["shared"])})
+        for name, link in record["links"].items()
+    }
+    rest = {name: value for name, value in record.items() if name != "links"}
+    if isinstance(rest["device"], dict):
+        rest["device"] = DeviceFigures(**rest["device"])
+    return Cluster(**rest, intra_node=links["intra_node"], inter_node=links.get("inter_node"))
+
+
+def to_yaml(cluster: Cluster, comment: str = "") -> str:
+    """The text of its file, ``comment`` first."""
+    lines = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+    return lines + str(yaml.dump(to_record(cluster), Dumper=PlainDumper, sort_keys=False))
+
+
+def save_cluster(cluster: Cluster, path: str | Path, comment: str = "") -> None:
+    """Write a cluster file; the path of a measured profile is written relative to it."""
+    path = Path(path)
+    if isinstance(cluster.device, str) and cluster.device not in PRESETS:
+        cluster = replace(cluster, device=os.path.relpath(cluster.device, path.parent))
+    with replacing(path) as beside:
+        beside.write_text(to_yaml(cluster, comment), encoding="utf-8")
+
+
+def load_cluster(path: str | Path) -> Cluster:
+    """Read a cluster file; raises ClusterError that lists every fault."""
+    path = Path(path)
+    try:
+        record = read_yaml(path, FileKind.CLUSTER)
+    except FileError as error:
+        raise ClusterError(str(error)) from error
+    found = from_record(record, str(path))
+    if isinstance(found.device, str) and found.device not in PRESETS:
+        profile = path.parent / found.device
+        if not profile.is_file():
+            raise ClusterError(f"{path}: device: there is no profile {profile}")
+        found = replace(found, device=str(profile))
+    return found
+
+
+def cluster_presets() -> dict[str, Path]:
+    """The files of the presets by name."""
+    folder = Path(str(resources.files(__package__))) / "presets"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
+    """A preset or a cluster file, with ``nodes`` nodes if given, also as ``dgx-a100:4``."""
+    text = str(name_or_path)
+    presets = cluster_presets()
+    counted = re.fullmatch(r"(.+):(\d+)", text)
+    if counted and nodes is None and not Path(text).exists():
+        text, nodes = counted[1], int(counted[2])
+    if text in presets:
+        found = load_cluster(presets[text])
+    elif Path(text).suffix in (".yaml", ".yml") or Path(text).is_file():
+        found = load_cluster(text)
+    else:
+        raise ClusterError(
+            f"{unknown('cluster', text, presets)}; or give a .yaml file "
+            "('pulse clusters NAME' prints one to start from, 'pulse probe' measures one)"
+        )
+    return found if nodes is None else replace(found, nodes=nodes)
+
+
+def _refuse(faults: list[str], where: str) -> None:
+    if len(faults) == 1:
+        raise ClusterError(f"{where}: {faults[0]}")
+    if faults:
+        raise ClusterError(f"{where} has {len(faults)} faults:{listed(faults)}")

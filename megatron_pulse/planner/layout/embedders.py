@@ -1,0 +1,75 @@
+"""Where embedders run: on one device that sends what they compute, or on every device.
+
+Sending moves, for every sample, the conditioning to each other device that uses it and the sum of
+its gradients back. Replicating moves the embedder's parameters once a step and the sums of their
+gradients back; every device then computes the conditioning itself. Which is less depends on the
+number of samples per step: few samples with long conditioning (projected captions) favour
+sending, many favour replicating.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
+from megatron_pulse.planner.layout.partition import Partition
+
+Policy = Literal["auto", "send", "replicate"]
+
+_GRADIENT_BYTES = 8  # gradients of conditioning are summed and sent in fp64
+_PARAMETER_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class EmbedderChoice:
+    """One embedder: the bytes between devices per step either way, and which way was chosen."""
+
+    layer: str
+    sent_bytes: int
+    replicated_bytes: int
+    replicated: bool
+
+
+def choose_embedders(
+    backbone: Backbone,
+    partition: Partition,
+    parameters: Sequence[int],
+    samples_per_step: int,
+    compute_bytes: int,
+    policy: Policy = "auto",
+) -> tuple[EmbedderChoice, ...]:
+    """A choice for every embedder of ``backbone``.
+
+    ``parameters`` are those of each layer on one tensor-parallel rank, ``samples_per_step`` what
+    one pipeline trains on per step, ``compute_bytes`` the size of an element of parameters and
+    activations. What only the embedder's own device uses is neither sent nor replicated.
+    """
+    placed = partition.placement.device_of_stage
+    choices = []
+    for i, layer in enumerate(backbone.layers):
+        if not layer.embedder:
+            continue
+        home = placed[partition.stage_of_layer(i)]
+        sent, others = 0, set()
+        for edge in backbone.conditioning:
+            if edge.source != i:
+                continue
+            users = {placed[partition.stage_of_layer(j)] for j in edge.consumers} - {home}
+            others |= users
+            per_sample = _bytes(edge.spec, compute_bytes)
+            per_sample += edge.spec.numel_per_sample * _GRADIENT_BYTES
+            sent += len(users) * samples_per_step * per_sample
+        size = compute_bytes + _PARAMETER_GRADIENT_BYTES
+        replicated = len(others) * parameters[i] * size
+        chosen = bool(others) and (
+            policy == "replicate" or (policy == "auto" and replicated < sent)
+        )
+        choices.append(EmbedderChoice(layer.name, sent, replicated, chosen))
+    return tuple(choices)
+
+
+def _bytes(spec: TensorSpec, compute_bytes: int) -> int:
+    sizes = {COMPUTE: compute_bytes, "float32": 4, "float64": 8, "int64": 8}
+    return spec.numel_per_sample * sizes[spec.dtype]

@@ -1,0 +1,222 @@
+"""A plan's timeline beside what a run did: where a prediction holds, and where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from megatron_pulse.faults import listed
+from megatron_pulse.planner.observe.trace import StepTrace, Trace, TraceError
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.check.simulate import Timeline
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.profile.cautions import plan_cautions
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of operation of one stage (or filler): seconds, medians over its ``count`` runs."""
+
+    kind: Kind
+    stage: int
+    count: int
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def total_difference_s(self) -> float:
+        """By how much a step's operations of this kind took longer than predicted, in all."""
+        return self.count * (self.measured_s - self.predicted_s)
+
+
+@dataclass(frozen=True)
+class DeviceTimes:
+    """How long a device computes in a step, and waits for messages (measured only)."""
+
+    device: int
+    predicted_busy_s: float
+    measured_busy_s: float
+    measured_wait_s: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted against measured, in seconds; measured values are medians over the traced steps.
+
+    A bubble is the share of all devices' time in the makespan in which they do not compute.
+    ``clock_accuracy_s`` is how far measured times on two devices may be off.
+    """
+
+    rows: tuple[Row, ...]
+    devices: tuple[DeviceTimes, ...]
+    predicted_makespan_s: float
+    measured_makespan_s: float
+    predicted_bubble: float
+    measured_bubble: float
+    clock_accuracy_s: float
+
+    def differing_most(self, count: int = 5) -> tuple[Row, ...]:
+        """The rows whose sum over a step is furthest from what was predicted, furthest first."""
+        ordered = sorted(self.rows, key=lambda row: -abs(row.total_difference_s))
+        return tuple(ordered[:count])
+
+
+def compare(timeline: Timeline, trace: Trace) -> Comparison:
+    """``timeline``, in seconds, against ``trace``.
+
+    Raises TraceError with every reason why they are not of one schedule.
+    """
+    if faults := [*trace.faults(), *_mismatches(timeline, trace)]:
+        raise TraceError(f"the trace cannot be compared with this plan:{listed(faults)}")
+    predicted = _durations({op: timeline.end[op] - timeline.start[op] for op in timeline.start})
+    measured = _measured(trace)
+    rows = tuple(
+        Row(kind, stage, len(times), median(times), median(measured[kind, stage]))
+        for (kind, stage), times in sorted(predicted.items())
+    )
+    num_devices = len(timeline.busy)
+    devices = tuple(
+        DeviceTimes(
+            device,
+            timeline.busy[device],
+            median(_busy(step, device) for step in trace.steps),
+            median(_waited(step, device) for step in trace.steps),
+        )
+        for device in range(num_devices)
+    )
+
+    def bubble(step: StepTrace) -> float:
+        busy = sum(_busy(step, device) for device in range(num_devices))
+        return 1 - busy / (num_devices * step.makespan_s)
+
+    return Comparison(
+        rows,
+        devices,
+        timeline.makespan,
+        median(step.makespan_s for step in trace.steps),
+        timeline.idle_share,
+        median(bubble(step) for step in trace.steps),
+        trace.clock_accuracy_s,
+    )
+
+
+def mismatches(plan: PlanFile, trace: Trace) -> list[str]:
+    """By what ``trace`` is of a run of something else than ``plan``."""
+    said = {
+        "pipeline": plan.pipeline,
+        "data": plan.data,
+        "tensor": plan.tensor,
+        "micro_batch_size": plan.micro_batch_size,
+        "dtype": plan.dtype,
+        "recompute": str(plan.recompute).lower(),
+    }
+    ran = {**trace.world, **trace.run}
+    faults = [
+        f"the trace is of a run with {name} {ran[name]}, the plan has {value}"
+        for name, value in said.items()
+        if str(ran.get(name, value)) != str(value)
+    ]
+    if trace.backbone != plan.backbone:
+        faults.append(
+            f"the trace is of backbone {trace.backbone.get('name')} with options "
+            f"{trace.backbone.get('options')}, the plan of {plan.backbone['name']} with "
+            f"{plan.backbone['options']}"
+        )
+    elif trace.stages and trace.stages != plan.stages:
+        sizes = [", ".join(str(len(names)) for names in cut) for cut in (trace.stages, plan.stages)]
+        faults.append(
+            f"the trace is of a run of another plan: its stages have {sizes[0]} layers, the plan's "
+            f"{sizes[1]}"
+        )
+    return faults
+
+
+def doubts(plan: PlanFile, trace: Trace) -> list[str]:
+    """Why the plan's times may be wrong for the machine of the trace, in words."""
+    threads = trace.run.get("threads", "")
+    found = plan_cautions(plan.provenance, int(threads) if threads.isdecimal() else 0)
+    source, device = str(plan.provenance["profile"]), trace.machine.get("device", "")
+    if source.startswith("measured, ") and trace.run and device not in source:
+        found.append(f"the run was on {device}, but costs are {source.partition(':')[0]}")
+    elif not source.startswith("measured, "):
+        found.append(f"costs were not measured ({source.partition(':')[0]}): ratios may be right")
+    return found
+
+
+@dataclass(frozen=True)
+class MeasuredTimes:
+    """Median seconds of each stage on one microbatch, as a ``ScheduleProblem`` takes them.
+
+    ``backward`` is the input gradient alone where there is a ``weight_grad``.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight_grad: tuple[float, ...] | None
+
+
+def stage_times(trace: Trace) -> MeasuredTimes:
+    """What each stage took; raises TraceError if the trace has faults, or no backwards."""
+    if faults := trace.faults():
+        raise TraceError("; ".join(faults))
+    measured = _measured(trace)
+    stages = range(len(trace.device_of_stage))
+
+    def of(kind: Kind) -> tuple[float, ...]:
+        return tuple(median(measured[kind, stage]) for stage in stages)
+
+    kinds = {kind for kind, _ in measured}
+    if Kind.WEIGHT_GRAD in kinds:
+        return MeasuredTimes(of(Kind.FORWARD), of(Kind.INPUT_GRAD), of(Kind.WEIGHT_GRAD))
+    if Kind.BACKWARD not in kinds:
+        raise TraceError("the traced steps have no backward pass: trace training steps")
+    return MeasuredTimes(of(Kind.FORWARD), of(Kind.BACKWARD), None)
+
+
+def _mismatches(timeline: Timeline, trace: Trace) -> list[str]:
+    schedule, faults = timeline.schedule, []
+    if schedule.placement.device_of_stage != trace.device_of_stage:
+        faults.append(
+            f"stages are on devices {schedule.placement.device_of_stage} in the plan, on "
+            f"{trace.device_of_stage} in the trace"
+        )
+    if schedule.num_microbatches != trace.num_microbatches:
+        faults.append(
+            f"a step has {schedule.num_microbatches} microbatches in the plan, "
+            f"{trace.num_microbatches} in the trace"
+        )
+    if not faults and trace.steps:
+        planned = {d: list(order) for d, order in enumerate(schedule.order)}
+        ran: dict[int, list[Operation]] = {d: [] for d in planned}
+        for timed in sorted(trace.steps[0].operations, key=lambda t: (t.start_s, t.end_s)):
+            ran.setdefault(timed.device, []).append(timed.operation)
+        faults += [
+            f"device {d} ran its operations in another order than the plan's"
+            for d in planned
+            if planned[d] != ran[d]
+        ]
+    return faults
+
+
+def _durations(times: dict[Operation, float]) -> dict[tuple[Kind, int], list[float]]:
+    found: dict[tuple[Kind, int], list[float]] = {}
+    for op, seconds in times.items():
+        found.setdefault((op.kind, op.stage), []).append(seconds)
+    return found
+
+
+def _measured(trace: Trace) -> dict[tuple[Kind, int], list[float]]:
+    found: dict[tuple[Kind, int], list[float]] = {}
+    for step in trace.steps:
+        times = {timed.operation: timed.end_s - timed.start_s for timed in step.operations}
+        for key, seconds in _durations(times).items():
+            found.setdefault(key, []).extend(seconds)
+    return found
+
+
+def _busy(step: StepTrace, device: int) -> float:
+    return sum(t.end_s - t.start_s for t in step.operations if t.device == device)
+
+
+def _waited(step: StepTrace, device: int) -> float:
+    return sum(w.end_s - w.start_s for w in step.waits if w.message.destination == device)

@@ -1,0 +1,92 @@
+"""What a run measured, in the forms that planning has: a timeline, and a profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_pulse.planner.observe.compare import MeasuredTimes
+from megatron_pulse.planner.observe.trace import StepTrace, Trace
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.check.simulate import Timeline
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError
+
+
+def typical_step(trace: Trace) -> StepTrace:
+    """The traced step of median length."""
+    ordered = sorted(trace.steps, key=lambda step: step.makespan_s)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def timeline_of(schedule: Schedule, step: StepTrace) -> Timeline:
+    """A step of a run of ``schedule`` as a timeline, in seconds."""
+    start = {timed.operation: timed.start_s for timed in step.operations}
+    end = {timed.operation: timed.end_s for timed in step.operations}
+    busy = tuple(sum(end[op] - start[op] for op in order) for order in schedule.order)
+    bubble = tuple(step.makespan_s - b for b in busy)
+    return Timeline(schedule, start, end, step.makespan_s, busy, bubble)
+
+
+def rescale(profile: Profile, plan: PlanFile, measured: MeasuredTimes) -> Profile:
+    """``profile`` with layers that take as long as their stages did in a run of ``plan``.
+
+    Each stage's forwards, input gradients and weight gradients are scaled by what was measured
+    over what the profile says at the plan's microbatch size, at all profiled sizes. Where a
+    backward is whole, both its parts are scaled alike; a forward that is computed again counts as
+    the measured one. Raises ProfileError for a profile of another chain, under tensor parallelism,
+    and where nothing is left of a backward.
+    """
+    faults = []
+    names = [name for stage in plan.stages for name in stage]
+    if names != [layer.name for layer in profile.layers]:
+        faults.append(f"the profile is of other layers than {plan.backbone['name']} in the plan")
+    if plan.tensor > 1:
+        faults.append(
+            f"the run divided layers over {plan.tensor} ranks, but a profile is of whole layers: "
+            "trace a run with tensor 1"
+        )
+    if faults:
+        raise ProfileError("; ".join(faults))
+    profiled = profile.times_at(plan.micro_batch_size)
+    scales: list[tuple[float, float, float]] = []
+    for stage in range(len(plan.stages)):
+        layers = [profiled[i] for i in plan.partition.layers_of_stage(stage)]
+        forward = sum(layer.forward_s for layer in layers)
+        inputs = sum(layer.input_grad_s for layer in layers)
+        weights = sum(layer.weight_grad_s for layer in layers)
+        again = measured.forward[stage] if plan.recompute else 0.0
+        backward = measured.backward[stage] - again
+        if backward <= 0:
+            raise ProfileError(
+                f"stage {stage}: its backward took {1e3 * measured.backward[stage]:.3g} ms, no "
+                f"longer than the forward that it computes again ({1e3 * again:.3g} ms)"
+            )
+        if measured.weight_grad is None:
+            whole = _ratio(backward, inputs + weights)
+            parts = (whole, whole)
+        else:
+            parts = (_ratio(backward, inputs), _ratio(measured.weight_grad[stage], weights))
+        scale = (_ratio(measured.forward[stage], forward), *parts)
+        scales += [scale] * len(layers)
+    times = {
+        size: tuple(_scaled(layer, *scale) for layer, scale in zip(column, scales, strict=True))
+        for size, column in profile.times.items()
+    }
+    method = f"{profile.method}; each stage's layers scaled to what a run measured of it"
+    return replace(profile, times=times, method=method)
+
+
+def _ratio(measured: float, profiled: float) -> float:
+    return measured / profiled if profiled > 0 else 1.0
+
+
+def _scaled(layer: LayerTimes, forward: float, inputs: float, weights: float) -> LayerTimes:
+    return replace(
+        layer,
+        forward_s=layer.forward_s * forward,
+        input_grad_s=layer.input_grad_s * inputs,
+        weight_grad_s=layer.weight_grad_s * weights,
+        forward_spread_s=layer.forward_spread_s * forward,
+        input_grad_spread_s=layer.input_grad_spread_s * inputs,
+        weight_grad_spread_s=layer.weight_grad_spread_s * weights,
+    )

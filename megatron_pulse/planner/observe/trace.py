@@ -1,0 +1,253 @@
+"""What ran when in some steps of a real run: the measured counterpart of a simulated timeline.
+
+Times are seconds since the first operation of their step began, on one clock for all devices that
+is right to within ``clock_accuracy_s``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.faults import listed
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.planner.observe.schema import SCHEMA, TRACE_FORM
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.step.communication import Message, Payload
+from megatron_pulse.schema import faults_of
+
+
+class TraceError(ValueError):
+    """A file that is not a whole trace; the message lists every fault."""
+
+
+@dataclass(frozen=True)
+class TimedOperation:
+    """An operation on ``device``, and when it ran."""
+
+    device: int
+    operation: Operation
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class TimedWait:
+    """How long a device did nothing but wait for ``message``."""
+
+    message: Message
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What ``device`` sent and received in a step. Replicated embedders count in sent bytes."""
+
+    device: int
+    sent_bytes: int
+    received_bytes: int
+    num_messages: int
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """One device's part of a step, on the shared clock."""
+
+    operations: tuple[TimedOperation, ...]
+    waits: tuple[TimedWait, ...]
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """Step ``step`` of a run on all pipeline devices; steps are counted from 1."""
+
+    step: int
+    operations: tuple[TimedOperation, ...]
+    waits: tuple[TimedWait, ...]
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def makespan_s(self) -> float:
+        """From the begin of the first operation to the end of the last."""
+        return max(op.end_s for op in self.operations) - min(op.start_s for op in self.operations)
+
+
+def merge_step(step: int, devices: tuple[DeviceStep, ...]) -> StepTrace:
+    """The step that these devices ran, its times counted from the first operation's begin."""
+    zero = min((op.start_s for d in devices for op in d.operations), default=0.0)
+    return StepTrace(
+        step,
+        tuple(
+            TimedOperation(op.device, op.operation, op.start_s - zero, op.end_s - zero)
+            for d in devices
+            for op in d.operations
+        ),
+        tuple(
+            TimedWait(w.message, w.start_s - zero, w.end_s - zero) for d in devices for w in d.waits
+        ),
+        tuple(d.traffic for d in devices),
+    )
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Some steps of one pipeline of a run. ``clock`` says how the devices' clocks were compared.
+
+    ``world`` counts ranks (``size``) and how they are divided (``data``, ``tensor``, ``pipeline``).
+    ``stages`` are the names of each stage's layers, ``run`` what else times depend on
+    (``micro_batch_size``, ``dtype``, ``threads``, ``recompute``); older traces have neither.
+    """
+
+    machine: Mapping[str, str]
+    world: Mapping[str, int]
+    plan_digest: str
+    backbone: Mapping[str, Any]
+    schedule: str
+    placement: str
+    device_of_stage: tuple[int, ...]
+    num_microbatches: int
+    clock: str
+    clock_accuracy_s: float
+    steps: tuple[StepTrace, ...]
+    stages: tuple[tuple[str, ...], ...] = ()
+    run: Mapping[str, str] = field(default_factory=dict)
+
+    def faults(self) -> list[str]:
+        """Why this cannot be what a run did; empty if it can."""
+        if not self.steps:
+            return ["no step was traced"]
+        first = sorted(str(op.operation) for op in self.steps[0].operations)
+        return [
+            f"step {step.step}: {fault}" for step in self.steps for fault in self._step_faults(step)
+        ] + [
+            f"step {step.step} has other operations than step {self.steps[0].step}"
+            for step in self.steps[1:]
+            if sorted(str(op.operation) for op in step.operations) != first
+        ]
+
+    def _step_faults(self, step: StepTrace) -> list[str]:
+        faults = []
+        counts = Counter(op.operation for op in step.operations)
+        faults += [f"{op} ran {count} times" for op, count in counts.items() if count > 1]
+        kinds = {op.kind for op in counts} - {Kind.FILLER}
+        stages = len(self.device_of_stage)
+        there = sum(
+            op.stage < stages and op.microbatch < self.num_microbatches
+            for op in counts
+            if op.kind is not Kind.FILLER
+        )
+        if num_missing := stages * self.num_microbatches * max(len(kinds), 1) - there:
+            missing = (
+                str(op)
+                for stage in range(stages)
+                for microbatch in range(self.num_microbatches)
+                for kind in sorted(kinds)
+                if (op := Operation(kind, stage, microbatch)) not in counts
+            )
+            shown = ", ".join(islice(missing, 5)) + (" ..." if num_missing > 5 else "")
+            faults.append(f"{num_missing} operations are missing: {shown}")
+        faults += [
+            f"{op} is of microbatch {op.microbatch}; there are {self.num_microbatches}"
+            for op in counts
+            if op.kind is not Kind.FILLER and op.microbatch >= self.num_microbatches
+        ]
+        busy_until: dict[int, float] = {}
+        for timed in sorted(step.operations, key=lambda t: (t.start_s, t.end_s)):
+            op, device, start_s, end_s = timed.operation, timed.device, timed.start_s, timed.end_s
+            if op.kind is not Kind.FILLER and (
+                op.stage >= len(self.device_of_stage) or self.device_of_stage[op.stage] != device
+            ):
+                faults.append(f"{op} ran on device {device}, which does not hold it")
+            if end_s < start_s:
+                faults.append(f"{op} ends at {end_s:g} s, starts at {start_s:g} s")
+            if start_s < busy_until.get(device, start_s) - 1e-9:
+                faults.append(f"{op} starts while device {device} runs another operation")
+            busy_until[device] = max(end_s, busy_until.get(device, end_s))
+        return faults
+
+
+def save_trace(trace: Trace, path: str | Path) -> None:
+    """Write ``trace`` as JSON; a file that was there before is only replaced by a whole one."""
+    record = {"schema": SCHEMA, **asdict(trace), "steps": [_to_json(s) for s in trace.steps]}
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(record) + "\n")
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read what ``save_trace`` wrote; raises TraceError that lists every fault of the file."""
+    try:
+        record = read_json(path, FileKind.TRACE)
+    except FileError as error:
+        raise TraceError(str(error)) from error
+    faults = faults_of(TRACE_FORM, record)
+    if not faults:
+        trace = _from_json(record)
+        faults = trace.faults()
+        if not faults:
+            return trace
+    raise TraceError(f"{path} is not a whole trace ({len(faults)} fault(s)):{listed(faults)}")
+
+
+def _to_json(step: StepTrace) -> dict[str, Any]:
+    return {
+        "step": step.step,
+        "operations": [
+            {"device": t.device, "op": str(t.operation), "start_s": t.start_s, "end_s": t.end_s}
+            for t in step.operations
+        ],
+        "waits": [
+            {
+                "device": w.message.destination,
+                "for": str(w.message.consumer),
+                "from": str(w.message.producer),
+                "source": w.message.source,
+                "payload": w.message.payload.value,
+                "name": w.message.name,
+                "start_s": w.start_s,
+                "end_s": w.end_s,
+            }
+            for w in step.waits
+        ],
+        "traffic": [asdict(t) for t in step.traffic],
+    }
+
+
+def _from_json(record: dict[str, Any]) -> Trace:
+    fields = {name: value for name, value in record.items() if name != "schema"}
+    fields["device_of_stage"] = tuple(record["device_of_stage"])
+    fields["stages"] = tuple(map(tuple, record.get("stages", ())))
+    fields["steps"] = tuple(
+        StepTrace(
+            step["step"],
+            tuple(
+                TimedOperation(t["device"], Operation.parse(t["op"]), t["start_s"], t["end_s"])
+                for t in step["operations"]
+            ),
+            tuple(
+                TimedWait(
+                    Message(
+                        Operation.parse(w["from"]),
+                        Operation.parse(w["for"]),
+                        Payload(w["payload"]),
+                        w["name"],
+                        w["source"],
+                        w["device"],
+                    ),
+                    w["start_s"],
+                    w["end_s"],
+                )
+                for w in step["waits"]
+            ),
+            tuple(Traffic(**t) for t in step["traffic"]),
+        )
+        for step in record["steps"]
+    )
+    return Trace(**fields)

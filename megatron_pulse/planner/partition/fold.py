@@ -1,0 +1,183 @@
+"""The optimal fold: a dynamic program over nested pairs of stages, from the outside in.
+
+A state (a, b) says that the layers before a and from b on are placed; a step takes the next pair,
+the layers [a, a') and [b', b), for the next device. What a pair costs depends on (a, a', b', b)
+alone: a skip with both ends inside it is at home, one with a single end inside travels, wherever
+its other end is. So the largest load, the largest stage and the sum of bytes are all exact, with
+skips collocated by force or by choice. Source: PULSE, section IV, algorithm 1, with the device
+load, memory, and travelling skips added.
+
+A bound on the measure, widened until something fits, keeps the states few: outer devices can hold
+neither more than the bound each, nor so little that the inner ones would have to hold more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_pulse.planner.partition.costs import Floats
+from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, PairCosts
+
+_MOST_AT_ONCE = 4_000_000
+
+
+def optimal_fold(
+    pairs: PairCosts, closed: Bools | None, order: tuple[str, ...], slack: float = 0.0
+) -> tuple[int, ...] | None:
+    """Cuts of the fold that is smallest by the measures of ``order``, the first first.
+
+    A measure may be larger than its smallest value by the share ``slack`` where a later one gains.
+
+    ``closed[a, b]`` says that no skip has exactly one end among the layers a <= i < b, which then
+    must hold at every cut. None if no fold is legal and fits.
+    """
+    caps: dict[str, float] = {}
+    cuts = None
+    for measure in order:
+        found = None
+        for cap in _widening(pairs, measure):
+            found = _search(pairs, closed, measure, {**caps, measure: cap})
+            if found is not None:
+                break
+        if found is None:
+            return None
+        value, cuts = found
+        caps[measure] = value * (1 + slack) * SLACK
+    return cuts
+
+
+def _widening(pairs: PairCosts, measure: str) -> list[float]:
+    """Bounds to try: from what an even spread would give to none."""
+    even = {
+        "load": pairs.compute[-1] / pairs.num_pairs,
+        "stage": pairs.forward[-1] / (2 * pairs.num_pairs),
+    }
+    if measure not in even or even[measure] == 0:
+        return [np.inf]
+    steps = (1.02, 1.05, 1.1, 1.2, 1.4, 1.8, 2.6, 4.2, 8.0)
+    return [even[measure] * step for step in steps] + [np.inf]
+
+
+@dataclass
+class _Level:
+    """States after a device, the best value of each, and the state before it."""
+
+    a: Ints
+    b: Ints
+    value: Floats
+    parent: Ints
+
+
+def _search(
+    pairs: PairCosts, closed: Bools | None, measure: str, caps: dict[str, float]
+) -> tuple[float, tuple[int, ...]] | None:
+    """(smallest value of ``measure``, its cuts) where no pair exceeds ``caps``; None if none."""
+    num = len(pairs.costs.names)
+    start = np.array([0]), np.array([num]), np.array([0.0]), np.array([0])
+    levels = [_Level(*start)]
+    for pair in range(pairs.num_pairs):
+        level = _next_level(pairs, closed, measure, caps, levels[-1], pair)
+        if level is None:
+            return None
+        levels.append(level)
+    best = int(np.argmin(levels[-1].value))
+    value = float(levels[-1].value[best])
+    heads, tails = [], []
+    for level in reversed(levels):
+        heads.append(int(level.a[best]))
+        tails.append(int(level.b[best]))
+        best = int(level.parent[best])
+    return value, (*reversed(heads), *tails[1:])
+
+
+def _next_level(
+    pairs: PairCosts,
+    closed: Bools | None,
+    measure: str,
+    caps: dict[str, float],
+    level: _Level,
+    pair: int,
+) -> _Level | None:
+    found: list[tuple[Ints, Ints, Floats, Ints]] = []
+    for state, a2, b2 in _portions(pairs, caps, level, pair):
+        if closed is not None and pair + 1 < pairs.num_pairs:
+            state, a2, b2 = _where(closed[a2, b2], state, a2, b2)
+        a, b = level.a[state], level.b[state]
+        state, a2, b2 = _where(pairs.fits(pair, a, a2, b2, b), state, a2, b2)
+        for name in ("load", "stage"):
+            if caps.get(name, np.inf) < np.inf:
+                values = getattr(pairs, name)(level.a[state], a2, b2, level.b[state])
+                state, a2, b2 = _where(values <= caps[name] * SLACK, state, a2, b2)
+        values = getattr(pairs, measure)(level.a[state], a2, b2, level.b[state])
+        before = level.value[state]
+        total = before + values if measure == "bytes" else np.maximum(before, values)
+        found.append(_best(a2, b2, total, state))
+    if not found:
+        return None
+    a2, b2, value, parent = (np.concatenate(column) for column in zip(*found, strict=True))
+    return _Level(*_best(a2, b2, value, parent)) if len(a2) else None
+
+
+def _where(keep: Bools, *columns: Ints) -> tuple[Ints, ...]:
+    return tuple(column[keep] for column in columns)
+
+
+def _best(a: Ints, b: Ints, value: Floats, parent: Ints) -> tuple[Ints, Ints, Floats, Ints]:
+    """Each state once, with its smallest value."""
+    order = np.lexsort((value, b, a))
+    a, b, value, parent = a[order], b[order], value[order], parent[order]
+    first: Bools = np.ones(len(a), dtype=np.bool_)
+    first[1:] = (a[1:] != a[:-1]) | (b[1:] != b[:-1])
+    return a[first], b[first], value[first], parent[first]
+
+
+def _portions(
+    pairs: PairCosts, caps: dict[str, float], level: _Level, pair: int
+) -> list[tuple[Ints, Ints, Ints]]:
+    """(state, a2, b2) of every next pair that computing time alone does not rule out."""
+    left = pairs.num_pairs - 1 - pair  # devices after this one
+    load_cap, stage_cap = caps.get("load", np.inf), caps.get("stage", np.inf)
+    compute, forward = pairs.compute, pairs.forward
+    a, b = level.a, level.b
+    room = load_cap * SLACK - 2 * (pairs.send[a] + pairs.send[b])
+    end = np.minimum(
+        np.searchsorted(compute, compute[a] + room, "right"),
+        np.searchsorted(forward, forward[a] + stage_cap * SLACK, "right"),
+    )
+    state, a2 = _ragged(a + 1, np.minimum(end, b - 2 * left))
+    if left == 0:
+        return [(state, a2, a2)] if len(a2) else []
+    a, b = a[state], b[state]
+    room = room[state] - (compute[a2] - compute[a]) - 2 * pairs.send[a2]
+    low = np.maximum(
+        np.searchsorted(compute, compute[b] - room, "left"),
+        np.searchsorted(forward, forward[b] - stage_cap * SLACK, "left"),
+    )
+    low = np.maximum(low, a2 + 2 * left)
+    high = np.minimum(
+        np.searchsorted(compute, compute[a2] + left * load_cap * SLACK, "right"),
+        np.searchsorted(forward, forward[a2] + 2 * left * stage_cap * SLACK, "right"),
+    )
+    high = np.minimum(high, b)
+    counts = np.maximum(high - low, 0)
+    parts = []
+    bounds: Ints = np.searchsorted(
+        np.cumsum(counts), np.arange(0, counts.sum() + _MOST_AT_ONCE, _MOST_AT_ONCE)
+    )
+    edges = sorted({0, len(counts)}.union(map(int, bounds)))
+    for first, last in itertools.pairwise(edges):
+        owner, b2 = _ragged(low[first:last], high[first:last])
+        if len(owner):
+            parts.append((state[first:last][owner], a2[first:last][owner], b2))
+    return parts
+
+
+def _ragged(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """(i, every value from begin[i] to end[i] - 1) for all i, as two flat arrays."""
+    counts = np.maximum(end - begin, 0)
+    owner: Ints = np.repeat(np.arange(len(counts)), counts)
+    firsts: Ints = np.repeat(np.cumsum(counts) - counts, counts)
+    return owner, np.arange(len(owner)) - firsts + begin[owner]

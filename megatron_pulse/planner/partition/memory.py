@@ -1,0 +1,41 @@
+"""How much of a device's memory training takes, by the rules of Megatron and of the schedule."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_pulse.planner.layout.placement import Placement
+
+
+def bytes_per_parameter(
+    dtype: str, distributed_optimizer: bool = False, data_parallel: int = 1
+) -> float:
+    """Bytes of a parameter with its gradient and Adam's state under Megatron's defaults.
+
+    ========  =====================================  ==========================================
+    dtype     on every replica                       divided by the distributed optimizer
+    ========  =====================================  ==========================================
+    bfloat16  2 parameter, 4 fp32 gradient           4 fp32 copy, 8 both moments
+    float16   2 parameter, 2 gradient                8 fp32 copy and its gradient, 8 both moments
+    float32   4 parameter, 4 gradient                8 both moments
+    ========  =====================================  ==========================================
+
+    Source: Megatron-Core's guide to the distributed optimizer. Raises KeyError for other dtypes.
+    """
+    kept, divided = {"bfloat16": (6, 12), "float16": (4, 16), "float32": (8, 8)}[dtype]
+    return kept + divided / (data_parallel if distributed_optimizer else 1)
+
+
+def in_flight(placement: Placement, num_microbatches: int) -> tuple[int, ...]:
+    """For each stage, about how many microbatches wait between its forward and its backward.
+
+    At full rate and with backwards of twice a forward, a microbatch spends (S - s)/V of its
+    device's periods between stage s and back (S stages, V on each device): what 1F1B holds. With
+    several stages on a device no schedule keeps the rate with so little, and half as much again
+    is counted (equal stages need 6, 12, 22 in all at P = 4, 8, 16).
+    """
+    num, chunks = placement.num_stages, placement.num_chunks
+    slack = 1.0 if chunks == 1 else 1.5
+    return tuple(
+        min(num_microbatches, math.ceil(slack * (num - stage) / chunks)) for stage in range(num)
+    )

@@ -1,0 +1,129 @@
+"""What stages cost, from their ends alone: arrays of pairs of a fold, or of single stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_pulse.planner.partition.costs import ChainCosts, Floats, Link, MemoryRule, running_sum
+
+type Ints = NDArray[np.int64]
+type Bools = NDArray[np.bool_]
+
+SLACK = 1 + 1e-12  # sums in another order must not make an optimum illegal
+
+
+@dataclass
+class PairCosts:
+    """Costs of the pair of stages [a, a2) and [b2, b) on device k, for arrays of such pairs."""
+
+    costs: ChainCosts
+    link: Link
+    lam: float
+    memory: MemoryRule | None
+    num_pairs: int
+    forward: Floats = field(init=False)
+    compute: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        costs, num = self.costs, len(self.costs.names)
+        self.forward = running_sum(costs.forward_s)
+        self.compute = running_sum(np.add(costs.forward_s, costs.backward_s).tolist())
+        self._parameters = running_sum(costs.parameters)
+        self._saved = running_sum(costs.saved_bytes)
+        # Cuts 0 and num are the ends of the chain, where nothing is sent.
+        self._bytes = np.array([0, *costs.boundary_bytes[1:], 0], dtype=np.float64)
+        self.send = np.array([self.link.time_s(size) for size in self._bytes])
+        self._skip_s = _SkipSums(costs, [self.link.time_s(s.num_bytes) for s in costs.skips], num)
+        self._skip_bytes = _SkipSums(costs, [s.num_bytes for s in costs.skips], num)
+
+    def load(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+        """Forward and backward time of both stages, and of all messages of the device."""
+        compute = self.compute[a2] - self.compute[a] + self.compute[b] - self.compute[b2]
+        inner = np.where(a2 == b2, 0.0, self.send[a2] + self.send[b2])
+        sent = self.send[a] + self.send[b] + inner + self._skip_s.single_ends(a, a2, b2, b)
+        result: Floats = compute + 2 * sent
+        return result
+
+    def stage(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+        """The larger of both stages by equation 1 of the paper."""
+        left = self.forward[a2] - self.forward[a] + self.lam * self.send[a2] * (a2 != b2)
+        right = self.forward[b] - self.forward[b2] + self.lam * self.send[b]
+        result: Floats = np.maximum(left, right)
+        return result
+
+    def bytes(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+        """Forward bytes of the inner boundaries, and half of each skip with one end here."""
+        inner = np.where(a2 == b2, 0.0, self._bytes[a2] + self._bytes[b2])
+        result: Floats = inner + self._skip_bytes.single_ends(a, a2, b2, b) / 2
+        return result
+
+    def row(self, measure: str, begin: Ints, end: Ints) -> Floats:
+        """``measure`` of the single stages [begin, end), one on each device."""
+        sent = self.send[begin] + self.send[end]
+        if measure == "load":
+            skips = self._skip_s.single_ends(begin, end, end, end)
+            load: Floats = self.compute[end] - self.compute[begin] + 2 * (sent + skips)
+            return load
+        if measure == "stage":
+            stage: Floats = self.forward[end] - self.forward[begin] + self.lam * self.send[end]
+            return stage
+        skip_bytes = self._skip_bytes.single_ends(begin, end, end, end) / 2
+        moved: Floats = self._bytes[end] + skip_bytes
+        return moved
+
+    def row_bytes_held(self, stage: int, begin: Ints, end: Ints) -> Floats:
+        """Memory that the stages [begin, end) take as the stage number ``stage``."""
+        if self.memory is None:
+            return np.zeros(len(begin))
+        rule = self.memory
+        held: Floats = rule.bytes_per_parameter * (self._parameters[end] - self._parameters[begin])
+        return held + rule.in_flight[stage] * (self._saved[end] - self._saved[begin])
+
+    def fits(self, pair: int, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Bools:
+        """Whether the device of ``pair`` can hold it."""
+        if self.memory is None:
+            return np.ones(len(a), dtype=np.bool_)
+        rule = self.memory
+        held = rule.bytes_per_parameter * (
+            self._parameters[a2] - self._parameters[a] + self._parameters[b] - self._parameters[b2]
+        )
+        held += rule.in_flight[pair] * (self._saved[a2] - self._saved[a])
+        held += rule.in_flight[2 * self.num_pairs - 1 - pair] * (self._saved[b] - self._saved[b2])
+        result: Bools = held <= rule.limit_bytes * SLACK
+        return result
+
+
+class _SkipSums:
+    """Sums of a weight over skips, by where their ends are."""
+
+    def __init__(self, costs: ChainCosts, weights: list[float], num: int) -> None:
+        ends, edges = np.zeros(num), np.zeros((num, num))
+        for skip, weight in zip(costs.skips, weights, strict=True):
+            ends[skip.source] += weight
+            ends[skip.destination] += weight
+            edges[skip.source, skip.destination] += weight
+        self._any = bool(costs.skips)
+        self._ends = running_sum(ends.tolist())
+        self._edges = np.zeros((num + 1, num + 1))
+        self._edges[1:, 1:] = edges.cumsum(0).cumsum(1)
+
+    def single_ends(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+        """The weight of skips with exactly one end in [a, a2) and [b2, b) together."""
+        if not self._any:
+            return np.zeros(len(a))
+        inside = (
+            self._between(a, a2, a, a2) + self._between(b2, b, b2, b) + self._between(a, a2, b2, b)
+        )
+        ends = self._ends[a2] - self._ends[a] + self._ends[b] - self._ends[b2]
+        result: Floats = ends - 2 * inside
+        return result
+
+    def _between(self, from_: Ints, from_end: Ints, to: Ints, to_end: Ints) -> Floats:
+        table = self._edges
+        result: Floats = (
+            table[from_end, to_end] - table[from_, to_end] - table[from_end, to] + table[from_, to]
+        )
+        return result

@@ -1,0 +1,90 @@
+"""Bytes that the ways to run a skip model move between devices.
+
+=====================  =========================================================================
+way                    skips
+=====================  =========================================================================
+relay                  through every stage between their ends, as torch and Megatron would
+direct                 from source to destination once (torchgpipe's portals)
+interleaved relay      relay, with several stages on each device in turn
+interleaved direct     direct, with several stages on each device in turn
+fold exact             none moves: both ends of each are on one device
+fold soft              those whose ends the partition left on different devices, directly
+=====================  =========================================================================
+
+Where a stage ends with the layer that pushes a skip, the skip is the boundary tensor and is
+relayed once, not twice. All bytes are of one microbatch, forward and gradients together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.partition.costs import ChainCosts
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Forward and gradient bytes of one microbatch.
+
+    ``links[a, b]`` are those from device a to device b; ``sent[d]`` and ``received[d]`` a
+    device's.
+    """
+
+    boundary: int
+    skip: int
+    links: dict[tuple[int, int], int]
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.boundary + self.skip
+
+    def of_device(self, device: int) -> int:
+        """What a device sends and receives."""
+        return sum(size for link, size in self.links.items() if device in link)
+
+    @property
+    def hottest(self) -> int:
+        """The most that one device sends and receives."""
+        return max((self.of_device(d) for d in {d for link in self.links for d in link}), default=0)
+
+
+def relayed(costs: ChainCosts, merged: bool = True) -> ChainCosts:
+    """The same chain where every skip is handed on at each cut that it crosses.
+
+    Unless ``merged``, a skip that is the boundary tensor is sent beside it, as in the paper.
+    """
+    sizes = []
+    for cut, boundary in enumerate(costs.boundary_bytes):
+        crossing = (s.num_bytes for s in costs.skips if s.source + merged < cut <= s.destination)
+        sizes.append(boundary + sum(crossing))
+    return replace(costs, boundary_bytes=tuple(sizes), skips=())
+
+
+def volume(costs: ChainCosts, partition: Partition) -> Volume:
+    """What ``partition`` moves when skips between devices travel directly.
+
+    For relayed skips give ``relayed(costs)``.
+    """
+    placed = partition.placement.device_of_stage
+    links: dict[tuple[int, int], int] = {}
+    boundary = skipped = 0
+
+    def move(source: int, destination: int, size: int) -> int:
+        if source == destination:
+            return 0
+        for link in ((source, destination), (destination, source)):
+            links[link] = links.get(link, 0) + size
+        return 2 * size
+
+    for stage in range(1, len(placed)):
+        size = costs.boundary_bytes[partition.cuts[stage]]
+        boundary += move(placed[stage - 1], placed[stage], size)
+    for skip in costs.skips:
+        source = partition.stage_of_layer(skip.source)
+        destination = partition.stage_of_layer(skip.destination)
+        if destination == source + 1 and skip.source + 1 == partition.cuts[destination]:
+            continue  # it is the boundary tensor
+        skipped += move(placed[source], placed[destination], skip.num_bytes)
+    return Volume(boundary, skipped, links)

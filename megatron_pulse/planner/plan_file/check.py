@@ -1,0 +1,101 @@
+"""A plan file against the backbone and the machines that it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import zip_longest
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.planner.cluster.cluster import ClusterError, from_record
+from megatron_pulse.planner.layout.embedders import EmbedderChoice
+from megatron_pulse.planner.layout.routes import Carrier
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.step.plan import Plan, PlanError
+
+
+def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict[str, str]]:
+    """Every fault of the plan for this backbone, and what was found fine, by what was checked.
+
+    Messages are compiled and proven with embedders sent and with embedders on every device,
+    whichever a run then chooses.
+    """
+    if faults := list(_name_faults(given, backbone)):
+        return faults, {}
+    count = len(backbone.layers)
+    fine = {"backbone": f"its {count} layers are those of {backbone.name}, in order"}
+    plan = Plan(backbone, given.partition, schedules=(given.schedule,))
+    everywhere = tuple(
+        EmbedderChoice(layer.name, 0, 0, True) for layer in backbone.layers if layer.embedder
+    )
+    sizes = []
+    for choices in ((), everywhere) if everywhere else ((),):
+        try:
+            step = replace(plan, embedders=choices).step(given.num_microbatches)
+        except PlanError as error:
+            way = "on every device" if choices else "sent"
+            faults.append(f"messages, with embedders {way}: {error}")
+        else:
+            sizes.append(f"{len(step.communication.messages)}")
+    home = given.partition.placement.device_of_stage
+    travelling = [r for r in plan.routes.skips if home[r.source_stage] != home[r.destination_stage]]
+    direct = sum(route.carrier is Carrier.DIRECT for route in travelling)
+    carried = len(travelling) - direct
+    fine["skips"] = (
+        f"{len(backbone.skips) - len(travelling)} stay on their device, {direct} travel directly"
+        + f", {carried} as the boundary" * bool(carried)
+        if backbone.skips
+        else "the backbone has none"
+    )
+    if not faults:
+        counts = " or, embedders everywhere, ".join(sizes)
+        fine["messages"] = f"{counts} in a step; no order of NCCL calls can block"
+    return faults, fine
+
+
+def check_machines(given: PlanFile) -> tuple[list[str], dict[str, str]]:
+    """Every fault of the plan's ranks and memory on the cluster that it was made for."""
+    try:
+        cluster = from_record(given.provenance["cluster"], "provenance.cluster")
+    except ClusterError as error:
+        return [str(error)], {}
+    world, faults = given.world_size, []
+    if world > cluster.num_devices:
+        faults.append(f"the plan is for {world} ranks; {cluster.name} has {cluster.num_devices}")
+    if cluster.devices_per_node % given.tensor:
+        faults.append(
+            f"tensor: {given.tensor} ranks do not fill nodes of {cluster.devices_per_node} evenly"
+        )
+    limit, held = cluster.usable_bytes, given.predicted["memory_bytes"]
+    faults += [
+        f"memory: device {device} needs {size / 1e9:.3g} GB of {limit / 1e9:.3g} GB"
+        for device, size in enumerate(held)
+        if size > limit * (1 + 1e-9)
+    ]
+    peaks = peak_activations(given.schedule, given.times.saved_bytes)
+    filled = zip(peaks, given.times.cap_bytes, strict=False)
+    peak, cap = max(filled, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
+    degrees = f"pipeline {given.pipeline} x data {given.data} x tensor {given.tensor}"
+    return faults, {
+        "ranks": f"{world} ({degrees}); {cluster.name} has {cluster.num_devices}",
+        "memory": f"activations of the schedule at their peak {peak / 1e9:.3g} GB of "
+        f"{cap / 1e9:.3g} GB, on the fullest device; all in all at most {max(held) / 1e9:.3g} of "
+        f"{limit / 1e9:.3g} GB",
+    }
+
+
+def _name_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
+    placed = [(name, stage) for stage, names in enumerate(given.stages) for name in names]
+    names = [layer.name for layer in backbone.layers]
+    for position, (have, name) in enumerate(zip_longest(placed, names)):
+        if have is None:
+            yield f"stages end before layer {position}, {name!r}, of {backbone.name}"
+            return
+        if have[0] != name:
+            wanted = "its end" if name is None else repr(name)
+            yield (
+                f"stages: layer {position} is {have[0]!r} (in stage {have[1]}); {backbone.name} "
+                f"has {wanted} there"
+            )
+            return

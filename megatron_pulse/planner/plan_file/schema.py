@@ -1,0 +1,139 @@
+"""What a plan file may say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_pulse.planner.layout.placement import PlacementKind
+from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.schema import (
+    COUNT,
+    FLAG,
+    NATURAL,
+    OBJECT,
+    OPERATION,
+    TEXT,
+    faults_of,
+    list_of,
+    number,
+    one_of,
+    record,
+)
+
+FORMAT = "megatron_pulse plan 1"
+"""The version of the schema."""
+
+_MOST_S, _MOST_BYTES = 1e9, 1e15
+_TIME = number(
+    f"a number above 0, at most {_MOST_S:g}: seconds", exclusiveMinimum=0, maximum=_MOST_S
+)
+_SECONDS = list_of(_TIME, "seconds of each stage")
+_BYTES = list_of(
+    number(f"a number from 0 to {_MOST_BYTES:g}: bytes", minimum=0, maximum=_MOST_BYTES), "bytes"
+)
+_MESSAGE = "[stage, stage, seconds]"
+_EDGE = {
+    "type": "array",
+    "prefixItems": [
+        {"type": "integer", "description": _MESSAGE},
+        {"type": "integer", "description": _MESSAGE},
+        {"type": "number", "minimum": 0, "maximum": _MOST_S, "description": _MESSAGE},
+    ],
+    "minItems": 3,
+    "maxItems": 3,
+    "description": _MESSAGE,
+}
+
+_FIGURE = number("a number, 0 or more", minimum=-1e-9)  # differences are rounded
+_FILLER = record(
+    "a filler: name, slice_seconds, devices",
+    name=TEXT,
+    slice_seconds=list_of(_TIME, "seconds of each slice"),
+    devices={
+        "anyOf": [{"type": "null"}, list_of(NATURAL, "devices")],
+        "description": "a list of devices, or null",
+    },
+)
+_PREDICTED = (
+    "step_s",
+    "samples_per_s",
+    "pipeline_s",
+    "exposed_reduction_s",
+    "optimizer_s",
+    "bubble",
+    "pipeline_bytes_per_sample",
+    "data_bytes_per_sample",
+)
+
+
+def _at_least(description: str, **properties: Any) -> dict[str, Any]:
+    """An object of these properties, and perhaps others."""
+    return {**record(description, **properties), "additionalProperties": True}
+
+
+SCHEMA = record(
+    "a plan as 'pulse tune' writes it",
+    format={"const": FORMAT, "description": f"{FORMAT!r} (a plan of this version)"},
+    backbone=record(
+        "a backbone's record: name, family, options",
+        ["name", "options"],
+        name=TEXT,
+        family=TEXT,
+        options=OBJECT,
+    ),
+    dtype=one_of(list(ELEMENT_BYTES)),
+    pipeline=COUNT,
+    data=COUNT,
+    tensor=COUNT,
+    sequence_parallel=FLAG,
+    rank_order=one_of(["tp-dp-pp", "tp-pp-dp"]),
+    global_batch_size=COUNT,
+    micro_batch_size=COUNT,
+    recompute=FLAG,
+    distributed_optimizer=FLAG,
+    overlap_grad_reduce=FLAG,
+    placement=one_of([kind.value for kind in PlacementKind]),
+    num_chunks=COUNT,
+    stages=list_of(list_of(TEXT, "names of a stage's layers"), "a list for each stage"),
+    schedule=record(
+        "a schedule: name, placement, order, ...",
+        name=TEXT,
+        placement=one_of([kind.value for kind in PlacementKind]),
+        device_of_stage=list_of(NATURAL, "the device of each stage"),
+        num_microbatches=COUNT,
+        order=list_of(list_of(OPERATION, "a device's operations"), "a list for each device"),
+        fillers=list_of(_FILLER, "a list of fillers", least=0),
+    ),
+    times=record(
+        "the times that the schedule was made for",
+        forward=_SECONDS,
+        backward=_SECONDS,
+        weight_grad={"anyOf": [{"type": "null"}, _SECONDS], "description": "seconds, or null"},
+        edges={"type": "array", "items": _EDGE, "description": "a list of messages"},
+        saved_bytes=_BYTES,
+        cap_bytes=_BYTES,
+    ),
+    predicted=_at_least(
+        "what the tuner expects", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES
+    ),
+    provenance=_at_least(
+        "where the plan is from",
+        profile_sha256=TEXT,
+        profile=TEXT,
+        cluster=OBJECT,
+        schedule=_at_least(
+            "how good the schedule is",
+            makespan=_FIGURE,
+            lower_bound=_FIGURE,
+            gap=_FIGURE,
+            proved=FLAG,
+            solver=TEXT,
+        ),
+        versions=OBJECT,
+    ),
+)
+
+
+def plan_faults(content: Any) -> list[str]:
+    """Every fault of a plan file's form: where it is, and what is allowed there."""
+    return faults_of(SCHEMA, content)

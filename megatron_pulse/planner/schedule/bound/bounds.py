@@ -1,0 +1,135 @@
+"""Lower bounds of the makespan, whatever the schedule.
+
+===============  ===========================================================================
+device_bound     a device's first start, its whole load, and what must follow its last end
+one_machine...   the same per operation: starts no earlier than what must run before lets it,
+                 ends early enough for what must follow; the best preemptive order (Jackson)
+memory_bound     memory times time is at least what the activations' shortest lives need (Little)
+order_bound      per operation too, in the best order that keeps the device's memory
+===============  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from megatron_pulse.planner.layout.placement import PlacementKind
+from megatron_pulse.planner.schedule.bound.order_bound import WORK, classes_of, order_bound
+from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+
+
+def lower_bound(problem: ScheduleProblem, work: float = WORK) -> float:
+    """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work``."""
+    if problem.placement.kind is PlacementKind.BIDIRECTIONAL:
+        return _replicated_bound(problem)
+    path = MicrobatchPath(problem)
+    bounds = (device_bound, one_machine_bound, memory_bound)
+    quick = max(bound(problem, path) for bound in bounds)
+    return order_bound(path, quick, work) if work > 0 else quick
+
+
+def _replicated_bound(problem: ScheduleProblem) -> float:
+    """Where the model is there twice: a microbatch's path, and an even share of all work."""
+    num = problem.placement.num_stages
+    path = sum(problem.forward) + sum(problem.backward)
+    path += 2 * sum(problem.lag(s, s + 1) for s in range(num - 1))
+    work = sum(problem.duration(kind, s) for kind in problem.kinds for s in range(num))
+    return max(path, work * problem.num_microbatches / problem.placement.num_devices)
+
+
+def device_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:
+    """max over devices of first start + load of all microbatches + what follows.
+
+    A weight gradient may come last, and nothing follows it; so each run of a device's classes
+    counts both without weight gradients and what follows, and with them and nothing.
+    """
+    path = path or MicrobatchPath(problem)
+    count = problem.num_microbatches
+    return max(
+        path.first[a] + max(count * load + min(path.last[a : b + 1]), count * whole)
+        for a, b, load, whole in path.runs
+    )
+
+
+def last_gradients(problem: ScheduleProblem) -> tuple[float, ...]:
+    """For each stage the earliest start of what completes its gradients: the last microbatch's
+    backward, or weight gradient. The stage has done all of its kind before, and the microbatch has
+    waited for those before it wherever it came from."""
+    path, num = MicrobatchPath(problem), problem.placement.num_stages
+    count = problem.num_microbatches
+    starts = []
+    for s in range(num):
+        back = 2 * num - 1 - s
+        before = (count - 1) * (path.time[back] + path.weight[back])
+        own = path.time[back] if problem.weight_grad else 0.0
+        queue = (count - 1) * max(path.time[: back + 1])
+        starts.append(
+            own
+            + max(
+                path.first[back] + max(before, queue),
+                path.first[s] + count * path.time[s] + before,
+            )
+        )
+    return tuple(starts)
+
+
+def one_machine_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:
+    """max over devices of the shortest preemptive order under heads and tails of each operation."""
+    path = path or MicrobatchPath(problem)
+    bound = 0.0
+    for device in range(problem.placement.num_devices):
+        classes = classes_of(path, device)
+        time = np.broadcast_to(classes.time[:, None], classes.head.shape)
+        jobs = np.stack((classes.head, time, classes.tail), axis=-1).reshape(-1, 3)
+        bound = max(bound, jackson([(h, p, t) for h, p, t in jobs.tolist()]))
+    return bound
+
+
+def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:
+    """max over devices with a cap: first start + shares of the cap times lives + what follows.
+
+    An activation lives at the least from the start of its forward to the end of what frees it.
+    """
+    if problem.cap is None:
+        return 0.0
+    path = path or MicrobatchPath(problem)
+    num = problem.placement.num_stages
+    bound = 0.0
+    for device, cap in enumerate(problem.cap):
+        if not cap:
+            continue
+        stages = problem.placement.stages_of_device(device)
+        need = 0.0
+        for s in stages:
+            back = 2 * num - 1 - s
+            life = path.first[back] + path.time[back] + path.weight[back] - path.first[s]
+            need += problem.activation_of(s) / cap * life
+        follows = 0.0 if problem.weight_grad else path.last[2 * num - 1 - stages[0]]
+        bound = max(bound, path.first[stages[0]] + problem.num_microbatches * need + follows)
+    return bound
+
+
+def jackson(jobs: list[tuple[float, float, float]]) -> float:
+    """Shortest preemptive one-machine schedule of (head, time, tail): longest tail first."""
+    todo = sorted(jobs)
+    waiting: list[tuple[float, float]] = []
+    now = makespan = 0.0
+    at = 0
+    while at < len(todo) or waiting:
+        if not waiting:
+            now = max(now, todo[at][0])
+        while at < len(todo) and todo[at][0] <= now:
+            heapq.heappush(waiting, (-todo[at][2], todo[at][1]))
+            at += 1
+        tail, left = heapq.heappop(waiting)
+        arrival = todo[at][0] if at < len(todo) else float("inf")
+        if now + left > arrival:
+            heapq.heappush(waiting, (tail, left - (arrival - now)))
+            now = arrival
+        else:
+            now += left
+            makespan = max(makespan, now - tail)
+    return makespan

@@ -1,0 +1,261 @@
+"""What no order of one device's operations can beat, within its memory.
+
+The other devices are only delays: an operation starts no earlier than its microbatch can be there,
+and ends early enough for what must follow it elsewhere. Where the device is the one at which a
+microbatch turns (the last of a fold), nothing of a microbatch happens elsewhere between its first
+and its last operation there, so that how many of each class are done says all about what can come
+next; the shortest order is then found exactly, by dynamic programming over these counts. On other
+devices the time between is taken as none, which leaves a bound. With little memory this is far
+above what loads alone say, and mostly what can be reached. (Our own derivation.)
+
+A class waits for another; how many it is *behind* that one, for all classes, is a state. Memory in
+use is a sum of these numbers, so a cap leaves few states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
+from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.search.compiled import compiled
+
+WORK = 2e8
+"""Operations to try in all: about two seconds. Mostly it takes a thousandth of it."""
+
+MOST_STATES = 250_000
+"""States at the most: tens of megabytes."""
+
+TABLE_WORK = 10.0
+"""The same for what is set up for a state and a class."""
+
+CLOSE = 1e-4
+"""How near to the shortest possible order the bound is at least, as a share."""
+
+STRIDE = 0.005
+"""How far above what is known to be too short the next length to try is, as a share; then twice as
+far."""
+
+_TIGHT = 1 + 1e-9
+_NEVER = 1e300
+
+
+@dataclass(frozen=True)
+class DeviceClasses:
+    """The K classes of a device in the order in which they wait for each other.
+
+    ``time[k]``; ``head[k, m]`` and ``tail[k, m]``: least time from the beginning of the step to the
+    start of microbatch m, and from its end to the end of the step. Class k waits for class
+    ``after[k]`` (-1: none). ``held[k]``: memory taken for each microbatch that k is behind it.
+    """
+
+    time: Any
+    head: Any
+    tail: Any
+    after: tuple[int, ...]
+    held: tuple[float, ...]
+
+    @property
+    def busy(self) -> float:
+        """From the first start to the end of the step, if the device is never idle."""
+        return float(
+            self.head[0, 0] + self.time.sum() * self.head.shape[1] + self.tail[:, -1].min()
+        )
+
+
+def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
+    """What ``device`` runs of ``path``, weight gradients last."""
+    problem, mine = path.problem, path.on(device)
+    count = problem.num_microbatches
+    kinds = [path.classes[k] for k in mine]
+    time, after = [path.time[k] for k in mine], list(range(-1, len(mine) - 1))
+    head, tail = [path.heads[k] for k in mine], [path.tails[k] for k in mine]
+    for at, k in enumerate(mine):
+        if path.weight[k]:
+            kinds.append((Kind.WEIGHT_GRAD, path.classes[k][1]))
+            time.append(path.weight[k])
+            after.append(at)
+            head.append([ready + path.time[k] for ready in path.heads[k]])
+            tail.append([(count - 1 - m) * path.weight[k] for m in range(count)])
+    held = [0.0] * len(kinds)
+    frees = problem.kinds[-1]
+    for at, (kind, stage) in enumerate(kinds):
+        if kind is Kind.FORWARD:
+            k = kinds.index((frees, stage))
+            while k != at:
+                held[k] += problem.activation_of(stage)
+                k = after[k]
+    times, heads, tails = (np.array(rows, np.float64) for rows in (time, head, tail))
+    return DeviceClasses(times, heads, tails, tuple(after), tuple(held))
+
+
+def order_bound(path: MicrobatchPath, least: float = 0.0, work: float = WORK) -> float:
+    """No schedule is shorter, whatever the device; ``least`` is a bound that is known.
+
+    Ends after ``work``; devices with too many states are left out.
+    """
+    cap, devices = path.problem.cap, range(path.problem.placement.num_devices)
+    classes = [classes_of(path, device) for device in devices]
+    # The busiest first, which is mostly what the bound comes from.
+    for device in sorted(devices, key=lambda d: -classes[d].busy):
+        if work <= 0:
+            break
+        room = None if cap is None else cap[device]
+        least, spent = shortest_order(classes[device], room, least, work)
+        work -= spent
+    return least
+
+
+def shortest_order(
+    classes: DeviceClasses, cap: float | None, least: float = 0.0, work: float = WORK
+) -> tuple[float, float]:
+    """The makespan of the best order within ``cap``, at most ``CLOSE`` below it, where it is above
+    ``least``; else ``least``. A bound where that takes more than ``work``; with what it took."""
+    num, count = classes.head.shape
+    most = min(MOST_STATES, work / (2 * TABLE_WORK * num))
+    states = _states(classes, np.inf if cap is None else cap * _TIGHT, count, most)
+    if states is None:
+        return least, 0.0
+    table = _Table.of(states, classes)
+    low, high, stride, spent = least, np.inf, 0.0, TABLE_WORK * states.size
+    while high > low * (1 + CLOSE) and spent < work:
+        length = (low + high) / 2 if high < np.inf else low * (1 + stride)
+        stride = 2 * stride or STRIDE
+        end, reached, late, tried = _earliest(*table, length * _TIGHT)
+        spent += tried * num
+        if end == _NEVER:
+            low = max(length, late)
+        elif length == least:
+            return least, spent
+        else:
+            high = reached
+    return min(low, high), spent
+
+
+def _states(classes: DeviceClasses, cap: float, count: int, most: float) -> Any:
+    """How far each class is behind the one that it waits for, for all states that fit ``cap``: int
+    array (states, classes) in lexicographic order. None where there are more than ``most``, or 63
+    bits do not number them."""
+    states: Any = np.zeros((1, 1), np.int64)
+    used: Any = np.zeros(1)
+    for held in classes.held[1:]:
+        room: Any = np.full(len(used), np.inf) if held == 0 else (cap - used) / held
+        times: Any = room.clip(0, count).astype(np.int64) + 1
+        if times.sum() > most:
+            return None
+        behind = np.arange(times.sum()) - np.repeat(times.cumsum() - times, times)
+        states = np.column_stack((np.repeat(states, times, axis=0), behind))
+        used = np.repeat(used, times) + behind * held
+    return states if np.log2(states.max(axis=0) + 2).sum() < 63 else None
+
+
+class _Table(NamedTuple):
+    """States and classes for compiled functions.
+
+    ``following[s, k]``: the state after one more microbatch in class k, -1 where that may not be.
+    ``ahead[s, k]``: by how much class 0 is ahead of class k, last of all together; ``work[s]``: how
+    long that takes. States ``first[r]`` to ``first[r + 1]`` are those that r operations may lead
+    to, modulo the number of classes; state 0 is the beginning.
+    """
+
+    following: Any
+    ahead: Any
+    work: Any
+    first: Any
+    time: Any
+    head: Any
+    tail: Any
+
+    @staticmethod
+    def of(states: Any, classes: DeviceClasses) -> _Table:
+        num = len(classes.after)
+        ahead: Any = np.zeros((len(states), num + 1), np.int32)
+        for k, waits in enumerate(classes.after[1:], start=1):
+            ahead[:, k] = ahead[:, waits] + states[:, k]
+        ahead[:, num] = ahead.sum(axis=1)
+        rest = -ahead[:, num] % num
+        turn = np.argsort(rest, kind="stable")
+        place: Any = np.empty(len(turn) + 1, np.int32)
+        place[turn], place[-1] = np.arange(len(turn)), -1
+        return _Table(
+            place[_following(states, classes.after)[turn]],
+            ahead[turn],
+            ahead[turn, :num] @ classes.time,
+            np.concatenate(([0], np.cumsum(np.bincount(rest, minlength=num)))),
+            classes.time,
+            classes.head,
+            classes.tail,
+        )
+
+
+def _following(states: Any, after: tuple[int, ...]) -> Any:
+    base = states.max(axis=0) + 2
+    weight: Any = np.append(np.cumprod(base[:0:-1])[::-1], 1)
+    keys = states @ weight
+    following: Any = np.full(states.shape, -1, np.int32)
+    for k in range(len(after)):
+        step = -weight[k] if k else 0
+        step += sum(weight[q] for q, waits in enumerate(after) if waits == k)
+        at = np.minimum(np.searchsorted(keys, keys + step), len(keys) - 1)
+        there = keys[at] == keys + step
+        if k:
+            there &= states[:, k] > 0
+        following[there, k] = at[there]
+    return following
+
+
+@compiled
+def _earliest(
+    following: Any,
+    ahead: Any,
+    work: Any,
+    first: Any,
+    time: Any,
+    head: Any,
+    tail: Any,
+    length: float,
+) -> tuple[float, float, float, int]:
+    """When all can be done where every operation is in time for ``length`` (1e300: never), what
+    makespan that is, the least that an operation comes to that is not in time, and how many states
+    were looked at."""
+    num, count = head.shape
+    load, last = time.sum(), tail[:, count - 1].min()
+    now: Any = np.full(len(following), 1e300)
+    reached: Any = np.zeros(len(following))
+    then: Any = now.copy()
+    reaches: Any = reached.copy()
+    late, looked, alive = 1e300, 0, True
+    now[0] = 0.0
+    for done in range(num * count):
+        if not alive:
+            return 1e300, 0.0, late, looked
+        alive = False
+        then[:] = 1e300
+        for s in range(first[done % num], first[done % num + 1]):
+            begin = now[s]
+            if begin == 1e300:
+                continue
+            looked += 1
+            entered = (done + ahead[s, num]) // num
+            whole = begin + load * (count - entered) + work[s] + last
+            if whole > length:
+                late = min(late, whole)
+                continue
+            for k in range(num):
+                to, m = following[s, k], entered - ahead[s, k]
+                if to < 0 or m == count:
+                    continue
+                end = max(begin, head[k, m]) + time[k]
+                whole = end + tail[k, m]
+                if whole > length:
+                    late = min(late, whole)
+                elif end < then[to]:
+                    alive = True
+                    then[to] = end
+                    reaches[to] = max(reached[s], whole)
+        now, then = then, now
+        reached, reaches = reaches, reached
+    return now[0], reached[0], late, looked

@@ -1,0 +1,244 @@
+"""Static checks of a schedule: every fault at once, with its reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.schedule.check.simulate import dependency, grid, play
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.step.communication import Message
+
+
+def validate(
+    schedule: Schedule,
+    partition: Partition | None = None,
+    messages: Iterable[Message] | None = None,
+    cap: float | Sequence[float] | None = None,
+    activation: Sequence[float] | None = None,
+) -> list[str]:
+    """All faults of ``schedule``; empty when it can run.
+
+    Checks that every operation is there once and on its stage's device (a slice of a filler: on one
+    of the filler's), that every stage works through the microbatches in order on each device
+    (gradients accumulate in that order), that backwards follow forwards and weight gradients input
+    gradients, that backwards are either whole or split, that nothing waits in a circle (data flow
+    of the chain and, if given, of ``messages``), that no device holds more than ``cap`` (one for
+    all, or one each) live stage activations, each counted as ``activation`` of its stage (default
+    1), and that the ends of every message are in the schedule where the message says. A schedule
+    without any backward is taken as an evaluation: only forwards are expected, and no activation
+    is kept.
+    """
+    known = [] if messages is None else list(messages)
+    faults = [
+        *_placement_faults(schedule, partition),
+        *_kind_faults(schedule),
+        *_set_faults(schedule),
+        *_order_faults(schedule),
+        *_message_faults(schedule, known),
+    ]
+    faults.extend(_deadlock_faults(schedule, known))
+    if cap is not None and len(schedule.kinds) > 1:
+        peaks = peak_activations(schedule, activation)
+        caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
+        faults.extend(
+            f"device {d} holds {peak:g} live stage activations at its peak; the cap is {limit:g}"
+            for d, (peak, limit) in enumerate(zip(peaks, caps, strict=False))
+            if peak > limit * (1 + 1e-9)
+        )
+    return faults
+
+
+def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
+    """All faults of ``schedule`` as an answer to ``problem``; empty when it is one."""
+    faults = []
+    if schedule.placement != problem.placement:
+        faults.append(
+            f"the schedule is for placement {schedule.placement.device_of_stage}, the problem for "
+            f"{problem.placement.device_of_stage}"
+        )
+    if schedule.num_microbatches != problem.num_microbatches:
+        faults.append(
+            f"the schedule has {schedule.num_microbatches} microbatches, the problem "
+            f"{problem.num_microbatches}"
+        )
+    if schedule.kinds != problem.kinds:
+        kinds = ["".join(kind.value for kind in kinds) for kinds in (schedule.kinds, problem.kinds)]
+        faults.append(f"the schedule is of {kinds[0]}, the problem of {kinds[1]}")
+    if faults:
+        return faults
+    return validate(schedule, cap=problem.cap, activation=problem.activation)
+
+
+def peak_activations(
+    schedule: Schedule, activation: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """Per device, the most stage activations alive at once; one lives from its F to its B or W.
+
+    ``activation`` is what each stage's counts (default 1).
+    """
+    weights = None if activation is None else dict(enumerate(activation))
+    peaks = []
+    for order in schedule.order:
+        live: dict[tuple[int, int], float] = {}
+        peak = 0.0
+        for operation in order:
+            key = (operation.stage, operation.microbatch)
+            if operation.kind is Kind.FORWARD:
+                live[key] = 1.0 if weights is None else weights.get(operation.stage, 1.0)
+                peak = max(peak, sum(live.values()))
+            elif operation.kind.live < 0:
+                live.pop(key, None)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _placement_faults(schedule: Schedule, partition: Partition | None) -> Iterator[str]:
+    placement = schedule.placement
+    if len(schedule.order) != placement.num_devices:
+        yield (
+            f"the schedule has orders for {len(schedule.order)} devices; "
+            f"its placement has {placement.num_devices}"
+        )
+    if partition is None:
+        return
+    if partition.placement != placement:
+        yield (
+            f"the schedule is for placement {placement.device_of_stage}, "
+            f"the partition for {partition.placement.device_of_stage}"
+        )
+    if len(partition.cuts) != partition.placement.num_stages + 1:
+        yield (
+            f"the partition has {len(partition.cuts)} cuts; its "
+            f"{partition.placement.num_stages} stages need {partition.placement.num_stages + 1}"
+        )
+    for stage, (first, last) in enumerate(zip(partition.cuts, partition.cuts[1:], strict=False)):
+        if first >= last:
+            yield f"stage {stage} of the partition is empty: layers {first} to {last}"
+
+
+def _kind_faults(schedule: Schedule) -> Iterator[str]:
+    """Whole and split backwards in one schedule: gradients would go to what does not exist."""
+    if len(schedule.kinds) == 3:
+        whole = sorted(op for order in schedule.order for op in order if op.kind is Kind.BACKWARD)
+        if whole:
+            yield (
+                f"the schedule mixes whole backwards (B) with split ones (I and W): "
+                f"{', '.join(map(str, whole[:3]))}{', ...' if len(whole) > 3 else ''}"
+            )
+
+
+def _set_faults(schedule: Schedule) -> Iterator[str]:
+    """Operations that are missing, there twice, unknown, or on the wrong device."""
+    placement, count = schedule.placement, schedule.num_microbatches
+    seen: Counter[Operation] = Counter()
+    for device, order in enumerate(schedule.order):
+        for operation in order:
+            seen[operation] += 1
+            if operation.kind is Kind.FILLER:
+                yield from _slice_faults(schedule, device, operation)
+            elif not 0 <= operation.stage < placement.num_stages:
+                yield f"{operation} on device {device}: there is no stage {operation.stage}"
+            elif not 0 <= operation.microbatch < count:
+                yield (
+                    f"{operation} on device {device}: there is no microbatch {operation.microbatch}"
+                )
+            elif (home := placement.device_of(operation.stage, operation.microbatch)) != device:
+                yield (
+                    f"{operation} is on device {device}; stage {operation.stage} is on device "
+                    f"{home}"
+                )
+    for operation, times in seen.items():
+        if times > 1:
+            yield f"{operation} is in the schedule {times} times"
+    for kind in schedule.kinds:
+        for stage in range(placement.num_stages):
+            for m in range(count):
+                if Operation(kind, stage, m) not in seen:
+                    home = placement.device_of(stage, m)
+                    yield f"{Operation(kind, stage, m)} is missing on device {home}"
+    for index, filler in enumerate(schedule.fillers):
+        for number in range(len(filler.slice_seconds)):
+            if Operation(Kind.FILLER, index, number) not in seen:
+                operation = Operation(Kind.FILLER, index, number)
+                yield f"{operation} of filler {filler.name!r} is missing"
+
+
+def _slice_faults(schedule: Schedule, device: int, operation: Operation) -> Iterator[str]:
+    """A filler or slice that there is not, or that may not run on ``device``."""
+    if not 0 <= operation.stage < len(schedule.fillers):
+        yield f"{operation} on device {device}: there is no filler {operation.stage}"
+        return
+    filler = schedule.fillers[operation.stage]
+    if not 0 <= operation.microbatch < len(filler.slice_seconds):
+        yield (
+            f"{operation} on device {device}: filler {filler.name!r} has "
+            f"{len(filler.slice_seconds)} slices"
+        )
+    if not filler.may_run_on(device):
+        yield (
+            f"{operation} is on device {device}; filler {filler.name!r} may run on "
+            f"{', '.join(map(str, filler.devices or ()))}"
+        )
+
+
+def _order_faults(schedule: Schedule) -> Iterator[str]:
+    """A backward before its forward, a weight gradient before its input gradient, or microbatches
+    of a stage out of order."""
+    for device, order in enumerate(schedule.order):
+        position = {operation: i for i, operation in reversed(list(enumerate(order)))}
+        last: dict[tuple[Kind, int], Operation] = {}
+        for i, operation in enumerate(order):
+            if operation.kind is Kind.FILLER:
+                continue
+            if operation.kind is not Kind.FORWARD:
+                after_input = operation.kind is Kind.WEIGHT_GRAD
+                first = operation._replace(kind=Kind.INPUT_GRAD if after_input else Kind.FORWARD)
+                if position.get(first, -1) > i:
+                    yield f"device {device} runs {operation} before {first}"
+            line = (operation.kind, operation.stage)
+            previous = last.get(line)
+            if previous is not None and previous.microbatch > operation.microbatch:
+                yield (
+                    f"device {device} runs {previous} before {operation}; the microbatches of a "
+                    f"stage must run in order"
+                )
+            last[line] = operation
+
+
+def _message_faults(schedule: Schedule, messages: list[Message]) -> Iterator[str]:
+    where = {op: d for d, order in enumerate(schedule.order) for op in order}
+    for message in messages:
+        if message.source == message.destination:
+            yield f"{message}: both ends are on one device, nothing needs to travel"
+        for role, operation, device in (
+            ("producer", message.producer, message.source),
+            ("consumer", message.consumer, message.destination),
+        ):
+            if operation not in where:
+                yield f"{message}: its {role} {operation} is not in the schedule"
+            elif where[operation] != device:
+                yield (
+                    f"{message}: its {role} {operation} runs on device {where[operation]}, "
+                    f"not on device {device}"
+                )
+
+
+def _deadlock_faults(schedule: Schedule, messages: list[Message]) -> Iterator[str]:
+    """Circular waits among the operations that are there; what is missing is another fault."""
+    present = {op for order in schedule.order for op in order}
+    arrivals: dict[Operation, set[Operation]] = {}
+    for message in messages:
+        arrivals.setdefault(message.consumer, set()).add(message.producer)
+
+    def needs(operation: Operation) -> list[Operation]:
+        first = dependency(operation, schedule.placement.num_stages)
+        required = arrivals.get(operation, set()) | ({first} if first is not None else set())
+        return sorted(required & present)
+
+    stuck = play(schedule, needs, lambda _: 1.0)[2]
+    if stuck:
+        waits = "; ".join(map(str, stuck))
+        yield f"deadlock: {waits}\n{grid(schedule)}"

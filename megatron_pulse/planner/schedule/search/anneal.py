@@ -1,0 +1,344 @@
+"""Annealing: swap neighbours on the critical path, accept what is not much longer.
+
+Where an operation starts the moment the one before it on its device ends, and both are on a longest
+path, the makespan cannot shrink unless some such pair is swapped; and no swap of one closes a
+circle (van Laarhoven, Aarts and Lenstra, "Job shop scheduling by simulated annealing", 1992). The
+cap binds the order on a device only: a swap changes what two operations find in use. On the way a
+cap may be broken at a price, or swaps would be locked in by it; only what keeps it is an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_pulse.planner.schedule.search.compiled import compiled
+from megatron_pulse.planner.schedule.search.jobshop import JobShop
+
+HOT, COLD = 0.25, 0.01
+"""First and last temperature, in units of the mean duration."""
+
+PRICE = (4.0, 16.0)
+"""First and last price of a forward for which there is no memory, in the same unit."""
+
+FAR = 2
+"""Times the cap that may be in use on the way, so that sums stay far below 2^63."""
+
+STRAY = 0.3
+"""Share of swaps that only serve memory, while there is not enough."""
+
+CHECK, MOST = 2_000_000, 500
+"""Operations looked at, swaps times their number, between two looks at the progress, and swaps."""
+
+
+def anneal(
+    shop: JobShop,
+    start: Sequence[int],
+    progress: Callable[[int], float],
+    seed: int = 0,
+    goal: int = 0,
+    hot: float = HOT,
+    price: tuple[float, float] = PRICE,
+) -> list[int]:
+    """The shortest start times on the way from ``start``; ends early at ``goal`` ticks.
+
+    ``progress``, called with the number of swaps so far, says how much of the search is over:
+    1 or more ends it.
+    """
+    walk = _walk(shop, start)
+    best = walk.end.copy()
+    length = int(best.max())
+    mean = sum(shop.duration) / len(shop.duration)
+    share = max(1, min(MOST, CHECK // len(shop.duration)))
+    _seed(seed)
+    swaps = 0
+    while length > goal and (done := progress(swaps)) < 1:
+        heat = mean * hot * (COLD / HOT) ** done
+        fine = mean * price[0] * (price[1] / price[0]) ** done
+        tried, length = _swaps(walk, best, length, share, heat, fine, goal)
+        if not tried:
+            break
+        swaps += share
+    return [int(t) for t in best[:-1] - walk.duration[:-1]]
+
+
+class _Walk(NamedTuple):
+    """Orders of all devices as linked lists, and the times they come to.
+
+    Number n stands for nothing: it has ended at 0 and is never in a list. ``waiting[i]`` are the
+    two operations or fewer whose ``source`` i is, ``rest`` is the longest path from an operation's
+    end to the end of the step, ``order`` a topological order of all.
+    """
+
+    microbatches: int
+    duration: Any
+    delta: Any
+    device: Any
+    cap: Any
+    source: Any
+    lag: Any
+    waiting: Any
+    previous: Any
+    next: Any
+    live: Any
+    last: Any
+    end: Any
+    rest: Any
+    order: Any
+    position: Any
+
+
+def _walk(shop: JobShop, start: Sequence[int]) -> _Walk:
+    n, count = len(shop.duration), shop.num_microbatches
+    source, lag = [n] * (n + 1), [0] * (n + 1)
+    waiting = [[n, n] for _ in range(n + 1)]
+    for i, edges in enumerate(shop.before):
+        for j, between in edges:
+            if j // count != i // count:
+                source[i], lag[i] = j, between
+                waiting[j] = [i, waiting[j][0]]
+    lines = shop.lines(start)
+    previous, following, live = [n] * (n + 1), [n] * (n + 1), [0] * (n + 1)
+    for line in lines:
+        for a, b in zip(line, line[1:], strict=False):
+            previous[b], following[a] = a, b
+            live[b] = live[a] + shop.delta[a]
+    times = shop.timed(lines)
+    order = sorted(range(n), key=times.__getitem__)
+    position = [0] * (n + 1)
+    for at, i in enumerate(order):
+        position[i] = at
+    rest = [0] * (n + 1)
+    for i in reversed(order):
+        for j in (following[i], *waiting[i]):
+            if j != n:
+                between = lag[j] if source[j] == i else 0
+                rest[i] = max(rest[i], between + shop.duration[j] + rest[j])
+    values = (
+        [*shop.duration, 0],
+        [*shop.delta, 0],
+        [*shop.device, 0],
+        shop.cap,
+        source,
+        lag,
+        waiting,
+        previous,
+        following,
+        live,
+        [line[-1] for line in lines],
+        [*(t + p for t, p in zip(times, shop.duration, strict=True)), 0],
+        rest,
+        order,
+        position,
+    )
+    return _Walk(count, *(np.array(v, dtype=np.int64) for v in values))
+
+
+@compiled
+def _seed(seed: int) -> None:
+    np.random.seed(seed)
+
+
+@compiled
+def _swaps(
+    walk: _Walk, best: Any, length: int, number: int, heat: float, price: float, goal: int
+) -> tuple[bool, int]:
+    """``number`` tries. Keeps the shortest ends in ``best``; whether anything could be tried, and
+    their makespan."""
+    n = len(walk.order)
+    trial = walk.end.copy()
+    mark: Any = np.zeros(n + 1, np.int64)
+    fresh: Any = np.zeros(n, np.int64)
+    pairs: Any = np.zeros(n, np.int64)
+    now = np.max(walk.end)
+    over = 0
+    for i in range(n):
+        over += _lacks(walk, i, walk.live[i])
+    tries = 0
+    while tries < number and length > goal:
+        if over and np.random.random() < STRAY:
+            pairs[0] = _stray(walk)
+            found = 1 if pairs[0] != n else 0
+            if not found:
+                tries += 1
+                continue
+        else:
+            found = _critical(walk, now, pairs)
+            if not found:
+                return tries > 0, length
+        while found and tries < number:
+            tries += 1
+            at = int(np.random.random() * found)
+            v = pairs[at]
+            u = walk.previous[v]
+            least = walk.live[u]
+            more = (
+                _lacks(walk, v, least)
+                + _lacks(walk, u, least + walk.delta[v])
+                - _lacks(walk, u, least)
+                - _lacks(walk, v, walk.live[v])
+            )
+            limit = now - heat * np.log(1.0 - np.random.random()) - price * more
+            reached = -1
+            if least + walk.delta[v] <= FAR * walk.cap[walk.device[v]]:
+                reached = _swap(walk, v, limit, trial, mark, fresh, tries)
+            if reached >= 0:
+                now = reached
+                over += more
+                if now < length and not over:
+                    length = now
+                    best[:] = walk.end
+                break
+            found -= 1
+            pairs[at] = pairs[found]
+    return True, length
+
+
+@compiled
+def _lacks(walk: _Walk, i: int, live: int) -> int:
+    """1 where there is no memory for an operation that finds ``live`` in use."""
+    grows = walk.delta[i]
+    if grows > 0 and live + grows > walk.cap[walk.device[i]]:
+        return 1
+    return 0
+
+
+@compiled
+def _stray(walk: _Walk) -> int:
+    """What runs after an operation for which there is no memory, so that it may go first; n where
+    there is nothing that may."""
+    n = len(walk.order)
+    begin = int(np.random.random() * n)
+    for at in range(n):
+        u = (begin + at) % n
+        if _lacks(walk, u, walk.live[u]):
+            v: int = walk.next[u]
+            if v != n and walk.source[v] != u and u // walk.microbatches != v // walk.microbatches:
+                return v
+    return n
+
+
+@compiled
+def _critical(walk: _Walk, length: int, pairs: Any) -> int:
+    """How many operations of a longest path, chosen by chance where there are several, may be
+    swapped with the one before them; they are in ``pairs``."""
+    end, count, none = walk.end, walk.microbatches, len(walk.order)
+    v, ends, found = none, 0, 0
+    for i in walk.last:
+        if end[i] == length:
+            ends += 1
+            if np.random.random() * ends < 1:
+                v = i
+    while v != none:
+        begin = end[v] - walk.duration[v]
+        u, j = walk.previous[v], walk.source[v]
+        if u != none and end[u] == begin:
+            if j != u and u // count != v // count:
+                pairs[found] = v
+                found += 1
+            other = j != none and end[j] + walk.lag[v] == begin
+            v = j if other and np.random.random() < 0.5 else u
+        else:
+            v = j
+    return found
+
+
+@compiled
+def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, stamp: int) -> int:
+    """Run v before its neighbour u unless that is longer than ``limit``: the makespan, or -1.
+
+    ``trial`` equals ``walk.end`` before and after.
+    """
+    previous, following, source, lag = walk.previous, walk.next, walk.source, walk.lag
+    duration, order, position, end = walk.duration, walk.order, walk.position, walk.end
+    n, last, rest = len(order), walk.last, walk.rest
+    u = previous[v]
+    before, behind, device = previous[u], following[v], walk.device[u]
+    # The longest path through either of them.
+    early = max(end[before], end[source[v]] + lag[v]) + duration[v]
+    late = max(early, end[source[u]] + lag[u]) + duration[u]
+    path = late + _rest(walk, u, behind)
+    for j in walk.waiting[v]:
+        path = max(path, early + lag[j] + duration[j] + rest[j])
+    if path > limit:
+        return -1
+    low, high = position[u], position[v]
+    # What waits for u comes after it in the new topological order, and v before it.
+    mark[u] = stamp
+    put = low
+    for at in range(low + 1, high):
+        i = order[at]
+        if mark[previous[i]] == stamp or mark[source[i]] == stamp:
+            mark[i] = stamp
+        else:
+            fresh[put] = i
+            put += 1
+    if mark[source[v]] == stamp:
+        return -1  # times of equal ends: a path through others is as long
+    fresh[put] = v
+    put += 1
+    for at in range(low, high):
+        i = order[at]
+        if mark[i] == stamp:
+            fresh[put] = i
+            put += 1
+    previous[v], previous[u] = before, v
+    if behind != n:
+        previous[behind] = u
+    # Up to ``reach`` there may be something that waits for what has another time now.
+    at, reach = low, high
+    while at <= reach:
+        i = fresh[at] if at <= high else order[at]
+        time = max(trial[previous[i]], trial[source[i]] + lag[i]) + duration[i]
+        if time != trial[i]:
+            trial[i] = time
+            after = behind if i == u else following[i]
+            for j in (after, walk.waiting[i, 0], walk.waiting[i, 1]):
+                if j != n and position[j] > reach:
+                    reach = position[j]
+        at += 1
+    length = 0
+    for i in last:
+        length = max(length, trial[u if i == v else i])
+    if length > limit:
+        previous[u], previous[v] = before, u
+        if behind != n:
+            previous[behind] = v
+        for k in range(low, reach + 1):
+            i = fresh[k] if k <= high else order[k]
+            trial[i] = end[i]
+        return -1
+    if behind == n:
+        last[device] = u
+    if before != n:
+        following[before] = v
+    following[v], following[u] = u, behind
+    walk.live[v] = walk.live[u]
+    walk.live[u] = walk.live[v] + walk.delta[v]
+    for k in range(low, high + 1):
+        order[k] = fresh[k]
+        position[order[k]] = k
+    for k in range(low, reach + 1):
+        end[order[k]] = trial[order[k]]
+    at, reach = high, low
+    while at >= reach:
+        i = order[at]
+        time = _rest(walk, i, following[i])
+        if time != rest[i]:
+            rest[i] = time
+            for j in (previous[i], source[i]):
+                if j != n and position[j] < reach:
+                    reach = position[j]
+        at -= 1
+    return length
+
+
+@compiled
+def _rest(walk: _Walk, i: int, after: int) -> int:
+    """Longest path from the end of i to the end of the step where ``after`` runs next."""
+    time: int = walk.duration[after] + walk.rest[after]
+    for j in walk.waiting[i]:
+        time = max(time, walk.lag[j] + walk.duration[j] + walk.rest[j])
+    return time

@@ -1,0 +1,98 @@
+"""Forward-backward improvement with insertion: squeeze idle time out of a schedule.
+
+Only the order of operations on each device is the result. Moving an operation never breaks
+precedence (data flow, first in first out per stage and kind) nor the cap on live activations,
+which binds the *order* on a device, not the times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_pulse.planner.schedule.search.compiled import Arrays, arrays, compiled
+from megatron_pulse.planner.schedule.search.jobshop import JobShop
+
+
+def improve(shop: JobShop, start: Sequence[int], patience: int = 4) -> list[int]:
+    """Compact towards the end and towards the beginning in turn, while it helps.
+
+    Source: the project's scheduling.md, section 3. Stops after ``patience`` rounds without gain.
+    """
+    mirror = shop.mirrored()
+    best = _improve(arrays(shop), arrays(mirror), np.array(start, dtype=np.int64), patience)
+    return [int(t) for t in best]
+
+
+@compiled
+def _improve(shop: Arrays, mirror: Arrays, start: Any, patience: int) -> Any:
+    best = current = start
+    length, stale = np.max(start + shop.duration), 0
+    while stale < patience:
+        horizon = np.max(current + shop.duration)
+        late = _compact(mirror, horizon - current - shop.duration)
+        horizon = np.max(late + shop.duration)
+        current = _compact(shop, horizon - late - shop.duration)
+        reached = np.max(current + shop.duration)
+        stale = 0 if reached < length else stale + 1
+        if reached < length:
+            best, length = current, reached
+    return best
+
+
+@compiled
+def _compact(shop: Arrays, start: Any) -> Any:
+    """Move every operation, earliest first, into the earliest idle gap that can take it."""
+    duration, delta, device = shop.duration, shop.delta, shop.device
+    count, devices = len(start), len(shop.cap)
+    new = start.copy()
+    end = start + duration
+    by_time = np.argsort(start, kind="mergesort")
+    length: Any = np.zeros(devices, np.int64)
+    for i in range(count):
+        length[device[i]] += 1
+    lines: Any = np.zeros((devices, np.max(length)), np.int64)
+    live: Any = np.zeros_like(lines)  # before each operation of a line
+    length[:] = 0
+    for i in by_time:
+        d = device[i]
+        at = length[d]
+        if at:
+            live[d, at] = live[d, at - 1] + delta[lines[d, at - 1]]
+        lines[d, at] = i
+        length[d] += 1
+    cursor: Any = np.zeros(devices, np.int64)
+    for i in by_time:
+        d = device[i]
+        line, counts, cap = lines[d], live[d], shop.cap[d]
+        ready = 0
+        for e in range(shop.first[i], shop.first[i + 1]):
+            ready = max(ready, end[shop.edges[e]] + shop.lags[e])
+        # Operations before the cursor are done, and nothing is ever inserted after it.
+        here = spot = cursor[d]
+        cursor[d] += 1
+        best, need, grows = new[i], duration[i], delta[i]
+        limit = best + need
+        for q in range(here, -1, -1):
+            previous_end = end[line[q - 1]] if q else 0
+            begin = max(ready, previous_end)
+            if begin + need <= limit:
+                best, spot = begin, q
+            if not q or previous_end <= ready:
+                break
+            y = line[q - 1]
+            if grows > 0 and counts[q - 1] + max(delta[y], 0) + grows > cap:
+                break
+            limit = new[y]
+        new[i] = best
+        end[i] = best + need
+        if spot < here:
+            taken = counts[spot]
+            for q in range(here, spot, -1):
+                counts[q] = counts[q - 1] + grows
+                line[q] = line[q - 1]
+            counts[spot] = taken
+            line[spot] = i
+    return new

@@ -1,0 +1,234 @@
+"""A step as a job shop in whole numbers: what list scheduling and improvement work on.
+
+A *class* is a kind of operation on a stage, numbered ``kind * S + stage`` with the kinds of the
+problem in order; operation ``class * M + m`` is it on microbatch m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron_pulse.planner.layout.placement import Placement, PlacementKind
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+
+TICKS = 1000
+"""Ticks of the longest operation when the durations are not whole numbers."""
+
+UNITS = 1 << 60
+"""Units of the largest memory when activations are not whole numbers."""
+
+FINE = 1 << 30
+"""A device of which all is less than this many units counts in finer ones of its own."""
+
+
+@dataclass(frozen=True)
+class JobShop:
+    """One step, operations numbered as the module says.
+
+    ``duration[i]`` is in ticks >= 1; ``before[i]`` lists ``(j, lag)``: i starts at the earliest
+    ``lag`` ticks after j has ended. ``delta[i]`` is by how much i changes the memory that is in use
+    on its device, of which there is ``cap[device]``.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    kinds: tuple[Kind, ...]
+    duration: tuple[int, ...]
+    device: tuple[int, ...]
+    before: tuple[tuple[tuple[int, int], ...], ...]
+    delta: tuple[int, ...]
+    cap: tuple[int, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Kinds times stages."""
+        return len(self.kinds) * self.placement.num_stages
+
+    def classes_of(self, device: int) -> list[int]:
+        """The classes of a device."""
+        count = self.num_microbatches
+        return [k for k in range(self.num_classes) if self.device[k * count] == device]
+
+    def load(self, device: int) -> int:
+        """Ticks that one microbatch takes on a device."""
+        return sum(self.duration[k * self.num_microbatches] for k in self.classes_of(device))
+
+    @property
+    def most_load(self) -> int:
+        """Ticks that one microbatch takes on the busiest device."""
+        return max(map(self.load, range(len(self.cap))))
+
+    def heads(self) -> list[int]:
+        """Earliest possible start of each class."""
+        count, num = self.num_microbatches, self.placement.num_stages
+        heads = [0] * self.num_classes
+        for k in (*range(num), *reversed(range(num, 2 * num)), *range(2 * num, self.num_classes)):
+            for j, lag in self.before[k * count]:
+                heads[k] = max(heads[k], heads[j // count] + self.duration[j] + lag)
+        return heads
+
+    def tails(self) -> list[int]:
+        """Least time from the end of each class to the end of its microbatch."""
+        count, tails = self.num_microbatches, [0] * self.num_classes
+        for k in sorted(range(self.num_classes), key=self.heads().__getitem__, reverse=True):
+            for j, lag in self.before[k * count]:
+                own = tails[k] + self.duration[k * count] + lag
+                tails[j // count] = max(tails[j // count], own)
+        return tails
+
+    def mirrored(self) -> JobShop:
+        """The same with time running backwards."""
+        after: list[list[tuple[int, int]]] = [[] for _ in self.before]
+        for i, edges in enumerate(self.before):
+            for j, lag in edges:
+                after[j].append((i, lag))
+        return JobShop(
+            self.placement,
+            self.num_microbatches,
+            self.kinds,
+            self.duration,
+            self.device,
+            tuple(map(tuple, after)),
+            tuple(-d for d in self.delta),
+            self.cap,
+        )
+
+    def makespan(self, start: Sequence[int]) -> int:
+        """Ticks from 0 to the last end."""
+        return max(t + p for t, p in zip(start, self.duration, strict=True))
+
+    def operation(self, i: int) -> Operation:
+        """The operation of that number."""
+        k, m = divmod(i, self.num_microbatches)
+        kind, stage = divmod(k, self.placement.num_stages)
+        return Operation(self.kinds[kind], stage, m)
+
+    def number(self, operation: Operation) -> int:
+        """The number of an operation."""
+        k = self.kinds.index(operation.kind) * self.placement.num_stages + operation.stage
+        return k * self.num_microbatches + operation.microbatch
+
+    def lines(self, start: Sequence[int]) -> list[list[int]]:
+        """The operations of every device in the order of their starts."""
+        lines: list[list[int]] = [[] for _ in self.cap]
+        for i in sorted(range(len(start)), key=start.__getitem__):
+            lines[self.device[i]].append(i)
+        return lines
+
+    def schedule(self, name: str, start: Sequence[int]) -> Schedule:
+        """The same as a schedule."""
+        order = tuple(tuple(map(self.operation, line)) for line in self.lines(start))
+        return Schedule(name, self.placement, self.num_microbatches, order)
+
+    def earliest(self, schedule: Schedule) -> list[int]:
+        """Start times of a valid schedule's orders, each operation as early as they allow."""
+        return self.timed([[self.number(op) for op in order] for order in schedule.order])
+
+    def timed(self, lines: Sequence[Sequence[int]]) -> list[int]:
+        """Start times of the operations of every device in an order without circular waits."""
+        duration, before = self.duration, self.before
+        end = [-1] * len(duration)
+        position = [0] * len(lines)
+        waiting: dict[int, list[int]] = {}
+        pending = list(range(len(lines)))
+        while pending:
+            device = pending.pop()
+            line, at = lines[device], position[device]
+            now = end[line[at - 1]] if at else 0
+            while at < len(line):
+                i = line[at]
+                ready = now
+                for j, lag in before[i]:
+                    if end[j] < 0:
+                        waiting.setdefault(j, []).append(device)
+                        break
+                    if end[j] + lag > ready:
+                        ready = end[j] + lag
+                else:
+                    end[i] = now = ready + duration[i]
+                    pending += waiting.pop(i, ())
+                    at += 1
+                    continue
+                break
+            position[device] = at
+        return [e - p for e, p in zip(end, duration, strict=True)]
+
+
+def job_shop(problem: ScheduleProblem) -> JobShop:
+    """``problem`` in ticks and units of memory; whole numbers stay as they are.
+
+    Raises ValueError where a stage is on two devices.
+    """
+    if problem.placement.kind is PlacementKind.BIDIRECTIONAL:
+        raise ValueError("no schedule is synthesized for stages on two devices; use chimera")
+    placement, count, kinds = problem.placement, problem.num_microbatches, problem.kinds
+    num, home = placement.num_stages, placement.device_of_stage
+    times = [problem.duration(kind, s) for kind in kinds for s in range(num)]
+    lags = [problem.lag(s, s + 1) for s in range(num - 1)]
+    ticks, lag_ticks = _to_ticks(times, lags)
+    weight, cap = _to_units(problem)
+    duration, device, delta = [], [], []
+    before: list[tuple[tuple[int, int], ...]] = []
+    for index, kind in enumerate(kinds):
+        for stage in range(num):
+            own = index * num + stage
+            source, lag = _source(own, kinds, num, lag_ticks)
+            for m in range(count):
+                edges = [] if source is None else [(source * count + m, lag)]
+                if m:
+                    edges.append((own * count + m - 1, 0))
+                before.append(tuple(edges))
+            duration += [ticks[own]] * count
+            device += [home[stage]] * count
+            delta += [kind.live * weight[stage]] * count
+    return JobShop(
+        placement,
+        count,
+        kinds,
+        tuple(duration),
+        tuple(device),
+        tuple(before),
+        tuple(delta),
+        cap,
+    )
+
+
+def _source(
+    own: int, kinds: tuple[Kind, ...], num: int, lags: Sequence[int]
+) -> tuple[int | None, int]:
+    """The class whose result a class takes, and the time until it arrives."""
+    index, stage = divmod(own, num)
+    if kinds[index] is Kind.WEIGHT_GRAD or (index == 1 and stage == num - 1):
+        return own - num, 0
+    upstream = stage - 1 if index == 0 else stage + 1
+    if upstream < 0:
+        return None, 0
+    return index * num + upstream, lags[min(stage, upstream)]
+
+
+def _to_ticks(times: Sequence[float], lags: Sequence[float]) -> tuple[list[int], list[int]]:
+    """Whole numbers in proportion; operations take at least one tick."""
+    whole = all(float(t).is_integer() for t in (*times, *lags)) and max(*times, *lags) <= TICKS
+    unit = 1.0 if whole else TICKS / max(times)
+    return [max(1, round(t * unit)) for t in times], [round(t * unit) for t in lags]
+
+
+def _to_units(problem: ScheduleProblem) -> tuple[list[int], tuple[int, ...]]:
+    """What a forward of each stage takes, and what each device has."""
+    weight = [problem.activation_of(s) for s in range(problem.placement.num_stages)]
+    home = problem.placement.device_of_stage
+    enough = problem.num_microbatches * sum(weight)
+    cap = [min(enough, c) for c in problem.cap or [enough] * problem.placement.num_devices]
+    unit = [Fraction(1)] * len(cap)
+    if not all(w.is_integer() for w in map(float, weight)):
+        unit = [UNITS / Fraction(max(*weight, *cap))] * len(cap)
+        for d, room in enumerate(cap):
+            most = max(room, *(w for w, at in zip(weight, home, strict=True) if at == d))
+            largest = Fraction(most)
+            if 0 < largest * unit[d] < FINE:
+                unit[d] = UNITS / largest
+    room_of = tuple(int(Fraction(c * (1 + 1e-9)) * u) for c, u in zip(cap, unit, strict=True))
+    return [round(Fraction(w) * unit[d]) for w, d in zip(weight, home, strict=True)], room_of

@@ -1,0 +1,111 @@
+"""Where the search for a schedule starts: templates, and list schedules by static rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from megatron_pulse.planner.schedule.search.beam import beam_templates
+from megatron_pulse.planner.schedule.search.jobshop import JobShop
+from megatron_pulse.planner.schedule.search.listing import list_schedule
+from megatron_pulse.planner.schedule.search.template import Template, faults
+
+PERIODS = (1.0, 1.05, 1.2, 1.4, 1.1, 1.3, 1.5)
+"""Periods of templates in units of the largest device load, the most promising first."""
+
+
+STEADY_PERIODS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.15, 1.2, 1.25, 1.3)
+"""Periods of templates for many microbatches, where little more than the period counts."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which of the ready operations of a device comes first: the one of the lowest rank.
+
+    rank = direction * (earliest possible start of the stage in a microbatch)
+    + weight * microbatch * (largest device load), with backwards last on request. Weight gradients
+    come last of all: they only fill what would be idle, or make room.
+    """
+
+    direction: int
+    weight: float
+    backward_last: bool
+
+
+RULES = (
+    Rule(-1, 0.0, True),
+    Rule(1, 0.5, False),
+    Rule(1, 1.0, True),
+    Rule(-1, 0.0, False),
+    Rule(1, 0.5, True),
+    Rule(1, 0.25, False),
+    Rule(1, 0.0, False),
+    Rule(1, 1.0, False),
+)
+
+PACES = (0.0, 7 / 6, 13 / 12, 1.0, 1.25, 1.5, 5 / 3)
+"""Time between injected microbatches in units of the largest device load; 0: as fast as it goes."""
+
+
+def starts(shop: JobShop) -> Iterator[list[int]]:
+    """Start times to improve, templates and rules in turn, the most promising first."""
+    ways = _ways(shop)
+    rule, pace, burst = next(ways)
+    yield _by_rule(shop, rule, pace, burst)
+    for start in _by_beam(shop):
+        yield start
+        for rule, pace, burst in islice(ways, 2):
+            yield _by_rule(shop, rule, pace, burst)
+    for rule, pace, burst in ways:
+        yield _by_rule(shop, rule, pace, burst)
+
+
+def from_template(shop: JobShop, template: Template) -> Iterator[list[int]]:
+    """The template as it is, where it keeps the caps, and list scheduled by its dates."""
+    dates = template.unrolled(shop.num_microbatches)
+    if not faults(shop, template):
+        yield dates
+    yield list_schedule(shop, dates, [0] * shop.num_microbatches)
+
+
+def steady(shop: JobShop) -> Iterator[list[int]]:
+    """Templates that keep the caps as they are, the shortest first: for many microbatches."""
+    load = shop.most_load
+    found = [
+        template.unrolled(shop.num_microbatches)
+        for period in STEADY_PERIODS
+        for template in beam_templates(shop, int(load * period))[:1]
+        if not faults(shop, template)
+    ]
+    yield from sorted(found, key=shop.makespan)
+
+
+def _by_beam(shop: JobShop) -> Iterator[list[int]]:
+    load = shop.most_load
+    for period in PERIODS:
+        for template in beam_templates(shop, int(load * period)):
+            yield from from_template(shop, template)
+
+
+def _ways(shop: JobShop) -> Iterator[tuple[Rule, float, int]]:
+    """Rules, paces and numbers of microbatches injected at once, the most promising first."""
+    half = shop.placement.num_devices // 2
+    for burst in sorted({1, 2, 3, half, half + 1}):
+        for pace in PACES if burst == 1 else PACES[1:]:
+            for rule in RULES:
+                yield rule, pace, max(1, burst)
+
+
+def _by_rule(shop: JobShop, rule: Rule, pace: float, burst: int) -> list[int]:
+    """Microbatch m enters the first stage at ``pace * load * (m - burst + 1)`` or later."""
+    num, count, heads = shop.placement.num_stages, shop.num_microbatches, shop.heads()
+    load = shop.most_load
+    late = 4 * (max(heads) + load * count)
+    rank = [
+        rule.direction * head + late * ((rule.backward_last and k >= num) + 2 * (k >= 2 * num))
+        for k, head in enumerate(heads)
+    ]
+    release = [int(max(0, m - burst + 1) * pace * load) for m in range(count)]
+    dates = [r + rule.weight * load * m for r in rank for m in range(count)]
+    return list_schedule(shop, dates, release)

@@ -1,0 +1,258 @@
+"""The shortest schedule that is found without a solver, for any placement, times and memory.
+
+The classic schedules that fit, templates, list schedules by static rules, the shortest so far with
+its dates shaken, each squeezed by ``improve``; then swaps on the critical path (``anneal``). With
+many microbatches first a schedule of few, whose steady state is repeated (``extend``). The
+project's scheduling.md, section 3. On the fold this is PULSE's wave:
+
+P = 2, M = 2, equal stages, forward = backward = 1 (stage:microbatch; 10 slots)
+
+========= ==== ==== ==== ==== ==== ==== ==== ==== ==== ====
+device 0  F0:0 F0:1 .    F3:0 B3:0 F3:1 B3:1 B0:0 .    B0:1
+device 1  .    F1:0 F2:0 F1:1 F2:1 B2:0 B1:0 B2:1 B1:1 .
+========= ==== ==== ==== ==== ==== ==== ==== ==== ==== ====
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import chain, islice
+
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.bound.order_bound import WORK as BOUND_WORK
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.schedule.classic.names import CLASSICS
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
+from megatron_pulse.planner.schedule.search.anneal import anneal
+from megatron_pulse.planner.schedule.search.extend import extended
+from megatron_pulse.planner.schedule.search.improve import improve
+from megatron_pulse.planner.schedule.search.jobshop import job_shop
+from megatron_pulse.planner.schedule.search.listing import list_schedule
+from megatron_pulse.planner.schedule.search.starts import from_template, starts, steady
+from megatron_pulse.planner.schedule.search.template import Template
+
+WORK, MOST_STARTS = 60_000, 250
+"""Operations in all starts together, and starts at the most, where neither effort nor time is
+limited: seconds for a large problem, less than one for a small."""
+
+CORE = 3
+"""Microbatches per device beyond which a schedule is first sought for fewer."""
+
+STEADY_SHARE, CORE_SHARE, STARTS_SHARE, SHAKEN_SHARE = 0.1, 0.6, 0.2, 0.1
+"""Of what is left of the effort or time: for many microbatches first for templates and for a
+schedule of fewer, then for starts and for shaken dates."""
+
+ROUNDS = (
+    (0.4, 1.0, (4.0, 16.0)),
+    (0.4, 0.5, (1.0, 1.0)),
+    (0.6, 0.25, (1.0, 2.0)),
+    (1.0, 0.05, (4.0, 16.0)),
+)
+"""Annealing: share of what is left, first temperature, prices of memory that is not there. What
+is dear keeps the search near what fits, what is cheap lets it through to other shores."""
+
+SWAPS = 2000
+"""Swaps of annealing that count as one start: they take about as long."""
+
+LARGE, LARGE_STARTS_SHARE = 5000, 0.5
+"""Operations from which annealing begins cold, as there is no time to cool down, and share of the
+starts there: a schedule of fewer microbatches is seldom found that repeats."""
+
+NOISE = (0.1, 0.3, 1.0)
+"""How far dates are shaken, in units of the largest device load."""
+
+LONG_S, LEAST_STARTS = 10.0, 5
+"""Seconds from which the lower bound may take all of its work, and starts for which it takes as
+much as for none; it takes all for ``MOST_STARTS``."""
+
+CORES = 4
+"""Repeated parts to try."""
+
+NOTABLE_S = 2.0
+"""Seconds of getting ready that are told."""
+
+log = logging.getLogger(__name__)
+
+
+def synthesize(
+    problem: ScheduleProblem,
+    seconds: float = 10.0,
+    effort: int | None = None,
+    templates: Iterable[Template] = (),
+) -> Synthesis:
+    """The shortest schedule found; never longer than a classic one that fits ``problem``.
+
+    On every stage operations of a kind are in microbatch order. The search ends at the lower bound,
+    or after ``seconds``. With ``effort``, the number of starts to improve, the clock has no part in
+    the answer; without a limit of time (``math.inf``) the effort is by the size of the problem.
+    ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top.
+    """
+    get_ready()
+    began = time.monotonic()
+    if effort is None and seconds == math.inf:
+        operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
+        effort = min(MOST_STARTS, max(16, WORK // operations))
+    share = seconds / LONG_S if effort is None else max(effort, LEAST_STARTS) / MOST_STARTS
+    search = _Search(problem, BOUND_WORK * min(1.0, share))
+    left = seconds - (time.monotonic() - began)
+    search.spend(_Budget(left, effort), tuple(templates))
+    length, bound = search.length, search.bound
+    certificate = Certificate(
+        length, bound, search.proved, "constructive", time.monotonic() - began
+    )
+    return Synthesis(search.best, certificate)
+
+
+@cache
+def get_ready() -> None:
+    """Compile what the search runs most, or read it from disk: no search's time is spent on it."""
+    began = time.monotonic()
+    problem = ScheduleProblem(fold(1), 1, (1.0, 1.0), (1.0, 1.0))
+    lower_bound(problem)
+    shop = job_shop(problem)
+    anneal(shop, improve(shop, next(starts(shop))), float)
+    if (spent := time.monotonic() - began) > NOTABLE_S:
+        log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
+
+
+def classics(problem: ScheduleProblem) -> list[Schedule]:
+    """The classic schedules that are an answer to ``problem``."""
+    found = []
+    for make in CLASSICS.values():
+        try:
+            schedule = make(problem.placement, problem.num_microbatches)
+        except ValueError:
+            continue  # not for this placement
+        if not faults_for(problem, schedule):
+            found.append(schedule)
+    return found
+
+
+class _Budget:
+    """Time, or a number of starts, that is left."""
+
+    def __init__(self, seconds: float, effort: int | None) -> None:
+        self.effort = effort
+        self.deadline = math.inf if effort is not None else time.monotonic() + seconds
+
+    @property
+    def spent(self) -> bool:
+        """Whether nothing is left."""
+        return time.monotonic() >= self.deadline or self.effort == 0
+
+    def take(self) -> None:
+        """One start."""
+        if self.effort is not None:
+            self.effort -= 1
+
+    def share(self, part: float) -> _Budget:
+        """A part of what is left, which is then no longer here; at least one start."""
+        if self.effort is not None:
+            taken = min(self.effort, max(1, int(self.effort * part)))
+            self.effort -= taken
+            return _Budget(math.inf, taken)
+        return _Budget(max(0.0, part * (self.deadline - time.monotonic())), None)
+
+    def progress(self) -> Callable[[int], float]:
+        """What ``anneal`` asks for, so that it takes all of this."""
+        if self.effort is not None:
+            swaps = max(1, SWAPS * self.effort)
+            return lambda done: done / swaps
+        began = time.monotonic()
+        return lambda _: (time.monotonic() - began) / max(1e-9, self.deadline - began)
+
+
+class _Search:
+    """The shortest schedule so far, in the problem's unit, and its start times in ticks."""
+
+    def __init__(self, problem: ScheduleProblem, bound_work: float) -> None:
+        self.problem, self.shop = problem, job_shop(problem)
+        self.bound = lower_bound(problem, bound_work)
+        self.fitting = classics(problem)
+        self.best = self.shop.schedule("wave", next(starts(self.shop)))
+        self.length = run(problem, self.best).makespan
+        for classic in self.fitting:
+            reached = run(problem, classic).makespan
+            if reached < self.length:
+                self.best, self.length = classic, reached
+        self.start = self.shop.earliest(self.best)
+        self.ticks = self.shop.makespan(self.start)
+
+    @property
+    def proved(self) -> bool:
+        """Whether no schedule is shorter."""
+        return self.length <= self.bound * (1 + 1e-9)
+
+    def spend(self, budget: _Budget, templates: Iterable[Template] = ()) -> None:
+        """Search until the bound is reached or the budget spent."""
+        given = (start for t in templates for start in from_template(self.shop, t))
+        self.try_all(chain(map(self.shop.earliest, self.fitting), given), None)
+        count = CORE * self.problem.placement.num_devices
+        large = len(self.start) > LARGE
+        if self.problem.num_microbatches > count:
+            self.try_all(steady(self.shop), budget.share(STEADY_SHARE))
+            if not large:
+                part = budget.share(CORE_SHARE)
+                self.try_all(self.by_core(count, part), None)
+        most = LARGE_STARTS_SHARE if large else STARTS_SHARE
+        for source, share in ((starts(self.shop), most), (self.shaken(), SHAKEN_SHARE)):
+            part = budget.share(share)
+            self.try_all(source, part)
+        for seed, (share, hot, price) in enumerate(ROUNDS):
+            if self.proved or budget.spent:
+                return
+            self.anneal(budget.share(share), seed, hot, price)
+
+    def anneal(self, budget: _Budget, seed: int, hot: float, price: tuple[float, float]) -> None:
+        """Take all of the budget to anneal the shortest so far."""
+        goal = math.floor(self.bound * self.ticks / self.length + 1e-6)
+        hot = min(hot, ROUNDS[-1][1]) if len(self.start) > LARGE else hot
+        self.offer(anneal(self.shop, self.start, budget.progress(), seed, goal, hot, price))
+
+    def try_all(self, candidates: Iterable[list[int]], budget: _Budget | None) -> None:
+        """Improve one after the other while there is budget (None: all)."""
+        source = iter(candidates)
+        while not self.proved and not (budget is not None and budget.spent):
+            start = next(source, None)
+            if start is None:
+                return
+            self.offer(start)
+            if budget is not None:
+                budget.take()
+
+    def offer(self, start: list[int]) -> None:
+        """Improve ``start`` and keep it unless it is longer."""
+        improved = improve(self.shop, start)
+        ticks = self.shop.makespan(improved)
+        if ticks > self.ticks:
+            return
+        self.start, self.ticks = improved, ticks
+        schedule = self.shop.schedule("wave", improved)
+        reached = run(self.problem, schedule).makespan
+        if reached < self.length:
+            self.best, self.length = schedule, reached
+
+    def by_core(self, count: int, budget: _Budget) -> Iterator[list[int]]:
+        """The best schedule of ``count`` microbatches, its steady state repeated."""
+        core = _Search(replace(self.problem, num_microbatches=count), bound_work=0.0)
+        core.spend(budget)
+        yield from islice(extended(core.shop, core.start, self.shop), CORES)
+
+    def shaken(self) -> Iterator[list[int]]:
+        """List schedules by the dates of the shortest so far with some noise."""
+        chance = random.Random(0)
+        shop = self.shop
+        load = shop.most_load
+        while True:
+            reach = load * chance.choice(NOISE)
+            dates = [t + chance.uniform(-reach, reach) for t in self.start]
+            yield list_schedule(shop, dates, [0] * shop.num_microbatches)

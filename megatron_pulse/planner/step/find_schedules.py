@@ -1,0 +1,32 @@
+"""The schedules of a run, synthesized within a time limit or taken from the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from megatron_pulse.planner.schedule.cache import cached
+from megatron_pulse.planner.schedule.classic.registry import pick
+from megatron_pulse.planner.schedule.problem import Certificate
+from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.planner.step.plan import Plan
+
+
+def find_schedules(
+    plan: Plan, counts: Iterable[int], seconds: float = 10.0, solver: str = "auto"
+) -> tuple[Plan, tuple[Certificate, ...]]:
+    """``plan`` with a schedule for each number of microbatches, and what is known of each.
+
+    Schedules that are not synthesized are left as they are. ``seconds`` is for each. Raises
+    ValueError for a solver that is not there.
+    """
+    schedules, certificates = list(plan.schedules), []
+    known = {schedule.num_microbatches for schedule in schedules}
+    for count in sorted(set(counts) - known):
+        problem = plan.problem(count)
+        if problem is not None:
+            found = cached(problem, seconds, solver, solve)
+            name = pick(plan.schedule_name, plan.placement)
+            schedules.append(replace(found.schedule, name=name))
+            certificates.append(found.certificate)
+    return replace(plan, schedules=tuple(schedules)), tuple(certificates)

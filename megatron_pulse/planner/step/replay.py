@@ -1,0 +1,236 @@
+"""When everything of a step happens where messages share links: what a run will take.
+
+``simulate`` lets every message travel at once, which is what a schedule is made for. Here a device
+sends one message at a time and receives one at a time, in the order in which they are ready; skips
+that travel take their turn among the boundaries. Slow links then limit a step as computing does.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.partition.costs import ChainCosts, Link
+from megatron_pulse.planner.schedule.check.simulate import DeadlockError, Timeline, dependency
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What a forward of stage ``source`` sends to stage ``destination`` on another device.
+
+    The gradient goes back; each message takes ``seconds``.
+    """
+
+    source: int
+    destination: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message on its way from device ``source`` to ``destination``, for ``consumer``."""
+
+    source: int
+    destination: int
+    consumer: Operation
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """When operations run and messages travel, and how long each device is sending."""
+
+    timeline: Timeline
+    sending_s: tuple[float, ...]
+    transfers: tuple[Transfer, ...]
+
+
+def edges_of(
+    costs: ChainCosts, partition: Partition, link: Callable[[int, int], Link]
+) -> tuple[Edge, ...]:
+    """The boundaries and travelling skips of ``partition``; ``link(d, e)`` joins two devices.
+
+    A skip that is the boundary tensor is not sent again. For relayed skips give
+    ``relayed(costs)``.
+    """
+    placed = partition.placement.device_of_stage
+    edges = []
+
+    def send(source: int, destination: int, num_bytes: int) -> None:
+        if placed[source] != placed[destination] and num_bytes:
+            between = link(placed[source], placed[destination])
+            edges.append(Edge(source, destination, between.time_s(num_bytes)))
+
+    for stage in range(1, len(placed)):
+        send(stage - 1, stage, costs.boundary_bytes[partition.cuts[stage]])
+    for skip in costs.skips:
+        source = partition.stage_of_layer(skip.source)
+        destination = partition.stage_of_layer(skip.destination)
+        if destination != source + 1 or skip.source + 1 != partition.cuts[destination]:
+            send(source, destination, skip.num_bytes)
+    return tuple(edges)
+
+
+def link_bound(problem: ScheduleProblem, edges: Sequence[Edge]) -> float:
+    """No step is shorter: the longest that one device must send, or receive."""
+    home = problem.placement.device_of_stage
+    busy = [[0.0, 0.0] for _ in range(problem.placement.num_devices)]
+    for edge in edges:
+        for device in (home[edge.source], home[edge.destination]):
+            busy[device][0] += edge.seconds  # forward out and gradient in, or the reverse
+            busy[device][1] += edge.seconds
+    return problem.num_microbatches * max((max(b) for b in busy), default=0.0)
+
+
+def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> Replay:
+    """Run ``schedule`` with ``problem``'s durations and these messages (not its link times).
+
+    Raises DeadlockError when devices wait for each other.
+    """
+    return _Run(problem, schedule, edges).run()
+
+
+@dataclass(frozen=True)
+class _Message:
+    source: int
+    destination: int
+    consumer: Operation
+    seconds: float
+
+
+class _Run:
+    def __init__(self, problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> None:
+        self.problem, self.schedule = problem, schedule
+        self.home = problem.placement.device_of_stage
+        self.forward: dict[int, list[Edge]] = {}
+        self.backward: dict[int, list[Edge]] = {}
+        for edge in edges:
+            self.forward.setdefault(edge.source, []).append(edge)
+            self.backward.setdefault(edge.destination, []).append(edge)
+        self.linked = {(edge.source, edge.destination) for edge in edges}
+        self.received = Counter(edge.destination for edge in edges)
+        devices = range(problem.placement.num_devices)
+        self.position = [0 for _ in devices]
+        self.computing = [False for _ in devices]
+        self.sending = [False for _ in devices]
+        self.receiving = [False for _ in devices]
+        self.queue: list[list[_Message]] = [[] for _ in devices]
+        self.sending_s = [0.0 for _ in devices]
+        self.transfers: list[Transfer] = []
+        self.start: dict[Operation, float] = {}
+        self.end: dict[Operation, float] = {}
+        self.awaited = {op: self._inputs(op) for order in schedule.order for op in order}
+        self.events: list[tuple[float, int, Operation | _Message]] = []
+        self.count = 0
+
+    def _inputs(self, op: Operation) -> int:
+        """How many messages ``op`` waits for; results on its own device are waited for apart."""
+        if op.kind is Kind.FORWARD:
+            return self.received[op.stage]
+        if op.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
+            return 0
+        return len(self.forward.get(op.stage, ()))
+
+    def run(self) -> Replay:
+        for device in range(len(self.position)):
+            self._advance(device, 0.0)
+        while self.events:
+            now, _, event = heapq.heappop(self.events)
+            if isinstance(event, _Message):
+                self._arrive(event, now)
+            else:
+                self._finish(event, now)
+        left = [
+            f"device {d} is at {order[p]}"
+            for d, (order, p) in enumerate(zip(self.schedule.order, self.position, strict=True))
+            if p < len(order)
+        ]
+        if left:
+            raise DeadlockError(f"{self.schedule.name}: deadlock: {'; '.join(left)}")
+        makespan = max(self.end.values(), default=0.0)
+        busy = tuple(sum(map(self._duration, order)) for order in self.schedule.order)
+        bubble = tuple(makespan - b for b in busy)
+        timeline = Timeline(self.schedule, self.start, self.end, makespan, busy, bubble)
+        return Replay(timeline, tuple(self.sending_s), tuple(self.transfers))
+
+    def _duration(self, op: Operation) -> float:
+        return self.problem.duration(op.kind, op.stage)
+
+    def _push(self, time: float, event: Operation | _Message) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (time, self.count, event))
+
+    def _advance(self, device: int, now: float) -> None:
+        """Start the device's next operation if it is free and the inputs are there."""
+        order = self.schedule.order[device]
+        if self.computing[device] or self.position[device] == len(order):
+            return
+        op = order[self.position[device]]
+        if self.awaited[op]:
+            return
+        needed = dependency(op, len(self.home))
+        if needed is not None and self.home[needed.stage] == device and needed not in self.end:
+            return
+        if needed is not None and self.home[needed.stage] != device:
+            low, high = sorted((needed.stage, op.stage))
+            if (low, high) not in self.linked and needed not in self.end:
+                return  # nothing to send between the two, but the one must have run
+        self.computing[device] = True
+        self.start[op] = now
+        self._push(now + self._duration(op), op)
+
+    def _finish(self, op: Operation, now: float) -> None:
+        device = self.home[op.stage]
+        self.end[op] = now
+        self.computing[device] = False
+        self.position[device] += 1
+        if op.kind is Kind.FORWARD:
+            sent = [(e.destination, e.seconds) for e in self.forward.get(op.stage, ())]
+        elif op.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
+            sent = []
+        else:
+            sent = [(e.source, e.seconds) for e in self.backward.get(op.stage, ())]
+        for stage, seconds in sent:
+            consumer = Operation(op.kind, stage, op.microbatch)
+            self.queue[device].append(_Message(device, self.home[stage], consumer, seconds))
+        self._send(device, now)
+        self._advance(device, now)
+        if op.kind is Kind.FORWARD:
+            following = op.stage + 1
+        elif op.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
+            return
+        else:
+            following = op.stage - 1
+        if 0 <= following < len(self.home) and self.home[following] != device:
+            self._advance(self.home[following], now)  # where nothing travels between the two
+
+    def _send(self, device: int, now: float) -> None:
+        """Start the first message of the queue whose receiver is free."""
+        if self.sending[device]:
+            return
+        queue = self.queue[device]
+        for i, message in enumerate(queue):
+            if not self.receiving[message.destination]:
+                del queue[i]
+                self.sending[device] = self.receiving[message.destination] = True
+                self.sending_s[device] += message.seconds
+                arrival = now + message.seconds
+                self._push(arrival, message)
+                self.transfers.append(
+                    Transfer(device, message.destination, message.consumer, now, arrival)
+                )
+                return
+
+    def _arrive(self, message: _Message, now: float) -> None:
+        self.sending[message.source] = self.receiving[message.destination] = False
+        self.awaited[message.consumer] -= 1
+        for device, queue in enumerate(self.queue):
+            if queue:
+                self._send(device, now)
+        self._advance(message.destination, now)

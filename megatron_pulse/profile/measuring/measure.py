@@ -1,0 +1,263 @@
+"""A profile measured on a device, one layer at a time."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.profile.flops import some_process_group
+from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
+from megatron_pulse.profile.measuring.layer_call import LayerCall, describe_chain, make_call
+from megatron_pulse.profile.measuring.machine import computing_with, device_name, num_threads
+from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
+from megatron_pulse.profile.measuring.module_check import naming_module_faults
+from megatron_pulse.profile.parameters import Sizes, meta_context, module_sizes
+from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
+
+_DEFAULT_PATIENCE = Patience()
+
+
+@dataclass(frozen=True)
+class LayerMeasure:
+    """One layer at one size: (median, spread) of its three times, and its memory."""
+
+    forward: tuple[float, float]
+    input_grad: tuple[float, float]
+    weight_grad: tuple[float, float]
+    kept: Kept
+    peak_bytes: int
+
+
+def measure(
+    backbone: Backbone,
+    micro_batch_sizes: Sequence[int],
+    device: str = "cpu",
+    dtype: str = "float32",
+    recompute: bool = False,
+    patience: Patience = _DEFAULT_PATIENCE,
+    once_per_kind: bool = False,
+    progress: bool = False,
+    threads: int | None = None,
+) -> Profile:
+    """The profile of ``backbone`` on this machine's ``device``, "cpu" or "cuda".
+
+    Each layer is built alone, whole, with random parameters of ``dtype``, and measured with random
+    inputs; only one is on the device at a time. ``once_per_kind`` measures layers once that run
+    the same operators on tensors of the same shapes, strides and dtypes (see ``OperatorTrace``).
+    Layers are Megatron's local ones, not Transformer Engine's. On a CPU they run with ``threads``
+    (default: as many as this process has).
+    Raises ProfileError if a layer does not fit into the device's memory.
+    """
+    place = torch.device(device)
+    context = meta_context(dtype)
+    sizes: list[Sizes] = []
+    measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
+    known: dict[str, LayerMeasure] = {}
+    layers = tqdm(backbone.layers, "measuring", unit="layer", delay=2, disable=not progress or None)
+    checked = naming_module_faults(backbone, dtype)
+    with computing_with(threads), checked, some_process_group():
+        used_threads = num_threads(place)
+        for i, layer in enumerate(layers):
+            module = layer.build(context).to(place)
+            _fill(module)
+            sizes.append(module_sizes(module))
+            for size in micro_batch_sizes:
+                try:
+                    call = make_call(backbone, i, module, size, dtype, place)
+                    num_outputs = len(layer.outputs)
+                    key = _kind(call) if once_per_kind else f"{i}/{size}"
+                    if key not in known:
+                        known[key] = _measure_layer(call, num_outputs, place, patience)
+                except torch.OutOfMemoryError as error:
+                    raise ProfileError(
+                        f"{layer.name} does not fit on {device} at microbatch size {size}; "
+                        "profile smaller sizes"
+                    ) from error
+                measured[size].append(known[key])
+            del module, call
+    chain, skips, conditioning = describe_chain(backbone, sizes, dtype)
+    return Profile(
+        backbone=backbone.record,
+        source=Source.MEASURED,
+        device=_device_name(place, used_threads),
+        memory_bytes=_device_memory(place),
+        dtype=dtype,
+        recompute=recompute,
+        method=_method(patience, once_per_kind),
+        layers=chain,
+        times={size: _times(backbone, measured[size]) for size in micro_batch_sizes},
+        skips=skips,
+        conditioning=conditioning,
+        versions=_versions(place),
+        threads=used_threads,
+    )
+
+
+class OperatorTrace(TorchDispatchMode):  # type: ignore[misc]
+    """Within, a digest of every operator and of its arguments' shapes, strides, dtypes and values
+    (of what is no tensor). Layers of equal digests run the same kernels on the same sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._digest = hashlib.sha256()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = [
+            (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+            for leaf in tree_leaves((args, kwargs, result))
+        ]
+        self._digest.update(f"{func} {leaves}\n".encode())
+        return result
+
+    def digest(self) -> str:
+        """Of what ran so far."""
+        return self._digest.hexdigest()
+
+
+def _kind(call: LayerCall) -> str:
+    """Equal for calls that do the same work in forward, backward and input gradient."""
+    with OperatorTrace() as trace:
+        results = call.forward()
+        call.backward(results, call.seeds(results))
+        with call.frozen():
+            results = call.forward()
+            call.input_gradients(results, call.seeds(results))
+    sizes = [
+        [tuple(t.shape) for t in tensors]
+        for tensors in (call.boundary, call.skips.values(), call.conditioning.values(), results)
+    ]
+    parameters = [tuple(parameter.shape) for parameter in call.trained]
+    return f"{trace.digest()} {sizes} {parameters}"
+
+
+def _measure_layer(
+    call: LayerCall, num_outputs: int, device: torch.device, patience: Patience
+) -> LayerMeasure:
+    with KeptStorages(call) as storages:
+        results = call.forward()
+    if misfit := call.misfit(results):
+        raise ProfileError(misfit)
+    kept = storages.count(results[:num_outputs])
+    seeds = call.seeds(results)
+    del results
+    rows = repeat(_work(call, seeds), device, patience)
+    backward = [row[1] for row in rows]
+    if not call.inputs:
+        input_grad = [0.0 for _ in rows]
+    elif not call.trained:
+        input_grad = backward
+    else:
+        input_grad = [row[3] for row in rows]
+    weight_grad = [whole - part for whole, part in zip(backward, input_grad, strict=True)]
+    return LayerMeasure(
+        median_and_spread([row[0] for row in rows]),
+        median_and_spread(input_grad),
+        median_and_spread(weight_grad),
+        kept,
+        _peak_bytes(call, device),
+    )
+
+
+def _work(call: LayerCall, seeds: Sequence[Tensor | None]) -> Callable[[Callable[[], None]], None]:
+    """Pieces: forward, backward and, where it is only a part of it, a forward without parameters'
+    gradients and the input gradient alone."""
+
+    def work(mark: Callable[[], None]) -> None:
+        mark()
+        results = call.forward()
+        mark()
+        call.backward(results, seeds)
+        mark()
+        if call.inputs and call.trained:
+            with call.frozen():
+                results = call.forward()
+                mark()
+                call.input_gradients(results, seeds)
+                mark()
+
+    return work
+
+
+def _peak_bytes(call: LayerCall, device: torch.device) -> int:
+    if device.type != "cuda":
+        with live_bytes(call) as live:
+            results = call.forward()
+            call.backward(results, call.seeds(results))
+        return live.peak
+    gc.collect()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before: int = torch.cuda.memory_allocated(device)
+    results = call.forward()
+    call.backward_in_turn(results, call.seeds(results))
+    peak: int = torch.cuda.max_memory_allocated(device)
+    return peak - before
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def _fill(module: Any) -> None:
+    """Give every parameter some finite values; how many have their own does not change times."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.normal_(0, 0.02)
+
+
+def _times(backbone: Backbone, measured: Sequence[LayerMeasure]) -> tuple[LayerTimes, ...]:
+    saved = saved_bytes(backbone, [layer.kept for layer in measured])
+    return tuple(
+        LayerTimes(
+            forward_s=layer.forward[0],
+            input_grad_s=layer.input_grad[0],
+            weight_grad_s=layer.weight_grad[0],
+            forward_spread_s=layer.forward[1],
+            input_grad_spread_s=layer.input_grad[1],
+            weight_grad_spread_s=layer.weight_grad[1],
+            saved_bytes=num_bytes,
+            peak_bytes=layer.peak_bytes,
+        )
+        for layer, num_bytes in zip(measured, saved, strict=True)
+    )
+
+
+def _method(patience: Patience, once_per_kind: bool) -> str:
+    each = "each kind of layer" if once_per_kind else "each layer"
+    return (
+        f"{each} at each size: medians of at least "
+        f"{patience.min_repetitions} repetitions in at least {patience.enough_s:g} s, within "
+        f"{patience.limit_s:g} s"
+    )
+
+
+def _device_name(device: torch.device, threads: int) -> str:
+    name = device_name(device)
+    return f"CPU ({name}, {threads} thread{'s' * (threads > 1)})" if threads else name
+
+
+def _device_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    versions = {
+        "torch": str(torch.__version__),
+        "megatron-core": importlib.metadata.version("megatron-core"),
+    }
+    if device.type == "cuda":
+        versions["cuda"] = str(torch.version.cuda)
+        versions["driver"] = str(torch._C._cuda_getDriverVersion())
+    return versions

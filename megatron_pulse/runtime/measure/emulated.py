@@ -1,0 +1,189 @@
+"""Real ranks, real messages, emulated computing: a schedule is tried without a model or a GPU.
+
+Every operation sleeps for its duration while tensors of the real shapes travel, so several ranks
+can share a core, and what differs from the simulated timeline is due to the runtime and the links.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.planner.layout.routes import Routes
+from megatron_pulse.planner.observe.trace import Trace
+from megatron_pulse.planner.schedule.operations import Filler, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.step.communication import compile_communication
+from megatron_pulse.planner.step.program import compile_program
+from megatron_pulse.runtime.exchange import message_spec
+from megatron_pulse.runtime.executor import Executor, Workload
+from megatron_pulse.runtime.failures import default_board
+from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.measure.tracer import Traced, Tracer
+from megatron_pulse.runtime.parameters.weight_gradients import Later
+from megatron_pulse.runtime.settings import RunSettings
+
+_WAKE_UP_S = 60e-6
+"""How late a sleeper usually wakes up on Linux (its timer slack)."""
+
+
+def sleep_until(deadline_s: float) -> None:
+    """Sleep until ``time.perf_counter()`` is about ``deadline_s``, without burning the core."""
+    while (left := deadline_s - time.perf_counter()) > _WAKE_UP_S:
+        time.sleep(left - _WAKE_UP_S)
+
+
+class EmulatedStage(nn.Module):
+    """Stage ``stage`` of ``routes``: its operations take the seconds of ``problem``.
+
+    In the place of a Stage: outputs have the right shapes and no meaningful values. In a schedule
+    that does not split backwards, one takes ``problem``'s input and weight gradient together.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        routes: Routes,
+        stage: int,
+        problem: ScheduleProblem,
+        settings: RunSettings,
+    ) -> None:
+        super().__init__()
+        self._settings = settings
+        last = stage + 1 == len(routes.boundaries)
+        self._outputs = (backbone.output_spec,) if last else routes.boundaries[stage + 1]
+        self._skips = {r.name: r.spec for r in routes.skips_out_of(stage)}
+        self._provides = {c.name: c.spec for c in routes.conditioning_out_of(stage)}
+        self._taken = [c.name for c in routes.conditioning_into(stage)]
+        self.forward_s = problem.forward[stage]
+        self.backward_s = problem.backward[stage]
+        self.weight_grad_s = problem.weight_grad[stage] if problem.weight_grad else 0.0
+        self.weight = nn.Parameter(torch.zeros(1, device=settings.device))
+
+    def forward(
+        self,
+        inputs: tuple[Tensor, ...],
+        skips: Mapping[str, Tensor],
+        conditioning: Mapping[str, Tensor],
+        later: Later | None = None,
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
+        """See Stage.forward."""
+        crossing = (*inputs, *skips.values(), *(conditioning[name] for name in self._taken))
+        results = list(_Emulated.apply(self, later, self.weight, *crossing))
+        outputs = tuple(results.pop(0) for _ in self._outputs)
+        skips_out = {name: results.pop(0) for name in self._skips}
+        return outputs, skips_out, {name: results.pop(0) for name in self._provides}
+
+    def make_results(self) -> tuple[Tensor, ...]:
+        """What the forward returns, one after the other."""
+        made = [self._settings.make_empty(s) for s in (*self._outputs, *self._skips.values())]
+        return (*made, *(self._settings.make_empty(s).double() for s in self._provides.values()))
+
+
+class _Emulated(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, stage: EmulatedStage, later: Later | None, weight: Tensor, *crossing: Tensor
+    ) -> tuple[Tensor, ...]:
+        deadline = time.perf_counter() + stage.forward_s
+        ctx.stage, ctx.later = stage, later
+        ctx.like = [(t.shape, t.dtype, t.device) for t in crossing]
+        ctx.set_materialize_grads(False)
+        results = stage.make_results()
+        sleep_until(deadline)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        began, stage = time.perf_counter(), ctx.stage
+        weight: nn.Parameter = stage.weight
+        found = [
+            torch.zeros(shape, dtype=dtype, device=device) if wanted else None
+            for (shape, dtype, device), wanted in zip(
+                ctx.like, ctx.needs_input_grad[3:], strict=True
+            )
+        ]
+        if ctx.later is not None:
+
+            def weight_gradient() -> tuple[Tensor, ...]:
+                sleep_until(time.perf_counter() + stage.weight_grad_s)
+                return (torch.zeros_like(weight),)
+
+            ctx.later.add((weight,), weight_gradient)
+            sleep_until(began + stage.backward_s)
+            return (None, None, None, *found)
+        sleep_until(began + stage.backward_s + stage.weight_grad_s)
+        return (None, None, torch.zeros_like(weight), *found)
+
+
+def emulated_filler(filler: Filler) -> Workload:
+    """A workload whose slices take ``filler``'s seconds."""
+    return lambda number: sleep_until(time.perf_counter() + filler.slice_seconds[number])
+
+
+def run_emulated(
+    backbone: Backbone,
+    routes: Routes,
+    schedule: Schedule,
+    problem: ScheduleProblem,
+    group: dist.ProcessGroup | None,
+    *,
+    micro_batch_size: int = 1,
+    num_steps: int = 3,
+    timeout_s: float = 60.0,
+) -> Trace:
+    """Run ``schedule`` with ``problem``'s times, in seconds, on the ranks of ``group`` (None: 1).
+
+    Traces ``num_steps`` steps after one that warms up; all ranks begin each together. Collective.
+    """
+    device = group.rank() if group is not None else 0
+    settings = RunSettings(micro_batch_size, torch.float32, torch.device("cpu"), _total)
+    communication = compile_communication(routes, schedule)
+    own = routes.partition.placement.stages_of_device(device)
+    links = board = None
+    if group is not None:
+        board = default_board()
+        links = Links(
+            group, lambda m: settings.make_empty(message_spec(routes, m)), board, timeout_s
+        )
+    executor = Executor(
+        backbone,
+        routes,
+        schedule,
+        compile_program(schedule, communication, device),
+        device,
+        {s: EmulatedStage(backbone, routes, s, problem, settings) for s in own},
+        links,
+        board,
+        fillers=[emulated_filler(filler) for filler in schedule.fillers],
+    )
+    size = group.size() if group is not None else 1
+    traced = Traced("emulated", backbone.record, schedule, {"size": size, "pipeline": size})
+    tracer = Tracer(range(2, num_steps + 2), traced, group, settings.device, timeout_s)
+    for _ in range(num_steps + 1):
+        if group is not None:
+            dist.barrier(group)
+        recorder = tracer.begin(links)
+        executor.run(_batches(backbone, settings), settings, recorder=recorder)
+        if recorder is not None:
+            tracer.end(recorder)
+    return tracer.collect()
+
+
+def _batches(backbone: Backbone, settings: RunSettings) -> Iterator[dict[str, Tensor]]:
+    def zeros(spec: TensorSpec) -> Tensor:
+        return settings.make_empty(spec).zero_()
+
+    fields = {name: zeros(spec) for name, spec in backbone.batch_fields.items()}
+    while True:
+        yield {"noisy": zeros(backbone.input_spec), **fields}
+
+
+def _total(prediction: Tensor, batch: Any) -> Tensor:
+    return prediction.sum()

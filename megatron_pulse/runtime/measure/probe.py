@@ -1,0 +1,243 @@
+"""Measures the links between the ranks of a job: what a cluster file says, from this job.
+
+All ranks call ``probe`` together; rank 0 gets the result. A link is latency + bytes / bandwidth,
+fitted to median ping-pong times; who shares its bandwidth is seen when several pairs send at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.profile.devices import PRESETS
+from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.measure.link_times import Meter, PairTimes, StreamTimes
+
+_ALL_REDUCE_S = 0.3
+_WARM_UP, _ROUNDS = 2, 5
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """Sizes of messages, the device of each rank, and how long any wait may be."""
+
+    name: str
+    device: torch.device
+    max_bytes: int = 32 * 2**20
+    timeout_s: float = 60.0
+    planned_device: str | None = None
+
+
+@dataclass(frozen=True)
+class GroupTimes:
+    """An all-reduce on the first ranks, and what the links alone would make of it."""
+
+    ranks: tuple[int, ...]
+    num_bytes: int
+    median_s: float
+    by_links_s: float
+    latency_s: float
+
+    @property
+    def efficiency(self) -> float:
+        """The part of the links' bandwidth that it reached, latency apart where that is less."""
+        latency_s = self.latency_s if self.latency_s < self.median_s else 0.0
+        return (self.by_links_s - latency_s) / (self.median_s - latency_s)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The cluster, and what was measured for it."""
+
+    cluster: Cluster
+    pairs: tuple[PairTimes, ...]
+    streams: dict[str, StreamTimes]
+    all_reduces: tuple[GroupTimes, ...]
+    backend: str
+
+
+def probe(
+    settings: ProbeSettings, progress: Callable[[str], None] = lambda _: None
+) -> Probed | None:
+    """Measure on all ranks of the default process group; the result on rank 0, None on others.
+
+    Raises PulseError if nodes hold different numbers of ranks or ranks do not fill node after node,
+    if there is one rank only, or if a wait outlasts the process group's time limit.
+    """
+    prober = _Prober(settings)
+    try:
+        return prober.run(progress)
+    except PulseError:
+        raise
+    except (RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
+        text = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise PulseError(f"the probe failed on rank {prober.rank}: {text}") from error
+
+
+class _Prober:
+    def __init__(self, settings: ProbeSettings) -> None:
+        self.settings = settings
+        self.meter = Meter(settings.device, settings.max_bytes)
+        self.rank, self.world = self.meter.rank, self.meter.world
+        self.cuda = settings.device.type == "cuda"
+
+    def run(self, progress: Callable[[str], None]) -> Probed | None:
+        if self.world < 2:
+            raise PulseError("a link has two ends: start 2 ranks or more")
+        nodes, each = self._layout()
+        progress("devices")
+        memory_gb, device = self._device(each)
+        progress("pairs inside a node")
+        pairs = [self.meter.pair(0, b) for b in sorted({1, each - 1}) if 0 < b < each]
+        progress("pairs between nodes")
+        across = [self.meter.pair(0, b) for b in sorted({each, self.world - each}) if nodes > 1]
+        progress("pairs at once")
+        streams = {}
+        if each >= 4:
+            streams["intra_node"] = self.meter.streams([(i, i + 1) for i in range(0, each - 1, 2)])
+        if nodes > 1 and each > 1:
+            streams["inter_node"] = self.meter.streams([(i, each + i) for i in range(each)])
+        links = {
+            "intra_node": self._link("intra_node", pairs, streams),
+            "inter_node": self._link("inter_node", across, streams),
+        }
+        inside = links["intra_node"] or links["inter_node"]  # a node of one device has none inside
+        assert inside is not None
+        cluster = Cluster(
+            self.settings.name, nodes, each, memory_gb, device, inside, links["inter_node"]
+        )
+        progress("all-reduces")
+        sizes = sorted({2**i for i in range(1, self.world.bit_length())} | {each, self.world})
+        groups = tuple(self._all_reduce(cluster, n) for n in sizes if n > 1)
+        found = statistics.median(group.efficiency for group in groups)
+        cluster = Cluster(**{**vars(cluster), "all_reduce_efficiency": _rounded(found)})
+        self.meter.meet()
+        if self.rank:
+            return None
+        return Probed(cluster, (*pairs, *across), streams, groups, dist.get_backend())
+
+    def _layout(self) -> tuple[int, int]:
+        """Nodes and ranks on each; a node is a host name with its own network interfaces."""
+        places = self.meter.gather((socket.gethostname(), _network_namespace()))
+        order = list(dict.fromkeys(places))
+        numbers = [order.index(place) for place in places]
+        each = self.world // len(order)
+        if numbers != [rank // each for rank in range(self.world)]:
+            raise PulseError(
+                f"ranks must fill one node after another, as many on each; their nodes: {numbers}"
+            )
+        return len(order), each
+
+    def _link(
+        self, name: str, pairs: list[PairTimes], streams: dict[str, StreamTimes]
+    ) -> ClusterLink | None:
+        """The median pair's link; who shares it is the device, or what ``streams`` show."""
+        if not pairs:
+            return None
+        bandwidth = _rounded(statistics.median(pair.bandwidth_gbs for pair in pairs))
+        latency = _rounded(statistics.median(pair.latency_us for pair in pairs))
+        shared = streams[name].shared if name in streams else Shared.DEVICE
+        return ClusterLink(self._kind(name, bandwidth), bandwidth, latency, shared)
+
+    def _kind(self, name: str, bandwidth_gbs: float) -> str:
+        if name == "inter_node":
+            return "infiniband" if self.cuda and _has_infiniband() else "ethernet"
+        if not self.cuda:
+            return "loopback"
+        return "nvlink" if bandwidth_gbs > 64 else "pcie"  # PCIe 5 x16 has 64 GB/s one way
+
+    def _all_reduce(self, cluster: Cluster, size: int) -> GroupTimes:
+        """Of a size that takes a fraction of a second, if the links are to be believed."""
+        ranks = tuple(range(size))
+        num_bytes = self.settings.max_bytes
+        while num_bytes > 2**16 and cluster.allreduce_s(num_bytes, ranks) > _ALL_REDUCE_S:
+            num_bytes //= 2
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.settings.timeout_s))
+        seconds = []
+        if self.rank in ranks:
+            values = torch.ones(num_bytes // 4, device=self.settings.device)
+            for _ in range(_WARM_UP + _ROUNDS):
+                dist.barrier(group)
+                self.meter.finish()
+                begin = time.perf_counter()
+                dist.all_reduce(values, group=group)
+                self.meter.finish()
+                seconds.append(time.perf_counter() - begin)
+            dist.destroy_process_group(group)
+        own = statistics.median(seconds[_WARM_UP:]) if seconds else 0.0
+        measured = max(self.meter.gather(own))
+        by_links, latency = (cluster.allreduce_s(count, ranks) for count in (num_bytes, 1e-9))
+        return GroupTimes(ranks, num_bytes, measured, by_links, latency)
+
+    def _device(self, each: int) -> tuple[float, str | DeviceFigures]:
+        """Memory of the smallest device, and a preset or the figures of the slowest."""
+        device = self.settings.device
+        if self.cuda:
+            memory = torch.cuda.get_device_properties(device).total_memory
+            words = torch.cuda.get_device_name(device)
+        else:
+            memory = _host_memory() // each
+            words = "CPU"
+        planned = self.settings.planned_device or _preset(words)
+        figures = (0.0, 0.0) if planned else self._figures()
+        rows = self.meter.gather((memory, planned, *figures))
+        memory_gb = _rounded(min(row[0] for row in rows) / 1e9, 4)
+        if all(row[1] is not None and row[1] == rows[0][1] for row in rows):
+            return memory_gb, str(rows[0][1])
+        if not all(row[2] for row in rows):
+            raise PulseError(f"devices differ ({', '.join({str(r[1]) for r in rows})})")
+        return memory_gb, DeviceFigures(*(_rounded(min(r[i] for r in rows)) for i in (2, 3)))
+
+    def _figures(self) -> tuple[float, float]:
+        """TFLOP/s of a matrix product and GB/s of a copy, all ranks at once."""
+        size = 8192 if self.cuda else 768
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        left = torch.ones(size, size, dtype=dtype, device=self.settings.device)
+        source = torch.ones(2**24, device=self.settings.device)
+        target = torch.empty_like(source)
+        product_s = self.meter.fastest(lambda: left @ left)
+        copy_s = self.meter.fastest(lambda: target.copy_(source))
+        return 2 * size**3 / product_s / 1e12, 2 * 4 * len(source) / copy_s / 1e9
+
+
+def _network_namespace() -> int:
+    """Processes with network interfaces of their own reach each other as nodes do."""
+    try:
+        return os.stat("/proc/thread-self/ns/net").st_ino
+    except OSError:
+        return 0
+
+
+def _preset(words: str) -> str | None:
+    """The preset whose parts a device's name has; the figures are of SXM modules."""
+    if any(other in words.upper() for other in ("PCIE", "NVL")):
+        return None
+    return next((p for p in PRESETS if all(part in words for part in p.split("-"))), None)
+
+
+def _host_memory() -> int:
+    """Bytes of this machine, or of the control group if that may have fewer."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):
+        return total
+
+
+def _rounded(value: float, digits: int = 3) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _has_infiniband() -> bool:
+    folder = Path("/sys/class/infiniband")
+    return folder.is_dir() and any(folder.iterdir())

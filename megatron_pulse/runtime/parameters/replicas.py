@@ -1,0 +1,138 @@
+"""Embedders that run on every pipeline device, while one device owns their parameters.
+
+The owner's stage holds the parameters that the optimizer, the checkpoint and the gradient norm
+see, so nothing is counted twice. Every device, the owner too, computes with a copy: refreshed when
+a step begins, its gradients summed over the pipeline when it ends and handed to the owner's
+parameters as one backward pass, which sets off the data-parallel reduction as any other does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.planner.layout.routes import Routes
+from megatron_pulse.runtime.links import Links
+
+
+class Replicas:
+    """This device's copies of the embedders that ``routes`` replicates.
+
+    ``masters`` maps the names of those whose parameters this device owns to their modules.
+    ``before_reading`` is called with a master before its parameters are read (Megatron may still
+    be gathering them).
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        routes: Routes,
+        device: int,
+        context: LayerContext,
+        masters: Mapping[str, nn.Module],
+        links: Links,
+        dtype: torch.dtype,
+        torch_device: torch.device,
+        before_reading: Callable[[nn.Module], None] = lambda master: None,
+    ) -> None:
+        self._links = links
+        self._masters = masters
+        self._before_reading = before_reading
+        self._copies: dict[str, _Copy] = {}
+        placement = routes.partition.placement
+        for i, layer in enumerate(backbone.layers):
+            if layer.name in routes.replicated:
+                owner = placement.device_of_stage[routes.partition.stage_of_layer(i)]
+                if (owner == device) != (layer.name in masters):
+                    raise ValueError(f"device {owner} owns {layer.name}, not device {device}")
+                with torch.random.fork_rng(devices=[]):
+                    module = layer.build(context).to(torch_device, dtype)
+                self._copies[layer.name] = _Copy(module, owner)
+
+    def module(self, name: str) -> Any:
+        """This device's copy of the embedder ``name``."""
+        return self._copies[name].module
+
+    def refresh(self) -> None:
+        """Make every copy what its owner's parameters are now. Joined by all devices."""
+        for name, copy in self._copies.items():
+            parameters = copy.parameters
+            if name in self._masters:
+                self._before_reading(self._masters[name])
+                parameters = list(self._masters[name].parameters())
+            values = _flat([parameter.detach() for parameter in parameters])
+            self._links.broadcast(values, copy.owner, f"the parameters of {name}")
+            copy.load(values)
+
+    def return_gradients(self) -> None:
+        """Give the owners the sums of all copies' gradients. Joined by all devices."""
+        for name, copy in self._copies.items():
+            gradients = _flat(copy.gradients)
+            self._links.reduce(gradients, copy.owner, f"the gradients of {name}")
+            if name in self._masters:
+                parameters = list(self._masters[name].parameters())
+                _backward(parameters, _split(gradients, parameters))
+            copy.clear()
+
+
+class _Copy:
+    """One copy: its module, and its gradients summed in at least fp32."""
+
+    def __init__(self, module: nn.Module, owner: int) -> None:
+        self.module = module
+        self.owner = owner
+        self.parameters = list(module.parameters())
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]
+        self.gradients = [
+            torch.zeros_like(p, dtype=dtype) for p, dtype in zip(self.parameters, wide, strict=True)
+        ]
+        for parameter, total in zip(self.parameters, self.gradients, strict=True):
+            parameter.register_post_accumulate_grad_hook(_mover(total))
+
+    def load(self, values: Tensor) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(
+                self.parameters, _split(values, self.parameters), strict=True
+            ):
+                parameter.copy_(value)
+
+    def clear(self) -> None:
+        for total in self.gradients:
+            total.zero_()
+
+
+def _mover(total: Tensor) -> Callable[[Tensor], None]:
+    """A hook that moves a parameter's gradient of one microbatch into ``total``."""
+
+    def move(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        total.add_(parameter.grad)
+        parameter.grad = None
+
+    return move
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _split(values: Tensor, like: list[nn.Parameter]) -> list[Tensor]:
+    parts = values.split([tensor.numel() for tensor in like])
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _backward(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+    """As if a loss had these gradients; Megatron's fp32 sums take them unrounded."""
+    given = []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if getattr(parameter, "main_grad", None) is not None:
+            parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            gradient = torch.zeros_like(gradient)
+        given.append(gradient.to(parameter.dtype))
+    torch.autograd.backward(parameters, given)
