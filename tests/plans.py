@@ -7,6 +7,7 @@ import random
 from functools import cache
 
 from megatron_pulse.planner.cluster.cluster import cluster, to_record
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import make_placement
 from megatron_pulse.planner.observe.trace import (
     DeviceStep,
@@ -15,7 +16,6 @@ from megatron_pulse.planner.observe.trace import (
     Traffic,
     merge_step,
 )
-from megatron_pulse.planner.partition.costs import Link
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, Times
 from megatron_pulse.planner.schedule.check.simulate import Timeline

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.faults import listed
-from megatron_pulse.planner.partition.costs import ChainCosts, SkipCost
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 
 SPREAD = 0.3

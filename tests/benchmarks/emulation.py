@@ -17,7 +17,8 @@ from functools import cache
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.planner.partition.costs import ChainCosts, Link, SkipCost
+from megatron_pulse.backbone.costs import ChainCosts, SkipCost
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.profile.profile import Profile
 
 FULL_RATE_BYTES_PER_S = 20e6

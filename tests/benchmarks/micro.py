@@ -19,9 +19,9 @@ from statistics import median
 from typing import Any
 
 from megatron_pulse.files import replacing
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.layout.routes import trace_routes
-from megatron_pulse.planner.partition.costs import Link
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.problem import ScheduleProblem

@@ -20,8 +20,8 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster, cluster
-from megatron_pulse.planner.partition.costs import ChainCosts
 from megatron_pulse.planner.partition.volume import relayed
 from megatron_pulse.planner.tune.config import Choices, Layout, configs
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome

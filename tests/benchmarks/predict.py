@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_pulse.planner.partition.costs import Link
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.step.replay import Edge, replay
 from tests.benchmarks.contestant import Contestant, Engine

@@ -97,8 +97,8 @@ def steps(width: int, skips: bool, count: int) -> dict[str, tuple[Step, list[nn.
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from megatron_pulse.backbone.costs import weighted_costs
     from megatron_pulse.planner.layout.placement import fold, sequential
-    from megatron_pulse.planner.partition.costs import weighted_costs
     from megatron_pulse.planner.step.plan import Plan, make_plan
     from megatron_pulse.runtime.exchange import message_spec
     from megatron_pulse.runtime.executor import Executor

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
-from megatron_pulse.planner.partition.costs import ChainCosts, SkipCost
+from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 
 OPTIONS: Mapping[str, Mapping[str, int]] = {
     "sd-v2.1": {"sample_size": 64},

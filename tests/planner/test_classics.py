@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import (
     Placement,
     PlacementKind,
@@ -18,7 +19,6 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.partition.costs import weighted_costs
 from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, run, simulate
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate

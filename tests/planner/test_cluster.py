@@ -21,7 +21,7 @@ from megatron_pulse.planner.cluster.cluster import (
     load_cluster,
     save_cluster,
 )
-from megatron_pulse.planner.partition.costs import Link
+from megatron_pulse.planner.cluster.link import Link
 
 INSIDE = ClusterLink("nvlink", 100, 2, Shared.DEVICE)
 BETWEEN = ClusterLink("ethernet", 10, 20, Shared.NODE)

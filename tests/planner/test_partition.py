@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_pulse.backbone.costs import ChainCosts, SkipCost, weighted_costs
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.partition import Partition
 from megatron_pulse.planner.layout.placement import (
     Placement,
@@ -18,13 +20,7 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.partition.costs import (
-    ChainCosts,
-    Link,
-    MemoryRule,
-    SkipCost,
-    weighted_costs,
-)
+from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition, largest_fold
 from tests.planner.chains import HUNYUAN_DIT, SD_UNET, SDXL_UNET, UVIT_L, UVIT_S, chain
 

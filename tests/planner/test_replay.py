@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.backbone.costs import ChainCosts, SkipCost
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.partition import Partition
 from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
-from megatron_pulse.planner.partition.costs import ChainCosts, Link, SkipCost
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.operations import Kind, Operation

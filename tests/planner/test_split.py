@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
-from megatron_pulse.planner.partition.costs import weighted_costs
 from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,

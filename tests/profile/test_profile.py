@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pulse.planner.partition.costs import SkipCost
+from megatron_pulse.backbone.costs import SkipCost
 from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.profile import (
     LayerTimes,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pulse.planner.partition.costs import weighted_costs
+from megatron_pulse.backbone.costs import weighted_costs
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import Case, Outcome, differences, merge, train
 from tests.toys import SIDE, TOKENS, ToyLayer, nested, toy_backbone

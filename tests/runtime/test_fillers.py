@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import make_placement
-from megatron_pulse.planner.partition.costs import weighted_costs
 from megatron_pulse.planner.schedule.fillers import Filler, fill
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem

@@ -13,8 +13,9 @@ from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending,
 from megatron_pulse.faults import unknown
 
 if TYPE_CHECKING:
+    from megatron_pulse.backbone.costs import ChainCosts
     from megatron_pulse.planner.layout.placement import Placement
-    from megatron_pulse.planner.partition.costs import ChainCosts, MemoryRule
+    from megatron_pulse.planner.partition.evaluate import MemoryRule
     from megatron_pulse.planner.partition.find import MemoryRules
     from megatron_pulse.planner.partition.ways import Way
     from megatron_pulse.profile.profile import Profile
@@ -143,9 +144,9 @@ def run(args: argparse.Namespace) -> None:
     require(_faults(args))
     from megatron_pulse.cli.plan.partition_report import Result, as_json, report
     from megatron_pulse.files import replacing
+    from megatron_pulse.planner.cluster.link import Link
     from megatron_pulse.planner.draw.partition import draw_partition
     from megatron_pulse.planner.layout.placement import make_placement
-    from megatron_pulse.planner.partition.costs import Link
     from megatron_pulse.planner.partition.find import Goal, PartitionError
     from megatron_pulse.planner.partition.ways import Way, best, compare
     from megatron_pulse.profile.profile import ProfileError
@@ -220,7 +221,7 @@ def _limit(args: argparse.Namespace, profile: Profile) -> float | None:
 
 def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | None) -> MemoryRules:
     """What devices may hold."""
-    from megatron_pulse.planner.partition.costs import MemoryRule
+    from megatron_pulse.planner.partition.evaluate import MemoryRule
     from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
 
     per_parameter = args.bytes_per_parameter or bytes_per_parameter(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_pulse.planner.partition.costs import ChainCosts
+from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.partition.find import PartitionError
 from megatron_pulse.planner.partition.ways import Outcome, Way
 from megatron_pulse.profile.profile import Profile

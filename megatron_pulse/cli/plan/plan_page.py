@@ -6,14 +6,16 @@ import html
 import json
 from pathlib import Path
 
+from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.cli import page
 from megatron_pulse.cli.plan import plan_text
 from megatron_pulse.files import replacing
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.draw.lanes import sent
 from megatron_pulse.planner.draw.partition import draw_partition
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
-from megatron_pulse.planner.partition.costs import ChainCosts, Link, evaluate
+from megatron_pulse.planner.partition.evaluate import evaluate
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.step.replay import Replay

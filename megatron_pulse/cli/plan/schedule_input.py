@@ -73,7 +73,7 @@ def from_times(args: argparse.Namespace) -> Task:
 
 def from_profile(args: argparse.Namespace) -> Task:
     """The stages of the best partition of ``--profile``, as 'pulse partition' finds it."""
-    from megatron_pulse.planner.partition.costs import Link
+    from megatron_pulse.planner.cluster.link import Link
     from megatron_pulse.planner.partition.find import Goal, PartitionError
     from megatron_pulse.planner.partition.ways import Way, best
     from megatron_pulse.planner.schedule.problem import ScheduleProblem

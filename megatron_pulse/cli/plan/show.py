@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_pulse.cli.errors import add_parser, check_file, mending, require
 
 if TYPE_CHECKING:
-    from megatron_pulse.planner.partition.costs import ChainCosts
+    from megatron_pulse.backbone.costs import ChainCosts
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
 
 _DESCRIPTION = """\

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.embedders import choose_embedders
 from megatron_pulse.planner.layout.placement import Placement, PlacementKind
-from megatron_pulse.planner.partition.costs import ChainCosts, Link, MemoryRule, SkipCost
+from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, MemoryRules
 from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
 from megatron_pulse.planner.plan_file.plan_file import PlanFile

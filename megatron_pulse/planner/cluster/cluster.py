@@ -28,8 +28,8 @@ from megatron_pulse.faults import listed, unknown
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_yaml, replacing
 from megatron_pulse.plain_yaml import PlainDumper
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.cluster.schema import cluster_faults
-from megatron_pulse.planner.partition.costs import Link
 from megatron_pulse.profile.devices import PRESETS, Device, custom_device
 
 

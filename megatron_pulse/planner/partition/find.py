@@ -8,15 +8,11 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.partition import Partition
 from megatron_pulse.planner.layout.placement import Placement, PlacementKind
-from megatron_pulse.planner.partition.costs import (
-    ChainCosts,
-    Evaluation,
-    Link,
-    MemoryRule,
-    evaluate,
-)
+from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
 from megatron_pulse.planner.partition.fold import optimal_fold
 from megatron_pulse.planner.partition.pair_costs import Bools, Ints, PairCosts
 from megatron_pulse.planner.partition.row import optimal_row

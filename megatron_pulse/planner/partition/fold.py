@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_pulse.planner.partition.costs import Floats
+from megatron_pulse.backbone.costs import Floats
 from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, PairCosts
 
 _MOST_AT_ONCE = 4_000_000

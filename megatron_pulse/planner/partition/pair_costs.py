@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_pulse.planner.partition.costs import ChainCosts, Floats, Link, MemoryRule, running_sum
+from megatron_pulse.backbone.costs import ChainCosts, Floats, running_sum
+from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.partition.evaluate import MemoryRule
 
 type Ints = NDArray[np.int64]
 type Bools = NDArray[np.bool_]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_pulse.planner.partition.costs import Floats
+from megatron_pulse.backbone.costs import Floats
 from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, PairCosts
 
 

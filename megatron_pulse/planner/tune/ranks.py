@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.planner.partition.costs import Link
+from megatron_pulse.planner.cluster.link import Link
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.planner.cluster.cluster import Shared
-from megatron_pulse.planner.partition.costs import Link
+from megatron_pulse.planner.cluster.link import Link
 
 _SECONDS_OF_A_SIZE = 0.1
 _FEWEST, _MOST = 5, 50

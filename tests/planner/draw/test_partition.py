@@ -7,6 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron_pulse.backbone.costs import ChainCosts, SkipCost
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.draw.partition import draw_partition
 from megatron_pulse.planner.layout.partition import Partition
 from megatron_pulse.planner.layout.placement import (
@@ -16,7 +18,7 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.partition.costs import ChainCosts, Link, SkipCost, evaluate
+from megatron_pulse.planner.partition.evaluate import evaluate
 from megatron_pulse.planner.partition.find import Goal, find_partition
 
 NUM = 24

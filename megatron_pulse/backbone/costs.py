@@ -1,0 +1,94 @@
+"""What planning knows of a chain's layers, whoever found it: times, bytes, parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_pulse.backbone.chain import Backbone, TensorSpec
+
+type Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class SkipCost:
+    """A skip edge from layer ``source`` to layer ``destination`` and its size."""
+
+    source: int
+    destination: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ChainCosts:
+    """Every layer's costs at one microbatch size, in chain order.
+
+    ``boundary_bytes[i]`` is what crosses a cut before layer i (the first is not a cut).
+    ``saved_bytes`` is what a layer keeps from forward to backward. ``weight_grad_s`` is the part of
+    ``backward_s`` that may be put off (empty: unknown).
+    """
+
+    names: tuple[str, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    parameters: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    boundary_bytes: tuple[int, ...]
+    skips: tuple[SkipCost, ...] = ()
+    weight_grad_s: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        lengths = {
+            len(column)
+            for column in (
+                self.forward_s,
+                self.backward_s,
+                self.parameters,
+                self.saved_bytes,
+                self.boundary_bytes,
+            )
+        }
+        if self.weight_grad_s:
+            lengths.add(len(self.weight_grad_s))
+        if lengths != {len(self.names)}:
+            raise ValueError(f"{len(self.names)} layers, but columns of {sorted(lengths)} values")
+        values = np.array(
+            [self.forward_s, self.backward_s, self.parameters, self.saved_bytes],
+            dtype=np.float64,
+        )
+        if not (np.isfinite(values).all() and (values >= 0).all()):
+            raise ValueError("costs must be finite and not negative")
+
+
+def running_sum(values: Sequence[float]) -> Floats:
+    """``[i]`` is the sum of the first i values."""
+    return np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
+
+
+def weighted_costs(backbone: Backbone, weights: Sequence[float]) -> ChainCosts:
+    """``backbone`` with ``weights`` as forward times and twice that as backward times.
+
+    Bytes are of one sample in bf16; parameters and saved activations are unknown, and so 0.
+    """
+    if len(weights) != len(backbone.layers):
+        raise ValueError(
+            f"{backbone.name}: need {len(backbone.layers)} weights, one per layer; got "
+            f"{len(weights)}"
+        )
+    none = (0,) * len(weights)
+    return ChainCosts(
+        tuple(layer.name for layer in backbone.layers),
+        tuple(map(float, weights)),
+        tuple(2.0 * weight for weight in weights),
+        none,
+        none,
+        tuple(sum(map(_half_bytes, layer.inputs)) for layer in backbone.layers),
+        tuple(SkipCost(s.source, s.destination, _half_bytes(s.spec)) for s in backbone.skips),
+    )
+
+
+def _half_bytes(spec: TensorSpec) -> int:
+    return 2 * spec.numel_per_sample
