@@ -15,12 +15,7 @@ import torch.nn.functional as F
 from diffusers import DDPMScheduler
 from torch import Tensor
 
-from megatron_pulse.diffusion.choice import (
-    DynamicShift,
-    NoiseSchedule,
-    Objective,
-    TimestepDensity,
-)
+from megatron_pulse.diffusion.choice import DynamicShift, NoiseSchedule, Objective, TimestepDensity
 from megatron_pulse.faults import listed
 
 _BETAS = {

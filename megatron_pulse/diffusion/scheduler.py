@@ -15,13 +15,8 @@ from typing import Any
 import diffusers
 
 from megatron_pulse.backbone.published import PublishedError
-from megatron_pulse.diffusion.choice import (
-    DynamicShift,
-    Objective,
-    ProcessChoice,
-    TimestepDensity,
-    chosen_process,
-)
+from megatron_pulse.diffusion.choice import DynamicShift, Objective, ProcessChoice, TimestepDensity
+from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import (
     DIFFUSERS_PREDICTION,
     DIFFUSERS_SCHEDULE,

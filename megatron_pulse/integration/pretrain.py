@@ -23,7 +23,8 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.diffusion.choice import ProcessChoice, chosen_process
+from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.integration.checkpoint.checkpoints import newest
 from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_pulse.diffusion.choice import ProcessChoice, chosen_process, process_choice
+from megatron_pulse.diffusion.choice import ProcessChoice, process_choice
+from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.dataset import Framing
 from megatron_pulse.data.fields import SIZES, constants
 from megatron_pulse.data.text.words import WordEncoder
-from megatron_pulse.diffusion.choice import ProcessChoice, chosen_process
+from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
+from megatron_pulse.profile.measuring.building import meta_context, some_process_group
 from megatron_pulse.profile.measuring.layer_call import layer_kind
-from megatron_pulse.profile.parameters import meta_context
 
 
 @dataclass(frozen=True)
@@ -63,19 +61,6 @@ def model_flops(backbone: Backbone) -> int:
     What MFU counts (PaLM, arXiv:2204.02311, appendix B).
     """
     return sum(layer.forward + layer.backward for layer in count_flops(backbone, flash=False))
-
-
-@contextmanager
-def some_process_group() -> Iterator[None]:
-    """Megatron's layers hand no group on where torch.distributed is not running."""
-    if dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _count(

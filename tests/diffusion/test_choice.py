@@ -10,10 +10,10 @@ from megatron_pulse.diffusion.choice import (
     ProcessChoice,
     TimeShift,
     add_process_arguments,
-    chosen_process,
     parse_shift,
     process_choice,
 )
+from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.diffusion.choice import DynamicShift, ProcessChoice, chosen_process
+from megatron_pulse.diffusion.choice import DynamicShift, ProcessChoice
+from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.published import write_folder
 from megatron_pulse.diffusion.scheduler import process_of_scheduler

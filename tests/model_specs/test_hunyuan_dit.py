@@ -11,7 +11,8 @@ import model_specs
 from megatron_pulse.backbone.check import check_backbone
 from megatron_pulse.backbone.published import to_published
 from megatron_pulse.profile.flops import count_flops
-from megatron_pulse.profile.parameters import count_parameters, meta_context
+from megatron_pulse.profile.measuring.building import meta_context
+from megatron_pulse.profile.parameters import count_parameters
 from model_specs.hunyuan_dit import config_from_published
 from tests.model_specs.chains import build_chain
 from tests.model_specs.parity import assert_same_numbers

@@ -11,11 +11,11 @@ import torch
 
 from megatron_pulse.profile.analytic import LayerWork, analyse, count_work
 from megatron_pulse.profile.devices import PRESETS, Roofline, custom_device
-from megatron_pulse.profile.flops import count_flops, some_process_group
+from megatron_pulse.profile.flops import count_flops
+from megatron_pulse.profile.measuring.building import meta_context, some_process_group
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread
 from megatron_pulse.profile.measuring.layer_call import make_call
 from megatron_pulse.profile.measuring.measure import measure
-from megatron_pulse.profile.parameters import meta_context
 from megatron_pulse.profile.profile import Profile
 from model_specs import load_backbone
 from tests.profile.layers import WIDTH, small_backbone

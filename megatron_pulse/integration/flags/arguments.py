@@ -10,11 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from megatron_pulse.diffusion.choice import (
-    ProcessChoice,
-    add_process_arguments,
-    process_choice,
-)
+from megatron_pulse.diffusion.choice import ProcessChoice, add_process_arguments, process_choice
 from megatron_pulse.planner.layout.embedders import Policy
 from megatron_pulse.planner.layout.placement import Placement, make_placement
 from megatron_pulse.planner.schedule.classic.registry import SCHEDULES

@@ -17,13 +17,17 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.profile.flops import some_process_group
+from megatron_pulse.profile.measuring.building import (
+    Sizes,
+    meta_context,
+    module_sizes,
+    some_process_group,
+)
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
 from megatron_pulse.profile.measuring.layer_call import LayerCall, describe_chain, make_call
 from megatron_pulse.profile.measuring.machine import computing_with, device_name, num_threads
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
-from megatron_pulse.profile.parameters import Sizes, meta_context, module_sizes
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 
 _DEFAULT_PATIENCE = Patience()

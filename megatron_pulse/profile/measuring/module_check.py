@@ -10,9 +10,8 @@ import torch
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.faults import raised
-from megatron_pulse.profile.flops import some_process_group
+from megatron_pulse.profile.measuring.building import meta_context, some_process_group
 from megatron_pulse.profile.measuring.layer_call import make_call
-from megatron_pulse.profile.parameters import meta_context
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""The diffusion process that flags choose."""
+
+from __future__ import annotations
+
+from megatron_pulse.diffusion.choice import (
+    DynamicShift,
+    Objective,
+    ProcessChoice,
+    TimestepDensity,
+    parse_shift,
+)
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import parse_json, read_text
+
+_BETAS = ("schedule", "beta_start", "beta_end", "trained_betas")
+_AS_SAID = {
+    "beta_start", "beta_end", "zero_terminal_snr", "num_timesteps", "logit_mean", "logit_std",
+}  # fmt: skip
+
+
+def chosen_process(choice: ProcessChoice, base: DiffusionProcess | None = None) -> DiffusionProcess:
+    """``base`` with what ``choice`` says instead; without a base, a new process.
+
+    What is not said and depends on what is (betas on their schedule, times and the published
+    scheduler on the objective) is that of a new process, which is flow with logit-normal times and
+    no shift. Raises ValueError for what does not go together.
+    """
+    fresh = base is None
+    objective = Objective(choice.objective or (Objective.FLOW if base is None else base.objective))
+    values = {} if base is None else dict(vars(base))
+    flow = objective == Objective.FLOW
+    if base is not None and flow != (base.objective == Objective.FLOW):
+        fresh = True
+        values = {"num_timesteps": base.num_timesteps}  # no scheduler does both
+    if fresh and flow:
+        values["density"] = TimestepDensity.LOGIT_NORMAL
+    values["objective"] = objective
+    if choice.noise_schedule is not None or choice.trained_betas is not None:
+        if choice.noise_schedule != values.get("schedule"):
+            values |= dict.fromkeys(_BETAS)
+        values["schedule"] = choice.noise_schedule
+    if choice.trained_betas is not None:
+        values["trained_betas"] = _read_betas(choice.trained_betas)
+        values["num_timesteps"] = len(values["trained_betas"])
+    if choice.flow_shift is not None:
+        shift = parse_shift(choice.flow_shift)
+        kept = choice.flow_shift == "dynamic" and isinstance(values.get("shift"), DynamicShift)
+        values["shift"] = values["shift"] if kept else shift
+    if choice.timestep_density is not None:
+        values["density"] = TimestepDensity(choice.timestep_density)
+        if values["density"] == TimestepDensity.UNIFORM:
+            values |= {"logit_mean": 0.0, "logit_std": 1.0}
+    for name in _AS_SAID & choice.said.keys():
+        values[name] = choice.said[name]
+    return DiffusionProcess(**values)
+
+
+def _read_betas(path: str) -> tuple[float, ...]:
+    text = read_text(path, FileKind.BETAS)
+    try:
+        betas = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as {FileKind.BETAS}: {error}") from error
+    if not isinstance(betas, list) or not all(type(beta) in (int, float) for beta in betas):
+        raise ValueError(f"{path} cannot be read as {FileKind.BETAS}: it is no list of numbers")
+    return tuple(float(beta) for beta in betas)
