@@ -75,8 +75,7 @@ def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) ->
     """Seconds that this rank spends in operations, for each step."""
     import torch.distributed as dist
 
-    from megatron_pulse.planner.layout.partition import Partition
-    from megatron_pulse.planner.layout.placement import fold
+    from megatron_pulse.planner.layout.placement import Partition, fold
     from megatron_pulse.planner.step.plan import Plan
     from model_specs import load_backbone
 

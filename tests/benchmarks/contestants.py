@@ -7,8 +7,13 @@ from dataclasses import replace
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.layout.placement import (
+    Partition,
+    Placement,
+    fold,
+    interleaved,
+    sequential,
+)
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
 from megatron_pulse.planner.partition.volume import relayed, volume

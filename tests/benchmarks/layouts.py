@@ -25,8 +25,12 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind, make_placement
+from megatron_pulse.planner.layout.placement import (
+    Partition,
+    Placement,
+    PlacementKind,
+    make_placement,
+)
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.schedule.check.simulate import dependency
 from megatron_pulse.planner.schedule.classic.names import CLASSICS

@@ -93,7 +93,7 @@ def measured(
     """Seconds of each step on this rank."""
     import torch.distributed as dist
 
-    from megatron_pulse.planner.layout.partition import Partition
+    from megatron_pulse.planner.layout.placement import Partition
     from megatron_pulse.planner.schedule.files import from_json
 
     name, options = BACKBONES[kind]

@@ -13,8 +13,7 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import fold, make_placement
+from megatron_pulse.planner.layout.placement import Partition, fold, make_placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule, evaluate
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.memory import in_flight

@@ -4,8 +4,7 @@ import pytest
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.planner.layout.embedders import choose_embedders
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import make_placement
+from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.step.plan import Plan
 
 TOKENS = TensorSpec((8,))

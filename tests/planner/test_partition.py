@@ -11,8 +11,8 @@ import pytest
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost, weighted_costs
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.partition import Partition
 from megatron_pulse.planner.layout.placement import (
+    Partition,
     Placement,
     PlacementKind,
     fold,

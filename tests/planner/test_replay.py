@@ -8,8 +8,13 @@ from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.layout.placement import (
+    Partition,
+    Placement,
+    fold,
+    interleaved,
+    sequential,
+)
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.operations import Kind, Operation

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.observe.compare import compare, stage_times
 from megatron_pulse.planner.observe.trace import (

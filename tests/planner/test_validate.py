@@ -7,8 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import fold, sequential
+from megatron_pulse.planner.layout.placement import Partition, fold, sequential
 from megatron_pulse.planner.schedule.check.simulate import DeadlockError, simulate
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost, weighted_costs
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
+from megatron_pulse.planner.layout.placement import Partition, fold, interleaved, sequential
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.volume import relayed, volume
 from tests.planner.blocks import block_costs, fine_costs

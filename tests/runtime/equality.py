@@ -14,8 +14,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import make_placement
+from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.plan import Plan, make_plan
 from megatron_pulse.runtime.exchange import message_spec

@@ -8,8 +8,7 @@ from itertools import permutations
 import pytest
 import torch.distributed as dist
 
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import Placement, fold, sequential
+from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.observe.compare import compare, stage_times
 from megatron_pulse.planner.observe.trace import Trace

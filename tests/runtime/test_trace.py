@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.observe.trace import Trace, load_trace, save_trace
 from megatron_pulse.planner.schedule.classic.registry import make_schedule

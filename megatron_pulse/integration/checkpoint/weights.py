@@ -30,8 +30,7 @@ from megatron_pulse.integration.checkpoint.checkpoints import (
 )
 from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import sequential
+from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.runtime.parameters.sharded_state import like_parameters
 from megatron_pulse.runtime.stage import Stage

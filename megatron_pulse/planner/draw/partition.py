@@ -11,7 +11,7 @@ import itertools
 from xml.etree import ElementTree
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import Evaluation
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 1200.0, 82.0, 210.0, 62.0, 52.0

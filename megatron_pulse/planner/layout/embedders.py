@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
-from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import Partition
 
 Policy = Literal["auto", "send", "replicate"]
 

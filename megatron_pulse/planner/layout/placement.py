@@ -1,4 +1,4 @@
-"""Which device hosts which stage.
+"""Which device hosts which stage, and which layers a stage holds.
 
 =============  ==========================  ====================================
 placement      P = 3 (bidirectional: 4)    stage s is on device
@@ -15,6 +15,7 @@ A bidirectional placement holds the model twice: schedules on it are for compari
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -63,6 +64,26 @@ class Placement:
     def stages_of_device(self, device: int) -> tuple[int, ...]:
         """The stages on ``device`` in chain order; the i-th is Megatron's model chunk i."""
         return _stages_of_devices(self)[device]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stage ``s`` holds the layers ``cuts[s] <= i < cuts[s + 1]``."""
+
+    placement: Placement
+    cuts: tuple[int, ...]
+
+    def layers_of_stage(self, stage: int) -> range:
+        """Indices of the layers in ``stage``."""
+        return range(self.cuts[stage], self.cuts[stage + 1])
+
+    def stage_of_layer(self, layer: int) -> int:
+        """The stage that holds the layer at index ``layer``."""
+        return bisect_right(self.cuts, layer) - 1
+
+    def device_of_layer(self, layer: int) -> int:
+        """The device that hosts the layer at index ``layer``."""
+        return self.placement.device_of_stage[self.stage_of_layer(layer)]
 
 
 @cache

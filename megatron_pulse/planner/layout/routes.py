@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import Partition
 
 
 class Carrier(StrEnum):

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.partition import Partition
+from megatron_pulse.planner.layout.placement import Partition
 
 
 @dataclass(frozen=True)

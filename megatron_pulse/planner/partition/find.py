@@ -10,8 +10,7 @@ import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind
+from megatron_pulse.planner.layout.placement import Partition, Placement, PlacementKind
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
 from megatron_pulse.planner.partition.fold import optimal_fold
 from megatron_pulse.planner.partition.pair_costs import Bools, Ints, PairCosts

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import PlacementKind, make_placement
+from megatron_pulse.planner.layout.placement import Partition, PlacementKind, make_placement
 from megatron_pulse.planner.partition.evaluate import Evaluation
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.volume import Volume, relayed, volume

@@ -18,8 +18,12 @@ from typing import Any
 from megatron_pulse.faults import listed
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind, make_placement
+from megatron_pulse.planner.layout.placement import (
+    Partition,
+    Placement,
+    PlacementKind,
+    make_placement,
+)
 from megatron_pulse.planner.plan_file.schema import FORMAT, plan_faults
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.files import from_json, to_json

@@ -17,8 +17,7 @@ from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind
+from megatron_pulse.planner.layout.placement import Partition, Placement, PlacementKind
 from megatron_pulse.planner.layout.routes import Routes, trace_routes
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, find_partition

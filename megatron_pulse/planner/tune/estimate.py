@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts, running_sum
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import PlacementKind
+from megatron_pulse.planner.layout.placement import Partition, PlacementKind
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_gradients
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound

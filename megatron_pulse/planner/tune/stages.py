@@ -9,8 +9,7 @@ from functools import lru_cache, partial
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.planner.layout.partition import Partition
-from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight

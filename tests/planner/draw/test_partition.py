@@ -10,8 +10,8 @@ import pytest
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.draw.partition import draw_partition
-from megatron_pulse.planner.layout.partition import Partition
 from megatron_pulse.planner.layout.placement import (
+    Partition,
     Placement,
     fold,
     interleaved,
