@@ -16,7 +16,7 @@ from megatron_pulse.cli import flags, run
 from megatron_pulse.cli.errors import UserError
 from megatron_pulse.cli.measure import compare, probe, profile
 from megatron_pulse.cli.models import backbones, curve, data, sample, weights
-from megatron_pulse.cli.plan import cache, check, clusters, partition, schedule, show, tune
+from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, tune
 from megatron_pulse.full_disk import why_full
 
 _EPILOG = """\
@@ -59,7 +59,6 @@ def make_parser() -> argparse.ArgumentParser:
         check,
         show,
         compare,
-        cache,
         run,
         sample,
         curve,

@@ -48,7 +48,9 @@ Memory is counted in live stage activations: a forward takes its stage's, the ba
 device for GPipe, 1F1B and ZB-H1, the same stages in turn for interleaved, the fold for ZB-V,
 DualPipe-V and Hanayo, and twice the model, once in each direction, for Chimera.
 
-What was solved is kept (see 'pulse cache') and taken up again for the same ratios of times, to 1 %.
+What was solved is kept in $PULSE_CACHE_DIR, or else in megatron_pulse below $XDG_CACHE_HOME or
+~/.cache, and taken up again for the same ratios of times, to 1 %, if the search had as much time as
+is offered now or nothing can be shorter; it is always checked and timed anew.
 
 examples:
   pulse schedule --profile profile.json -p 4 -m 16 --compare

@@ -7,7 +7,8 @@ stored order is only ever a candidate: it is checked, and timed, against the pro
 
 The folder is ``$PULSE_CACHE_DIR``, or else ``megatron_pulse`` in ``$XDG_CACHE_HOME`` or in
 ``~/.cache``. Whatever is wrong with it, there is an answer: a file that cannot be read counts as
-none and is overwritten, and a folder that cannot be written is left alone. Processes may share it.
+none and is overwritten, and a folder that cannot be written is left alone. Processes may share it,
+and removing it loses nothing but time.
 """
 
 from __future__ import annotations
@@ -16,10 +17,9 @@ import hashlib
 import json
 import math
 import os
-import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -38,11 +38,7 @@ from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem
 type Find = Callable[[ScheduleProblem, float, str], Synthesis]
 """What answers a problem within some seconds by the solver of that name."""
 
-MAX_BYTES = 64_000_000
-"""What the files may take together; those that were not used for the longest go first."""
-
 _FORMAT = "megatron_pulse schedule 1"
-_STALE_S = 3600.0
 _EVER_S = 1e12
 
 
@@ -53,19 +49,7 @@ class Entry:
     schedule: Schedule
     certificate: Certificate
     problem: str
-    cap: tuple[float, ...] | None
-    solver: str
     offered_s: float
-
-
-@dataclass(frozen=True)
-class Stored:
-    """An entry's file; ``used`` is when it was last written or taken, in seconds of the epoch."""
-
-    path: Path
-    entry: Entry
-    num_bytes: int
-    used: float
 
 
 def directory() -> Path:
@@ -89,8 +73,6 @@ def cached(problem: ScheduleProblem, seconds: float, solver: str, find: Find) ->
     known = None if entry is None else _answer(problem, entry)
     if entry is not None and known is not None:
         if known.certificate.proved or entry.offered_s >= seconds:
-            with suppress(OSError):
-                os.utime(path)
             spent = time.monotonic() - began
             source = f"cache ({entry.certificate.solver})"
             return replace(
@@ -103,10 +85,7 @@ def cached(problem: ScheduleProblem, seconds: float, solver: str, find: Find) ->
         seconds = max(seconds, entry.offered_s)
         if known.certificate.makespan < found.certificate.makespan:
             found = replace(known, certificate=_tightened(known.certificate, found.certificate))
-    _write(
-        path,
-        Entry(found.schedule, found.certificate, exact(problem), problem.cap, solver, seconds),
-    )
+    _write(path, Entry(found.schedule, found.certificate, exact(problem), seconds))
     return found
 
 
@@ -135,29 +114,6 @@ def key(problem: ScheduleProblem, solver: str) -> str:
 def exact(problem: ScheduleProblem) -> str:
     """A digest of all of ``problem``: what was proved for it holds for no other."""
     return hashlib.sha256(repr(problem).encode()).hexdigest()[:40]
-
-
-def stored() -> list[Stored]:
-    """Every readable entry, the last used first."""
-    found = []
-    for path in _files():
-        entry = _read(path)
-        with suppress(OSError):
-            stat = path.stat()
-            if entry is not None:
-                found.append(Stored(path, entry, stat.st_size, stat.st_mtime))
-    return sorted(found, key=lambda item: item.used, reverse=True)
-
-
-def clear() -> int:
-    """Remove every file of the cache, and nothing else; how many entries there were."""
-    gone = 0
-    for path in _files():
-        with suppress(OSError):
-            path.unlink()
-            gone += 1
-    _sweep(older_than_s=0.0)
-    return gone
 
 
 @lru_cache
@@ -205,13 +161,10 @@ def _read(path: Path) -> Entry | None:
             type(value) is kind for value, kind in ((made["proved"], bool), (made["solver"], str))
         ):
             return None
-        cap = record["cap"]
         return Entry(
             from_json(record["schedule"]),
             Certificate(**made),
             str(record["problem"]),
-            None if cap is None else tuple(map(float, cap)),
-            str(record["solver"]),
             float(record["offered_s"]),
         )
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -219,12 +172,10 @@ def _read(path: Path) -> Entry | None:
 
 
 def _write(path: Path, entry: Entry) -> None:
-    """Put an entry in place whole, then make room; nothing if that is not possible."""
+    """Put an entry in place whole; nothing if that is not possible."""
     record: dict[str, Any] = {
         "format": _FORMAT,
         "problem": entry.problem,
-        "cap": entry.cap,
-        "solver": entry.solver,
         "offered_s": entry.offered_s,
         "certificate": asdict(entry.certificate),
         "schedule": to_json(entry.schedule),
@@ -240,38 +191,3 @@ def _write(path: Path, entry: Entry) -> None:
             os.replace(beside, path)
         finally:
             Path(beside).unlink(missing_ok=True)
-        _make_room()
-
-
-def _make_room() -> None:
-    """Drop what was not used for the longest until the rest is within ``MAX_BYTES``."""
-    sizes = []
-    for path in _files():
-        with suppress(OSError):
-            stat = path.stat()
-            sizes.append((stat.st_mtime, stat.st_size, path))
-    total = sum(size for _, size, _ in sizes)
-    for _, size, path in sorted(sizes)[:-1]:
-        if total <= MAX_BYTES:
-            break
-        with suppress(OSError):
-            path.unlink()
-        total -= size
-    _sweep(_STALE_S)
-
-
-def _sweep(older_than_s: float) -> None:
-    """Remove what writers that were killed left behind."""
-    with suppress(OSError):
-        for path in list(directory().glob("pulse.*.part")):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime >= older_than_s:
-                    path.unlink()
-
-
-def _files() -> Iterator[Path]:
-    """The files whose names are keys."""
-    names: list[Path] = []
-    with suppress(OSError):
-        names = sorted(directory().glob("*.json"))
-    yield from (path for path in names if re.fullmatch(r"[0-9a-f]{40}", path.stem))
