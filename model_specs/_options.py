@@ -19,7 +19,7 @@ from megatron_pulse.faults import listed, meant
 
 Value = str | int | float | bool | None | tuple[int, ...] | list[int]
 
-_MOST, _MOST_LAYERS = 10_000_000, 10_000
+_MOST, _MOST_LAYERS = 10_000_000, 1_000
 
 CHOICE, SETTLED_BY, REASON = "choice", "settled_by", "reason"
 """Keys of a field's metadata: what ``run_choice``, ``settled_by`` and ``fixed`` say."""

@@ -10,6 +10,8 @@ from megatron_pulse.faults import listed
 
 _LAYER_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
+_MOST_VALUES = 2**38
+"""Of one tensor of one sample, a terabyte in fp32: no device holds that."""
 _DTYPES = (COMPUTE, "float32", "float64", "bfloat16", "float16", "int64", "int32", "bool")
 
 
@@ -143,6 +145,11 @@ def _tensors(backbone: Backbone) -> Iterator[str]:
             yield f"{where} {name}: the dtype {spec.dtype!r} is none of {', '.join(_DTYPES)}"
         if any(d < 1 for d in spec.shape):
             yield f"{where} {name}: the shape {spec.shape} has a dimension below 1"
+        elif spec.numel_per_sample > _MOST_VALUES:
+            yield (
+                f"{where} {name}: the shape {spec.shape} has {spec.numel_per_sample:,} values for "
+                f"each sample, {4 * spec.numel_per_sample / 1e12:,.1f} TB"
+            )
         if not 0 <= spec.batch_dim <= len(spec.shape):
             yield f"{where} {name}: batch_dim {spec.batch_dim} is outside the shape {spec.shape}"
 

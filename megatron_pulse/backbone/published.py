@@ -177,19 +177,38 @@ def to_published(published: Published, state: Mapping[str, Tensor]) -> dict[str,
 def from_published(
     published: Published, like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str
 ) -> dict[str, Tensor]:
-    """Published ``tensors`` under our names, all of ``adopted``."""
+    """Published ``tensors`` under our names: ``require_fit``, then all of ``adopted``."""
+    require_fit(published, like, tensors, what)
     return dict(adopted(published, like, tensors, what))
 
 
 def adopted(
     published: Published, like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str
 ) -> Iterator[tuple[str, Tensor]]:
-    """Our names and what published ``tensors`` make of them; ``like`` has our names and shapes
-    (meta will do).
+    """Our names and what published ``tensors`` that fit (``require_fit``) make of them.
 
-    Each of ``tensors`` is held only while its own are yielded. Raises PublishedError listing
-    every name of ``what`` that is missing, unexpected, of the wrong shape or type, or not finite:
-    at the end, since values are looked at as they come. Until then nothing yielded counts.
+    ``like`` has our names. Each of ``tensors`` is held only while its own are yielded. Raises
+    PublishedError listing every name of ``what`` that is of the wrong type or not finite: at the
+    end, since values are looked at as they come. Until then nothing yielded counts.
+    """
+    faults = []
+    for ours, theirs, layout in _groups(published, like):
+        given = {name: tensors[name] for name in theirs}
+        for name, tensor in given.items():
+            faults += _faults_of_values(name, tensor)
+        if not faults:
+            yield from zip(ours, layout.adopt(list(given.values()), len(ours)), strict=True)
+    if faults:
+        raise PublishedError(what, faults)
+
+
+def require_fit(
+    published: Published, like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str
+) -> None:
+    """Raise PublishedError unless the names and shapes of ``tensors`` are those of ``like``.
+
+    It lists every name that is missing, unexpected or of the wrong shape. Meta tensors will do for
+    both: no value is looked at.
     """
     import torch
 
@@ -201,29 +220,22 @@ def adopted(
         for name in sorted(tensors.keys() - expected.keys())
         if not any(Rule(template, "").match(name) for template in published.ignored)
     ]
-    for name, tensor in expected.items():
-        if name in tensors:
-            faults += _unlike(name, tensors[name], tensor)
-    for ours, theirs, layout in _groups(published, like):
-        given = {name: tensors[name] for name in theirs if name in tensors}
-        faults += [
-            f"{name} holds NaN or infinite values"
-            for name, tensor in given.items()
-            if not _is_finite(tensor)
-        ]
-        if not faults:
-            yield from zip(ours, layout.adopt(list(given.values()), len(ours)), strict=True)
+    faults += [
+        f"{name} has the shape {list(tensors[name].shape)}, expected {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
     if faults:
         raise PublishedError(what, faults)
 
 
-def _unlike(name: str, tensor: Tensor, expected: Tensor) -> Iterator[str]:
-    """How a tensor differs from what is expected there, but for the number of its bits."""
-    if tensor.shape != expected.shape:
-        yield f"{name} has the shape {list(tensor.shape)}, expected {list(expected.shape)}"
+def _faults_of_values(name: str, tensor: Tensor) -> Iterator[str]:
+    """What makes a tensor no weight, whatever the number of its bits."""
     if not _is_float(tensor):
         kind = str(tensor.dtype).removeprefix("torch.")
         yield f"{name} has the type {kind}, expected float32, float16, bfloat16 or float64"
+    elif not _is_finite(tensor):
+        yield f"{name} holds NaN or infinite values"
 
 
 def _is_float(tensor: Tensor) -> bool:
@@ -231,10 +243,10 @@ def _is_float(tensor: Tensor) -> bool:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all is finite in fp32, without a copy; of other types nothing is said."""
+    """Whether all is finite in fp32, without a copy."""
     import torch
 
-    if not _is_float(tensor) or not tensor.numel():
+    if not tensor.numel():
         return True
     return all(bool(extreme.float().isfinite()) for extreme in torch.aminmax(tensor))
 

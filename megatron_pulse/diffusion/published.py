@@ -205,7 +205,7 @@ def write_folder(
             save_file(_own({key: tensors[key] for key in keys}), beside / name, {"format": "pt"})
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-            (beside / f"{_STEM}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            _write_json(beside / f"{_STEM}.safetensors.index.json", index)
 
 
 def _write_json(path: Path, config: Mapping[str, Any]) -> None:

@@ -1,11 +1,18 @@
-"""Number of parameters of each layer, without allocating any."""
+"""Number of parameters of each layer, and their names and shapes, without allocating any."""
 
 from __future__ import annotations
 
 import json
+import math
+from typing import TYPE_CHECKING
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.check import BackboneError
+from megatron_pulse.faults import raised
 from megatron_pulse.profile.measuring.building import count_module_parameters, meta_context
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _counted: dict[str, tuple[int, ...]] = {}
 
@@ -31,3 +38,29 @@ def _count(backbone: Backbone) -> tuple[int, ...]:
     context = meta_context()
     with naming_module_faults(backbone), torch.device("meta"):
         return tuple(count_module_parameters(layer.build(context)) for layer in backbone.layers)
+
+
+def meta_weights(backbone: Backbone, most: float = math.inf) -> dict[str, Tensor]:
+    """Names, shapes and types of the whole model's parameters and persistent buffers, on meta.
+
+    Ends after the layer with which they have more than ``most`` values. Raises BackboneError for
+    sizes of which no tensor can be.
+    """
+    import torch
+
+    context = meta_context()
+    weights: dict[str, Tensor] = {}
+    values = 0
+    with torch.device("meta"):
+        for i, layer in enumerate(backbone.layers):
+            try:
+                state = layer.build(context).state_dict(prefix=f"{layer.name}.")
+            except (RuntimeError, OverflowError) as error:  # beyond what a tensor's size can be
+                fault = f"layer {i} ({layer.name}): cannot be built: {raised(error)}"
+                raise BackboneError(backbone.name, [fault]) from error
+            # Extra states belong to Transformer Engine's recipes.
+            weights |= {k: v for k, v in state.items() if not k.endswith("_extra_state")}
+            values += sum(v.numel() for v in state.values() if isinstance(v, torch.Tensor))
+            if values > most:
+                break
+    return weights

@@ -93,7 +93,7 @@ class Table:
     def on(self, device: torch.device) -> torch.Tensor:
         """The tensor on ``device``."""
         if device not in self._made:
-            with torch.device("cpu"):
+            with torch.device("meta" if device.type == "meta" else "cpu"):
                 table = self._make()
             self._made[device] = table.float().to(device)
         return self._made[device]

@@ -76,6 +76,7 @@ def test_sound():
         (changed(3, outputs=(X, X)), ["layer 3 (d)", "exactly one, the prediction"]),
         (changed(3, outputs=(TensorSpec((4, 0)),)), ["d: output 0", "dimension below 1"]),
         (changed(3, outputs=(TensorSpec((4,), batch_dim=2),)), ["d: output 0", "batch_dim 2"]),
+        (changed(3, outputs=(TensorSpec((10**6, 10**6)),)), ["d: output 0", "each sample, 4.0 TB"]),
     ],
 )
 def test_one_fault(backbone, words):

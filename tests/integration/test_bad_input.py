@@ -26,6 +26,12 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "unknown option": (1, ["--pulse-option", "dept=8"], "dept"),
     "bad option value": (1, ["--pulse-option", "depth=many"], "depth"),
     "inconsistent option": (1, ["--pulse-option", "depth=7"], "even"),
+    "weights beyond memory": (
+        1,
+        ["--pulse-option", "embed_dim=4000000"],
+        "use more devices, or smaller sizes",
+    ),
+    "too many layers": (1, ["--pulse-option", "depth=2000"], "depth: 2000 is beyond 1,000"),
     "malformed option": (1, ["--pulse-option", "depth"], "KEY=VALUE"),
     "unknown data": (1, ["--pulse-data", "cifar"], "digits8"),
     "missing folder": (1, ["--pulse-data", "folder:/does/not/exist"], "/does/not/exist"),

@@ -6,9 +6,11 @@ import argparse
 import os
 import shutil
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -18,7 +20,13 @@ from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.published import Published, adopted, to_published
+from megatron_pulse.backbone.published import (
+    Published,
+    PublishedError,
+    adopted,
+    require_fit,
+    to_published,
+)
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.files import replacing
 from megatron_pulse.integration.checkpoint.checkpoints import (
@@ -32,9 +40,13 @@ from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.profile.parameters import meta_weights
 from megatron_pulse.runtime.parameters.sharded_state import like_parameters
 from megatron_pulse.runtime.stage import Stage
 from model_specs import published_form
+
+_FAR = 4
+"""By how many times more values a backbone is another model, whatever its tensors' names."""
 
 
 def one_process_groups() -> None:
@@ -104,12 +116,14 @@ def import_weights(
     """Write published ``tensors`` as a release checkpoint below ``save``.
 
     Its weights are fp32, and so are the averages that training continues. Raises PublishedError
-    with every name that is missing, unexpected, of the wrong shape or type, or not finite. Memory:
-    the weights in fp32 once, and beside them one published tensor at a time.
+    with every name that is missing, unexpected or of the wrong shape, before anything is built or
+    read; then with every name of the wrong type or with values that are not finite. Memory: the
+    weights in fp32 once, and beside them one published tensor at a time.
     """
     published = published_form(backbone)
     if published is None:
         raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
+    _require_fit(backbone, published, tensors, what)
     stage = whole_stage(backbone)
     weights = weights_of(stage)
     for name, tensor in adopted(published, weights, tensors, what):
@@ -133,6 +147,29 @@ def import_weights(
         shutil.rmtree(beside, ignore_errors=True)
     with replacing(save / LATEST) as tracker:
         tracker.write_text(RELEASE)
+
+
+def _require_fit(
+    backbone: Backbone, published: Published, tensors: Mapping[str, Tensor], what: str
+) -> None:
+    """Raise PublishedError unless names and shapes are the backbone's, before it has any memory.
+
+    Soon, too: a backbone that is far larger than what is there is not described to its end.
+    """
+    there = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    values = sum(tensor.numel() for tensor in there.values())
+    like = meta_weights(backbone, most=_FAR * values)
+    wanted = sum(tensor.numel() for tensor in like.values())
+    if wanted > _FAR * values:
+        names = ", ".join([*islice(there, 3), *["..."] * (len(there) > 3)])
+        raise PublishedError(
+            what,
+            [
+                f"its sizes make a model of {4 * wanted:,} bytes in fp32 or more, the {len(there)} "
+                f"tensors there ({names}) have {4 * values:,}: sizes or weights are another model's"
+            ],
+        )
+    require_fit(published, like, there, what)
 
 
 def _arguments(backbone: Backbone, process: DiffusionProcess) -> argparse.Namespace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flig
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.step.find_schedules import find_schedules
-from megatron_pulse.planner.step.plan import Plan, StageTimes, make_plan
+from megatron_pulse.planner.step.plan import Plan, PlanError, StageTimes, make_plan
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import (
     ELEMENT_BYTES,
@@ -35,6 +36,7 @@ from megatron_pulse.profile.devices import (
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.measuring.building import Sizes
 from megatron_pulse.profile.measuring.layer_call import describe_chain
+from megatron_pulse.profile.measuring.machine import device_memory
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import Profile
 from model_specs import load_backbone
@@ -52,10 +54,12 @@ def plan_run(
     (``share_schedules``); ``check_world`` compares what they came to.
     """
     plan = _by_flags(args, options, backbone) if given is None else _by_file(given, backbone)
+    counts = count_parameters(backbone)
+    _require_memory(args, plan, counts)
     choices = choose_embedders(
         backbone,
         plan.partition,
-        count_parameters(backbone),
+        counts,
         num_microbatches(args) * args.micro_batch_size,
         ELEMENT_BYTES[compute_dtype(args)],
         options.conditioning,
@@ -64,6 +68,25 @@ def plan_run(
     if plan.problem(num_microbatches(args)) is None:
         plan.step(num_microbatches(args))
     return plan
+
+
+def _require_memory(args: argparse.Namespace, plan: Plan, counts: Sequence[int]) -> None:
+    """Raise PlanError where a device cannot hold its weights, whatever else it holds."""
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    memory = device_memory(place)
+    partition = plan.partition
+    held = [
+        4
+        * sum(counts[i] for s in stages for i in partition.layers_of_stage(s))
+        // args.tensor_model_parallel_size
+        for stages in map(plan.placement.stages_of_device, range(plan.placement.num_devices))
+    ]  # fmt: skip
+    if max(held) > memory:
+        raise PlanError(
+            f"the weights of device {held.index(max(held))} are {max(held):,} bytes in fp32, and "
+            f"the {place.type} has {memory:,}: use more devices, or smaller sizes of "
+            f"{plan.backbone.name}"
+        )
 
 
 def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:

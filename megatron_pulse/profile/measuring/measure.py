@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib.metadata
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.faults import listed
 from megatron_pulse.profile.measuring.building import (
     Sizes,
     meta_context,
@@ -25,9 +25,15 @@ from megatron_pulse.profile.measuring.building import (
 )
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
 from megatron_pulse.profile.measuring.layer_call import LayerCall, describe_chain, make_call
-from megatron_pulse.profile.measuring.machine import computing_with, device_name, num_threads
+from megatron_pulse.profile.measuring.machine import (
+    computing_with,
+    device_memory,
+    device_name,
+    num_threads,
+)
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
+from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 
 _DEFAULT_PATIENCE = Patience()
@@ -65,6 +71,7 @@ def measure(
     Raises ProfileError if a layer does not fit into the device's memory.
     """
     place = torch.device(device)
+    _require_memory(backbone, place, dtype)
     context = meta_context(dtype)
     sizes: list[Sizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
@@ -96,7 +103,7 @@ def measure(
         backbone=backbone.record,
         source=Source.MEASURED,
         device=_device_name(place, used_threads),
-        memory_bytes=_device_memory(place),
+        memory_bytes=device_memory(place),
         dtype=dtype,
         recompute=recompute,
         method=_method(patience, once_per_kind),
@@ -107,6 +114,21 @@ def measure(
         versions=_versions(place),
         threads=used_threads,
     )
+
+
+def _require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None:
+    """Raise ProfileError that lists the layers whose weights and gradients are beyond memory."""
+    memory, each = device_memory(place), 2 * getattr(torch, dtype).itemsize
+    faults = [
+        f"{layer.name}: weights and their gradients are {each * count:,} bytes"
+        for layer, count in zip(backbone.layers, count_parameters(backbone), strict=True)
+        if each * count > memory
+    ]
+    if faults:
+        raise ProfileError(
+            f"the {place.type} has {memory:,} bytes of memory, and {len(faults)} layer(s) of "
+            f"{backbone.name} do not fit:{listed(faults)}"
+        )
 
 
 class OperatorTrace(TorchDispatchMode):  # type: ignore[misc]
@@ -248,12 +270,6 @@ def _method(patience: Patience, once_per_kind: bool) -> str:
 def _device_name(device: torch.device, threads: int) -> str:
     name = device_name(device)
     return f"CPU ({name}, {threads} thread{'s' * (threads > 1)})" if threads else name
-
-
-def _device_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _versions(device: torch.device) -> dict[str, str]:
