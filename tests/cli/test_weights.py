@@ -267,7 +267,7 @@ def test_tensors_that_are_no_weights_are_all_named(folder, tmp_path, capsys):
 def test_sizes_of_another_model_are_refused_before_anything_is_built(
     sizes, words, folder, tmp_path, capsys, monkeypatch
 ):
-    from megatron_pulse.integration import weights
+    from megatron_pulse.integration.checkpoint import weights
 
     monkeypatch.setattr(weights, "whole_stage", None)
     shutil.copytree(folder / "unet", tmp_path / "unet")
