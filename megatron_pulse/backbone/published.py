@@ -191,7 +191,7 @@ def adopted(
     PublishedError listing every name of ``what`` that is of the wrong type or not finite: at the
     end, since values are looked at as they come. Until then nothing yielded counts.
     """
-    faults = []
+    faults: list[str] = []
     for ours, theirs, layout in _groups(published, like):
         given = {name: tensors[name] for name in theirs}
         for name, tensor in given.items():
