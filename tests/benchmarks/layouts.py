@@ -44,7 +44,7 @@ from tests.runtime.tiny import FAMILIES, backbone, run_cases
 STEPS = 3
 BATCH = 12
 """Cases that one group of ranks runs, one after the other."""
-NAMES = tuple(name for name in (*CLASSICS, *WAVES) if name != "chimera")
+NAMES = (*CLASSICS, *WAVES)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def random_order(
         (i,) = rng.choices(ready, [weights[line[i].kind] for i in ready])
         op = line[i]
         done.add(op)
-        order[placement.device_of(op.stage, op.microbatch)].append(op)
+        order[placement.device_of_stage[op.stage]].append(op)
         line[i] = op._replace(microbatch=op.microbatch + 1)
         if line[i].microbatch == num_microbatches:
             del line[i]

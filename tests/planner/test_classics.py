@@ -9,38 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import (
     Placement,
     PlacementKind,
-    bidirectional,
     fold,
     interleaved,
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, run, simulate
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
-from megatron_pulse.planner.schedule.classic.clocked import chimera, hanayo
+from megatron_pulse.planner.schedule.chimera import chimera
+from megatron_pulse.planner.schedule.classic.clocked import hanayo
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.classic.split import dualpipe_v
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.step.plan import Plan, PlanError
-from tests.planner.chains import chain
-from tests.planner.strategies import with_order
 
 HOMES = {
-    "gpipe": [sequential, interleaved, fold, bidirectional],
+    "gpipe": [sequential, interleaved, fold],
     "1f1b": [sequential],
     "zb-h1": [sequential],
     "interleaved": [interleaved, lambda p: interleaved(p, 3)],
     "zb-v": [fold],
     "dualpipe-v": [fold],
     "hanayo": [fold, lambda p: fold(p, 2), lambda p: fold(p, 3)],
-    "chimera": [bidirectional],
 }
 """The placements of every classic schedule."""
 
@@ -55,8 +49,7 @@ def timed(schedule: Schedule, stage: float = 1, link: float = 0.0) -> Timeline:
 
 def runs_on(name: str, num_devices: int) -> list[Placement]:
     """The placements of a schedule on so many devices."""
-    even = num_devices % 2 == 0
-    return [make(num_devices) for make in HOMES[name] if even or make is not bidirectional]
+    return [make(num_devices) for make in HOMES[name]]
 
 
 def test_there_is_a_home_for_every_classic() -> None:
@@ -73,7 +66,6 @@ def test_there_is_a_home_for_every_classic() -> None:
         ("zb-v", 1, (51, 8), (103, 16), 57.5),
         ("dualpipe-v", 1, (51, 9), (103, 17), 56),
         ("hanayo", 1, (66, 8), (138, 16), 79),
-        ("chimera", 2, (60, 8), (132, 16), 65.5),
     ],
 )
 def test_golden(
@@ -86,6 +78,13 @@ def test_golden(
         peak = stage * max(peak_activations(schedule))
         assert (timed(schedule, stage).makespan, peak) == golden
     assert timed(CLASSICS[name](HOMES[name][0](4), 8), stage, 0.5).makespan == links
+
+
+def test_golden_of_chimera() -> None:
+    for (p, m), golden in (((4, 8), (60, 8)), ((8, 16), (132, 16))):
+        schedule = chimera(p, m)
+        assert (timed(schedule, 2).makespan, 2 * max(peak_activations(schedule))) == golden
+    assert timed(chimera(4, 8), 2, 0.5).makespan == 65.5
 
 
 @pytest.mark.parametrize("name", CLASSICS)
@@ -141,7 +140,7 @@ def test_clock_schedules_idle_as_their_formula_says(p: int, k: int, b: float) ->
         timeline = simulate(hanayo(fold(p, w), k * p), [1] * num, [b] * num)
         assert timeline.bubble == pytest.approx([(p - 1) * idle] * p)
     if p % 2 == 0:
-        timeline = simulate(chimera(bidirectional(p), k * p), [1] * p, [b] * p)
+        timeline = simulate(chimera(p, k * p), [1] * p, [b] * p)
         assert timeline.bubble == pytest.approx([(p / 2 - 1) * idle] * p)
 
 
@@ -157,7 +156,7 @@ def test_chimera_keeps_its_memory(p: int) -> None:
     """Between P/2 + 1 and P, most in the middle."""
     expected = tuple(p / 2 + 1 + min(d, p - 1 - d) for d in range(p))
     for k in (1, 2, 4):
-        assert peak_activations(chimera(bidirectional(p), k * p)) == expected
+        assert peak_activations(chimera(p, k * p)) == expected
 
 
 def test_hanayo_keeps_its_memory() -> None:
@@ -181,7 +180,7 @@ def test_dualpipe_v_pairs_forwards_with_backwards_of_the_other_direction() -> No
 
 
 def test_chimera_runs_down_and_up() -> None:
-    schedule = chimera(bidirectional(4), 4)
+    schedule = chimera(4, 4)
     assert grid(simulate(schedule, [1] * 4, [1] * 4)).splitlines() == [
         "device  0 | F0:0 F0:2 .    F3:1 B3:1 F3:3 B3:3 B0:0 .    B0:2",
         "device  1 | .    F1:0 F2:1 F1:2 F2:3 B2:1 B1:0 B2:3 B1:2 .",
@@ -190,53 +189,22 @@ def test_chimera_runs_down_and_up() -> None:
     ]
 
 
-def test_bidirectional_placement() -> None:
-    placement = make_placement("bidirectional", 4)
-    assert [placement.device_of(1, m) for m in range(3)] == [1, 2, 1]
-    assert placement.stages_of_device(1) == (1, 2)
-    assert (placement.num_stages, placement.num_chunks) == (4, 2)
-    assert placement.over(6) == bidirectional(6)
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+def test_each_direction_of_chimera_is_a_schedule(p: int) -> None:
+    """Up is down with the devices counted from the other end."""
+    for m in range(2, 2 * p + 4):
+        order = chimera(p, m).order
+        for odd, rows in enumerate((order, order[::-1])):
+            half = [[op for op in row if op.microbatch % 2 == odd] for row in rows]
+            counted = [[op._replace(microbatch=op.microbatch // 2) for op in row] for row in half]
+            count = (m + 1 - odd) // 2
+            assert (
+                validate(Schedule("half", sequential(p), count, tuple(map(tuple, counted)))) == []
+            )
+        problem = ScheduleProblem(sequential(p), m, (1.0,) * p, (2.0,) * p, link=0.3)
+        assert len(run(problem, chimera(p, m)).end) == 2 * p * m
     with pytest.raises(ValueError, match="an even number of devices; got 3"):
-        bidirectional(3)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.sampled_from([2, 4, 6]), st.integers(2, 8), st.data())
-def test_chimera_on_the_wrong_replica(p: int, m: int, data: st.DataObject) -> None:
-    """A microbatch belongs to one direction: the other holder of its stage must not run it."""
-    schedule = chimera(bidirectional(p), m)
-    device = data.draw(st.integers(0, p - 1))
-    op = data.draw(st.sampled_from(schedule.order[device]))
-    moved = with_order(schedule, device, [o for o in schedule.order[device] if o != op])
-    other = p - 1 - device
-    moved = with_order(moved, other, [*moved.order[other], op])
-    reason = f"{op} is on device {other}; stage {op.stage} is on device {device}"
-    assert reason in validate(moved)
-    missing = with_order(schedule, device, [o for o in schedule.order[device] if o != op])
-    assert f"{op} is missing on device {device}" in validate(missing)
-
-
-def test_replicas_need_not_wait_for_each_others_microbatches() -> None:
-    """Only on one replica of a stage are its microbatches in order."""
-    placement = bidirectional(2)
-    order = (
-        [Operation.parse(text) for text in "F1:1 B1:1 F0:0 B0:0".split()],
-        [Operation.parse(text) for text in "F0:1 B0:1 F1:0 B1:0".split()],
-    )
-    schedule = Schedule("odd first", placement, 2, tuple(map(tuple, order)))
-    assert validate(schedule) == []
-    assert simulate(schedule, [1, 1], [1, 1]).makespan == 7
-
-
-def test_a_run_refuses_two_holders_of_a_weight() -> None:
-    placement = bidirectional(2)
-    backbone = chain(4)
-    partition = find_partition(weighted_costs(backbone, [1.0] * 4), placement)
-    with pytest.raises(PlanError, match="holds every stage's weights on two devices"):
-        Plan(backbone, partition, "chimera")
-    assert make_schedule("auto", placement, 4).name == "chimera"
-    with pytest.raises(ValueError, match="wave needs every stage on one device; use chimera"):
-        make_schedule("wave", placement, 4)
+        chimera(3, 4)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +216,6 @@ def test_a_run_refuses_two_holders_of_a_weight() -> None:
         ("zb-v", "needs a fold of one wave; this is {}"),
         ("dualpipe-v", "needs a fold of one wave; this is {}"),
         ("hanayo", "needs a fold; this is {}"),
-        ("chimera", "needs a bidirectional placement; this is {}"),
     ],
 )
 def test_other_placements_are_refused(name: str, reason: str) -> None:

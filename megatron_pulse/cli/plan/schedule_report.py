@@ -81,7 +81,7 @@ def as_json(result: Result) -> dict[str, Any]:
         record["comparison"] = [
             {
                 "schedule": other.name,
-                "placement": other.problem.placement.kind.value,
+                "placement": other.placement,
                 "backward": _backward(other.problem),
                 "makespan": other.timeline.makespan,
                 "ratio": other.timeline.makespan / made.makespan,
@@ -160,7 +160,7 @@ def _rows(result: Result) -> list[tuple[str, ...]]:
         rows.append(
             (
                 other.name,
-                other.problem.placement.kind.value,
+                other.placement,
                 _backward(other.problem),
                 result.time(other.timeline.makespan),
                 f"{other.timeline.makespan / ours:.3f}",

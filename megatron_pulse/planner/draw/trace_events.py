@@ -129,7 +129,7 @@ def _flows(
         source = dependency(operation, placement.num_stages)
         if source is None:
             continue
-        one, other = (placement.device_of(o.stage, o.microbatch) for o in (source, operation))
+        one, other = (placement.device_of_stage[o.stage] for o in (source, operation))
         if one == other:
             continue
         message = {

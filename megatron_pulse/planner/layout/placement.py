@@ -1,16 +1,13 @@
 """Which device hosts which stage, and which layers a stage holds.
 
 =============  ==========================  ====================================
-placement      P = 3 (bidirectional: 4)    stage s is on device
+placement      P = 3                       stage s is on device
 =============  ==========================  ====================================
 sequential     0 1 2                       s
 interleaved    0 1 2 0 1 2                 s mod P
 fold (W = 1)   0 1 2 2 1 0                 s, then mirrored (PULSE, section IV)
 fold (W = 2)   0 1 2 2 1 0 0 1 2 2 1 0     the same, once per wave
-bidirectional  0 1 2 3 and 3 2 1 0         s, and P-1-s for every other microbatch
 =============  ==========================  ====================================
-
-A bidirectional placement holds the model twice: schedules on it are for comparison, none is run.
 """
 
 from __future__ import annotations
@@ -27,16 +24,11 @@ class PlacementKind(StrEnum):
     SEQUENTIAL = "sequential"
     INTERLEAVED = "interleaved"
     FOLD = "fold"
-    BIDIRECTIONAL = "bidirectional"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``device_of_stage[s]`` is the pipeline device that hosts stage ``s``.
-
-    On a bidirectional placement it is that of the first replica of the model, which takes the even
-    microbatches; ``device_of`` is right for every placement.
-    """
+    """``device_of_stage[s]`` is the pipeline device that hosts stage ``s``."""
 
     kind: PlacementKind
     num_devices: int
@@ -51,11 +43,6 @@ class Placement:
     def num_chunks(self) -> int:
         """Stages per device (Megatron's virtual pipeline size)."""
         return len(self.stages_of_device(0))
-
-    def device_of(self, stage: int, microbatch: int) -> int:
-        """The device that runs ``stage`` on ``microbatch``."""
-        mirrored = self.kind is PlacementKind.BIDIRECTIONAL and microbatch % 2
-        return self.device_of_stage[self.num_stages - 1 - stage if mirrored else stage]
 
     def over(self, num_devices: int) -> Placement:
         """The same kind with as many stages on each of ``num_devices``."""
@@ -88,9 +75,9 @@ class Partition:
 
 @cache
 def _stages_of_devices(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    stages = range(placement.num_stages)
-    homes = [{placement.device_of(s, m) for m in (0, 1)} for s in stages]
-    return tuple(tuple(s for s in stages if d in homes[s]) for d in range(placement.num_devices))
+    homes = placement.device_of_stage
+    devices = range(placement.num_devices)
+    return tuple(tuple(s for s, home in enumerate(homes) if home == d) for d in devices)
 
 
 def sequential(num_devices: int) -> Placement:
@@ -109,13 +96,6 @@ def fold(num_devices: int, num_waves: int = 1) -> Placement:
     return Placement(PlacementKind.FOLD, num_devices, (*there, *reversed(there)) * num_waves)
 
 
-def bidirectional(num_devices: int) -> Placement:
-    """The model twice, once in each direction; ValueError for an odd number of devices."""
-    if num_devices % 2:
-        raise ValueError(f"bidirectional needs an even number of devices; got {num_devices}")
-    return Placement(PlacementKind.BIDIRECTIONAL, num_devices, tuple(range(num_devices)))
-
-
 def make_placement(kind: str, num_devices: int, num_chunks: int = 2) -> Placement:
     """The placement of that name; one device always hosts the whole chain as one stage."""
     if num_devices == 1:
@@ -127,5 +107,3 @@ def make_placement(kind: str, num_devices: int, num_chunks: int = 2) -> Placemen
             return interleaved(num_devices, num_chunks)
         case PlacementKind.FOLD:
             return fold(num_devices, num_chunks // 2)
-        case PlacementKind.BIDIRECTIONAL:
-            return bidirectional(num_devices)

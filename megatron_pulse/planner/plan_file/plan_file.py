@@ -237,8 +237,6 @@ def _faults(plan: PlanFile) -> Iterator[str]:
 def _shape_faults(plan: PlanFile) -> Iterator[str]:
     """Columns that are not as long as there are stages, or devices."""
     kind, chunks = PlacementKind(plan.placement), plan.num_chunks
-    if kind is PlacementKind.BIDIRECTIONAL:
-        yield "placement: bidirectional cannot be run: its weights are on two devices"
     if plan.pipeline == 1 or kind is PlacementKind.SEQUENTIAL:
         if chunks != 1:
             yield f"num_chunks: {chunks}; {kind.value} on {plan.pipeline} has one stage a device"

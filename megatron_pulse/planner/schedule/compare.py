@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from megatron_pulse.planner.layout.placement import (
     Placement,
-    bidirectional,
     fold,
     interleaved,
     sequential,
 )
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.schedule.chimera import chimera
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -35,6 +35,13 @@ class Rival:
     problem: ScheduleProblem
     schedule: Schedule
     timeline: Timeline
+
+    @property
+    def placement(self) -> str:
+        """How the chain is laid out."""
+        if self.name == "chimera":
+            return "bidirectional"
+        return self.problem.placement.kind.value
 
     @property
     def bubble(self) -> float:
@@ -63,7 +70,7 @@ def rivals(problem: ScheduleProblem, split: ScheduleProblem | None = None) -> li
     found = []
     for name in CLASSICS:
         found += list(_variants(name, problem, split or (problem if problem.weight_grad else None)))
-    return found
+    return [*found, *_both_ways(problem)]
 
 
 def rival(name: str, problem: ScheduleProblem, split: ScheduleProblem | None = None) -> Rival:
@@ -128,6 +135,16 @@ def _variants(
         return
 
 
+def _both_ways(problem: ScheduleProblem) -> Iterator[Rival]:
+    """Chimera, whose even microbatches see a sequential placement."""
+    try:
+        schedule = chimera(problem.placement.num_devices, problem.num_microbatches)
+        laid_out = merged(whole(problem), schedule.placement)
+    except ValueError:
+        return  # an odd number of devices, or stages that do not divide
+    yield Rival(schedule.name, laid_out, schedule, run(laid_out, schedule))
+
+
 def _placements(placement: Placement) -> list[Placement]:
     """What the chain may be laid out as, in the order of preference."""
     devices, chunks = placement.num_devices, placement.num_chunks
@@ -135,6 +152,4 @@ def _placements(placement: Placement) -> list[Placement]:
     if chunks > 1:
         found.append(interleaved(devices, chunks))
     found += [fold(devices, waves) for waves in range(1, chunks // 2 + 1)]
-    if devices % 2 == 0:
-        found.append(bidirectional(devices))
     return found

@@ -19,7 +19,6 @@ from megatron_pulse.files import parse_json
 from megatron_pulse.planner.layout.placement import (
     Placement,
     PlacementKind,
-    bidirectional,
     fold,
     interleaved,
     sequential,
@@ -154,26 +153,22 @@ def _operation(text: str) -> Operation:
 
 def _shown(order: Sequence[Sequence[Operation]]) -> Placement:
     """The placement whose stages are where the rows run them."""
-    ran = sorted(
-        (op.stage, op.microbatch, device)
-        for device, operations in enumerate(order)
-        for op in operations
-        if op.kind is not Kind.FILLER
-    )
-    home = {stage: device for stage, _, device in reversed(ran)}
-    missing = sorted(set(range(max(home))) - set(home))
+    rows: dict[int, set[int]] = {}
+    for device, operations in enumerate(order):
+        for op in operations:
+            if op.kind is not Kind.FILLER:
+                rows.setdefault(op.stage, set()).add(device)
+    missing = sorted(set(range(max(rows))) - rows.keys())
     if missing:
         raise ValueError(f"no row runs stage {', '.join(map(str, missing))}")
-    homes = tuple(home[stage] for stage in sorted(home))
+    for stage, devices in sorted(rows.items()):
+        if len(devices) > 1:
+            shown = ", ".join(str(device + 1) for device in sorted(devices))
+            raise ValueError(f"stage {stage} is in rows {shown}")
+    homes = tuple(min(rows[stage]) for stage in sorted(rows))
     for placement in _known(homes):
-        if placement.num_devices == len(order) and all(
-            placement.device_of(stage, m) == device for stage, m, device in ran
-        ):
+        if placement.num_devices == len(order):
             return placement
-    for stage, _, device in ran:
-        if device != home[stage]:
-            both = sorted((home[stage] + 1, device + 1))
-            raise ValueError(f"stage {stage} is in rows {both[0]}, {both[1]}")
     raise ValueError(
         f"stages on devices {homes} are none of the placements "
         f"{', '.join(kind.value for kind in PlacementKind)} on {len(order)} devices"
@@ -181,7 +176,7 @@ def _shown(order: Sequence[Sequence[Operation]]) -> Placement:
 
 
 def _known(home: tuple[int, ...]) -> Iterator[Placement]:
-    """The placements with these homes of their stages (bidirectional: of the first replica's)."""
+    """The placements with these homes of their stages."""
     num_devices = max(home, default=0) + 1
     chunks = len(home) // num_devices
     known = [
@@ -189,6 +184,4 @@ def _known(home: tuple[int, ...]) -> Iterator[Placement]:
         interleaved(num_devices, chunks),
         fold(num_devices, max(1, chunks // 2)),
     ]
-    if num_devices % 2 == 0:
-        known.append(bidirectional(num_devices))
     return (placement for placement in known if placement.device_of_stage == home)

@@ -86,13 +86,6 @@ class Plan:
     times: StageTimes | None = None
     schedules: tuple[Schedule, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.placement.kind is PlacementKind.BIDIRECTIONAL:
-            raise PlanError(
-                "a bidirectional placement (Chimera) holds every stage's weights on two devices, "
-                "which the runtime cannot: it is there for comparisons. Use a fold"
-            )
-
     @cached_property
     def routes(self) -> Routes:
         """How skips and conditioning travel."""

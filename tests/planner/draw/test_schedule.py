@@ -12,7 +12,6 @@ from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.layout.placement import (
     Placement,
-    bidirectional,
     fold,
     interleaved,
     sequential,
@@ -33,7 +32,6 @@ CASES = {
     "zb-v": fold(2),
     "zb-h1": sequential(4),
     "hanayo": fold(3),
-    "chimera": bidirectional(4),
 }
 
 
@@ -95,7 +93,7 @@ def test_links_go_from_end_to_arrival(name: str) -> None:
     svg = parse(draw_schedule(problem, timeline, "t"))
     placement = problem.placement
     hops = sum(
-        placement.device_of(s, m) != placement.device_of(s + 1, m)
+        placement.device_of_stage[s] != placement.device_of_stage[s + 1]
         for s in range(placement.num_stages - 1)
         for m in range(problem.num_microbatches)
     )

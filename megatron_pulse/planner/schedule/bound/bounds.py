@@ -15,7 +15,6 @@ import heapq
 
 import numpy as np
 
-from megatron_pulse.planner.layout.placement import PlacementKind
 from megatron_pulse.planner.schedule.bound.order_bound import WORK, classes_of, order_bound
 from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -23,21 +22,10 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 def lower_bound(problem: ScheduleProblem, work: float = WORK) -> float:
     """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work``."""
-    if problem.placement.kind is PlacementKind.BIDIRECTIONAL:
-        return _replicated_bound(problem)
     path = MicrobatchPath(problem)
     bounds = (device_bound, one_machine_bound, memory_bound)
     quick = max(bound(problem, path) for bound in bounds)
     return order_bound(path, quick, work) if work > 0 else quick
-
-
-def _replicated_bound(problem: ScheduleProblem) -> float:
-    """Where the model is there twice: a microbatch's path, and an even share of all work."""
-    num = problem.placement.num_stages
-    path = sum(problem.forward) + sum(problem.backward)
-    path += 2 * sum(problem.lag(s, s + 1) for s in range(num - 1))
-    work = sum(problem.duration(kind, s) for kind in problem.kinds for s in range(num))
-    return max(path, work * problem.num_microbatches / problem.placement.num_devices)
 
 
 def device_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:

@@ -145,7 +145,7 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
                 yield (
                     f"{operation} on device {device}: there is no microbatch {operation.microbatch}"
                 )
-            elif (home := placement.device_of(operation.stage, operation.microbatch)) != device:
+            elif (home := placement.device_of_stage[operation.stage]) != device:
                 yield (
                     f"{operation} is on device {device}; stage {operation.stage} is on device "
                     f"{home}"
@@ -157,7 +157,7 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
         for stage in range(placement.num_stages):
             for m in range(count):
                 if Operation(kind, stage, m) not in seen:
-                    home = placement.device_of(stage, m)
+                    home = placement.device_of_stage[stage]
                     yield f"{Operation(kind, stage, m)} is missing on device {home}"
     for index, filler in enumerate(schedule.fillers):
         for number in range(len(filler.slice_seconds)):

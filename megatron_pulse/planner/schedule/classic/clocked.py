@@ -1,4 +1,4 @@
-"""Classic schedules read off a clock: Hanayo's waves and Chimera's two directions.
+"""Classic schedules read off a clock: Hanayo's waves (and ``chimera``'s two directions).
 
 When every operation takes one slot, a microbatch moves by a stage a slot: forward through the S
 stages, then at once back. If the next one follows two slots later, a device's operations never
@@ -44,46 +44,22 @@ def hanayo(placement: Placement, num_microbatches: int) -> Schedule:
             f"hanayo needs a fold; this is {placement.kind.value} with {placement.num_chunks} "
             f"stages per device. Use wave, or 1f1b on a sequential placement"
         )
-    return _clocked("hanayo", placement, num_microbatches)
+    return Schedule("hanayo", placement, num_microbatches, by_clock(placement, num_microbatches))
 
 
-def chimera(placement: Placement, num_microbatches: int) -> Schedule:
-    """Two pipelines at once: even microbatches go down the devices, odd ones up.
+def by_clock(
+    placement: Placement, num_microbatches: int, directions: int = 1
+) -> tuple[tuple[Operation, ...], ...]:
+    """Each device's operations in groups of P microbatches.
 
-    Every device holds a stage of each direction, so twice the weights of 1F1B, and their gradients
-    are to be summed over the two holders. P = M = 4 (stage:microbatch, one column per slot)
-
-    ======== ==== ==== ==== ==== ==== ==== ==== ==== ==== ====
-    device 0 F0:0 F0:2 .    F3:1 B3:1 F3:3 B3:3 B0:0 .    B0:2
-    device 1 .    F1:0 F2:1 F1:2 F2:3 B2:1 B1:0 B2:3 B1:2 .
-    device 2 .    F1:1 F2:0 F1:3 F2:2 B2:0 B1:1 B2:2 B1:3 .
-    device 3 F0:1 F0:3 .    F3:0 B3:0 F3:2 B3:2 B0:1 .    B0:3
-    ======== ==== ==== ==== ==== ==== ==== ==== ==== ==== ====
-
-    For M = KP each device idles for (P/2-1)(f+b + (2K-1)|b-f|): P-2 slots with f = b at any M,
-    which is half of 1F1B's and one pair less. Peak on device d: P/2 + 1 + min(d, P-1-d)
-    activations. Source of the idea: Li and Hoefler, arXiv 2107.06925 (K > 1: its direct
-    concatenation). Raises ValueError for another placement.
+    With two directions the odd ones of a group go from the last device to the first.
     """
-    check_microbatches(num_microbatches)
-    if placement.kind is not PlacementKind.BIDIRECTIONAL or placement.num_stages == 1:
-        raise ValueError(
-            f"chimera needs a bidirectional placement; this is {placement.kind.value}. Use hanayo "
-            f"or wave on a fold, which holds no weights twice"
-        )
-    return _clocked("chimera", placement, num_microbatches)
-
-
-def _clocked(name: str, placement: Placement, num_microbatches: int) -> Schedule:
-    """Groups of P microbatches; on a bidirectional placement half of them in each direction."""
     num, group = placement.num_stages, placement.num_devices
-    ways = 2 if placement.kind is PlacementKind.BIDIRECTIONAL else 1
-    slots: list[list[tuple[int, Operation]]] = [[] for _ in range(placement.num_devices)]
+    slots: list[list[tuple[int, Operation]]] = [[] for _ in range(group)]
     for m in range(num_microbatches):
-        first = 2 * num * (m // group) + 2 * (m % group // ways)
-        for stage in range(num):
-            mine = slots[placement.device_of(stage, m)]
+        first = 2 * num * (m // group) + 2 * (m % group // directions)
+        for stage, device in enumerate(placement.device_of_stage):
+            mine = slots[group - 1 - device if m % directions else device]
             mine.append((first + stage, Operation(Kind.FORWARD, stage, m)))
             mine.append((first + 2 * num - 1 - stage, Operation(Kind.BACKWARD, stage, m)))
-    order = tuple(tuple(operation for _, operation in sorted(mine)) for mine in slots)
-    return Schedule(name, placement, num_microbatches, order)
+    return tuple(tuple(operation for _, operation in sorted(mine)) for mine in slots)

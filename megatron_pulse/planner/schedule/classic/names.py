@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.planner.schedule.classic.clocked import chimera, hanayo
+from megatron_pulse.planner.schedule.classic.clocked import hanayo
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe, interleaved_1f1b, one_f_one_b
 from megatron_pulse.planner.schedule.classic.split import dualpipe_v, zb_h1, zb_v
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -18,7 +18,6 @@ CLASSICS: Mapping[str, Callable[[Placement, int], Schedule]] = {
     "zb-v": zb_v,
     "dualpipe-v": dualpipe_v,
     "hanayo": hanayo,
-    "chimera": chimera,
 }
 """Each makes the schedule of a placement and a number of microbatches, and raises ValueError for a
 placement that is not its own."""

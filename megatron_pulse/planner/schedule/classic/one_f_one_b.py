@@ -51,7 +51,6 @@ def gpipe(placement: Placement, num_microbatches: int) -> Schedule:
                 for kind, way in ((Kind.FORWARD, stages), (Kind.BACKWARD, stages[::-1]))
                 for stage in way
                 for m in range(num_microbatches)
-                if placement.device_of(stage, m) == device
             )
         )
     return Schedule("gpipe", placement, num_microbatches, tuple(order))

@@ -22,7 +22,6 @@ AUTO = {
     PlacementKind.SEQUENTIAL: "1f1b",
     PlacementKind.INTERLEAVED: "interleaved",
     PlacementKind.FOLD: "wave",
-    PlacementKind.BIDIRECTIONAL: "chimera",
 }
 """What ``auto`` picks: the classic schedule where there is one."""
 
@@ -68,8 +67,6 @@ def make_schedule(
         return CLASSICS[picked](placement, num_microbatches)
     if picked == "wave-split" and weight_grad is None:
         weight_grad = (1.0,) * num
-    if placement.kind is PlacementKind.BIDIRECTIONAL:
-        raise ValueError("wave needs every stage on one device; use chimera, or a fold")
     problem = ScheduleProblem(
         placement,
         num_microbatches,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind
+from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
@@ -158,12 +158,7 @@ class JobShop:
 
 
 def job_shop(problem: ScheduleProblem) -> JobShop:
-    """``problem`` in ticks and units of memory; whole numbers stay as they are.
-
-    Raises ValueError where a stage is on two devices.
-    """
-    if problem.placement.kind is PlacementKind.BIDIRECTIONAL:
-        raise ValueError("no schedule is synthesized for stages on two devices; use chimera")
+    """``problem`` in ticks and units of memory; whole numbers stay as they are."""
     placement, count, kinds = problem.placement, problem.num_microbatches, problem.kinds
     num, home = placement.num_stages, placement.device_of_stage
     times = [problem.duration(kind, s) for kind in kinds for s in range(num)]
