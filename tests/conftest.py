@@ -13,6 +13,8 @@ from megatron_pulse.integration import compat  # noqa: E402
 
 compat.install()
 
+from tests.remembered import FOLDER, remember_analyses, remember_flags  # noqa: E402
+
 FIRST = ("launch", "integration", "runtime")
 """Folders whose tests wait for other processes: begun first, nothing waits for them at the end."""
 
@@ -32,10 +34,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def schedule_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Schedules that tests find are kept for this session only."""
     folder = tmp_path_factory.mktemp("schedules")
-    before = os.environ.get("PULSE_CACHE_DIR")
-    os.environ["PULSE_CACHE_DIR"] = str(folder)
-    yield folder
-    if before is None:
-        del os.environ["PULSE_CACHE_DIR"]
-    else:
-        os.environ["PULSE_CACHE_DIR"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PULSE_CACHE_DIR", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remembering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Processes of this session share what ``tests.remembered`` keeps."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "remembered"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(folder))
+        remember_analyses()
+        remember_flags()
+        yield

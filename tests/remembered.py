@@ -1,0 +1,68 @@
+"""What many test ranks would work out again: once for all processes of a session, kept in files.
+
+Nothing is kept where no session has said where (``FOLDER``), as in the commands of benchmarks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.files import replacing
+
+FOLDER = "PULSE_TESTS_REMEMBER"
+"""The variable that names the folder which all processes of a session share."""
+
+
+def remembered[T](key: object, work_out: Callable[[], T]) -> T:
+    """``work_out()``, or what it was for the same ``key`` (by its repr) in any process before.
+
+    Who comes while another works it out waits for that one.
+    """
+    folder = os.environ.get(FOLDER)
+    if folder is None:
+        return work_out()
+    path = Path(folder) / hashlib.sha256(repr(key).encode()).hexdigest()
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            with replacing(path) as new:
+                new.write_bytes(pickle.dumps(work_out()))
+    found: T = pickle.loads(path.read_bytes())
+    return found
+
+
+def remember_analyses() -> None:
+    """Runs of Megatron in this process and its children take analytic profiles and counts of
+    operations, which depend on the backbone alone, from those before them."""
+    from megatron_pulse.integration.loop import throughput
+    from megatron_pulse.integration.planning import planning
+
+    for module, name in ((planning, "analyse"), (throughput, "model_flops")):
+        _remember(module, name)
+
+
+def remember_flags() -> None:
+    """Megatron reads the sources of its dataclasses for what its flags say: once in this process,
+    and not for every parser."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    original = ArgumentGroupFactory._get_field_docstrings
+    texts = functools.cache(lambda of: original(object.__new__(ArgumentGroupFactory), of))
+    ArgumentGroupFactory._get_field_docstrings = lambda self, of: dict(texts(of))
+
+
+def _remember(module: Any, name: str) -> None:
+    original = getattr(module, name)
+
+    @functools.wraps(original)
+    def known(backbone: Any, *args: Any) -> Any:
+        return remembered((name, backbone.record, args), lambda: original(backbone, *args))
+
+    setattr(module, name, known)
