@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from megatron_pulse.flag_fields import flag
 
 
 class Objective(StrEnum):
@@ -104,24 +106,60 @@ def parse_shift(text: str) -> float | DynamicShift:
     return shift
 
 
+def _shift_text(text: str) -> str:
+    try:
+        parse_shift(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 @dataclass(frozen=True)
 class ProcessChoice:
-    """What was said of a process; None is what was not said. Fields are named as their flags.
+    """What flags said of a process; None is what was not said.
 
-    ``trained_betas`` is a file, ``flow_shift`` a text (see parse_shift).
+    ``trained_betas`` is a file, ``flow_shift`` a text (see parse_shift). For the flags' help
+    "{unsaid}" is where an option comes from that was not given.
     """
 
-    objective: str | None = None
-    noise_schedule: str | None = None
-    beta_start: float | None = None
-    beta_end: float | None = None
-    trained_betas: str | None = None
-    zero_terminal_snr: bool | None = None
-    num_timesteps: int | None = None
-    flow_shift: str | None = None
-    timestep_density: str | None = None
-    logit_mean: float | None = None
-    logit_std: float | None = None
+    objective: str | None = flag(
+        "what the backbone predicts: noise, velocity, clean sample, or flow ({unsaid})",
+        choices=[str(objective) for objective in Objective],
+    )
+    noise_schedule: str | None = flag(
+        "how noise grows with the timestep; flow has none (SD, U-ViT: scaled_linear, which is a "
+        "new process's; DiT, PixArt: linear)",
+        choices=[str(kind) for kind in NoiseSchedule if kind != NoiseSchedule.TRAINED],
+    )
+    beta_start: float | None = flag(
+        "the first beta of linear and scaled_linear schedules (0.00085 scaled, 0.0001 linear if "
+        "new)",
+        metavar="BETA",
+    )
+    beta_end: float | None = flag(
+        "the last beta of linear and scaled_linear schedules (0.012 scaled, 0.02 linear if new)",
+        metavar="BETA",
+    )
+    trained_betas: str | None = flag(
+        "a schedule as a JSON list with a beta per timestep", metavar="FILE"
+    )
+    zero_terminal_snr: bool | None = flag(
+        "rescale the betas so that the last timestep is pure noise (v and sample)"
+    )
+    num_timesteps: int | None = flag("timesteps of the process (1000 if new)", metavar="N")
+    flow_shift: str | None = flag(
+        "shift of the flow's times towards noise, in training and in sampling: a number (SD3: 3), "
+        "or dynamic, by the size of the picture (Flux; dynamic:0.5,1.15,256,4096 gives base and "
+        "largest mu and their tokens); 1, no shift, if new",
+        metavar="SHIFT",
+        read=_shift_text,
+    )
+    timestep_density: str | None = flag(
+        "how the flow objective draws times in training, before the shift (logit_normal if new)",
+        choices=[str(density) for density in TimestepDensity],
+    )
+    logit_mean: float | None = flag("of the logit-normal density (0 if new)", metavar="M")
+    logit_std: float | None = flag("of the logit-normal density (1 if new)", metavar="S")
 
     @property
     def said(self) -> dict[str, Any]:
@@ -129,72 +167,5 @@ class ProcessChoice:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-def process_choice(args: argparse.Namespace, prefix: str = "") -> ProcessChoice:
-    """What the flags of ``add_process_arguments`` said; ``prefix`` as there."""
-    start = prefix.replace("-", "_")
-    names = [field.name for field in fields(ProcessChoice)]
-    return ProcessChoice(**{name: getattr(args, start + name, None) for name in names})
-
-
-def add_process_arguments(
-    parser: Any, unsaid: str, prefix: str = "", *, training: bool = True
-) -> None:
-    """Add ``--{prefix}objective`` and the rest; all default to None.
-
-    ``unsaid`` says where an option comes from that was not given. How timesteps are drawn is
-    left out where nothing is trained.
-    """
-
-    def add(name: str, **kwargs: Any) -> None:
-        parser.add_argument(f"--{prefix}{name}", **kwargs)
-
-    def betas(name: str, which: str, defaults: str) -> None:
-        text = f"the {which} beta of linear and scaled_linear schedules ({defaults} if new)"
-        add(name, type=float, metavar="BETA", help=text)
-
-    add(
-        "objective",
-        choices=[str(objective) for objective in Objective],
-        help=f"what the backbone predicts: noise, velocity, clean sample, or flow ({unsaid})",
-    )
-    add(
-        "noise-schedule",
-        choices=[str(kind) for kind in NoiseSchedule if kind != NoiseSchedule.TRAINED],
-        help="how noise grows with the timestep; flow has none (SD, U-ViT: scaled_linear, which is "
-        "a new process's; DiT, PixArt: linear)",
-    )
-    betas("beta-start", "first", "0.00085 scaled, 0.0001 linear")
-    betas("beta-end", "last", "0.012 scaled, 0.02 linear")
-    add("trained-betas", metavar="FILE", help="a schedule as a JSON list with a beta per timestep")
-    add(
-        "zero-terminal-snr",
-        action=argparse.BooleanOptionalAction,
-        help="rescale the betas so that the last timestep is pure noise (v and sample)",
-    )
-    add("num-timesteps", type=int, metavar="N", help="timesteps of the process (1000 if new)")
-    add(
-        "flow-shift",
-        type=_shift_text,
-        metavar="SHIFT",
-        help="shift of the flow's times towards noise, in training and in sampling: a number (SD3: "
-        "3), or dynamic, by the size of the picture (Flux; dynamic:0.5,1.15,256,4096 gives base "
-        "and largest mu and their tokens); 1, no shift, if new",
-    )
-    if not training:
-        return
-    add(
-        "timestep-density",
-        choices=[str(density) for density in TimestepDensity],
-        help="how the flow objective draws times in training, before the shift (logit_normal if "
-        "new)",
-    )
-    add("logit-mean", type=float, metavar="M", help="of the logit-normal density (0 if new)")
-    add("logit-std", type=float, metavar="S", help="of the logit-normal density (1 if new)")
-
-
-def _shift_text(text: str) -> str:
-    try:
-        parse_shift(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+OF_TRAINING = ("timestep_density", "logit_mean", "logit_std")
+"""The fields that mean nothing where nothing is trained."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_pulse.diffusion.choice import ProcessChoice, process_choice
+from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.flag_fields import read_flags
 
 if TYPE_CHECKING:
     from megatron_pulse.integration.checkpoint.start import Start
@@ -22,7 +23,7 @@ def saved_process(args: argparse.Namespace) -> DiffusionProcess:
     kept = getattr(args, "pulse_process", None)
     if kept is not None:
         return DiffusionProcess(**kept)
-    said = process_choice(args, "pulse-")
+    said = read_flags(ProcessChoice, args, "pulse-")
     if said.objective == "flow":
         return chosen_process(
             ProcessChoice(objective="flow", timestep_density=said.timestep_density)

@@ -9,19 +9,18 @@ from megatron_pulse.diffusion.choice import (
     DynamicShift,
     ProcessChoice,
     TimeShift,
-    add_process_arguments,
     parse_shift,
-    process_choice,
 )
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.flag_fields import add_flags, read_flags
 
 
 def choice(*flags):
     """What training's flags say."""
     parser = argparse.ArgumentParser()
-    add_process_arguments(parser, "new", "pulse-")
-    return process_choice(parser.parse_args(list(flags)), "pulse-")
+    add_flags(ProcessChoice, parser, "pulse-", unsaid="new")
+    return read_flags(ProcessChoice, parser.parse_args(list(flags)), "pulse-")
 
 
 def described(*flags, base=None):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_pulse.flag_fields import key_values
+
 
 def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Add ``--option``; ``meaning`` is its help."""
@@ -18,7 +20,11 @@ def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def option_faults(args: argparse.Namespace) -> list[str]:
     """A fault for each that is not of that form."""
-    return [f"--option {text}: write it as KEY=VALUE" for text in args.option if "=" not in text]
+    try:
+        options_of(args)
+    except ValueError as error:
+        return str(error).split("; ")
+    return []
 
 
 def backbone_faults(args: argparse.Namespace) -> list[str]:
@@ -38,4 +44,4 @@ def backbone_faults(args: argparse.Namespace) -> list[str]:
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:
     """What was given, as ``load_backbone`` takes it."""
-    return dict(text.split("=", 1) for text in args.option)
+    return key_values(args.option, "--option")

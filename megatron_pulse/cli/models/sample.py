@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_pulse.cli.errors import UserError, add_parser, at_least, check_file, mending, require
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.models.backbone_options import add_option_flag, option_faults, options_of
-from megatron_pulse.diffusion.choice import add_process_arguments, process_choice
+from megatron_pulse.diffusion.choice import OF_TRAINING, ProcessChoice
+from megatron_pulse.flag_fields import add_flags, read_flags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +86,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     process = parser.add_argument_group(
         "diffusion process", "Another process than that of the checkpoint, to see what it does."
     )
-    add_process_arguments(process, "default: as the checkpoint", training=False)
+    add_flags(ProcessChoice, process, without=OF_TRAINING, unsaid="default: as the checkpoint")
     parser.set_defaults(run=run, command="sample")
 
 
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
             averaged=not args.raw,
             data=args.data,
             options=options_of(args),
-            choice=process_choice(args),
+            choice=read_flags(ProcessChoice, args),
         )
     for change in model.changes:
         print(change, file=sys.stderr)

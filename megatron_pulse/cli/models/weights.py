@@ -17,7 +17,8 @@ from megatron_pulse.cli.models.backbone_options import (
     option_faults,
     options_of,
 )
-from megatron_pulse.diffusion.choice import add_process_arguments, process_choice
+from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.flag_fields import add_flags, read_flags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +73,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     process = parser.add_argument_group(
         "diffusion process", "What the pipeline's scheduler does not say, or says otherwise."
     )
-    add_process_arguments(process, "default: as the scheduler says")
+    add_flags(ProcessChoice, process, unsaid="default: as the scheduler says")
     add(
         "--null-class",
         action="store_true",
@@ -108,7 +109,7 @@ def run_import(args: argparse.Namespace) -> None:
     with mending(PublishedError, CheckpointError, ValueError):
         read = _open_file if args.source.is_file() else _open_folder
         backbone, tensors, place = read(args)
-        process, unread = read_process(place, process_choice(args))
+        process, unread = read_process(place, read_flags(ProcessChoice, args))
         import_weights(backbone, tensors, str(args.source), args.to, process)
     count = sum(tensor.numel() for tensor in tensors.values())
     print(

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.integration.checkpoint.start import Start
-from megatron_pulse.integration.flags.arguments import PulseOptions, flag_name
+from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, flag_name, pulse_flags
 from megatron_pulse.integration.process import saved_process
 from model_specs import compare_models
 
@@ -147,9 +147,6 @@ _STEPS = (
     "adam_eps",
     "clip_grad",
     "seed",
-    "pulse_data",
-    "pulse_class_dropout",
-    "pulse_ema_decay",
 )
 
 
@@ -158,7 +155,7 @@ def _other_flags(start: Start, wanted: Wanted) -> Iterator[str]:
     if not start.continued:
         return
     before, now = start.saved.arguments, wanted.arguments
-    for name in (*_SCHEDULE, *_STEPS):
+    for name in (*_SCHEDULE, *_STEPS, *pulse_flags(Mark.STEPS)):
         old, new = _given(before, name), _given(now, name)
         if old != new:
             kept = name in _SCHEDULE[2:] and now.use_checkpoint_opt_param_scheduler

@@ -6,239 +6,36 @@ import argparse
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from enum import Enum
+from typing import Any, Literal
 
 import torch
 
-from megatron_pulse.diffusion.choice import ProcessChoice, add_process_arguments, process_choice
+from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.flag_fields import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    add_flags,
+    flag,
+    flags_of,
+    marked,
+    read_flags,
+)
 from megatron_pulse.planner.layout.embedders import Policy
-from megatron_pulse.planner.layout.placement import Placement, make_placement
+from megatron_pulse.planner.layout.placement import Placement, PlacementKind, make_placement
 from megatron_pulse.planner.schedule.classic.registry import SCHEDULES
 from megatron_pulse.profile.devices import PRESETS
 
-
-@dataclass(frozen=True)
-class PulseOptions:
-    """The ``--pulse-*`` flags as one typed value; see their help texts."""
-
-    backbone: str
-    options: Mapping[str, Any]
-    plan: str | None
-    auto: bool
-    placement: str
-    num_chunks: int
-    schedule: str
-    activation_cap: int | None
-    conditioning: Policy
-    profile: str | None
-    partition: Literal["exact", "soft"]
-    link_gbs: float
-    link_us: float
-    memory_gb: float | None
-    solver: str
-    solver_seconds: float
-    timeout_s: float
-    data: str | None
-    process: ProcessChoice
-    new_process: bool
-    class_dropout: float
-    ema_decay: float
-    skip_corrupt: bool
-    progress: bool
-    trace: str | None
-    trace_steps: tuple[int, int]
-
-    def make_placement(self, num_devices: int) -> Placement:
-        """The placement on ``num_devices`` pipeline devices."""
-        return make_placement(self.placement, num_devices, self.num_chunks)
+PREFIX = "pulse-"
 
 
-def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``pulse`` group to Megatron's parser and set defaults that diffusion needs."""
-    group = parser.add_argument_group(
-        "pulse", "Skip-aware pipeline parallelism for diffusion backbones."
-    )
-    group.add_argument(
-        "--pulse-backbone",
-        metavar="NAME",
-        help="a named backbone such as uvit-s or sd-v1.5; 'pulse backbones' lists them",
-    )
-    group.add_argument(
-        "--pulse-option",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="override one field of the backbone's configuration, e.g. depth=8 (repeatable)",
-    )
-    group.add_argument(
-        "--pulse-plan",
-        metavar="FILE",
-        help="run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are "
-        "the plan's, and flags that say otherwise are refused",
-    )
-    group.add_argument(
-        "--pulse-auto",
-        action="store_true",
-        help="measure the job's links and devices, tune for --global-batch-size, and run the plan "
-        "(kept as plan.json under --save, and taken again when the job is started again); degrees "
-        "and microbatch size are searched unless they are given",
-    )
-    group.add_argument(
-        "--pulse-placement",
-        choices=["sequential", "interleaved", "fold"],
-        default="fold",
-        help="fold keeps both ends of every skip on one device (default); sequential is one "
-        "stage per device; interleaved loops several stages over the devices",
-    )
-    group.add_argument(
-        "--pulse-num-chunks",
-        type=int,
-        default=2,
-        metavar="V",
-        help="stages per device under fold and interleaved (default 2; a fold of two waves has 4)",
-    )
-    group.add_argument(
-        "--pulse-schedule",
-        type=_schedule_name,
-        default="auto",
-        metavar="NAME|FILE.csv",
-        help=f"one of {', '.join(SCHEDULES)}, or a file with a row of operations for each device "
-        "(2F0,2B0 or F2:0,B2:0). auto: the wave under fold, 1F1B under sequential, interleaved "
-        "1F1B under interleaved. wave-split, zb-h1 (sequential), zb-v and dualpipe-v (fold) put "
-        "weight gradients off",
-    )
-    group.add_argument(
-        "--pulse-activation-cap",
-        type=int,
-        metavar="N",
-        help="at most N live stage activations per device (default: what 1F1B would hold)",
-    )
-    group.add_argument(
-        "--pulse-conditioning",
-        choices=get_args(Policy),
-        default="auto",
-        help="embeddings of timesteps and captions: send them (and their gradients) once to each "
-        "device, replicate the layers that compute them, or for each whichever moves fewer bytes "
-        "in a step (auto, default); the plan says which",
-    )
-    group.add_argument(
-        "--pulse-profile",
-        metavar="FILE|DEVICE",
-        help="costs of the layers, by which stages are cut: a file that 'pulse profile' wrote, or "
-        f"a device to work them out for ({', '.join(PRESETS)}; default: the GPU here)",
-    )
-    group.add_argument(
-        "--pulse-partition",
-        choices=["exact", "soft"],
-        default="exact",
-        help="under fold: exact keeps both ends of every skip on one device (default); soft lets "
-        "those travel, directly, for which that is cheaper over the given links",
-    )
-    group.add_argument(
-        "--pulse-link-gbs",
-        type=float,
-        default=12.5,
-        metavar="GB/S",
-        help="bandwidth between pipeline devices, each way (default 12.5, 100 Gbit/s)",
-    )
-    group.add_argument(
-        "--pulse-link-us",
-        type=float,
-        default=5.0,
-        metavar="US",
-        help="latency of a message between pipeline devices (default 5)",
-    )
-    group.add_argument(
-        "--pulse-memory-gb",
-        type=float,
-        metavar="GB",
-        help="what a device may hold of weights, gradients, optimizer and activations (default: "
-        "the GPU's memory; without a GPU there is no limit)",
-    )
-    group.add_argument(
-        "--pulse-solver",
-        choices=["auto", "highs", "glpk", "cp-sat", "none"],
-        default="auto",
-        help="integer programming beside the constructive search for waves (default auto: the best "
-        "that is installed)",
-    )
-    group.add_argument(
-        "--pulse-solver-seconds",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="longest search for a schedule at the start, on rank 0; what was found is kept for "
-        "later runs ('pulse cache'; default 10)",
-    )
-    group.add_argument(
-        "--pulse-timeout-s",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="longest wait for a message of another device before the run stops with a message "
-        "that names it (default 600)",
-    )
-    group.add_argument(
-        "--pulse-data",
-        metavar="SPEC",
-        help="what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
-        "texts), or latents:PATH (see 'pulse data')",
-    )
-    add_process_arguments(group, "default: as the checkpoint; flow if new", "pulse-")
-    group.add_argument(
-        "--pulse-new-process",
-        action="store_true",
-        help="train the weights of --pretrained-checkpoint (or --load --finetune) to another "
-        "process, which the flags above say; without it, flags that contradict the checkpoint are "
-        "refused",
-    )
-    group.add_argument(
-        "--pulse-skip-corrupt",
-        action="store_true",
-        help="with folder: and captions: data, take another sample in the place of one whose image "
-        "cannot be read (the same in every layout); the log counts them",
-    )
-    group.add_argument(
-        "--pulse-class-dropout",
-        type=float,
-        default=0.1,
-        metavar="P",
-        help="share of samples that lose their label and all other conditioning, for "
-        "classifier-free guidance (default 0.1)",
-    )
-    group.add_argument(
-        "--pulse-ema-decay",
-        type=float,
-        default=0.9999,
-        metavar="D",
-        help="decay of the exponential moving average of the weights; 0 keeps none",
-    )
-    group.add_argument(
-        "--pulse-no-progress",
-        action="store_true",
-        help="no progress bar (without a terminal there is none anyway)",
-    )
-    group.add_argument(
-        "--pulse-verbose",
-        action="store_true",
-        help="all that Megatron says: every argument, bucket and phase (default: the arguments go "
-        "to arguments.txt under --save or --tensorboard-dir, the rest is left out)",
-    )
-    group.add_argument(
-        "--pulse-trace",
-        metavar="DIR",
-        help="write DIR/trace.json: when each operation of some steps ran on every device, what it "
-        "waited for, and what was sent; 'pulse compare' sets it beside the plan",
-    )
-    group.add_argument(
-        "--pulse-trace-steps",
-        type=_steps,
-        default=(3, 5),
-        metavar="FIRST-LAST",
-        help="the steps to trace, counted from 1 in this run (default 3-5: after the warm-up)",
-    )
-    parser.set_defaults(**_defaults())
-    return parser
+class Mark(Enum):
+    """What else is to be known of a flag."""
+
+    PLAN = "a plan file decides it: given beside one it is refused"
+    STEPS = "it makes the steps to come others than those that a continued run would have made"
+    FOLDER = "a folder that is written to"
 
 
 def _schedule_name(text: str) -> str:
@@ -256,6 +53,201 @@ def _steps(text: str) -> tuple[int, int]:
     if not 1 <= steps[0] <= steps[1]:
         raise argparse.ArgumentTypeError(f"{text!r}: steps count from 1, the first before the last")
     return steps
+
+
+def _num_chunks(options: PulseOptions) -> str | None:
+    chunks = options.num_chunks
+    if options.placement == PlacementKind.FOLD and (chunks < 2 or chunks % 2):
+        return f"{chunks}: a fold has 2 stages per device and wave (2, 4, ...)"
+    if options.placement == PlacementKind.INTERLEAVED and chunks < 2:
+        return f"{chunks}: interleaving needs at least 2 stages per device"
+    return None
+
+
+def _skip_corrupt(options: PulseOptions) -> str | None:
+    if options.skip_corrupt and not (options.data or "").startswith(("folder:", "captions:")):
+        return "is for image files: --pulse-data folder:PATH or captions:PATH"
+    return None
+
+
+@dataclass(frozen=True)
+class PulseOptions:
+    """The ``--pulse-*`` flags as one typed value; a flag is a field here and nothing else."""
+
+    backbone: str = flag(
+        "a named backbone such as uvit-s or sd-v1.5; 'pulse backbones' lists them", metavar="NAME"
+    )
+    options: Mapping[str, Any] = flag(
+        "override one field of the backbone's configuration, e.g. depth=8 (repeatable)",
+        {},
+        name="option",
+    )
+    plan: str | None = flag(
+        "run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are the "
+        "plan's, and flags that say otherwise are refused",
+        metavar="FILE",
+    )
+    auto: bool = flag(
+        "measure the job's links and devices, tune for --global-batch-size, and run the plan (kept "
+        "as plan.json under --save, and taken again when the job is started again); degrees and "
+        "microbatch size are searched unless they are given",
+        False,
+    )
+    placement: str = flag(
+        "fold keeps both ends of every skip on one device (default); sequential is one stage per "
+        "device; interleaved loops several stages over the devices",
+        "fold",
+        choices=["sequential", "interleaved", "fold"],
+    )
+    num_chunks: int = flag(
+        "stages per device under fold and interleaved (default 2; a fold of two waves has 4)",
+        2,
+        metavar="V",
+        check=_num_chunks,
+    )
+    schedule: str = flag(
+        f"one of {', '.join(SCHEDULES)}, or a file with a row of operations for each device "
+        "(2F0,2B0 or F2:0,B2:0). auto: the wave under fold, 1F1B under sequential, interleaved "
+        "1F1B under interleaved. wave-split, zb-h1 (sequential), zb-v and dualpipe-v (fold) put "
+        "weight gradients off",
+        "auto",
+        metavar="NAME|FILE.csv",
+        read=_schedule_name,
+        marks=[Mark.PLAN],
+    )
+    activation_cap: int | None = flag(
+        "at most N live stage activations per device (default: what 1F1B would hold)",
+        metavar="N",
+        within=POSITIVE,
+        marks=[Mark.PLAN],
+    )
+    conditioning: Policy = flag(
+        "embeddings of timesteps and captions: send them (and their gradients) once to each "
+        "device, replicate the layers that compute them, or for each whichever moves fewer bytes "
+        "in a step (auto, default); the plan says which",
+        "auto",
+    )
+    profile: str | None = flag(
+        "costs of the layers, by which stages are cut: a file that 'pulse profile' wrote, or a "
+        f"device to work them out for ({', '.join(PRESETS)}; default: the GPU here)",
+        metavar="FILE|DEVICE",
+        marks=[Mark.PLAN],
+    )
+    partition: Literal["exact", "soft"] = flag(
+        "under fold: exact keeps both ends of every skip on one device (default); soft lets those "
+        "travel, directly, for which that is cheaper over the given links",
+        "exact",
+    )
+    link_gbs: float = flag(
+        "bandwidth between pipeline devices, each way (default 12.5, 100 Gbit/s)",
+        12.5,
+        metavar="GB/S",
+        within=POSITIVE,
+    )
+    link_us: float = flag(
+        "latency of a message between pipeline devices (default 5)",
+        5.0,
+        metavar="US",
+        within=NOT_NEGATIVE,
+    )
+    memory_gb: float | None = flag(
+        "what a device may hold of weights, gradients, optimizer and activations (default: the "
+        "GPU's memory; without a GPU there is no limit)",
+        metavar="GB",
+        within=POSITIVE,
+    )
+    solver: str = flag(
+        "integer programming beside the constructive search for waves (default auto: the best "
+        "that is installed)",
+        "auto",
+        choices=["auto", "highs", "glpk", "cp-sat", "none"],
+    )
+    solver_seconds: float = flag(
+        "longest search for a schedule at the start, on rank 0; what was found is kept for later "
+        "runs (default 10)",
+        10.0,
+        metavar="SECONDS",
+        within=POSITIVE,
+    )
+    timeout_s: float = flag(
+        "longest wait for a message of another device before the run stops with a message that "
+        "names it (default 600)",
+        600.0,
+        metavar="SECONDS",
+        within=POSITIVE,
+    )
+    data: str | None = flag(
+        "what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
+        "texts), or latents:PATH (see 'pulse data')",
+        metavar="SPEC",
+        marks=[Mark.STEPS],
+    )
+    process: ProcessChoice = flags_of(
+        ProcessChoice, unsaid="default: as the checkpoint; flow if new"
+    )
+    new_process: bool = flag(
+        "train the weights of --pretrained-checkpoint (or --load --finetune) to another process, "
+        "which the flags above say; without it, flags that contradict the checkpoint are refused",
+        False,
+    )
+    skip_corrupt: bool = flag(
+        "with folder: and captions: data, take another sample in the place of one whose image "
+        "cannot be read (the same in every layout); the log counts them",
+        False,
+        check=_skip_corrupt,
+    )
+    class_dropout: float = flag(
+        "share of samples that lose their label and all other conditioning, for classifier-free "
+        "guidance (default 0.1)",
+        0.1,
+        metavar="P",
+        within=BELOW_ONE,
+        marks=[Mark.STEPS],
+    )
+    ema_decay: float = flag(
+        "decay of the exponential moving average of the weights; 0 keeps none",
+        0.9999,
+        metavar="D",
+        within=BELOW_ONE,
+        marks=[Mark.STEPS],
+    )
+    no_progress: bool = flag("no progress bar (without a terminal there is none anyway)", False)
+    verbose: bool = flag(
+        "all that Megatron says: every argument, bucket and phase (default: the arguments go to "
+        "arguments.txt under --save or --tensorboard-dir, the rest is left out)",
+        False,
+    )
+    trace: str | None = flag(
+        "write DIR/trace.json: when each operation of some steps ran on every device, what it "
+        "waited for, and what was sent; 'pulse compare' sets it beside the plan",
+        metavar="DIR",
+        marks=[Mark.FOLDER],
+    )
+    trace_steps: tuple[int, int] = flag(
+        "the steps to trace, counted from 1 in this run (default 3-5: after the warm-up)",
+        (3, 5),
+        metavar="FIRST-LAST",
+        read=_steps,
+    )
+
+    def make_placement(self, num_devices: int) -> Placement:
+        """The placement on ``num_devices`` pipeline devices."""
+        return make_placement(self.placement, num_devices, self.num_chunks)
+
+
+def pulse_flags(mark: Mark) -> list[str]:
+    """The names in the parsed arguments of our flags with this mark."""
+    return [f"pulse_{name}" for name in marked(PulseOptions, mark)]
+
+
+def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the ``pulse`` group to Megatron's parser and set defaults that diffusion needs."""
+    group = parser.add_argument_group(
+        "pulse", "Skip-aware pipeline parallelism for diffusion backbones."
+    )
+    add_flags(PulseOptions, group, PREFIX)
+    parser.set_defaults(**_defaults())
+    return parser
 
 
 def _defaults() -> dict[str, Any]:
@@ -293,37 +285,7 @@ def flag_name(name: str) -> str:
 
 def pulse_options(args: argparse.Namespace) -> PulseOptions:
     """The typed value of the ``--pulse-*`` flags; raises ValueError for a malformed option."""
-    malformed = [text for text in args.pulse_option if "=" not in text]
-    if malformed:
-        raise ValueError(f"--pulse-option takes KEY=VALUE, not {', '.join(map(repr, malformed))}")
-    return PulseOptions(
-        backbone=args.pulse_backbone,
-        options=dict(text.split("=", 1) for text in args.pulse_option),
-        plan=args.pulse_plan,
-        auto=args.pulse_auto,
-        placement=args.pulse_placement,
-        num_chunks=args.pulse_num_chunks,
-        schedule=args.pulse_schedule,
-        activation_cap=args.pulse_activation_cap,
-        conditioning=args.pulse_conditioning,
-        profile=args.pulse_profile,
-        partition=args.pulse_partition,
-        link_gbs=args.pulse_link_gbs,
-        link_us=args.pulse_link_us,
-        memory_gb=args.pulse_memory_gb,
-        solver=args.pulse_solver,
-        solver_seconds=args.pulse_solver_seconds,
-        timeout_s=args.pulse_timeout_s,
-        data=args.pulse_data,
-        process=process_choice(args, "pulse-"),
-        new_process=args.pulse_new_process,
-        class_dropout=args.pulse_class_dropout,
-        ema_decay=args.pulse_ema_decay,
-        skip_corrupt=args.pulse_skip_corrupt,
-        progress=not args.pulse_no_progress,
-        trace=args.pulse_trace,
-        trace_steps=args.pulse_trace_steps,
-    )
+    return read_flags(PulseOptions, args, PREFIX)
 
 
 def set_model_arguments(args: argparse.Namespace, placement: Placement) -> None:

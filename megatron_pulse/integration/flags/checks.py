@@ -8,10 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_pulse.faults import listed
-from megatron_pulse.integration.flags.arguments import PulseOptions, flag_name
+from megatron_pulse.flag_fields import flag_faults
+from megatron_pulse.integration.flags.arguments import (
+    PREFIX,
+    Mark,
+    PulseOptions,
+    flag_name,
+    pulse_flags,
+)
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.together import check_together
-from megatron_pulse.planner.layout.placement import PlacementKind
 
 
 class FlagError(SystemExit):
@@ -32,8 +38,8 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
         *line.faults,
         *check_together(line),
         *_check_sizes(args),
-        *_check_training(args, options),
-        *_check_placement(args, options),
+        *_check_training(args),
+        *flag_faults(options, PREFIX),
         *_check_folders(args),
     ]
 
@@ -66,45 +72,18 @@ def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
             )
 
 
-def _check_training(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+def _check_training(args: argparse.Namespace) -> Iterator[str]:
     if args.train_iters is None and args.train_samples is None:
         yield "--train-iters (or --train-samples) must be given"
     elif (args.train_iters or args.train_samples or 0) < 1 and not args.skip_train:
         yield "--train-iters must be positive"
     if args.lr is None or args.lr <= 0:
         yield "--lr must be given and positive"
-    if not 0 <= options.class_dropout < 1:
-        yield f"--pulse-class-dropout {options.class_dropout} is not in [0, 1)"
-    if not 0 <= options.ema_decay < 1:
-        yield f"--pulse-ema-decay {options.ema_decay} is not in [0, 1)"
-    if options.skip_corrupt and not (options.data or "").startswith(("folder:", "captions:")):
-        yield "--pulse-skip-corrupt is for image files: --pulse-data folder:PATH or captions:PATH"
-    if options.solver_seconds <= 0:
-        yield f"--pulse-solver-seconds {options.solver_seconds:g} must be positive"
-    if options.timeout_s <= 0:
-        yield f"--pulse-timeout-s {options.timeout_s:g} must be positive"
-
-
-def _check_placement(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
-    chunks = options.num_chunks
-    if options.placement == PlacementKind.FOLD and (chunks < 2 or chunks % 2):
-        yield f"--pulse-num-chunks {chunks}: a fold has 2 stages per device and wave (2, 4, ...)"
-    if options.placement == PlacementKind.INTERLEAVED and chunks < 2:
-        yield f"--pulse-num-chunks {chunks}: interleaving needs at least 2 stages per device"
-    for name in ("link_gbs", "memory_gb"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            yield f"{flag_name('pulse_' + name)} {value:g} must be positive"
-    if options.link_us < 0:
-        yield f"--pulse-link-us {options.link_us:g} must not be negative"
-    if options.activation_cap is not None and options.activation_cap < 1:
-        yield f"--pulse-activation-cap {options.activation_cap} must be positive"
 
 
 _FOLDERS = (
     "save",
     "tensorboard_dir",
-    "pulse_trace",
     "non_persistent_global_ckpt_dir",
     "wandb_save_dir",
     "config_logger_dir",
@@ -113,7 +92,7 @@ _FOLDERS = (
 
 
 def _check_folders(args: argparse.Namespace) -> Iterator[str]:
-    for name in _FOLDERS:
+    for name in (*_FOLDERS, *pulse_flags(Mark.FOLDER)):
         folder = getattr(args, name)
         if folder is not None and (fault := _unwritable(Path(folder))):
             yield f"{flag_name(name)} {folder}: {fault}"

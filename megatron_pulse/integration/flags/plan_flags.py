@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_pulse.integration.flags.arguments import PulseOptions, flag_name
+from megatron_pulse.flag_fields import marked
+from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, flag_name
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from model_specs import complete_record, load_backbone
 
@@ -28,9 +29,6 @@ def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> Pul
         options=dict(plan.backbone["options"]),
         placement=plan.placement,
         num_chunks=plan.num_chunks,
-        schedule="auto",
-        activation_cap=None,
-        profile=None,
     )
 
 
@@ -70,7 +68,13 @@ def _contradictions(
                 f"--pulse-backbone {name} with these options is not what --pulse-plan is of "
                 f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"
             )
-    for name, default in (("schedule", "auto"), ("activation_cap", None), ("profile", None)):
-        if (given := getattr(options, name)) != default:
+    default = PulseOptions()
+    for name in ("placement", "num_chunks"):
+        given, planned = getattr(options, name), getattr(plan, name)
+        if given not in (getattr(default, name), planned):
+            flag = flag_name(f"pulse_{name}")
+            yield f"{flag} {given}, but --pulse-plan says {planned}: leave the flag out"
+    for name in marked(PulseOptions, Mark.PLAN):
+        if (given := getattr(options, name)) != getattr(default, name):
             flag = flag_name(f"pulse_{name}")
             yield f"{flag} {given} together with --pulse-plan, which decides that: leave one out"

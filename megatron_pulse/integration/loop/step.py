@@ -19,7 +19,7 @@ def wrap_train_step(
     """Megatron's ``train_step``, followed by the average's update and the progress bar."""
     bar: tqdm[Any] | None = None
     is_last = args.rank == args.world_size - 1
-    shows_progress = options.progress and is_last and sys.stderr.isatty()
+    shows_progress = not options.no_progress and is_last and sys.stderr.isatty()
 
     def step(
         forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **kwargs: Any

@@ -1,0 +1,178 @@
+"""Flags as the fields of a dataclass: each says once how it is written, read and checked.
+
+    @dataclass(frozen=True)
+    class Options:
+        seconds: float = flag("longest search (default 10)", 10.0, metavar="S", within=POSITIVE)
+        solver: Literal["highs", "none"] = flag("who searches", "highs")
+        again: bool = flag("search anew")
+
+    add_flags(Options, parser, "pulse-")      # --pulse-seconds S, --pulse-solver, --pulse-again
+    options = read_flags(Options, parser.parse_args(), "pulse-")
+    faults = flag_faults(options, "pulse-")   # "--pulse-seconds -1 must be positive"
+
+A flag takes what its field's type says: a number, a text, one of a ``Literal``, KEY=VALUE any
+number of times (a Mapping), nothing (bool), ``--x`` or ``--no-x`` (bool or None), or the flags of
+another such dataclass. Imports nothing slow, so that ``--help`` stays fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a flag takes; ``fault`` is said of others, after the flag and its value."""
+
+    holds: Callable[[float], bool]
+    fault: str
+
+
+POSITIVE = Range(lambda value: value > 0, "must be positive")
+NOT_NEGATIVE = Range(lambda value: value >= 0, "must not be negative")
+BELOW_ONE = Range(lambda value: 0 <= value < 1, "is not in [0, 1)")
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """What a field says of its flag, apart from type and default (see ``flag``)."""
+
+    help: str
+    name: str | None
+    metavar: str | None
+    choices: Sequence[str] | None
+    read: Callable[[str], Any] | None
+    within: Range | None
+    check: Callable[[Any], str | None] | None
+    marks: frozenset[Any]
+
+
+def flag(
+    help: str,
+    default: Any = None,
+    *,
+    name: str | None = None,
+    metavar: str | None = None,
+    choices: Sequence[str] | None = None,
+    read: Callable[[str], Any] | None = None,
+    within: Range | None = None,
+    check: Callable[[Any], str | None] | None = None,
+    marks: Collection[Any] = (),
+) -> Any:
+    """A field that is a flag.
+
+    ``name`` is for a flag that is not called as its field, ``read`` for a type that argparse does
+    not know (it raises argparse.ArgumentTypeError). ``check`` takes the whole dataclass and says
+    what is wrong with this flag beside the others, to be read after its name. ``marks`` are for
+    ``marked``. In ``help`` "{word}" stands for what ``add_flags`` is given as ``word``.
+    """
+    what = _Flag(help, name, metavar, choices, read, within, check, frozenset(marks))
+    if isinstance(default, Mapping):
+        return field(default_factory=lambda: dict(default), metadata={"flag": what})
+    return field(default=default, metadata={"flag": what})
+
+
+def flags_of(kind: type, **words: str) -> Any:
+    """A field that holds another dataclass of flags; ``words`` are for its help texts."""
+    return field(default_factory=kind, metadata={"words": words})
+
+
+def add_flags(
+    cls: type, parser: Any, prefix: str = "", *, without: Collection[str] = (), **words: str
+) -> None:
+    """Add the flags of ``cls``, but for the fields ``without``, in the order of its fields."""
+    for each, kind in _typed(cls):
+        if each.name in without:
+            continue
+        what: _Flag | None = each.metadata.get("flag")
+        if what is None:
+            if is_dataclass(kind):
+                add_flags(kind, parser, prefix, **each.metadata.get("words", {}))
+            continue
+        text = what.help
+        for word, meaning in words.items():
+            text = text.replace(f"{{{word}}}", meaning)
+        takes = {**_argparse(what, kind, each.default), "help": text}
+        parser.add_argument(_written(each, prefix), **takes)
+
+
+def read_flags[Options](cls: type[Options], args: argparse.Namespace, prefix: str = "") -> Options:
+    """What was given; a flag that ``args`` do not have is at its default.
+
+    Raises ValueError for what is not KEY=VALUE.
+    """
+    values: dict[str, Any] = {}
+    for each, kind in _typed(cls):
+        name = _dest(each, prefix)
+        if "flag" not in each.metadata:
+            if is_dataclass(kind):
+                values[each.name] = read_flags(cast(type[Any], kind), args, prefix)
+        elif hasattr(args, name):
+            given = getattr(args, name)
+            mapping = get_origin(kind) is Mapping
+            values[each.name] = key_values(given, _written(each, prefix)) if mapping else given
+    return cls(**values)
+
+
+def flag_faults(options: Any, prefix: str = "") -> Iterator[str]:
+    """What is wrong with the values of flags, in themselves or beside each other."""
+    for each, kind in _typed(type(options)):
+        value, what = getattr(options, each.name), each.metadata.get("flag")
+        if what is None:
+            if is_dataclass(kind):
+                yield from flag_faults(value, prefix)
+            continue
+        if what.within is not None and value is not None and not what.within.holds(value):
+            yield f"{_written(each, prefix)} {value:g} {what.within.fault}"
+        if what.check is not None and (fault := what.check(options)):
+            yield f"{_written(each, prefix)} {fault}"
+
+
+def marked(cls: type, mark: Any) -> list[str]:
+    """The fields of ``cls`` whose flags have this mark."""
+    return [
+        f.name for f in fields(cls) if "flag" in f.metadata and mark in f.metadata["flag"].marks
+    ]
+
+
+def key_values(texts: Sequence[str], flag: str) -> dict[str, str]:
+    """What repeated KEY=VALUE say; raises ValueError with every text that is not of that form."""
+    if faults := [f"{flag} {text}: write it as KEY=VALUE" for text in texts if "=" not in text]:
+        raise ValueError("; ".join(faults))
+    return dict(text.split("=", 1) for text in texts)
+
+
+def _argparse(what: _Flag, kind: Any, default: Any) -> dict[str, Any]:
+    """What argparse takes for a flag of that type."""
+    if get_origin(kind) is Mapping:
+        return {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+    optional = type(None) in get_args(kind)
+    plain = get_args(kind)[0] if optional else kind
+    if plain is bool:
+        return {"action": argparse.BooleanOptionalAction if optional else "store_true"}
+    takes = {
+        "default": default,
+        "metavar": what.metavar,
+        "type": what.read or (plain if plain in (int, float) else None),
+        "choices": what.choices or (get_args(plain) if get_origin(plain) is Literal else None),
+    }
+    return {name: value for name, value in takes.items() if value is not None}
+
+
+def _typed(cls: type) -> Iterator[tuple[Field[Any], Any]]:
+    types = get_type_hints(cls)
+    return ((each, types[each.name]) for each in fields(cls))
+
+
+def _written(each: Field[Any], prefix: str) -> str:
+    """The flag as it is written."""
+    what: _Flag | None = each.metadata.get("flag")
+    name = each.name if what is None or what.name is None else what.name
+    return f"--{prefix}{name.replace('_', '-')}"
+
+
+def _dest(each: Field[Any], prefix: str) -> str:
+    return _written(each, prefix)[2:].replace("-", "_")
