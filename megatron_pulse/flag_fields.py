@@ -90,7 +90,7 @@ def add_flags(
         what: _Flag | None = each.metadata.get("flag")
         if what is None:
             if is_dataclass(kind):
-                add_flags(kind, parser, prefix, **each.metadata.get("words", {}))
+                add_flags(cast(type, kind), parser, prefix, **each.metadata.get("words", {}))
             continue
         text = what.help
         for word, meaning in words.items():

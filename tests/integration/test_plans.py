@@ -83,11 +83,12 @@ def test_what_contradicts_a_plan_is_refused_all_at_once(tmp_path: Path) -> None:
     plan = str(make_plan(tmp_path / "plan.json", config))
     message = refused(
         1, "--pulse-plan", plan, "--micro-batch-size", "4", "--pulse-schedule", "gpipe",
-        "--pulse-backbone", "uvit-s",
+        "--pulse-backbone", "uvit-s", "--pulse-placement", "interleaved",
     )  # fmt: skip
     assert "is for 2 ranks (pipeline 2 x data 1 x tensor 1), but 1 were started" in message
     assert "--micro-batch-size 4, but --pulse-plan says 2: leave the flag out" in message
     assert "--pulse-schedule gpipe together with --pulse-plan" in message
+    assert "--pulse-placement interleaved, but --pulse-plan says fold" in message
     assert "--pulse-backbone uvit-s with these options is not what --pulse-plan is of" in message
 
 
