@@ -5,12 +5,7 @@ import json
 
 import pytest
 
-from megatron_pulse.diffusion.choice import (
-    DynamicShift,
-    ProcessChoice,
-    TimeShift,
-    parse_shift,
-)
+from megatron_pulse.diffusion.choice import DynamicShift, ProcessChoice, TimeShift, parse_shift
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.flag_fields import add_flags, read_flags
