@@ -1,1 +1,59 @@
-"""Skip-aware pipeline parallelism for diffusion backbones on Megatron-Core."""
+"""Skip-aware pipeline parallelism for diffusion backbones on Megatron-Core.
+
+What a program of its own needs is here by name: describe a chain, cut it, order its operations,
+run it. Each name is imported from its module when it is first used: planning needs no torch, and
+running needs nothing of Megatron's but what the layers themselves use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone as Backbone
+    from megatron_pulse.backbone.chain import Layer as Layer
+    from megatron_pulse.backbone.chain import TensorSpec as TensorSpec
+    from megatron_pulse.backbone.check import check_backbone as check_backbone
+    from megatron_pulse.backbone.costs import ChainCosts as ChainCosts
+    from megatron_pulse.backbone.costs import weighted_costs as weighted_costs
+    from megatron_pulse.backbone.plain import chain as chain
+    from megatron_pulse.planner.cluster.link import Link as Link
+    from megatron_pulse.planner.layout.placement import Partition as Partition
+    from megatron_pulse.planner.layout.placement import fold as fold
+    from megatron_pulse.planner.layout.placement import interleaved as interleaved
+    from megatron_pulse.planner.layout.placement import sequential as sequential
+    from megatron_pulse.planner.partition.find import Goal as Goal
+    from megatron_pulse.planner.partition.find import find_partition as find_partition
+    from megatron_pulse.planner.schedule.solve import solve as solve
+    from megatron_pulse.planner.step.plan import Plan as Plan
+    from megatron_pulse.planner.step.plan import make_plan as make_plan
+    from megatron_pulse.profile.measuring.measure import measure as measure
+    from megatron_pulse.runtime.pipeline import Pipeline as Pipeline
+
+_NAMES = {
+    "megatron_pulse.backbone.chain": ("Backbone", "Layer", "TensorSpec"),
+    "megatron_pulse.backbone.check": ("check_backbone",),
+    "megatron_pulse.backbone.costs": ("ChainCosts", "weighted_costs"),
+    "megatron_pulse.backbone.plain": ("chain",),
+    "megatron_pulse.profile.measuring.measure": ("measure",),
+    "megatron_pulse.planner.cluster.link": ("Link",),
+    "megatron_pulse.planner.layout.placement": ("Partition", "fold", "interleaved", "sequential"),
+    "megatron_pulse.planner.partition.find": ("Goal", "find_partition"),
+    "megatron_pulse.planner.step.plan": ("Plan", "make_plan"),
+    "megatron_pulse.planner.schedule.solve": ("solve",),
+    "megatron_pulse.runtime.pipeline": ("Pipeline",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [*_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,8 +12,8 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
+from megatron_pulse.integration.stage import MegatronStage
 from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.runtime.stage import Stage
 
 
 class StageFloat16Module(Float16Module):
@@ -46,7 +46,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
         config.qk_layernorm = True
         # Weights are drawn in fp32, whatever they are rounded to: masters start from these.
         dtype, config.params_dtype = config.params_dtype, torch.float32
-        stage = Stage(
+        stage = MegatronStage(
             config,
             plan.backbone,
             plan.routes,
@@ -67,8 +67,8 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
     return provide
 
 
-def unwrap(chunk: torch.nn.Module) -> Stage:
+def unwrap(chunk: torch.nn.Module) -> MegatronStage:
     """The stage inside Megatron's DDP and half-precision wrappers."""
-    while not isinstance(chunk, Stage):
+    while not isinstance(chunk, MegatronStage):
         chunk = chunk.module  # type: ignore[assignment]
     return chunk

@@ -1,4 +1,4 @@
-"""One stage of a partitioned backbone as a Megatron module."""
+"""One stage of a partitioned backbone as a torch module."""
 
 from __future__ import annotations
 
@@ -7,20 +7,14 @@ import hashlib
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.planner.layout.routes import Carrier, Routes, embedders_of
 from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.parameters.masters import Masters
 from megatron_pulse.runtime.parameters.replicas import Replicas
-from megatron_pulse.runtime.parameters.sharded_state import like_parameters, sharded_module_state
 from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring
 
 Tensors = dict[str, Tensor]
@@ -32,39 +26,30 @@ def layer_seed(seed: int, layer_name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-class Stage(MegatronModule):
+class Stage(nn.Module):
     """Layers ``routes.partition.layers_of_stage(stage)`` of ``backbone``.
 
     Parameters are named by their layer's global name, so a checkpoint does not depend on where
-    the chain was cut. ``recompute`` recomputes each layer's activations in the backward pass.
-    ``masters``, where set, are what the parameters are rounded from, and ``ema`` averages them;
-    ``drawn`` holds the initial weights until there are masters to take them.
+    the chain was cut. ``context`` is what the layers are built with. ``recompute`` recomputes each
+    layer's activations in the backward pass.
     A replicated embedder is a layer of one stage like any other, but runs only through
     ``replicas``, which must be set where ``routes`` has such.
+    ``base`` goes to the next class where another is derived from this and from one of Megatron's.
     """
 
     def __init__(
         self,
-        config: TransformerConfig,
         backbone: Backbone,
         routes: Routes,
         stage: int,
         seed: int,
-        pg_collection: ProcessGroupCollection | None = None,
+        context: LayerContext | None = None,
         recompute: bool = False,
+        **base: Any,
     ) -> None:
-        super().__init__(config)
+        super().__init__(**base)
         self.stage = stage
         self.recompute = recompute
-        self.drawn: Tensors = {}
-        self.masters: Masters | None = None
-        self.ema: ExponentialMovingAverage | None = None
-        # What Megatron's training loop reads from every model chunk.
-        self.pg_collection = pg_collection
-        self.pre_process = stage == 0
-        self.post_process = stage == routes.partition.placement.num_stages - 1
-        self.share_embeddings_and_output_weights = False
-
         self.replicas: Replicas | None = None
         self._embedders = [backbone.layers[i] for i in embedders_of(backbone, routes, stage)]
         self._replicated = routes.replicated
@@ -77,7 +62,6 @@ class Stage(MegatronModule):
         self._computed = {edge.name for edge in backbone.conditioning}
         self._skips_out = tuple(r.name for r in routes.skips_out_of(stage))
         self._provides = tuple(c.name for c in routes.conditioning_out_of(stage))
-        context = LayerContext(config=config, pg_collection=pg_collection)
         modules = []
         for spec in self._specs:
             with torch.random.fork_rng(devices=[]):
@@ -146,52 +130,6 @@ class Stage(MegatronModule):
         if name not in self._computed:
             return tensor
         return _alias(tensor).to(next(self.parameters()).dtype)
-
-    def set_input_tensor(self, input_tensor: Any) -> None:
-        """Required by Megatron's wrappers; the executor passes inputs to forward."""
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Parameters (and the EMA, when there is one) keyed by global layer name.
-
-        Collective over the ranks that share out masters, if there is an EMA of these.
-        """
-        state = sharded_module_state(self, prefix, metadata)
-        if self.ema is not None:
-            averages = self.ema.state
-            if self.masters is not None:
-                names = [name for name, _ in self.named_parameters()]
-                averages = self.masters.gather(averages, names)
-            state.update(like_parameters(state, prefix, averages, "ema."))
-        return state
-
-    def replace_rounded(self, state: dict[str, Any]) -> None:
-        """Put the fp32 masters in the place of bf16 and fp16 weights in a sharded state of this.
-
-        Collective over the ranks that share out masters.
-        """
-        if self.masters is not None:
-            rounded = [
-                name
-                for name, value in self.state_dict().items()
-                if name in self.masters.shapes and value.dtype != torch.float32
-            ]
-            state.update(
-                like_parameters(state, "", self.masters.gather(self.masters.values(), rounded))
-            )
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters and their masters, and the EMA where the state has one."""
-        own = {k: v for k, v in state_dict.items() if not k.startswith("ema.")}
-        if self.ema is not None:
-            averages = {
-                k.removeprefix("ema."): v for k, v in state_dict.items() if k.startswith("ema.")
-            }
-            self.ema.load_state(averages if self.masters is None else self.masters.parts(averages))
-        if self.masters is not None:
-            self.masters.load(own)
-        return super().load_state_dict(own, strict=strict, assign=assign)
 
 
 def _run(module: nn.Module, later: Later | None, *given: Any) -> Any:

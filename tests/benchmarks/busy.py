@@ -36,39 +36,22 @@ def profile(kind: str) -> Any:
     return measure(load_backbone(name, options), [MICRO_BATCH_SIZE])
 
 
-def executor_of(plan: Any, num_microbatches: int, micro_batch_size: int) -> tuple[Any, Any, Any]:
-    """This rank's executor of ``plan``, its settings, and a step's batches."""
+def pipeline_of(plan: Any, num_microbatches: int, micro_batch_size: int) -> tuple[Any, Any]:
+    """This rank's part of ``plan``, and a step's batches."""
     import torch
-    import torch.distributed as dist
 
-    from megatron_pulse.runtime.exchange import message_spec
-    from megatron_pulse.runtime.executor import Executor
-    from megatron_pulse.runtime.failures import default_board
-    from megatron_pulse.runtime.links import Links
-    from megatron_pulse.runtime.settings import RunSettings
-    from megatron_pulse.runtime.stage import Stage
+    from megatron_pulse.backbone.context import LayerContext
+    from megatron_pulse.runtime.pipeline import Pipeline
     from tests.runtime.equality import Case, join_pipeline, make_batch, mean_squared_error
 
     torch.set_num_threads(1)
-    config, group = join_pipeline()
-    rank, backbone = dist.get_rank(), plan.backbone
-    step = plan.step(num_microbatches)
-    settings = RunSettings(micro_batch_size, torch.float32, torch.device("cpu"), mean_squared_error)
-    stages = {
-        s: Stage(config, backbone, plan.routes, s, seed=1)
-        for s in plan.placement.stages_of_device(rank)
-    }
-    board, links = default_board(), None
-    if group is not None:
-        links = Links(
-            group, lambda m: settings.make_empty(message_spec(plan.routes, m)), board, 60.0
-        )
-    executor = Executor(
-        backbone, plan.routes, step.schedule, step.programs[rank], rank, stages, links, board
+    config, _ = join_pipeline()
+    pipeline = Pipeline(
+        plan, mean_squared_error, micro_batch_size, seed=1, context=LayerContext(config)
     )
     case = Case("fold", num_microbatches, dtype="float32", micro_batch_size=micro_batch_size)
-    batches = [make_batch(backbone, case, 0, m) for m in range(num_microbatches)]
-    return executor, settings, batches
+    batches = [make_batch(plan.backbone, case, 0, m) for m in range(num_microbatches)]
+    return pipeline, batches
 
 
 def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) -> list[float]:
@@ -81,7 +64,8 @@ def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) ->
 
     name, options = BACKBONES[kind]
     plan = Plan(load_backbone(name, options), Partition(fold(2), cuts))
-    executor, settings, batches = executor_of(plan, num_microbatches, MICRO_BATCH_SIZE)
+    pipeline, batches = pipeline_of(plan, num_microbatches, MICRO_BATCH_SIZE)
+    executor = pipeline.executor(num_microbatches)
     spent = 0.0
     run = executor._run
 
@@ -95,7 +79,7 @@ def busy(kind: str, cuts: tuple[int, ...], num_microbatches: int, steps: int) ->
     seconds = []
     for _ in range(steps):
         spent = 0.0
-        executor.run(iter(batches), settings)
+        pipeline.step(batches)
         seconds.append(spent)
         dist.barrier()
     return seconds[2:]

@@ -88,7 +88,7 @@ class RelayStage(nn.Module):
         return torch.cat([x, *(skips[name] for name in self.leaving)], -1) if skips else x
 
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def steps(width: int, skips: bool, count: int) -> dict[str, tuple[Step, list[nn.Module]]]:
@@ -100,11 +100,7 @@ def steps(width: int, skips: bool, count: int) -> dict[str, tuple[Step, list[nn.
     from megatron_pulse.backbone.costs import weighted_costs
     from megatron_pulse.planner.layout.placement import fold, sequential
     from megatron_pulse.planner.step.plan import Plan, make_plan
-    from megatron_pulse.runtime.exchange import message_spec
-    from megatron_pulse.runtime.executor import Executor
-    from megatron_pulse.runtime.failures import default_board
-    from megatron_pulse.runtime.links import Links
-    from megatron_pulse.runtime.settings import RunSettings
+    from megatron_pulse.runtime.pipeline import Pipeline
     from megatron_pulse.runtime.stage import Stage
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -121,42 +117,23 @@ def steps(width: int, skips: bool, count: int) -> dict[str, tuple[Step, list[nn.
     backbone = make_backbone(width, skips)
     costs = weighted_costs(backbone, [8.0 + bool(layer.pops) for layer in backbone.layers])
     data = torch.randn(SEQUENCE, BATCH, width, generator=torch.Generator().manual_seed(2))
-    settings = RunSettings(
-        BATCH, torch.float32, torch.device("cpu"), lambda p, b: (p - b["target"]).square().mean()
-    )
 
     def ours(plan: Plan) -> tuple[Step, list[nn.Module]]:
-        own = plan.placement.stages_of_device(rank)
-        stages = {s: Stage(config, backbone, plan.routes, s, seed=1) for s in own}
-        board, planned = default_board(), plan.step(count)
-        links = Links(
-            parallel_state.get_pipeline_model_parallel_group(),
-            lambda m: settings.make_empty(message_spec(plan.routes, m)),
-            board,
-            60.0,
-        )
-        executor = Executor(
-            backbone,
-            plan.routes,
-            planned.schedule,
-            planned.programs[rank],
-            rank,
-            stages,
-            links,
-            board,
-        )
+        pipeline = Pipeline(plan, lambda p, b: (p - b["target"]).square().mean(), BATCH, seed=1)
         batches = [{"noisy": data, "target": data}] * count
-        return lambda: executor.run(iter(batches), settings), list(stages.values())
+        return lambda: pipeline.step(batches), list(pipeline.stages.values())
 
     row = make_plan(backbone, costs, sequential(world), "1f1b")
     ways = {"ours, sequential, 1F1B": ours(row)}
     if skips:
         ways["ours, fold exact"] = ours(make_plan(backbone, costs, fold(world), "wave"))
-    ways[MEGATRON] = theirs(row, Stage(config, backbone, row.routes, rank, seed=1), data, count)
+    ways[MEGATRON] = theirs(row, Stage(backbone, row.routes, rank, seed=1), config, data, count)
     return ways
 
 
-def theirs(plan: Any, stage: Any, data: Tensor, count: int) -> tuple[Step, list[nn.Module]]:
+def theirs(
+    plan: Any, stage: Any, config: Any, data: Tensor, count: int
+) -> tuple[Step, list[nn.Module]]:
     """Megatron's own 1F1B on the stages of ``plan``."""
     from megatron.core.pipeline_parallel.schedules import (
         forward_backward_pipelining_without_interleaving as megatron_schedule,
@@ -167,7 +144,7 @@ def theirs(plan: Any, stage: Any, data: Tensor, count: int) -> tuple[Step, list[
 
     rank, cuts, width = stage.stage, plan.partition.cuts, data.shape[-1]
     entering, leaving = crossing(cuts[rank]), crossing(cuts[rank + 1])
-    model = RelayStage(stage, entering, leaving, stage.config)
+    model = RelayStage(stage, entering, leaving, config)
     shapes = tuple([(SEQUENCE, BATCH, width * (1 + len(n)))] for n in (entering, leaving))
 
     def forward_step(iterator: Any, model: nn.Module) -> Any:

@@ -24,7 +24,7 @@ from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.planner.tune.config import Config, Layout
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from model_specs import load_backbone
-from tests.benchmarks.busy import BACKBONES, executor_of
+from tests.benchmarks.busy import BACKBONES, pipeline_of
 from tests.ranks import run_ranks
 
 SIZES = (1, 4)
@@ -102,12 +102,12 @@ def measured(
         Partition(config.placement, cuts),
         schedules=(from_json(orders),),
     )
-    executor, settings, batches = executor_of(plan, count, config.micro_batch_size)
+    pipeline, batches = pipeline_of(plan, count, config.micro_batch_size)
     seconds = []
     for _ in range(steps):
         dist.barrier()
         began = time.perf_counter()
-        executor.run(iter(batches), settings)
+        pipeline.step(batches)
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     return seconds[2:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,14 +18,10 @@ from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.plan import Plan, make_plan
-from megatron_pulse.runtime.exchange import message_spec
-from megatron_pulse.runtime.executor import Executor
-from megatron_pulse.runtime.failures import default_board
-from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.executor import Workload
 from megatron_pulse.runtime.measure.recorder import StepRecorder
-from megatron_pulse.runtime.parameters.replicas import Replicas
-from megatron_pulse.runtime.settings import RunSettings
-from megatron_pulse.runtime.stage import Stage, layer_seed
+from megatron_pulse.runtime.pipeline import Pipeline
+from megatron_pulse.runtime.stage import layer_seed
 
 SEED = 7
 
@@ -133,74 +130,62 @@ def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
     return replace(plan, embedders=choices, schedules=given or plan.schedules)
 
 
-def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup | None) -> Outcome:
-    """A few steps of AdamW on this rank's stages; ``group`` is the pipeline (None: alone)."""
-    num_devices = group.size() if group is not None else 1
-    device = group.rank() if group is not None else 0
-    plan = plan_of(backbone, case, num_devices)
-    placement = plan.placement
-    step_plan = plan.step(case.num_microbatches)
-    dtype = getattr(torch, case.dtype)
-    stages = {
-        s: leave_zero(
-            Stage(config, backbone, plan.routes, s, seed=SEED, recompute=case.recompute)
-        ).to(dtype)
-        for s in placement.stages_of_device(device)
-    }
-    settings = RunSettings(case.micro_batch_size, dtype, torch.device("cpu"), mean_squared_error)
-    links = board = None
-    if group is not None:
-        board = default_board()
-        links = Links(
-            group, lambda m: settings.make_empty(message_spec(plan.routes, m)), board, 60.0
-        )
-    replicas = None
-    if plan.routes.replicated:
-        replicas = Replicas(
-            backbone,
-            plan.routes,
-            device,
-            LayerContext(config),
-            {
-                plan.backbone.layers[i].name: stage.get_submodule(plan.backbone.layers[i].name)
-                for s, stage in stages.items()
-                for i in plan.partition.layers_of_stage(s)
-                if plan.backbone.layers[i].name in plan.routes.replicated
-            },
-            links,
-            dtype,
-            settings.device,
-        )
-        for stage in stages.values():
-            stage.replicas = replicas
-    executor = Executor(
-        backbone,
-        plan.routes,
-        step_plan.schedule,
-        step_plan.programs[device],
-        device,
-        stages,
-        links,
-        board,
-        replicas=replicas,
+def make_pipeline(
+    backbone: Backbone,
+    case: Case,
+    config: Any,
+    group: dist.ProcessGroup | None,
+    timeout_s: float = 60.0,
+    fillers: Sequence[Workload] = (),
+) -> Pipeline:
+    """This rank's part of a case; ``group`` is the pipeline (None: alone)."""
+    pipeline = Pipeline(
+        plan_of(backbone, case, group.size() if group is not None else 1),
+        mean_squared_error,
+        case.micro_batch_size,
+        seed=SEED,
+        dtype=getattr(torch, case.dtype),
+        group=group,
+        context=LayerContext(config),
+        recompute=case.recompute,
+        timeout_s=timeout_s,
+        fillers=fillers,
     )
-    parameters = {n: p for stage in stages.values() for n, p in stage.named_parameters()}
+    leave_zero(pipeline)
+    return pipeline
+
+
+def make_batches(backbone: Backbone, case: Case, step: int) -> list[dict[str, Tensor]]:
+    """The microbatches of a step."""
+    return [make_batch(backbone, case, step, m) for m in range(case.num_microbatches)]
+
+
+def train(
+    backbone: Backbone,
+    case: Case,
+    config: Any,
+    group: dist.ProcessGroup | None,
+    fillers: Sequence[Workload] = (),
+) -> Outcome:
+    """A few steps of AdamW on this rank's stages."""
+    pipeline = make_pipeline(backbone, case, config, group, fillers=fillers)
+    parameters = dict(pipeline.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, foreach=False)
     outcome = Outcome()
     for step in range(case.steps):
         optimizer.zero_grad()
-        batches = (make_batch(backbone, case, step, m) for m in range(case.num_microbatches))
-        recorder = StepRecorder(device, settings.device)
-        losses = executor.run(batches, settings, recorder=recorder)
+        batches = make_batches(backbone, case, step)
+        recorder = StepRecorder(pipeline.rank, torch.device("cpu"))
+        losses = pipeline.step(batches, recorder=recorder)
         outcome.losses += [loss.item() for loss in losses]
         outcome.num_weight_gradients += sum(
             timed.operation.kind is Kind.WEIGHT_GRAD for timed in recorder.finish().operations
         )
-        assert executor.held_bytes == 0
+        assert pipeline.executor(len(batches)).held_bytes == 0
         optimizer.step()
     outcome.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
     outcome.parameters = {n: p.detach().clone() for n, p in parameters.items()}
-    if links is not None:
+    if (links := pipeline.links) is not None:
         outcome.forward_bytes = links.traffic.forward_bytes
         outcome.gradient_bytes = links.traffic.gradient_bytes
         outcome.skip_bytes = links.traffic.skip_bytes
@@ -208,13 +193,12 @@ def train(backbone: Backbone, case: Case, config: Any, group: dist.ProcessGroup 
     return outcome
 
 
-def leave_zero(stage: Stage) -> Stage:
+def leave_zero(pipeline: Pipeline) -> None:
     """Gates and heads that begin at zero would hide what is behind them for the first steps."""
     with torch.no_grad():
-        for name, parameter in stage.named_parameters():
+        for name, parameter in pipeline.named_parameters():
             generator = torch.Generator().manual_seed(layer_seed(SEED, name))
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    return stage
 
 
 def split(schedule: Schedule, delay: int) -> Schedule:

@@ -12,7 +12,15 @@ import torch
 
 from megatron_pulse.backbone.costs import weighted_costs
 from tests.ranks import RanksFailed, run_ranks
-from tests.runtime.equality import Case, Outcome, differences, merge, train
+from tests.runtime.equality import (
+    Case,
+    Outcome,
+    differences,
+    make_batches,
+    make_pipeline,
+    merge,
+    train,
+)
 from tests.toys import SIDE, TOKENS, ToyLayer, nested, toy_backbone
 
 CHAIN = {
@@ -159,10 +167,11 @@ def run_dying(victim: int) -> None:
     dist.init_process_group("gloo")
     backbone = toy_backbone(9, nested(9, 4))
     case = Case("fold", 4, steps=1)
-    train(backbone, case, _config(), dist.group.WORLD)
+    pipeline = make_pipeline(backbone, case, _config(), dist.group.WORLD)
+    pipeline.step(make_batches(backbone, case, 0))
     if dist.get_rank() == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    train(backbone, case, _config(), dist.group.WORLD)
+    pipeline.step(make_batches(backbone, case, 1))
 
 
 def test_a_rank_that_dies_is_named_by_all_others() -> None:
@@ -180,18 +189,15 @@ def test_a_rank_that_dies_is_named_by_all_others() -> None:
 def run_silent(victim: int) -> None:
     import torch.distributed as dist
 
-    from tests.runtime import equality
-
     dist.init_process_group("gloo")
     backbone = toy_backbone(9, nested(9, 4))
     case = Case("fold", 4, steps=1)
-    train(backbone, case, _config(), dist.group.WORLD)
+    pipeline = make_pipeline(backbone, case, _config(), dist.group.WORLD, timeout_s=3.0)
+    pipeline.step(make_batches(backbone, case, 0))
     if dist.get_rank() == victim:
         time.sleep(8)
         return
-    original = equality.Links
-    equality.Links = lambda g, m, b, t: original(g, m, b, 3.0)  # type: ignore[assignment,misc]
-    train(backbone, case, _config(), dist.group.WORLD)
+    pipeline.step(make_batches(backbone, case, 1))
 
 
 def test_a_silent_rank_is_a_timeout_that_names_it() -> None:

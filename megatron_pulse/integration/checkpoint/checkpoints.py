@@ -16,7 +16,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.process import saved_process
-from megatron_pulse.runtime.stage import Stage
+from megatron_pulse.integration.stage import MegatronStage
 from model_specs import compare_models, continue_model
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -158,7 +158,7 @@ def complete_checkpoints(load: Path) -> list[int]:
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
-def load_weights(stage: Stage, folder: Path, *, averaged: bool) -> None:
+def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool) -> None:
     """Fill ``stage`` from a checkpoint, with the averaged weights if ``averaged``.
 
     Raises CheckpointError if the files are damaged or hold other weights.

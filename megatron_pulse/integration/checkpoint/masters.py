@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
 from megatron_pulse.integration.model import unwrap
+from megatron_pulse.integration.stage import MegatronStage
 from megatron_pulse.runtime.parameters.masters import Masters, Share
-from megatron_pulse.runtime.stage import Stage
 
 
 def with_masters(get_optimizer: Callable[..., Any], ema_decay: float) -> Callable[..., Any]:
@@ -21,7 +21,7 @@ def with_masters(get_optimizer: Callable[..., Any], ema_decay: float) -> Callabl
 
     They start from the weights as drawn, before these were rounded, and so does the moving
     average where ``ema_decay`` is not 0. A checkpoint's weights go to them as they are read
-    (``Stage.load_state_dict``), so the optimizer must not take them from the rounded copies.
+    (``MegatronStage.load_state_dict``): the optimizer must not take them from the rounded copies.
     """
 
     def make(config: Any, model: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +39,7 @@ def with_masters(get_optimizer: Callable[..., Any], ema_decay: float) -> Callabl
     return make
 
 
-def begin_averages(stage: Stage, decay: float) -> None:
+def begin_averages(stage: MegatronStage, decay: float) -> None:
     """Let the moving average of a stage's weights start where its masters are."""
     names = dict(stage.named_parameters())
     values = stage.masters.values()
@@ -63,7 +63,7 @@ def with_fp32_weights(generate_state_dict: Callable[..., Any]) -> Callable[..., 
     return generate
 
 
-def _masters_of(stage: Stage, found: dict[nn.Parameter, Share], group: Any) -> Masters:
+def _masters_of(stage: MegatronStage, found: dict[nn.Parameter, Share], group: Any) -> Masters:
     shapes, shares = {}, {}
     for name, parameter in stage.named_parameters():
         shapes[name] = parameter.shape

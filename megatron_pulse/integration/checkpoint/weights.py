@@ -36,13 +36,13 @@ from megatron_pulse.integration.checkpoint.checkpoints import (
     SavedRun,
     load_weights,
 )
+from megatron_pulse.integration.checkpoint.sharded_state import like_parameters
 from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
+from megatron_pulse.integration.stage import MegatronStage
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.profile.parameters import meta_weights
-from megatron_pulse.runtime.parameters.sharded_state import like_parameters
-from megatron_pulse.runtime.stage import Stage
 from model_specs import published_form
 
 _FAR = 4
@@ -59,7 +59,7 @@ def one_process_groups() -> None:
         model_parallel_cuda_manual_seed(0)
 
 
-def whole_stage(backbone: Backbone, *, initialise: bool = False) -> Stage:
+def whole_stage(backbone: Backbone, *, initialise: bool = False) -> MegatronStage:
     """The backbone as one stage in fp32 on the CPU, in a world of one process."""
     patch_megatron()
     one_process_groups()
@@ -73,12 +73,12 @@ def whole_stage(backbone: Backbone, *, initialise: bool = False) -> Stage:
         transformer_impl="local",
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    return Stage(config, backbone, trace_routes(backbone, whole), 0, 0, groups)
+    return MegatronStage(config, backbone, trace_routes(backbone, whole), 0, 0, groups)
 
 
 def load_whole(
     saved: SavedRun, *, averaged: bool, options: Mapping[str, str] = MappingProxyType({})
-) -> tuple[Backbone, Stage]:
+) -> tuple[Backbone, MegatronStage]:
     """The backbone of a saved run (with other ``options``) as one stage with its weights.
 
     Raises CheckpointError when they cannot be read, there are no averaged ones, or the options
@@ -92,7 +92,7 @@ def load_whole(
     return backbone, stage
 
 
-def export_weights(backbone: Backbone, stage: Stage) -> tuple[Published, dict[str, Tensor]]:
+def export_weights(backbone: Backbone, stage: MegatronStage) -> tuple[Published, dict[str, Tensor]]:
     """How the backbone is published, and the stage's weights under those names."""
     published = published_form(backbone)
     if published is None:
@@ -100,7 +100,7 @@ def export_weights(backbone: Backbone, stage: Stage) -> tuple[Published, dict[st
     return published, to_published(published, weights_of(stage))
 
 
-def weights_of(stage: Stage) -> dict[str, Tensor]:
+def weights_of(stage: MegatronStage) -> dict[str, Tensor]:
     """Parameters and persistent buffers, without what belongs to Transformer Engine's recipes."""
     state = stage.state_dict()
     return {name: tensor for name, tensor in state.items() if not name.endswith("_extra_state")}

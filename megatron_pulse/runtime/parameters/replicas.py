@@ -33,7 +33,7 @@ class Replicas:
         backbone: Backbone,
         routes: Routes,
         device: int,
-        context: LayerContext,
+        context: LayerContext | None,
         masters: Mapping[str, nn.Module],
         links: Links,
         dtype: torch.dtype,

@@ -1,0 +1,165 @@
+"""A plan on torch's process groups, for a training loop of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.runtime.exchange import message_spec
+from megatron_pulse.runtime.executor import Executor, Recorder, Workload
+from megatron_pulse.runtime.failures import PulseError, default_board
+from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.parameters.replicas import Replicas
+from megatron_pulse.runtime.settings import Batch, LossFunction, RunSettings
+from megatron_pulse.runtime.stage import Stage
+
+
+class Pipeline:
+    """This process's stages of ``plan``, and steps that run on those of all.
+
+    Process i of ``group`` (default: all processes of the job, or this one where it is alone) is
+    pipeline device i. ``loss(prediction, batch)`` is called where the chain ends. A layer's initial
+    weights depend on ``seed`` and its name alone. ``context`` is what layers are built with, which
+    those of ``model_specs`` need, ``fillers`` what the plan's fillers run.
+    Raises PulseError if the plan is for another number of processes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        loss: LossFunction,
+        micro_batch_size: int,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        group: dist.ProcessGroup | None = None,
+        context: LayerContext | None = None,
+        recompute: bool = False,
+        fillers: Sequence[Workload] = (),
+        timeout_s: float = 600.0,
+    ) -> None:
+        if group is None and dist.is_initialized():
+            group = dist.group.WORLD
+        num_processes = 1 if group is None else group.size()
+        if num_processes != plan.placement.num_devices:
+            raise PulseError(
+                f"the plan is for {plan.placement.num_devices} devices, the group has "
+                f"{num_processes} processes: start as many, or make a plan for these"
+            )
+        self.plan = plan
+        self.rank = 0 if group is None else group.rank()
+        self._group = group if num_processes > 1 else None
+        self._settings = RunSettings(micro_batch_size, dtype, torch.device(device), loss)
+        self.stages = {
+            s: Stage(plan.backbone, plan.routes, s, seed, context, recompute).to(device, dtype)
+            for s in plan.placement.stages_of_device(self.rank)
+        }
+        self._board = default_board() if group is not None else None
+        self.links: Links | None = None
+        if self._group is not None and self._board is not None:
+            self.links = Links(
+                self._group,
+                lambda message: self._settings.make_empty(message_spec(plan.routes, message)),
+                self._board,
+                timeout_s,
+            )
+        self._replicas = self._replicate(context)
+        self._fillers = tuple(fillers)
+        self._executors: dict[tuple[int, bool], Executor] = {}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of this process's layers, by their layers' names."""
+        for stage in self.stages.values():
+            yield from stage.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of this process's layers, for its optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights of this process's layers; those of all processes make the whole model."""
+        return {k: v for stage in self.stages.values() for k, v in stage.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the weights of this process's layers from those of a whole model."""
+        for stage in self.stages.values():
+            stage.load_state_dict({name: state[name] for name in stage.state_dict()})
+
+    def step(self, batches: Sequence[Batch], *, recorder: Recorder | None = None) -> list[Tensor]:
+        """Forward and backward of one microbatch for each of ``batches``; all processes call it.
+
+        Every process gives the same batches: ``noisy`` is what the first layer takes, the rest is
+        for the loss and for layers that use fields of the batch. Gradients of the mean loss are
+        added to those of the parameters. Returns the microbatches' losses where the chain ends,
+        elsewhere nothing. Raises PulseError if the processes have different plans.
+        """
+        executor = self.executor(len(batches))
+        return executor.run(iter(batches), self._settings, recorder=recorder)
+
+    def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The losses alone, as ``step`` returns them, without gradients."""
+        executor = self.executor(len(batches), forward_only=True)
+        return executor.run(iter(batches), self._settings, forward_only=True)
+
+    def executor(self, num_microbatches: int, *, forward_only: bool = False) -> Executor:
+        """What runs a step of that many microbatches; all processes call it."""
+        key = num_microbatches, forward_only
+        if key not in self._executors:
+            step = self.plan.step(num_microbatches, forward_only=forward_only)
+            self._require_one_plan(num_microbatches)
+            self._executors[key] = Executor(
+                self.plan.backbone,
+                self.plan.routes,
+                step.schedule,
+                step.programs[self.rank],
+                self.rank,
+                self.stages,
+                self.links,
+                self._board,
+                replicas=self._replicas,
+                fillers=self._fillers,
+            )
+        return self._executors[key]
+
+    def _require_one_plan(self, num_microbatches: int) -> None:
+        if self._group is None:
+            return
+        digests: list[Any] = [None] * self._group.size()
+        own = self.plan.digest(num_microbatches)
+        dist.all_gather_object(digests, own, self._group)
+        if other := [i for i, digest in enumerate(digests) if digest != digests[0]]:
+            raise PulseError(
+                f"processes {', '.join(map(str, other))} have another plan than process 0 for "
+                f"{num_microbatches} microbatches: measure and plan on one, and send the plan"
+            )
+
+    def _replicate(self, context: LayerContext | None) -> Replicas | None:
+        plan, placed = self.plan, self.plan.partition.layers_of_stage
+        if self.links is None or not plan.routes.replicated:
+            return None
+        names = {s: [plan.backbone.layers[i].name for i in placed(s)] for s in self.stages}
+        replicas = Replicas(
+            plan.backbone,
+            plan.routes,
+            self.rank,
+            context,
+            {
+                name: stage.get_submodule(name)
+                for s, stage in self.stages.items()
+                for name in names[s]
+                if name in plan.routes.replicated
+            },
+            self.links,
+            self._settings.dtype,
+            self._settings.device,
+        )
+        for stage in self.stages.values():
+            stage.replicas = replicas
+        return replicas
