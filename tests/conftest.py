@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 warnings.filterwarnings("ignore")
 
 from megatron_pulse.integration import compat  # noqa: E402
+from tests.process import unchanged  # noqa: E402
 
 compat.install()
+settings.register_profile("any machine", deadline=None)  # how long an example takes is no fault
+settings.load_profile("any machine")
 
 from tests.remembered import FOLDER, remember_analyses, remember_flags  # noqa: E402
 
@@ -32,10 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def schedule_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Schedules that tests find are kept for this session only."""
+    """Schedules that tests find are kept for this session only, and nobody is told of runs."""
     folder = tmp_path_factory.mktemp("schedules")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PULSE_CACHE_DIR", str(folder))
+        patch.setenv("WANDB_MODE", "disabled")  # as commands that need Megatron set it
         yield folder
 
 
@@ -50,4 +55,11 @@ def remembering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv(FOLDER, str(folder))
         remember_analyses()
         remember_flags()
+        yield
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process() -> Iterator[None]:
+    """Every test leaves the process to the next as it was."""
+    with unchanged():
         yield

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pulse.backbone.published import (
@@ -48,7 +48,6 @@ def states(draw):
     return {name: torch.randn(t.shape, generator=generator) for name, t in state.items()}
 
 
-@settings(deadline=None)
 @given(states())
 def test_there_and_back(state):
     theirs = to_published(FORM, state)
@@ -59,7 +58,6 @@ def test_there_and_back(state):
         assert torch.equal(back[name], tensor), name
 
 
-@settings(deadline=None)
 @given(states())
 def test_names_and_rows(state):
     theirs = to_published(FORM, state)

@@ -11,12 +11,13 @@ from megatron_pulse.cli.main import main
 from tests.benchmarks.mutate import dump, mutate_bytes, mutate_cells, mutate_tree, tree
 from tests.benchmarks.mutation_targets import TARGETS
 from tests.benchmarks.mutations import run
+from tests.ranks import run_ranks
 
 LIGHT = [name for name, target in TARGETS.items() if not target.heavy]
 
 
 def test_mutated_files_are_refused_or_are_what_they_say() -> None:
-    cases = run(range(8 * len(LIGHT)), 7, LIGHT)
+    (cases,) = run_ranks(1, run, range(8 * len(LIGHT)), 7, LIGHT)
     assert not [case for case in cases if case.failed]
     assert {case.outcome for case in cases} == {"accepted", "refused"}
     assert {case.target for case in cases} == set(LIGHT)

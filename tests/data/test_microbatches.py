@@ -1,4 +1,4 @@
-import multiprocessing
+import json
 import os
 import pickle
 import signal
@@ -17,6 +17,7 @@ from megatron_pulse.data.microbatches import DiffusionLoader, Split, make_microb
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.choice import Objective, TimestepDensity
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from tests.ranks import RanksFailed, run_ranks
 
 PROCESSES = [
     DiffusionProcess(Objective.V),
@@ -53,7 +54,7 @@ def batch(items, process=PROCESSES[0], **options):
     return make_microbatch(DATASET, items, process, 42, **options)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data(), st.sampled_from(PROCESSES), st.sampled_from(Split))
 def test_rows_do_not_depend_on_the_split_into_microbatches(data, process, split):
     items = data.draw(
@@ -115,8 +116,7 @@ def test_the_target_belongs_to_the_image():
     torch.testing.assert_close(found["noisy"] - t * found["target"], DATASET.image(7)[None])
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_loader_resumes_pickled_and_with_workers(num_workers):
+def resume(num_workers):
     def loader(consumed, workers=0):
         sampler = MicrobatchSampler(20, consumed, 3, 0, 1, seed=1)
         return DiffusionLoader(DATASET, sampler, PROCESSES[0], 42, 0.3, 4, num_workers=workers)
@@ -127,6 +127,11 @@ def test_loader_resumes_pickled_and_with_workers(num_workers):
         assert all(torch.equal(expected[name], found[name]) for name in FIELDS)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_resumes_pickled_and_with_workers(num_workers):
+    run_ranks(1, resume, num_workers)
+
+
 def is_alive(pid):
     try:
         return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] != "Z"
@@ -135,20 +140,21 @@ def is_alive(pid):
 
 
 def read_and_be_killed(pids):
+    """Write the workers' numbers to a file, and end without a word."""
     sampler = MicrobatchSampler(20, 0, 3, 0, 1, seed=1)
     batches = iter(DiffusionLoader(DATASET, sampler, PROCESSES[0], 42, num_workers=2))
     next(batches)
-    pids.send([worker.pid for worker in batches._workers])
+    pids.write_text(json.dumps([worker.pid for worker in batches._workers]))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_workers_end_with_their_rank():
-    ours, theirs = multiprocessing.Pipe()
-    rank = multiprocessing.get_context("fork").Process(target=read_and_be_killed, args=(theirs,))
-    rank.start()
-    assert ours.poll(60)
-    workers = ours.recv()
-    rank.join()
+def test_workers_end_with_their_rank(tmp_path):
+    pids = tmp_path / "pids.json"
+    with pytest.raises(RanksFailed) as killed:
+        run_ranks(1, read_and_be_killed, pids)
+    assert killed.value.exit_codes == [-signal.SIGKILL]
+    workers = json.loads(pids.read_text())
+    assert len(workers) == 2
     deadline = time.monotonic() + 3  # torch itself looks every 5 s
     while time.monotonic() < deadline and any(map(is_alive, workers)):
         time.sleep(0.05)
@@ -169,7 +175,7 @@ class Damaged(WithText):
             raise CorruptSample("damaged", [f"sample {index}"], "Mend it.")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 17), st.integers(0, 99)), min_size=2, max_size=9))
 def test_corrupt_samples_are_replaced_alike_wherever_they_are_asked_for(items):
     """In any microbatch, and on devices that read no image; image, label and text go together."""

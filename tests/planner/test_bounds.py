@@ -53,7 +53,7 @@ def tiny(draw: st.DrawFn) -> ScheduleProblem:
     )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(tiny())
 def test_no_bound_is_above_the_optimum_and_no_schedule_below(problem: ScheduleProblem) -> None:
     best = optimum(problem)
@@ -67,7 +67,7 @@ def test_no_bound_is_above_the_optimum_and_no_schedule_below(problem: SchedulePr
         assert found.certificate.makespan == pytest.approx(best)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(tiny())
 def test_last_gradients_start_no_sooner_than_their_bound(problem: ScheduleProblem) -> None:
     last = problem.num_microbatches - 1

@@ -139,9 +139,7 @@ def test_a_cap_that_an_entry_breaks_is_a_miss(folder: Path) -> None:
     assert find.asked == 1
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.floats(0, 1),
     st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=2)), max_size=4),

@@ -106,7 +106,7 @@ def test_every_size_is_valid(name: str) -> None:
                 assert len(timeline.end) == len(schedule.kinds) * num * m
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(st.data())
 def test_large_and_uneven(data: st.DataObject) -> None:
     """Any size and any times: an operation waits for its input's arrival and for its device."""

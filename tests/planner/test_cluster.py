@@ -76,7 +76,7 @@ def test_collectives_by_hand() -> None:
     assert half.reduce_scatter_s(1e9, [0, 4]) == pytest.approx(20e-6 + 1e9 / 2 / 5e9)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     ranks=st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True),
     num_bytes=st.floats(1, 1e10),

@@ -41,7 +41,7 @@ def test_only_stages_show_the_placement() -> None:
         from_csv("0X0")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(schedules())
 def test_round_trips(schedule: Schedule) -> None:
     assert from_csv(to_csv(schedule), name=schedule.name) == schedule

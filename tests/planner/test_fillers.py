@@ -118,7 +118,7 @@ def test_what_fits_nowhere_goes_to_the_device_that_is_done_first() -> None:
     assert run(problem, at_home).makespan == 16 and len(at_home.order[1]) == 4
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(st.data())
 def test_every_slice_once_on_its_devices_and_no_stage_later(data: st.DataObject) -> None:
     name, placement = data.draw(st.sampled_from(CASES[:-1]))
@@ -176,7 +176,7 @@ def filled_1f1b() -> Schedule:
     return fill(problem, schedule, [Filler("x", slices(20, 12)), Filler("y", (1.0, 1.0), (1, 3))])
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.data())
 def test_mutations(data: st.DataObject) -> None:
     """A slice that is dropped, doubled, or on the wrong device; anywhere on its own is right."""

@@ -178,7 +178,7 @@ def test_the_papers_figure_9() -> None:
 
 
 @given(problems(), st.integers(1, 30))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_grid_rounded_down_is_a_relaxation(problem: ScheduleProblem, slots: int) -> None:
     schedule = synthesize(problem, effort=1).schedule
     grid = on_grid(problem, slots)
@@ -261,7 +261,7 @@ def test_a_solver_that_hangs_or_crashes(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     answer = solve_model(paper_model(2, 2), GLPK, 1)
     assert answer.status is status and detail in answer.detail and not answer.has_values
-    assert answer.seconds < 3
+    assert answer.seconds < 30  # half of what it would take
     found = solve(UNPROVED, 2, "glpk")
     assert found.certificate.makespan == 110 and not found.certificate.proved
     assert capfd.readouterr() == ("", "")
@@ -278,7 +278,7 @@ def test_the_limit_is_kept(solver: str) -> None:
 
 
 @given(problems())
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 def test_any_problem_has_a_valid_answer(problem: ScheduleProblem) -> None:
     found = solve(problem, 2)
     assert faults_for(problem, found.schedule) == []

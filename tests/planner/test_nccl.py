@@ -76,7 +76,7 @@ B = message("F0:1", "F1:1", 0, 1)
 C = message("B1:0", "B0:0", 1, 0)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(schedules(), st.integers(0, 10**6))
 def test_compiled_plans_complete(schedule: Schedule, seed: int) -> None:
     for candidate in (schedule, schedule.forward_only()):
@@ -97,7 +97,7 @@ def test_on_demand_groups_deadlock_where_rounds_do_not(num_devices: int) -> None
     assert any(fault.startswith("deadlock: ") for fault in faults)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(schedules(), st.integers(0, 10**6), st.data())
 def test_mutated_programs_are_rejected(schedule: Schedule, seed: int, data: st.DataObject) -> None:
     plan = compiled(schedule, seed)

@@ -75,7 +75,7 @@ def every_makespan(classes: DeviceClasses, cap: float) -> Iterator[float]:
     return orders((0,) * num, 0.0, 0.0)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(devices())
 def test_best_of_all_orders(drawn: tuple[DeviceClasses, float]) -> None:
     classes, cap = drawn
@@ -89,7 +89,7 @@ def test_best_of_all_orders(drawn: tuple[DeviceClasses, float]) -> None:
     assert shortest_order(classes, cap, least=best + 1)[0] == best + 1
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(tiny(), st.sampled_from([0.0, 50.0, 500.0]))
 def test_never_above_the_optimum(problem: ScheduleProblem, work: float) -> None:
     path, best = MicrobatchPath(problem), optimum(problem)

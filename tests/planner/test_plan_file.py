@@ -152,7 +152,7 @@ ILLEGAL: dict[str, Callable[[Record], None]] = {
 
 
 @pytest.mark.parametrize("table", [FORM, SENSE, ILLEGAL], ids=["form", "sense", "legality"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_all_faults_are_listed_at_once(
     table: dict[str, Callable[[Record], None]], data: st.DataObject, record: Record, file: Path
@@ -200,7 +200,7 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_whatever_is_in_it_a_file_is_a_plan_or_refused(
     data: st.DataObject, record: Record, file: Path

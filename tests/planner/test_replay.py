@@ -38,7 +38,7 @@ def chain_edges(placement: Placement, seconds: float) -> tuple[Edge, ...]:
     return tuple(Edge(s, s + 1, seconds) for s in stages if home[s] != home[s + 1])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from([fold(2), fold(3), sequential(3), interleaved(2), fold(2, 2)]),
     st.integers(1, 6),

@@ -198,7 +198,7 @@ def test_schedules_that_cannot_work_say_why() -> None:
         make_schedule("wave", fold(2), 4, forward=[1.0, 0.0, 1.0, 1.0])
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250, derandomize=True)
 @given(schedules())
 def test_every_schedule_is_valid_and_simulates(schedule: Schedule) -> None:
     assert validate(schedule) == []

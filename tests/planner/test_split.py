@@ -52,7 +52,7 @@ def test_any_number_of_microbatches(p: int) -> None:
             assert same(v, 1) == 6 * m + p - 1
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.integers(2, 5), st.integers(1, 12), st.data())
 def test_unequal_durations(p: int, m: int, data: st.DataObject) -> None:
     for schedule in (zb_h1(sequential(p), m), zb_v(fold(p), m)):
@@ -180,7 +180,7 @@ def test_gradients_travel_from_input_gradient_to_input_gradient(schedule: Schedu
     assert check_program(schedule, plan) == []
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(st.sampled_from([zb_h1(sequential(3), 4), zb_v(fold(3), 4)]), st.data())
 def test_mutations(schedule: Schedule, data: st.DataObject) -> None:
     """A weight gradient that is dropped, doubled, or put before its input gradient."""

@@ -87,7 +87,7 @@ def test_links(cap: float | None, split: bool, best: float) -> None:
     assert synthesize(equal(fold(4), 8, cap, split, 0.5), math.inf).certificate.makespan <= best
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(problems())
 def test_any_problem(problem: ScheduleProblem) -> None:
     found = synthesize(problem, effort=2)
@@ -100,7 +100,7 @@ def test_any_problem(problem: ScheduleProblem) -> None:
         assert timeline.makespan <= run(problem, classic).makespan
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(problems(), st.integers(0, 3))
 def test_deterministic_and_scale_free(problem: ScheduleProblem, power: int) -> None:
     """Twice the same; and the same in another unit of time and memory."""
@@ -130,9 +130,9 @@ def test_time_is_no_part_of_the_answer() -> None:
     problem = equal(fold(4), 8, 6, True)
     first = synthesize(problem, seconds=0.0, effort=5).schedule
     assert first == synthesize(problem, seconds=1000, effort=5).schedule
-    began = time.monotonic()
+    began = time.process_time()
     assert faults_for(problem, synthesize(problem, seconds=0).schedule) == []
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_each_device_has_its_own_cap_and_stages_their_weight() -> None:

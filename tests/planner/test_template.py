@@ -51,7 +51,7 @@ def test_every_fault_of_a_template_is_named() -> None:
     assert any("holds 3 in steady state, its cap is 2" in fault for fault in quick)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(problems())
 def test_templates_run(problem: ScheduleProblem) -> None:
     """Data and devices always; memory where ``faults`` says nothing."""
@@ -62,7 +62,7 @@ def test_templates_run(problem: ScheduleProblem) -> None:
             assert faults_for(problem, shop.schedule("template", improve(shop, start))) == []
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(problems())
 def test_annealing_keeps_schedules_valid_and_never_lengthens(problem: ScheduleProblem) -> None:
     shop = job_shop(problem)

@@ -16,7 +16,7 @@ from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.communication import Message, Payload
 from tests.planner.strategies import schedules, with_order
 
-many = settings(max_examples=100, deadline=None, derandomize=True)
+many = settings(max_examples=100, derandomize=True)
 
 
 def any_operation(schedule: Schedule, data: st.DataObject) -> tuple[int, int, Operation]:
@@ -101,7 +101,7 @@ def test_unknown_stage_and_microbatch(schedule: Schedule, data: st.DataObject) -
     assert f"F0:{m} on device {device}: there is no microbatch {m}" in faults
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(schedules(), st.integers(0, 10**6))
 def test_deadlocks_are_those_of_the_simulator(schedule: Schedule, seed: int) -> None:
     """Interleave a device's stages at random, in microbatch order, backward after forward."""

@@ -34,7 +34,7 @@ def probe_here(nodes: list[Node], max_bytes: int, planned_device: str | None = "
         dist.destroy_process_group()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     latency=st.floats(0, 1e-3),
     rate=st.floats(1e8, 1e11),

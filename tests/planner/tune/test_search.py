@@ -43,7 +43,7 @@ def test_best_is_that_of_exhaustive_simulation(seed: int) -> None:
     assert found.num_configs == len(candidates)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.data())
 def test_bounds_hold(seed: int, data: st.DataObject) -> None:
     evaluator, candidates = random_evaluator(seed)
@@ -151,7 +151,7 @@ def test_says_what_would_fit() -> None:
     assert "fits" in text  # with recomputation or tensor parallelism, or on more devices
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=30), st.integers(1, 30))
 def test_even_cuts_leave_no_stage_empty(work: list[float], num_stages: int) -> None:
     num_stages = min(num_stages, len(work))
