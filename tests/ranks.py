@@ -1,10 +1,10 @@
 """Runs a function on several ranks, forked from one server that has imported torch and Megatron.
 
-    results = run_ranks(4, train, config, timeout_s=60)
+    results = run_ranks(4, train, config)
 
 ``train(config)`` runs in four processes with the usual environment (RANK, WORLD_SIZE,
 MASTER_ADDR, ...); its return values come back in rank order. If a rank fails, ``RanksFailed``
-holds what every rank said. Nothing outlives the call.
+holds what every rank said. Nothing outlives the call, nor the process that made it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -63,9 +64,18 @@ def _context() -> Any:
     return context
 
 
+def _end_with_caller() -> None:
+    """The server that ranks are forked from lives as long as they do: their caller counts."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    caller.join()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _main(
     function: Callable[..., Any], args: tuple[Any, ...], folder: str, env: dict[str, str]
 ) -> None:
+    threading.Thread(target=_end_with_caller, daemon=True).start()
     os.environ.update(env)
     rank = env["RANK"]
     log = os.open(f"{folder}/log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -114,7 +124,7 @@ def start_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, folder
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0
 ) -> list[Any]:
     """Run ``function(*args)`` on every rank and return the results in rank order."""
     with tempfile.TemporaryDirectory() as folder:

@@ -10,8 +10,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from megatron_pulse.processes import ending_with_us
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -19,6 +21,8 @@ BIN = Path(sys.executable).parent
 
 class Session:
     """A command in a session of its own, whose output goes through a pipe, as to ``tee``.
+
+    It is killed when this process ends, however that ends.
 
     Processes of the command are known by a variable that they inherit, whatever groups and
     sessions they make.
@@ -28,7 +32,7 @@ class Session:
         self._mark = f"PULSE_TEST_SESSION={uuid.uuid4()}"
         name, _, value = self._mark.partition("=")
         self.process = subprocess.Popen(
-            list(map(str, command)),
+            ending_with_us(list(map(str, command))),
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | environment
             | {name: value},
@@ -81,9 +85,9 @@ class Session:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
         return list(map(int, text.split()))
 
-    def ended(self, limit_s: float = 15) -> int:
+    def ended(self, limit_s: float = 60) -> int:
         """Its status, once it and all it started have ended and let go of its output."""
-        self.process.wait(limit_s + 60)
+        self.process.wait(2 * limit_s)
         self.wait_until(lambda: not self.processes(), "all processes to end", limit_s)
         self._reader.join(limit_s)
         assert not self._reader.is_alive(), "somebody holds the pipe"
@@ -97,9 +101,9 @@ def session(command: Sequence[str | Path], **environment: str) -> Iterator[Sessi
     try:
         yield started
     finally:
-        for pid in started.processes():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        while left := started.processes():  # also those that started while others were ended
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         started.process.wait()

@@ -29,7 +29,7 @@ from tests.ranks import free_port
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 # proctrack/linuxproc, task/none: no cgroups, so that it works in containers.
-# Jobs of the partition "urgent" preempt those of "all", which get 30 s of grace and are requeued.
+# Jobs of the partition "urgent" preempt those of "all", which get 90 s of grace and are requeued.
 # cred_expire: a requeued job waits until its credentials of before have expired; usually 120 s.
 _CONFIGURATION = """\
 ClusterName=pulse
@@ -55,12 +55,12 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 ReturnToService=2
 SlurmdParameters=config_overrides
-KillWait=30
+KillWait=90
 MinJobAge=600
 {nodes}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PartitionName=all Nodes=ALL Default=YES MaxTime=10 PriorityTier=1 GraceTime=30
+PartitionName=all Nodes=ALL Default=YES MaxTime=10 PriorityTier=1 GraceTime=90
 PartitionName=urgent Nodes=ALL MaxTime=10 PriorityTier=2
 """
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
@@ -226,18 +226,21 @@ _MUNGE_FILES = (
 
 
 def _watchdog(folder: Path) -> subprocess.Popen[bytes]:
-    """A process that ends the cluster when this one dies without doing so (SIGKILL, a crash).
+    """A process that ends the cluster when this one dies without doing so (a signal, a crash).
 
-    It waits for the end of a pipe that only this process holds.
+    It waits for the end of a pipe that only this process holds, in a session of its own: what
+    ends this process's group (Ctrl-C, ``timeout``) does not end it.
     """
     command = f"from tests.launch.slurm import _end_of; _end_of({str(folder)!r})"
     return subprocess.Popen(
-        [sys.executable, "-c", command], stdin=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", command],
+        stdin=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+        start_new_session=True,
     )
 
 
 def _end_of(folder: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
     sys.stdin.read()
     _kill(SlurmCluster(Path(folder), {"SLURM_CONF": f"{folder}/slurm.conf"}))
     shutil.rmtree(folder, ignore_errors=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 from megatron_pulse.diffusion.curves import read_scalars
 from megatron_pulse.planner.plan_file.plan_file import load_plan
 from tests.integration.runs import BASE, TINY, pipeline
+from tests.launch.sessions import session
 from tests.launch.slurm import SlurmCluster, SlurmError, slurm_cluster, why_no_slurm
 
 pytestmark = [
@@ -102,7 +106,7 @@ def test_interrupted_training_has_the_losses_of_an_uninterrupted_one(
 
     parts = pretrain(cluster, tmp_path / "parts")
     parts.wait_for_step()
-    cluster.submit(  # preempts the training, which has 30 s of grace
+    cluster.submit(  # preempts the training, which has 90 s of grace
         "--partition=urgent", "--nodes=2", "--output=/dev/null", "--wrap", "true"
     )
     parts.wait_for_start(2)
@@ -133,8 +137,8 @@ def test_cancelled_array_element_ends_every_process(cluster: SlurmCluster, tmp_p
     assert len(cluster.processes(of=training.job)) >= 7  # shell, srun, 2 x (stepd, torchrun, rank)
 
     cluster.command("scancel", training.job)
-    # KillWait is 30 s: they have ended by themselves.
-    cluster.wait_until(lambda: not cluster.processes(of=training.job), "all processes to end", 25)
+    # KillWait is 90 s: they have ended by themselves.
+    cluster.wait_until(lambda: not cluster.processes(of=training.job), "all processes to end", 80)
     cluster.wait_for(training.job, {"CANCELLED"}, timeout_s=10)
     saved = tmp_path / "runs/2/latest_checkpointed_iteration.txt"
     assert int(saved.read_text()) == training.steps()[-1]  # it had the time for a checkpoint
@@ -181,3 +185,24 @@ def test_submitted_elsewhere_it_names_the_repository(cluster: SlurmCluster, tmp_
     job = cluster.submit("--time=1", script, cwd=tmp_path)
     cluster.wait_for(job, {"FAILED"}, timeout_s=60)
     assert "PULSE_ROOT" in (tmp_path / f"slurm-{job}.out").read_text()
+
+
+ALONE = """
+import time
+from tests.launch.sessions import session
+from tests.launch.slurm import slurm_cluster
+with slurm_cluster(1) as cluster:
+    job = cluster.submit("--output=/dev/null", "--wrap", "sleep 600")
+    cluster.wait_until(lambda: len(cluster.processes(of=job)) >= 2, "shell and sleep", 60)
+    print("running", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_cluster_ends_with_its_test_and_all_its_group(number: signal.Signals) -> None:
+    with session([sys.executable, "-c", ALONE]) as run:
+        run.wait_for("running")
+        assert len(run.processes()) >= 7  # it, watchdog, munged, slurmctld, slurmd, the job
+        os.killpg(run.process.pid, number)
+        assert run.ended() != 0
