@@ -201,7 +201,7 @@ def run(
     *argv: str,
     backbone: str = "uvit",
     kill: Kill | None = None,
-    timeout_s: float = 180,
+    timeout_s: float = 240,
 ) -> Run:
     """A run on ``num_ranks``; Megatron's last rank is asked for the losses."""
     flags = [*TINY[backbone], *BASE, *argv]

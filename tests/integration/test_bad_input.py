@@ -138,7 +138,7 @@ def differ() -> None:
 
 def test_ranks_with_different_flags() -> None:
     with pytest.raises(RanksFailed) as error:
-        run_ranks(2, differ, timeout_s=90)
+        run_ranks(2, differ)
     assert said_once(error.value, "rank 1 was started with --lr 0.0001, rank 0 with 0.001")
 
 
@@ -154,7 +154,7 @@ def plan_otherwise() -> None:
 
 def test_ranks_that_plan_differently() -> None:
     with pytest.raises(RanksFailed) as error:
-        run_ranks(2, plan_otherwise, timeout_s=90)
+        run_ranks(2, plan_otherwise)
     assert said_once(error.value, "rank 1 plans otherwise than rank 0")
 
 

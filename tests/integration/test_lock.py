@@ -100,7 +100,7 @@ def test_every_rank_is_told(tmp_path: Path, holder: Holder) -> None:
     pid, _ = holder()
     before = (tmp_path / LOCK).read_text()
     with pytest.raises(RanksFailed) as error:
-        run_ranks(2, begin, str(tmp_path), timeout_s=60)
+        run_ranks(2, begin, str(tmp_path))
     assert error.value.exit_codes == [1, 1]
     assert any(f"process {pid}" in output for output in error.value.outputs)
     assert "Traceback" not in "".join(error.value.outputs)
@@ -130,5 +130,5 @@ def see_otherwise(folder: str) -> None:
 
 
 def test_ranks_see_the_same_folder(tmp_path: Path) -> None:
-    run_ranks(2, see_otherwise, str(tmp_path), timeout_s=60)
+    run_ranks(2, see_otherwise, str(tmp_path))
     assert list(tmp_path.iterdir()) == []

@@ -121,14 +121,14 @@ _call(["sleep", "600"], Path("/tmp"), 600)
 @pytest.mark.parametrize("how", ["exit", "kill"])
 def test_what_a_rank_has_forked_ends_with_it(how: str) -> None:
     with session([sys.executable, "-W", "ignore", "-c", FORKS, how]) as run:
-        assert run.ended(5) == (1 if how == "exit" else -signal.SIGKILL)
+        assert run.ended() == (1 if how == "exit" else -signal.SIGKILL)
         assert run.said() == "ready\n"
 
 
 def test_a_solver_ends_with_who_asked_it() -> None:
     with session([sys.executable, "-c", SOLVES]) as run:
         run.wait_until(lambda: len(run.processes()) == 2, "the solver", 30)
-        assert run.ended(5) == -signal.SIGKILL
+        assert run.ended() == -signal.SIGKILL
 
 
 def test_refused_it_ends_with_the_reason_alone(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_whole_and_split_backwards_equal_one_process(family: str) -> None:
     alone = [(family, case.alone) for _, case in cases]
     distinct = [case for i, case in enumerate(alone) if case not in alone[:i]]
     (expected,) = run_ranks(1, run_cases, distinct)
-    ranks = run_ranks(P, run_cases, cases, timeout_s=240)
+    ranks = run_ranks(P, run_cases, cases)
     for i, (_, case) in enumerate(cases):
         got = merge([outcomes[i] for outcomes in ranks])
         reference = expected[distinct.index(alone[i])]

@@ -79,7 +79,7 @@ def _all_cases(num_devices: int) -> list[tuple[str, Case]]:
 def test_every_placement_equals_one_process(num_devices: int) -> None:
     cases = _all_cases(num_devices)
     expected = reference(cases)
-    ranks = run_ranks(num_devices, run_cases, cases, timeout_s=240)
+    ranks = run_ranks(num_devices, run_cases, cases)
     for i, (chain, case) in enumerate(cases):
         got = merge([outcomes[i] for outcomes in ranks])
         name = f"{chain} {case}"
@@ -152,10 +152,9 @@ def run_failing() -> None:
 
 
 def test_an_exception_in_a_stage_reaches_every_rank() -> None:
-    start = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(4, run_failing, timeout_s=60)
-    assert time.monotonic() - start < 45
+        run_ranks(4, run_failing)
+    # None had to be killed for waiting too long.
     assert all(code == 1 for code in failure.value.exit_codes)
     for output in failure.value.outputs:
         assert "this layer fails on purpose" in output, output
@@ -176,11 +175,9 @@ def run_dying(victim: int) -> None:
 
 def test_a_rank_that_dies_is_named_by_all_others() -> None:
     victim = 2
-    start = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(4, run_dying, victim, timeout_s=60)
-    assert time.monotonic() - start < 45
-    assert failure.value.exit_codes[victim] == -signal.SIGKILL
+        run_ranks(4, run_dying, victim)
+    assert failure.value.exit_codes == [1, 1, -signal.SIGKILL, 1]
     for rank, output in enumerate(failure.value.outputs):
         if rank != victim:
             assert f"rank {victim} closed the connection" in output, (rank, output)
@@ -202,7 +199,7 @@ def run_silent(victim: int) -> None:
 
 def test_a_silent_rank_is_a_timeout_that_names_it() -> None:
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(2, run_silent, 1, timeout_s=60)
+        run_ranks(2, run_silent, 1)
     output = failure.value.outputs[0]
     assert "no answer within 3 s" in output
     assert "pipeline device 1 (rank 1)" in output
@@ -225,7 +222,7 @@ def test_skips_that_travel_under_a_fold_equal_one_process(num_devices: int) -> N
         for m in (num_devices - 1, num_devices, 2 * num_devices + 1)
     ]
     expected = reference(cases)
-    ranks = run_ranks(num_devices, run_cases, cases, timeout_s=240)
+    ranks = run_ranks(num_devices, run_cases, cases)
     for i, (name, case) in enumerate(cases):
         got = merge([outcomes[i] for outcomes in ranks])
         assert got.skip_bytes > 0, name

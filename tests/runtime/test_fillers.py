@@ -110,7 +110,7 @@ def planned_slices(num_devices: int, case: Case) -> list[list[tuple[int, int]]]:
 
 def test_a_failing_slice_is_named_on_every_rank() -> None:
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(2, run_filled, Case("fold", 4, "wave"), 1, len(FILLERS), timeout_s=60)
+        run_ranks(2, run_filled, Case("fold", 4, "wave"), 1, len(FILLERS))
     for output in failure.value.outputs:
         assert "X1:1 (filler 1, slice 1)" in output and "fails on purpose" in output, output
 

@@ -60,7 +60,7 @@ def test_who_shares_a_link() -> None:
 
 
 def test_two_ranks_of_this_machine() -> None:
-    probed, other = run_ranks(2, probe_here, [], 2**20, None, timeout_s=60)
+    probed, other = run_ranks(2, probe_here, [], 2**20, None)
     assert other is None
     cluster = probed.cluster
     assert (cluster.nodes, cluster.devices_per_node, cluster.inter_node) == (1, 2, None)
@@ -80,7 +80,7 @@ def test_two_ranks_of_this_machine() -> None:
 
 def test_one_rank_is_told_to_start_more() -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(1, probe_here, [], 2**20, timeout_s=60)
+        run_ranks(1, probe_here, [], 2**20)
     assert "a link has two ends: start 2 ranks or more" in failed.value.outputs[0]
 
 
@@ -89,7 +89,7 @@ def test_two_nodes_whose_link_is_known() -> None:
     rate_mbit = 400
     with namespaces(2, rate_mbit) as nodes:
         before = nodes[0].counters()
-        probed = run_ranks(4, probe_here, nodes, 2**22, timeout_s=90)[0]
+        probed = run_ranks(4, probe_here, nodes, 2**22)[0]
         sent, received = np.subtract(nodes[0].counters(), before)
     cluster = probed.cluster
     assert (cluster.nodes, cluster.devices_per_node) == (2, 2)

@@ -41,7 +41,7 @@ def test_replicated_embedders_train_as_one_process(num_devices: int) -> None:
         for dtype in (("float64", "float32") if placement == "fold" else ("float32",))
     ]
     (expected,) = run_ranks(1, run_cases, cases)
-    ranks = run_ranks(num_devices, run_cases, cases, timeout_s=240)
+    ranks = run_ranks(num_devices, run_cases, cases)
     for i, case in enumerate(cases):
         tolerance = 1e-12 if case.dtype == "float64" else 1e-5
         got = merge([outcomes[i] for outcomes in ranks])

@@ -79,7 +79,7 @@ def compare_skewed(skew_s: float) -> tuple[SharedClock, SharedClock, SharedClock
 def test_clocks_are_compared_by_messages() -> None:
     skew_s = 5.0
     for rank, (skewed, shared, alone) in enumerate(run_ranks(3, compare_skewed, skew_s)):
-        assert 0 < skewed.accuracy_s < 0.05
+        assert 0 < skewed.accuracy_s < skew_s / 10
         assert abs(skewed.offset_s + rank * skew_s) <= skewed.accuracy_s
         assert shared.method == "one machine" and shared.offset_s == 0
         assert alone == SharedClock(0.0, 0.0, "one process")
