@@ -5,6 +5,8 @@
 #
 #   bash launch/emoji.sh                            into runs/emoji
 #   PULSE_RUN_DIR=/tmp/emoji bash launch/emoji.sh
+#   PULSE_TRAIN_ITERS=24 PULSE_RANKS=1 bash launch/emoji.sh   a try, draws noise
+#   PULSE_EMOJI_FONT=NotoColorEmoji.ttf bash launch/emoji.sh       where the font is elsewhere
 #
 # Interrupted, it goes on from its last checkpoint when it is started again; once finished, it
 # starts anew. It only ever deletes what it wrote itself.
@@ -50,7 +52,8 @@ pulse_choose_ranks 2
 pulse_begin emoji "$run_dir" "$(echo "$num_iters ${model[*]} ${training[*]}" | cksum)" \
     images loss.png loss.json emoji.png report.json
 if ! [ -d "$run_dir/images" ]; then
-    .venv/bin/pulse data emoji --to "$run_dir/images"
+    .venv/bin/pulse data emoji --to "$run_dir/images" \
+        ${PULSE_EMOJI_FONT:+--font "$PULSE_EMOJI_FONT"}
 fi
 pulse_train emoji "$run_dir" "$num_iters" "${model[@]}" "${training[@]}"
 echo "Drawing the loss curve and sampling ..."

@@ -4,6 +4,7 @@
 #
 #   bash launch/quickstart.sh                        into runs/quickstart
 #   PULSE_RUN_DIR=/tmp/digits bash launch/quickstart.sh
+#   PULSE_TRAIN_ITERS=24 PULSE_RANKS=2 bash launch/quickstart.sh   a try, draws noise
 #
 # Interrupted, it goes on from its last checkpoint when it is started again; once finished, it
 # starts anew. It only ever deletes what it wrote itself.

@@ -30,7 +30,9 @@ pulse_setup() {
     local extra=${1:-} python stamp wanted
     stamp="$pulse_root/.venv/.installed${extra:+-$extra}"
     wanted=$(cat "$pulse_root/pyproject.toml" "$pulse_root/constraints.txt" | cksum)
-    if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    # Without an extra, any installation will do.
+    if [ -n "$extra" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] ||
+        [ -z "$extra" ] && grep -qsFx "$wanted" "$stamp"*; then
         return 0
     fi
     if ! [ -x "$pulse_root/.venv/bin/python" ]; then

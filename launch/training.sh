@@ -1,10 +1,14 @@
 # Sourced by launch/quickstart.sh and launch/emoji.sh: a training run that can be interrupted.
 
-# pulse_choose_ranks MOST: sets num_ranks, the largest power of two up to MOST, and where.
-# CPU processes over gloo, or GPUs over NCCL, one rank each.
+# pulse_choose_ranks MOST: sets num_ranks, the largest power of two up to MOST (PULSE_RANKS where
+# that is given), and where. CPU processes over gloo, or GPUs over NCCL, one rank each.
 pulse_choose_ranks() {
     local num_gpus
-    num_ranks=$1
+    num_ranks=${PULSE_RANKS:-$1}
+    if ! [[ $num_ranks =~ ^[1-9][0-9]?$ ]] || ((num_ranks > $1 || num_ranks & num_ranks - 1)); then
+        echo "PULSE_RANKS must be a power of two up to $1, not $num_ranks." >&2
+        return 2
+    fi
     where="CPU processes"
     if num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') && [ "$num_gpus" -gt 0 ]; then
         where="GPU(s)"

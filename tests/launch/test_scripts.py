@@ -1,0 +1,104 @@
+"""What the README says to type first, as users do: the examples of launch/ and the tour."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from megatron_pulse.data.emoji import FONT, PACKAGE
+from megatron_pulse.planner.plan_file import load_plan
+from megatron_pulse.planner.trace import load_trace
+from tests.launch.sessions import ROOT, session
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        Path(sys.prefix) != ROOT / ".venv", reason="the scripts would set up another .venv"
+    ),
+]
+LIMIT_S = 800.0  # on two idle cores half a minute each; other work may slow it down
+
+
+def said_by(command: Sequence[str | Path], status: int = 0, **environment: str) -> str:
+    with session(command, **environment) as run:
+        ended = run.ended(LIMIT_S)
+        assert ended == status, run.said()
+        return run.said()
+
+
+def picture(path: Path) -> Image.Image:
+    """A picture that is not all of one colour."""
+    image = Image.open(path)
+    assert max(high - low for low, high in image.convert("RGB").getextrema()) > 100  # type: ignore[operator, misc]
+    return image
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    folder = tmp_path / "digits"
+    few = {"PULSE_TRAIN_ITERS": "24", "PULSE_RANKS": "2", "PULSE_RUN_DIR": str(folder)}
+    said = said_by(["bash", "launch/quickstart.sh"], **few)
+    assert re.search(r"^[\d.]+% of 100 generated digits are the digit asked for$", said, re.M)
+    assert f"Loss curve: {folder}/loss.png\nDigits:     {folder}/digits.png" in said
+    picture(folder / "loss.png")
+    wide, high = picture(folder / "digits.png").size
+    assert wide > 10 * 16 and high > 10 * 16
+    curve = json.loads((folder / "loss.json").read_text())
+    assert curve["training"]["steps"][-1] == 24
+
+
+@pytest.mark.skipif(not FONT.is_file(), reason=f"needs {FONT}: install {PACKAGE}")
+def test_emoji(tmp_path: Path) -> None:
+    folder = tmp_path / "emoji"
+    few = {"PULSE_TRAIN_ITERS": "12", "PULSE_RANKS": "1", "PULSE_RUN_DIR": str(folder)}
+    said = said_by(["bash", "launch/emoji.sh"], **few)
+    assert f"Emoji:      {folder}/emoji.png (one row per prompt)" in said
+    for name in ("loss.png", "emoji.png"):
+        picture(folder / name)
+
+
+def test_emoji_without_its_font_says_what_to_install(tmp_path: Path) -> None:
+    environment = {"PULSE_EMOJI_FONT": f"{tmp_path}/no.ttf", "PULSE_RUN_DIR": f"{tmp_path}/emoji"}
+    said = said_by(["bash", "launch/emoji.sh"], 2, **environment)
+    assert f"apt-get install {PACKAGE}" in said and "Traceback" not in said
+    assert not (tmp_path / "emoji/images").exists()
+
+
+@pytest.mark.parametrize("ranks", ["0", "3", "8", "two"])
+def test_ranks_that_cannot_be(ranks: str, tmp_path: Path) -> None:
+    environment = {"PULSE_RANKS": ranks, "PULSE_RUN_DIR": f"{tmp_path}/digits"}
+    said = said_by(["bash", "launch/quickstart.sh"], 2, **environment)
+    assert said == f"PULSE_RANKS must be a power of two up to 4, not {ranks}.\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def tour() -> str:
+    """The commands of the README's "Five minutes"."""
+    section = (ROOT / "README.md").read_text().split("\n## Five minutes\n")[1].split("\n## ")[0]
+    (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
+    return block
+
+
+def test_the_tour(tmp_path: Path) -> None:
+    """In a folder that has of the repository what the commands name."""
+    for name in ("launch", ".venv"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    in_order = tmp_path / "tour.sh"
+    in_order.write_text(f"set -euxo pipefail\ncd {tmp_path}\n{tour()}")
+    said = said_by(["bash", in_order])
+    print(said)
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan.backbone["options"]["depth"] == 8
+    assert "<svg" in (tmp_path / "plan.html").read_text()
+    assert not load_trace(tmp_path / "tour/trace.json").faults()
+    assert ElementTree.parse(tmp_path / "both.svg").getroot().tag.endswith("svg")
+    picture(tmp_path / "digits.png")
+    assert list((tmp_path / "exported").iterdir())
+    assert "Traceback" not in said and "error" not in said.lower()
