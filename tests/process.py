@@ -11,8 +11,13 @@ from typing import Any
 
 _forks: list[int] = []
 os.register_at_fork(after_in_parent=lambda: _forks.append(os.getpid()))
-# Where pytest is, and its clock.
-_OF_PYTEST = {"variable PYTEST_CURRENT_TEST", f"signal {signal.SIGALRM}"}
+# Where pytest is and its clock; what scikit-learn and torch set when they are imported, and what
+# sampling sets where torchrun has not.
+_FREE = {
+    "variable PYTEST_CURRENT_TEST", f"signal {signal.SIGALRM}",
+    "variable KMP_INIT_AT_FORK", "variable KMP_DUPLICATE_LIB_OK",
+    "variable TORCHINDUCTOR_CACHE_DIR", "variable RANK",
+}  # fmt: skip
 
 
 def _state() -> dict[str, Any]:
@@ -21,7 +26,7 @@ def _state() -> dict[str, Any]:
     found |= {f"variable {name}": value for name, value in os.environ.items()}
     found |= {f"limit {name}": resource.getrlimit(getattr(resource, name)) for name in limits}
     found |= {f"signal {number}": signal.getsignal(number) for number in signal.valid_signals()}
-    return {k: v for k, v in found.items() if k not in _OF_PYTEST}
+    return {k: v for k, v in found.items() if k not in _FREE}
 
 
 @contextmanager

