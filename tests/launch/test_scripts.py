@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron_pulse.data.emoji import FONT, PACKAGE
-from megatron_pulse.planner.plan_file import load_plan
-from megatron_pulse.planner.trace import load_trace
+from megatron_pulse.data.images.emoji import FONT, PACKAGE
+from megatron_pulse.planner.observe.trace import load_trace
+from megatron_pulse.planner.plan_file.plan_file import load_plan
 from tests.launch.sessions import ROOT, session
 
 pytestmark = [
