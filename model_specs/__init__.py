@@ -20,9 +20,17 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
-from megatron_pulse.faults import raised, unknown
+from megatron_pulse.faults import listed, raised, unknown
 from model_specs._identity import Comparison, compare, left_open
-from model_specs._options import Config, Value, require_config, resolve, to_record, to_text
+from model_specs._options import (
+    Config,
+    OptionError,
+    Value,
+    require_config,
+    resolve,
+    to_record,
+    to_text,
+)
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
 
@@ -238,7 +246,14 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     def distance(name: str) -> int:
         return sum(record[key] != value for key, value in to_record(family.CONFIGS[name]).items())
 
-    backbone = load_backbone(min(family.CONFIGS, key=distance), record)
+    try:
+        backbone = load_backbone(min(family.CONFIGS, key=distance), record)
+    except (OptionError, BackboneError) as error:  # which name a configuration of ours
+        count = f"{len(error.faults)} setting(s)"
+        raise ValueError(
+            f"the published configuration of a {wanted} has {count} that cannot be:"
+            + listed(error.faults)
+        ) from error
     form = published_form(backbone)
     if form is None or config["_class_name"] != form.class_name:
         return backbone

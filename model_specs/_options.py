@@ -83,8 +83,16 @@ def _name_of(kind: Any) -> str:
     return kind.__name__ if type(kind) is type else str(kind)
 
 
+class OptionError(ValueError):
+    """Options that make no backbone; ``faults`` lists why."""
+
+    def __init__(self, message: str, faults: list[str]) -> None:
+        self.faults = faults
+        super().__init__(message)
+
+
 def resolve[C: Config](name: str, default: C, options: Mapping[str, Value]) -> C:
-    """``default`` with ``options`` applied; raises one ValueError that lists every fault."""
+    """``default`` with ``options`` applied; raises one OptionError that lists every fault."""
     kinds = typing.get_type_hints(type(default))
     values: dict[str, Any] = {}
     faults = []
@@ -107,9 +115,10 @@ def resolve[C: Config](name: str, default: C, options: Mapping[str, Value]) -> C
             f"\n  {key} ({_KINDS[kinds[key]]}; default {to_text(getattr(default, key))})"
             for key in kinds
         )
-        raise ValueError(
+        raise OptionError(
             f"options of backbone {name!r} have {len(faults)} fault(s):{listed(faults)}\n"
-            f"legal options are:{legal}"
+            f"legal options are:{legal}",
+            faults,
         )
     return config
 

@@ -55,9 +55,9 @@ class DiTConfig:
                 "attention_head_dim: num_attention_heads * attention_head_dim must be divisible "
                 f"by 4, is {self.dim}"
             )
-        if self.base_size < self.patch_size:
+        if self.base_size % self.patch_size and self.base_size != self.sample_size:
             found.append(
-                f"base_sample_size: must be at least patch_size={self.patch_size}, "
+                f"base_sample_size: must be divisible by patch_size={self.patch_size}, "
                 f"is {self.base_size}"
             )
         if self.sample_size % self.patch_size:

@@ -61,9 +61,9 @@ class PixArtConfig:
                 "attention_head_dim: num_attention_heads * attention_head_dim must be divisible "
                 f"by {divisor}, is {self.dim}"
             )
-        if self.base_size < self.patch_size:
+        if self.base_size % self.patch_size and self.base_size != self.sample_size:
             found.append(
-                f"base_sample_size: must be at least patch_size={self.patch_size}, "
+                f"base_sample_size: must be divisible by patch_size={self.patch_size}, "
                 f"is {self.base_size}"
             )
         if self.sample_size % self.patch_size:
@@ -91,7 +91,12 @@ class PixArtConfig:
     @property
     def position_scale(self) -> float:
         """By what positions are divided."""
-        return self.interpolation_scale or max(self.base_size // 64, 1)
+        return self.interpolation_scale or self.usual_scale
+
+    @property
+    def usual_scale(self) -> int:
+        """By what diffusers divides positions where ``interpolation_scale`` is null."""
+        return max(self.base_size // 64, 1)
 
 
 # PixArt-alpha's PixArt-Sigma-XL-2-1024-MS and PixArt-XL-2-1024-MS.
@@ -187,6 +192,9 @@ def published(config: PixArtConfig) -> Published:
             if key not in ("caption_length", "base_sample_size")
         },
         "sample_size": config.base_size,
+        "interpolation_scale": (
+            None if config.position_scale == config.usual_scale else config.position_scale
+        ),
         "cross_attention_dim": config.dim,
         **_REQUIRED,
     }

@@ -73,6 +73,11 @@ class SD3Config:
                 "attention_head_dim: num_attention_heads * attention_head_dim must be divisible "
                 f"by 4, is {self.dim}"
             )
+        if self.base_sample_size % self.patch_size and self.base_sample_size != self.sample_size:
+            found.append(
+                f"base_sample_size: must be divisible by patch_size={self.patch_size}, "
+                f"is {self.base_sample_size}"
+            )
         if self.sample_size % self.patch_size:
             found.append(
                 f"sample_size: must be divisible by patch_size={self.patch_size}, "

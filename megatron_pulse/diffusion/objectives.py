@@ -33,6 +33,7 @@ DIFFUSERS_PREDICTION = {
     Objective.SAMPLE: "sample",
 }
 _OF_BETAS = ("schedule", "beta_start", "beta_end", "trained_betas")
+_MOST_TIMESTEPS = 1_000_000
 _OF_FLOW = {"shift": 1.0, "density": TimestepDensity.UNIFORM}
 _OF_LOGIT_NORMAL = {"logit_mean": 0.0, "logit_std": 1.0}
 
@@ -108,8 +109,10 @@ class DiffusionProcess:
             )
             if value is not None and value not in tuple(kind)
         ]
-        if self.num_timesteps < 2:
-            faults.append(f"num_timesteps is {self.num_timesteps}; it must be 2 or more")
+        if not 2 <= self.num_timesteps <= _MOST_TIMESTEPS:
+            faults.append(
+                f"num_timesteps is {self.num_timesteps}; it must be from 2 to {_MOST_TIMESTEPS:,}"
+            )
         if not (math.isfinite(self.logit_mean) and 0 < self.logit_std < math.inf):
             faults.append(
                 f"logit_mean is {self.logit_mean} and logit_std {self.logit_std}; they must be "
@@ -221,12 +224,30 @@ class DiffusionProcess:
         return F.mse_loss(prediction.float(), target.float())
 
     def differences(self, other: DiffusionProcess) -> list[str]:
-        """What predictions mean otherwise in ``other``: field, value there, value here."""
-        return [
-            f"{name} is {_text(getattr(other, name))} there and {_text(getattr(self, name))} here"
-            for name in ("objective", "num_timesteps", *_OF_BETAS, "zero_terminal_snr")
-            if getattr(self, name) != getattr(other, name)
-        ]
+        """What predictions mean otherwise in ``other``: field, value there, value here.
+
+        What follows from a difference is said with it: another schedule has other betas, and flow
+        has none.
+        """
+
+        def unlike(*names: str) -> list[str]:
+            return [
+                f"{name} is {_text(getattr(other, name))} there and "
+                f"{_text(getattr(self, name))} here"
+                for name in names
+                if getattr(self, name) != getattr(other, name)
+            ]
+
+        found = unlike("objective", "num_timesteps")
+        if Objective.FLOW in (self.objective, other.objective):
+            if self.objective != other.objective:
+                noises = self if other.objective == Objective.FLOW else other
+                found[0] += f" (flow has no noise schedule, {noises.objective} {noises._noise()})"
+            return found
+        if self.schedule != other.schedule:
+            return [*found, f"schedule is {other._noise()} there and {self._noise()} here",
+                    *unlike("zero_terminal_snr")]  # fmt: skip
+        return found + unlike(*_OF_BETAS, "zero_terminal_snr")
 
     def describe(self, num_tokens: int | None = None) -> str:
         """The process in one line; with its shift for pictures of ``num_tokens``."""
@@ -240,12 +261,15 @@ class DiffusionProcess:
             if self.density == TimestepDensity.LOGIT_NORMAL:
                 density += f"({self.logit_mean:g}, {self.logit_std:g})"
             parts = [shift, f"times {density}"]
-        elif self.beta_start is not None:
-            parts = [f"{self.schedule} betas {self.beta_start:g} to {self.beta_end:g}"]
         else:
-            parts = [f"{self.schedule} betas"]
+            parts = [self._noise()]
         parts += ["zero terminal SNR"] * self.zero_terminal_snr
         return ", ".join([str(self.objective), *parts, f"{self.num_timesteps} timesteps"])
+
+    def _noise(self) -> str:
+        """The schedule with its ends; of a process that is not flow."""
+        ends = "" if self.beta_start is None else f" {self.beta_start:g} to {self.beta_end:g}"
+        return f"{self.schedule} betas{ends}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint or a log; ``DiffusionProcess(**it)`` is the inverse."""

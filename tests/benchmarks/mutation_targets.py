@@ -323,8 +323,49 @@ def check_model(folder: Path) -> list[str]:
 
 
 def check_scheduler(folder: Path) -> list[str]:
-    """That what is said of the prediction is what import took."""
-    return []
+    """The noise and the target of every timestep, against diffusers' scheduler of the same file."""
+    import diffusers
+    import torch
+
+    from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+
+    said = _plain(folder / "pipeline/scheduler/scheduler_config.json")
+    process = read_saved_run(folder / "new").process
+    theirs = getattr(diffusers, said["_class_name"]).from_config(said)
+    steps = int(theirs.config.num_train_timesteps)
+    if process.num_timesteps != steps:
+        return [f"{steps} timesteps said, {process.num_timesteps} read"]
+    kind = "flow" if "Flow" in said["_class_name"] else theirs.config.prediction_type
+    kinds = {"v_prediction": "v", "flow_prediction": "flow"}
+    if (kind := kinds.get(kind, kind)) != process.objective:
+        return [f"the prediction {kind} said, {process.objective} read"]
+    if kind == "flow":
+        shift = theirs.config.get("shift", theirs.config.get("flow_shift"))
+        dynamic = bool(theirs.config.get("use_dynamic_shifting"))
+        return [] if dynamic or shift == process.shift else [f"shift: {shift}, {process.shift}"]
+    one, zero = torch.ones(steps, 1, 1, 1), torch.zeros(steps, 1, 1, 1)
+    times = torch.arange(steps, dtype=torch.float32)
+    (signal, to_noise), (noise, of_noise) = (
+        [part.flatten().double() for part in process.noised(*pair, times)]
+        for pair in ((one, zero), (zero, one))
+    )
+    kept = theirs.alphas_cumprod.double()
+    targets = {  # of (x_0, noise): Ho et al. 2020; itself; Salimans & Ho 2022
+        "epsilon": (0 * kept, 0 * kept + 1),
+        "sample": (0 * kept + 1, 0 * kept),
+        "v": (-((1 - kept) ** 0.5), kept**0.5),
+    }[kind]
+    found = {
+        "signal": (signal, kept**0.5),
+        "noise": (noise, (1 - kept) ** 0.5),
+        "target's signal": (to_noise, targets[0]),
+        "target's noise": (of_noise, targets[1]),
+    }
+    return [
+        f"{what} is another by {(a - b).abs().max():.3g}"
+        for what, (a, b) in found.items()
+        if not torch.allclose(a, b, rtol=1e-5, atol=3e-4)  # Euler's zero SNR is 2^-24
+    ]
 
 
 def check_events(folder: Path) -> list[str]:

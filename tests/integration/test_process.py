@@ -171,8 +171,14 @@ def test_taken_from_the_checkpoint(door: str, imported: Path, prepare: Prepare) 
     ("flags", "words"),
     [
         (["--pulse-objective", "epsilon"], "objective is v there and epsilon here"),
-        (["--pulse-objective", "flow"], "schedule is scaled_linear there and none here"),
-        (["--pulse-noise-schedule", "linear"], "schedule is scaled_linear there and linear here"),
+        (
+            ["--pulse-objective", "flow"],
+            "flow here (flow has no noise schedule, v scaled",
+        ),
+        (
+            ["--pulse-noise-schedule", "linear"],
+            "0.00085 to 0.018 there and linear betas 0.0001",
+        ),
         (["--pulse-beta-end", "0.03"], "beta_end is 0.018 there and 0.03 here"),
         (["--pulse-zero-terminal-snr"], "zero_terminal_snr is False there and True here"),
         (["--pulse-num-timesteps", "500"], "num_timesteps is 1000 there and 500 here"),

@@ -13,7 +13,9 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.published import find_component
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.process import saved_process
 from megatron_pulse.integration.stage import MegatronStage
@@ -147,9 +149,13 @@ def newest(load: str | Path | None) -> str | None:
 
 def is_published(folder: Path) -> bool:
     """Whether ``folder`` is one of diffusers', a pipeline's or a model's."""
-    return any((folder / name).is_file() for name in ("model_index.json", "config.json")) or any(
-        (folder / name / "config.json").is_file() for name in ("unet", "transformer")
-    )
+    if (folder / "model_index.json").is_file():
+        return True
+    try:
+        find_component(folder)
+    except PublishedError:
+        return False
+    return True
 
 
 def complete_checkpoints(load: Path) -> list[int]:
