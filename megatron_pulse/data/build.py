@@ -30,16 +30,13 @@ def open_dataset(
     channels: int = 3,
     wanted: Wanted | None = None,
     validation_fraction: float = 0.1,
-    flip: bool = False,
-    seed: int = 0,
     verify: bool = False,
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
     """(training, validation) of the dataset ``spec`` (see ``OPTIONS``).
 
     ``wanted`` is what the backbone takes: images are resized to its shape, and the datasets have
-    exactly its fields. ``channels`` and ``flip`` are for image folders; only training images are
-    flipped. Raises DataError for an unknown ``spec``, listing the options, and with everything
-    that the backbone cannot take or lacks.
+    exactly its fields. ``channels`` is for image folders. Raises DataError for an unknown ``spec``,
+    listing the options, and with everything that the backbone cannot take or lacks.
     """
     kind, _, path = spec.partition(":")
     if wanted is not None and kind != "latents":
@@ -53,16 +50,13 @@ def open_dataset(
         if image_size is None:
             raise DataError(spec, ["a folder of images needs an image size"], "Give image_size.")
 
-        def read(**options: bool | int) -> DiffusionDataset:
-            if kind == "folder":
-                return ImageFolder(path, image_size, channels, **options)
-            return CaptionedImages(path, image_size, channels, fields, **options)
-
-        source = read(flip=flip, seed=seed, verify=verify)
-        train, validation = _split(spec, source, read() if flip else source, validation_fraction)
+        if kind == "folder":
+            images: DiffusionDataset = ImageFolder(path, image_size, channels, verify)
+        else:
+            images = CaptionedImages(path, image_size, channels, fields, verify)
+        train, validation = _split(spec, images, validation_fraction)
     elif kind == "latents" and path:
-        latents = LatentFolder(path, verify)
-        train, validation = _split(spec, latents, latents, validation_fraction)
+        train, validation = _split(spec, LatentFolder(path, verify), validation_fraction)
     else:
         raise no_dataset(f"there is no dataset {spec!r}")
     return (train, validation) if wanted is None else _fitted(spec, train, validation, wanted)
@@ -75,12 +69,12 @@ def no_dataset(reason: str) -> DataError:
 
 
 def _split(
-    spec: str, train: DiffusionDataset, validation: DiffusionDataset, fraction: float
+    spec: str, source: DiffusionDataset, fraction: float
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
-    if len(train) < 2:
-        raise DataError(spec, [f"it has {len(train)} sample(s)"], "Training needs 2 or more.")
-    first, second = split_indices(len(train), fraction)
-    return Subset(train, first), Subset(validation, second)
+    if len(source) < 2:
+        raise DataError(spec, [f"it has {len(source)} sample(s)"], "Training needs 2 or more.")
+    first, second = split_indices(len(source), fraction)
+    return Subset(source, first), Subset(source, second)
 
 
 def _fitted(

@@ -65,12 +65,6 @@ class ExponentialMovingAverage:
         for name, average in self.state.items():
             average.copy_(state[name])
 
-    @torch.no_grad()
-    def copy_to(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite each parameter with its average, cast to the parameter's dtype."""
-        for name, parameter in named_parameters:
-            parameter.copy_(self.state[name])
-
 
 def _difference(found: Iterable[str], expected: Iterable[str]) -> str:
     missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))

@@ -23,7 +23,6 @@ class Stream(IntEnum):
     TRAIN = 0
     VALIDATION = 1
     SAMPLING = 2
-    AUGMENTATION = 3
     ORDER = 4
     REPLACEMENT = 5
 

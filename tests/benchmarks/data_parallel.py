@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.measure.emulated import sleep_until
 from tests.benchmarks.contestant import Contestant, Held, Runner
+from tests.runtime.emulated import sleep_until
 
 NUM_BUCKETS = 8
 """Megatron's buckets, in which gradients are reduced while the backward goes on."""

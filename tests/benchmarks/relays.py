@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.measure.emulated import sleep_until
 from tests.benchmarks.contestant import Contestant, Engine, Groups, Held, Runner
+from tests.runtime.emulated import sleep_until
 
 
 class RelayStage(nn.Module):

@@ -39,8 +39,8 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     from megatron_pulse.runtime.executor import Executor
     from megatron_pulse.runtime.failures import default_board
     from megatron_pulse.runtime.links import Links
-    from megatron_pulse.runtime.measure.emulated import EmulatedStage
     from megatron_pulse.runtime.settings import RunSettings
+    from tests.runtime.emulated import EmulatedStage
 
     partition, schedule, problem = contestant.partition, contestant.schedule, contestant.problem
     assert partition is not None and schedule is not None and problem is not None

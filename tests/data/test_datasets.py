@@ -60,18 +60,6 @@ def test_folder(folder):
     assert ImageFolder(folder / "cat", 10).num_classes == 1
 
 
-def test_flips_are_a_function_of_the_draw(folder):
-    dataset, still = ImageFolder(folder, 10, flip=True, seed=5), ImageFolder(folder, 10)
-    flips = []
-    for draw in range(60):
-        image = dataset.image(0, draw)
-        assert torch.equal(image, dataset.image(0, draw))
-        flips.append(not torch.equal(image, still.image(0)))
-        if flips[-1]:
-            assert torch.equal(image.flip(-1), still.image(0))
-    assert 15 < sum(flips) < 45
-
-
 def test_all_unreadable_files_are_listed_at_once(folder):
     (folder / "cat/a.png").write_bytes(b"no image")
     whole = (folder / "dog/d.png").read_bytes()
@@ -104,9 +92,8 @@ def test_folders_that_make_no_dataset(folder, tmp_path):
 
 
 def test_open_dataset(folder):
-    train, held_out = open_dataset(f"folder:{folder}", 8, flip=True, validation_fraction=0.25)
+    train, held_out = open_dataset(f"folder:{folder}", 8, validation_fraction=0.25)
     assert (len(train), len(held_out)) == (3, 1) and train[2]["image"].shape == (3, 8, 8)
-    assert not held_out.source.flip
     assert open_dataset("digits8", wanted=Wanted((1, 8, 8)))[0].num_classes == 10
     with pytest.raises(DataError, match="folder:PATH"):
         open_dataset("imagenet")

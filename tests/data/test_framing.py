@@ -14,8 +14,6 @@ from megatron_pulse.cli.main import main
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import Wanted
-from megatron_pulse.data.microbatches import make_microbatch
-from megatron_pulse.diffusion.objectives import DiffusionProcess
 
 SIZE = 16
 FILES = {"a.png": (64, 32), "b.png": (20, 60), "c.png": (16, 16), "d.png": (33, 40)}
@@ -25,12 +23,10 @@ FIELDS = {**SIZES, "resolution": FieldSpec((2,), "float32")}
 CAPTIONS = {"context": FieldSpec((4, 8)), **FIELDS}
 
 
-def expected(width: int, height: int, flipped: bool = False) -> list[int]:
+def expected(width: int, height: int) -> list[int]:
     """SDXL's: size of the file, corner of the central square after scaling, size of the picture."""
     side = min(width, height)
     left = (width - side) // 2
-    if flipped:
-        left = width - side - left
     top = (height - side) // 2
     return [height, width, round(top * SIZE / side), round(left * SIZE / side), SIZE, SIZE]
 
@@ -72,22 +68,6 @@ def test_images_of_a_folder_and_their_latents(images: Path, tmp_path: Path, kind
         f"latents:{tmp_path / 'latents'}", wanted=wanted, validation_fraction=0.0
     )
     check(latents)
-
-
-def test_a_mirrored_image_is_cropped_from_the_other_side(images: Path) -> None:
-    """97 columns less 16: 40 are left on one side, 41 on the other."""
-    odd = images.parent / "odd"
-    odd.mkdir(exist_ok=True)
-    for i in range(2):
-        Image.new("RGB", (97, 16)).save(odd / f"{i}.png")
-    wanted = Wanted((3, SIZE, SIZE), FIELDS)
-    dataset, _ = open_dataset(f"folder:{odd}", wanted=wanted, validation_fraction=0.0, flip=True)
-    process, crops = DiffusionProcess("epsilon"), set()
-    for visit in range(16):
-        batch = make_microbatch(dataset, [(0, visit)], process, seed=0)
-        crops.add(tuple(batch["time_ids"][0].tolist()))
-    assert crops == {tuple(expected(97, 16)), tuple(expected(97, 16, flipped=True))}
-    assert len(crops) == 2
 
 
 def test_what_has_no_files_is_its_own_size() -> None:

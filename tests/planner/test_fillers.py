@@ -21,7 +21,7 @@ from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.communication import compile_communication, messages_of
-from megatron_pulse.planner.step.nccl_check import check_nccl, check_program
+from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Run, compile_program
 from tests.planner.chains import chain
 from tests.planner.strategies import equal, with_order
@@ -165,7 +165,7 @@ def test_a_program_runs_every_slice_and_sends_nothing_for_it(name: str, placemen
     assert sorted(plan.messages) == sorted(compile_communication(routes, schedule).messages)
     assert messages_of(routes, Operation(Kind.FILLER, 0, 3)) == ()
     assert validate(filled, partition, plan.messages) == []
-    assert check_nccl(plan, 4) == [] and check_program(filled, plan) == []
+    assert check_events([compile_program(filled, plan, d) for d in range(4)]) == []
     for device, order in enumerate(filled.order):
         events = compile_program(filled, plan, device)
         assert tuple(e.operation for e in events if isinstance(e, Run)) == order

@@ -21,8 +21,7 @@ from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.ilp import solvers
 from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
 from megatron_pulse.planner.schedule.ilp.grid import on_grid
-from megatron_pulse.planner.schedule.ilp.modulo import fitting, least_memory
-from megatron_pulse.planner.schedule.ilp.paper import paper_model, paper_schedule
+from megatron_pulse.planner.schedule.ilp.modulo import Aim, fitting, modulo
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
 from megatron_pulse.planner.schedule.ilp.time_indexed import shortest
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -32,6 +31,7 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.search.template import faults, steady_peak
 from megatron_pulse.planner.schedule.solve import solve
 from tests.planner.exact import optimum
+from tests.planner.paper import paper_model, paper_schedule
 from tests.planner.strategies import equal, problems
 
 HIGHS, GLPK = Solver.HIGHS, Solver.GLPK
@@ -120,21 +120,29 @@ def test_the_time_indexed_optimum_is_cp_sats(seed: int) -> None:
     assert ours.start is not None and shop.makespan(ours.start) == ours.bound
 
 
+def least_memory(p: int, split: bool, cap: int, seconds: float) -> float:
+    """Of templates at full rate: activations on the device that needs most, proved, above ``cap``;
+    or ``cap`` where that is enough."""
+    shop = job_shop(equal(fold(p), 4 * p, cap, split))
+    model = modulo(shop, shop.most_load, Aim.FIT)
+    assert solve_model(model, HIGHS, seconds).status is Status.OPTIMAL
+    return float(cap * model.memory.value)
+
+
 @pytest.mark.parametrize(("p", "split", "memory"), [(4, False, 6), (4, True, 4), (8, False, 12)])
 def test_least_memory_at_full_rate(p: int, split: bool, memory: int) -> None:
-    shop = job_shop(equal(fold(p), 4 * p, None, split))
-    found = least_memory(shop, HIGHS, 30)
-    assert found is not None and found.proved
-    assert found.memory == memory and found.template.period == 6
-    assert not [fault for fault in faults(shop, found.template) if "cap" not in fault]
-    assert max(steady_peak(shop, found.template, d) for d in range(p)) == memory
+    """No less will do, and with so much a template is found that keeps within it."""
+    assert least_memory(p, split, memory - 1, 30) == pytest.approx(memory)
+    shop = job_shop(equal(fold(p), 4 * p, memory, split))
+    template = fitting(shop, HIGHS, 30)[0]
+    assert template.period == shop.most_load == 6 and faults(shop, template) == []
+    assert max(steady_peak(shop, template, d) for d in range(p)) == memory
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("p", "split", "memory"), [(8, True, 8), (16, False, 22), (16, True, 12)])
 def test_least_memory_of_larger_templates(p: int, split: bool, memory: int) -> None:
-    found = least_memory(job_shop(equal(fold(p), 4 * p, None, split)), HIGHS, 120)
-    assert found is not None and found.memory == memory
+    assert least_memory(p, split, memory, 120) == memory
 
 
 @pytest.mark.parametrize("solver", [HIGHS, GLPK])
@@ -154,7 +162,8 @@ def test_a_period_below_the_load_has_no_template_and_a_small_cap_slows_it() -> N
     shop = job_shop(equal(fold(4), 8, 4))
     found = fitting(shop, HIGHS, 10)
     assert found and min(template.period for template in found) > 6
-    assert least_memory(shop, HIGHS, 10, period=5) is None
+    answer = solve_model(modulo(shop, 5, Aim.FIT), HIGHS, 10)
+    assert answer.status is Status.INFEASIBLE
 
 
 @pytest.mark.parametrize("solver", [HIGHS, GLPK])

@@ -21,12 +21,7 @@ from megatron_pulse.planner.step.communication import (
     Payload,
     compile_communication,
 )
-from megatron_pulse.planner.step.nccl_check import (
-    check_events,
-    check_nccl,
-    check_program,
-    check_rounds,
-)
+from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Event, Issue, Run, Wait, compile_program
 from tests.planner.chains import chain
 from tests.planner.strategies import schedules
@@ -66,6 +61,13 @@ def on_demand(schedule: Schedule, plan: CommunicationPlan) -> Programs:
     return result
 
 
+def check_groups(groups: list[list[list[tuple[bool, Message]]]]) -> list[str]:
+    """Faults of the groups that each device starts in order, all producers having run."""
+    ready = [[Run(m.producer) for group in mine for sends, m in group if sends] for mine in groups]
+    issues = [[Issue(tuple(group)) for group in mine] for mine in groups]
+    return check_events([[*a, *b] for a, b in zip(ready, issues, strict=True)])
+
+
 def message(producer: str, consumer: str, source: int, destination: int) -> Message:
     ends = Operation.parse(producer), Operation.parse(consumer)
     return Message(*ends, Payload.BOUNDARY, "0", source, destination)
@@ -83,8 +85,7 @@ def test_compiled_plans_complete(schedule: Schedule, seed: int) -> None:
         plan = compiled(candidate, seed)
         assert plan.messages
         assert validate(candidate, messages=plan.messages) == []
-        assert check_nccl(plan, schedule.placement.num_devices) == []
-        assert check_program(candidate, plan) == []
+        assert check_events(programs(candidate, plan)) == []
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])
@@ -92,7 +93,7 @@ def test_on_demand_groups_deadlock_where_rounds_do_not(num_devices: int) -> None
     """Measured on NCCL semantics: a fold's unbatched sends and receives block each other."""
     schedule = make_schedule("wave", fold(num_devices), 2 * num_devices, effort=2)
     plan = compiled(schedule)
-    assert check_program(schedule, plan) == []
+    assert check_events(programs(schedule, plan)) == []
     faults = check_events(on_demand(schedule, plan))
     assert any(fault.startswith("deadlock: ") for fault in faults)
 
@@ -127,19 +128,19 @@ def test_mutated_programs_are_rejected(schedule: Schedule, seed: int, data: st.D
 
 
 def test_rounds_that_match() -> None:
-    assert check_rounds([[[(True, A)], [(True, B)]], [[(False, A)], [(False, B)]]]) == []
-    assert check_rounds([[[(True, A), (False, C)]], [[(True, C), (False, A)]]]) == []
+    assert check_groups([[[(True, A)], [(True, B)]], [[(False, A)], [(False, B)]]]) == []
+    assert check_groups([[[(True, A), (False, C)]], [[(True, C), (False, A)]]]) == []
 
 
 def test_fifo_mismatch_names_both_messages() -> None:
-    faults = check_rounds([[[(True, A)], [(True, B)]], [[(False, B)], [(False, A)]]])
+    faults = check_groups([[[(True, A)], [(True, B)]], [[(False, B)], [(False, A)]]])
     assert len(faults) == 2
     assert all("first in, first out mismatch" in f for f in faults)
     assert f"is sent as {A}, received as {B}" in faults[0]
 
 
 def test_crossing_groups_deadlock() -> None:
-    faults = check_rounds([[[(True, A)], [(False, C)]], [[(True, C)], [(False, A)]]])
+    faults = check_groups([[[(True, A)], [(False, C)]], [[(True, C)], [(False, A)]]])
     assert len(faults) == 1 and faults[0].startswith("deadlock: ")
     assert f"device 0 has an unfinished group: send of {A}" in faults[0]
     assert f"device 1 has an unfinished group: send of {C}" in faults[0]
@@ -148,22 +149,14 @@ def test_crossing_groups_deadlock() -> None:
 def test_circle_of_three_devices_deadlocks() -> None:
     ring = [message("F0:0", "F1:0", d, (d + 1) % 3) for d in range(3)]
     apart = [[[(True, ring[d])], [(False, ring[d - 1])]] for d in range(3)]
-    assert any("deadlock" in fault for fault in check_rounds(apart))
+    assert any("deadlock" in fault for fault in check_groups(apart))
     together = [[[(True, ring[d]), (False, ring[d - 1])]] for d in range(3)]
-    assert check_rounds(together) == []
+    assert check_groups(together) == []
 
 
 def test_lonely_send_is_named() -> None:
-    faults = check_rounds([[[(True, A)]], []])
+    faults = check_groups([[[(True, A)]], []])
     assert f"device 0 sends {A}, but device 1 never receives a message number 0" in faults[0]
-
-
-def test_plan_faults() -> None:
-    assert check_nccl(CommunicationPlan(((A,), (B, C))), 2) == []
-    assert any("2 times in the plan" in f for f in check_nccl(CommunicationPlan(((A,), (A,))), 2))
-    assert any("no device 1 among 1" in f for f in check_nccl(CommunicationPlan(((A,),)), 1))
-    local = message("F0:0", "F1:0", 0, 0)
-    assert any("are one device" in f for f in check_nccl(CommunicationPlan(((local,),)), 2))
 
 
 def test_wait_before_issue_and_foreign_messages() -> None:

@@ -22,7 +22,8 @@ from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.classic.split import zb_h1, zb_v
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.communication import Payload, compile_communication, messages_of
-from megatron_pulse.planner.step.nccl_check import check_nccl, check_program
+from megatron_pulse.planner.step.nccl_check import check_events
+from megatron_pulse.planner.step.program import compile_program
 from tests.planner.chains import chain
 from tests.planner.strategies import with_order
 
@@ -176,8 +177,9 @@ def test_gradients_travel_from_input_gradient_to_input_gradient(schedule: Schedu
     assert {Payload.BOUNDARY, Payload.CONDITIONING} <= kinds
     plan = compile_communication(routes, schedule)
     assert validate(schedule, partition, plan.messages) == []
-    assert check_nccl(plan, schedule.placement.num_devices) == []
-    assert check_program(schedule, plan) == []
+    assert (
+        check_events([compile_program(schedule, plan, d) for d in range(len(schedule.order))]) == []
+    )
 
 
 @settings(max_examples=80, derandomize=True)

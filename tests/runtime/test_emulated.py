@@ -44,7 +44,7 @@ def problem_of(
 
 
 def run_cases(cases: list[Case]) -> list[Trace]:
-    from megatron_pulse.runtime.measure.emulated import run_emulated
+    from tests.runtime.emulated import run_emulated
 
     dist.init_process_group("gloo")
     traces = []
@@ -95,7 +95,7 @@ def test_makespans_are_what_the_simulator_says(num_devices: int) -> None:
 
 
 def test_sleeping_is_precise_and_burns_no_core() -> None:
-    from megatron_pulse.runtime.measure.emulated import sleep_until
+    from tests.runtime.emulated import sleep_until
 
     late, burnt = [], time.process_time()
     for _ in range(20):

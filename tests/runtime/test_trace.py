@@ -24,7 +24,7 @@ P, M, BATCH = 2, 3, 2
 
 
 def trace_fold() -> Trace:
-    from megatron_pulse.runtime.measure.emulated import run_emulated
+    from tests.runtime.emulated import run_emulated
 
     dist.init_process_group("gloo")
     placement = fold(P)

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, Framing
-from megatron_pulse.diffusion.noise import Stream, philox
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -24,10 +22,9 @@ class ImageFiles(DiffusionDataset):
     """Images by their ``files``, each with its class in ``labels``.
 
     Images are cropped to their central square, resized (bicubic, antialiased) to ``image_size``
-    and scaled to [-1, 1]. ``flip`` mirrors half of the visits,
-    chosen by (``seed``, index, draw). ``verify`` decodes every file at once and lists all that
-    cannot be read; otherwise a bad file raises CorruptSample with its name when it is reached, and
-    one that storage does not give DataError.
+    and scaled to [-1, 1]. ``verify`` decodes every file at once and lists all that cannot be read;
+    otherwise a bad file raises CorruptSample with its name when it is reached, and one that storage
+    does not give DataError.
     """
 
     frames = True
@@ -42,8 +39,6 @@ class ImageFiles(DiffusionDataset):
         num_classes: int,
         image_size: int,
         channels: int = 3,
-        flip: bool = False,
-        seed: int = 0,
         verify: bool = False,
     ) -> None:
         self.root = root
@@ -51,8 +46,6 @@ class ImageFiles(DiffusionDataset):
         self.labels = labels
         self.num_classes = num_classes
         self.image_shape = (channels, image_size, image_size)
-        self.flip = flip
-        self.seed = seed
         self._sound = bytearray(len(files))  # 1: was decoded
         if verify and (faults := list(self._verified())):
             raise DataError(f"image folder {self.root}", faults, "Replace or remove these files.")
@@ -69,8 +62,6 @@ class ImageFiles(DiffusionDataset):
         left, top, side = _central_square(*image.size)
         box = (left, top, left + side, top + side)
         pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
-        if self.flip and self._flipped(index, draw):
-            pixels = pixels[:, ::-1]
         planes = pixels.reshape(size, size, channels).transpose(2, 0, 1)
         return torch.from_numpy(planes.astype(np.float32) / 127.5 - 1)
 
@@ -79,13 +70,8 @@ class ImageFiles(DiffusionDataset):
         with self._opened(index) as file:
             width, height = file.size
         left, top, side = _central_square(width, height)
-        if self.flip and self._flipped(index, draw):
-            left = width - side - left
         crop = (round(top * size / side), round(left * size / side))
         return Framing((height, width), crop, (size, size))
-
-    def _flipped(self, index: int, draw: int) -> bool:
-        return bool(int(philox(self.seed, Stream.AUGMENTATION, index, draw).random_raw()) & 1)
 
     def check(self, index: int) -> None:
         if not self._sound[index]:
@@ -141,12 +127,10 @@ class ImageFolder(ImageFiles):
     """``root/CLASS/**/*.png`` (classes numbered in order of name), or images in ``root`` alone."""
 
     def __init__(
-        self, root: str | Path, image_size: int, channels: int = 3, **options: Any
+        self, root: str | Path, image_size: int, channels: int = 3, verify: bool = False
     ) -> None:
         self.classes, files, labels = _scan(Path(root))
-        super().__init__(
-            Path(root), files, labels, len(self.classes), image_size, channels, **options
-        )
+        super().__init__(Path(root), files, labels, len(self.classes), image_size, channels, verify)
 
 
 def _scan(root: Path) -> tuple[list[str], list[Path], list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ class CaptionedImages(ImageFiles):
 
     Each line is ``{"file_name": "a.png", "text": "a red bird"}``; other keys are passed over.
     ``fields`` are what a backbone asks for: the dataset has those of them that are text. Dropped
-    samples get the encoding of the empty text. ``options`` are those of ImageFiles. Raises
+    samples get the encoding of the empty text. ``verify`` is that of ImageFiles. Raises
     DataError with every bad line.
     """
 
@@ -34,10 +33,10 @@ class CaptionedImages(ImageFiles):
         image_size: int,
         channels: int = 3,
         fields: Mapping[str, FieldSpec] = NO_FIELDS,
-        **options: Any,
+        verify: bool = False,
     ) -> None:
         files, self.captions = _read(Path(root))
-        super().__init__(Path(root), files, [0] * len(files), 1, image_size, channels, **options)
+        super().__init__(Path(root), files, [0] * len(files), 1, image_size, channels, verify)
         self._encoder = WordEncoder(fields)
         self.fields = self._encoder.fields
 

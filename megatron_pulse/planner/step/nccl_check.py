@@ -11,57 +11,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megatron_pulse.planner.schedule.operations import Operation, Schedule
-from megatron_pulse.planner.step.communication import CommunicationPlan, Message
-from megatron_pulse.planner.step.program import Event, Issue, Run, Wait, compile_program
-
-type Group = Sequence[tuple[bool, Message]]
-"""``(is_send, message)`` pairs that a device starts together."""
+from megatron_pulse.planner.schedule.operations import Operation
+from megatron_pulse.planner.step.communication import Message
+from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
 
 type Slot = tuple[int, int, int]
 """The n-th message of a channel: (source, destination, n)."""
-
-
-def check_nccl(plan: CommunicationPlan, num_devices: int) -> list[str]:
-    """Faults of the plan's rounds, issued in order by every device; empty when they complete.
-
-    Lists repeated messages, messages that stay on a device or leave the pipeline, first in first
-    out mismatches, and deadlocks, by the names of the messages.
-    """
-    faults = []
-    for message, times in Counter(plan.messages).items():
-        if times > 1:
-            faults.append(f"{message}: {times} times in the plan")
-        if message.source == message.destination:
-            faults.append(f"{message}: source and destination are one device")
-        for device in (message.source, message.destination):
-            if not 0 <= device < num_devices:
-                faults.append(f"{message}: there is no device {device} among {num_devices}")
-    if faults:
-        return faults
-    groups: list[list[Group]] = [[] for _ in range(num_devices)]
-    for round_ in plan.rounds:
-        for device, mine in enumerate(groups):
-            group = [
-                (message.source == device, message)
-                for message in round_
-                if device in (message.source, message.destination)
-            ]
-            if group:
-                mine.append(group)
-    return check_rounds(groups)
-
-
-def check_rounds(groups: Sequence[Sequence[Group]]) -> list[str]:
-    """Faults of the groups that each device starts, in order, with nothing computed between."""
-    return _Machine([[Issue(tuple(group)) for group in mine] for mine in groups]).check()
-
-
-def check_program(schedule: Schedule, plan: CommunicationPlan) -> list[str]:
-    """Faults of the whole step: computing, issuing and waiting, as the executor will do it."""
-    return check_events(
-        [compile_program(schedule, plan, d) for d in range(schedule.placement.num_devices)]
-    )
 
 
 def check_events(events: Sequence[Sequence[Event]]) -> list[str]:

@@ -42,12 +42,6 @@ class Ranks:
         links = (self.cluster.link(*pair, concurrent=shared) for pair in pairs)
         return max(links, key=lambda link: (link.time_s(1 << 20), link.latency_s))
 
-    def shard_sum_s(self, num_bytes: float) -> float:
-        """Summing ``num_bytes`` over the tensor-parallel ranks."""
-        if self.tensor == 1 or not num_bytes:
-            return 0.0
-        return self.cluster.allreduce_s(num_bytes, range(self.tensor))
-
     @lru_cache(maxsize=4096)  # noqa: B019
     def reduce_s(self, device: int, num_bytes: float, scatter: bool) -> float:
         """Summing gradients over replicas; with ``scatter`` each rank keeps its part only."""

@@ -21,50 +21,20 @@ scheduling.md, section 2c.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
+from megatron_pulse.planner.schedule.ilp.solvers import Solver, solve_model
 from megatron_pulse.planner.schedule.ilp.time_indexed import memory
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-from megatron_pulse.planner.schedule.search.template import Template, faults, lives, steady_peak
+from megatron_pulse.planner.schedule.search.template import Template, faults, lives
 
 
-class Goal(StrEnum):
+class Aim(StrEnum):
     """What the model minimises."""
 
-    MEMORY = "memory of the device that needs most, without caps"
     LATENCY = "end of a microbatch that starts at 0, within the caps"
     FIT = "largest memory in units of the device's cap, down to 1"
-
-
-@dataclass(frozen=True)
-class Periodic:
-    """A template and the largest memory that it takes on a device, in the shop's units; proved:
-    none of its period takes less."""
-
-    template: Template
-    memory: int
-    proved: bool
-
-
-def least_memory(
-    shop: JobShop, solver: Solver, seconds: float, period: int | None = None
-) -> Periodic | None:
-    """The template of ``period`` (default: the largest device load) that needs the least memory
-    on the device that needs most; None where none was found in time."""
-    period = shop.most_load if period is None else period
-    model = modulo(shop, period, Goal.MEMORY)
-    answer = solve_model(model, solver, seconds)
-    if not answer.has_values:
-        return None
-    template = template_of(shop, model, period)
-    return Periodic(
-        template,
-        max(steady_peak(shop, template, d) for d in range(len(shop.cap))),
-        answer.status is Status.OPTIMAL,
-    )
 
 
 def fitting(shop: JobShop, solver: Solver, seconds: float) -> list[Template]:
@@ -82,7 +52,7 @@ def fitting(shop: JobShop, solver: Solver, seconds: float) -> list[Template]:
         return seconds - (time.monotonic() - began)
 
     while low <= high and left() > MINIMUM_S:
-        model = modulo(shop, guess, Goal.FIT)
+        model = modulo(shop, guess, Aim.FIT)
         share = seconds * (FIRST_SHARE if guess == shop.most_load else SHARE)
         answer = solve_model(model, solver, min(left(), max(MINIMUM_S, share)))
         if answer.has_values and not faults(shop, template := template_of(shop, model, guess)):
@@ -94,7 +64,7 @@ def fitting(shop: JobShop, solver: Solver, seconds: float) -> list[Template]:
         guess = low + (high - low) // 4
     if found and left() > MINIMUM_S:
         period = found[0].period
-        model = modulo(shop, period, Goal.LATENCY)
+        model = modulo(shop, period, Aim.LATENCY)
         answer = solve_model(model, solver, left())
         if answer.has_values and not faults(shop, template := template_of(shop, model, period)):
             found.insert(0, template)
@@ -114,7 +84,7 @@ def _latency(shop: JobShop) -> int:
     return max(h + shop.duration[k * count] for k, h in enumerate(heads))
 
 
-def modulo(shop: JobShop, period: int, goal: Goal) -> Any:
+def modulo(shop: JobShop, period: int, aim: Aim) -> Any:
     """The model above."""
     import pyomo.environ as pyo  # type: ignore[import-untyped]
 
@@ -130,7 +100,7 @@ def modulo(shop: JobShop, period: int, goal: Goal) -> Any:
     inner = [(j, k) for line in lines for j in line[1:] for k in line[1:] if j < k]
     model.y = pyo.Var(inner, domain=pyo.Binary)
     model.rows = pyo.ConstraintList()
-    model.memory = pyo.Var(bounds=(1 if goal is Goal.FIT else 0, None))
+    model.memory = pyo.Var(bounds=(1, None))
 
     def before(j: int, k: int) -> Any:
         """1 where j comes before k in the period of their device."""
@@ -166,15 +136,15 @@ def modulo(shop: JobShop, period: int, goal: Goal) -> Any:
             live = sum(
                 weight[f * count] * (here[f] - model.q[f] - here[b] + model.q[b]) for f, b in pairs
             )
-            if goal is Goal.LATENCY:
+            if aim is Aim.LATENCY:
                 model.rows.add(live <= room)
             else:
-                model.rows.add(live <= (room if goal is Goal.FIT else 1.0) * model.memory)
-    if goal is Goal.LATENCY:
+                model.rows.add(live <= room * model.memory)
+    if aim is Aim.LATENCY:
         model.end = pyo.Var(bounds=(0, None))
         for k in classes:
             model.rows.add(model.end >= model.sigma[k] + p[k])
-    model.goal = pyo.Objective(expr=model.end if goal is Goal.LATENCY else model.memory)
+    model.goal = pyo.Objective(expr=model.end if aim is Aim.LATENCY else model.memory)
     return model
 
 
