@@ -1,4 +1,8 @@
-"""Faults of an input as a list that can be read, however many there are."""
+"""Faults of an input: all of them at once, as a list that can be read, however many there are.
+
+A fault is a sentence, or what ``told`` made of several: a heading with its own list, which stands
+indented in a list around it and counts there as that many.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,47 @@ from pathlib import Path
 _SHOWN = 40
 _OF_A_KIND = 3
 _LONGEST = 4000  # characters: what is longer quotes a damaged file
+_COUNT = re.compile(r" \((\d+) faults\):$", re.MULTILINE)
 _PARTICULAR = re.compile(r"'[^']*'|\"[^\"]*\"|[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+
+
+class Faults(ValueError):
+    """Several faults that have no more in common than that they were found together."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        self.faults = list(faults)
+        super().__init__(all_of(self.faults))
+
+
+def all_of(faults: Sequence[str]) -> str:
+    """The fault, or a counted list of several."""
+    if len(faults) == 1:
+        return faults[0]
+    return f"{counted(faults)} faults:{listed(faults)}"
+
+
+def faults_in(error: Exception) -> list[str]:
+    """Each of what was found together, or the one thing that ``error`` says."""
+    return error.faults if isinstance(error, Faults) else [str(error)]
+
+
+def told(what: str, faults: Sequence[str], remedy: str = "") -> str:
+    """What is wrong with ``what``: ``what: fault``, or a counted list; ``remedy`` is a line below.
+
+    >>> print(told("plan.json", ["pipeline is 0", "data is missing"]))
+    plan.json (2 faults):
+      - pipeline is 0
+      - data is missing
+    """
+    text = f"{what} ({counted(faults)} faults):{listed(faults)}"
+    if len(faults) == 1:
+        text = f"{what}: {faults[0]}"
+    return f"{text}\n{remedy}" if remedy else text
+
+
+def counted(faults: Sequence[str]) -> int:
+    """How many faults these are, those of nested lists one by one."""
+    return sum(sum(map(int, _COUNT.findall(fault)[:1])) or 1 for fault in faults)
 
 
 def listed(faults: Sequence[str], shown: int = _SHOWN) -> str:
@@ -20,8 +64,9 @@ def listed(faults: Sequence[str], shown: int = _SHOWN) -> str:
 
     What is there several times is said once and counted. Of more than ``shown``, those that differ
     only in numbers and quoted names are told by the first three, with the number of the others.
+    Lines of a fault after its first are indented, and the lists that it has are not counted again.
     """
-    faults = [f if len(f) <= _LONGEST else f"{f[:_LONGEST]} ..." for f in faults]
+    faults = [_within(fault) for fault in faults]
     times = Counter(faults)
     lines = [f"{fault} ({n} times)" if n > 1 else fault for fault, n in times.items()]
     if len(lines) > shown:
@@ -37,6 +82,12 @@ def listed(faults: Sequence[str], shown: int = _SHOWN) -> str:
     if len(lines) > shown:
         lines = [*lines[:shown], f"and {len(lines) - shown} more"]
     return "".join(f"\n  - {line}" for line in lines)
+
+
+def _within(fault: str) -> str:
+    """A fault of one line or more as it stands in a list."""
+    lines = _COUNT.sub(":", fault).splitlines() or [""]
+    return "\n    ".join(f if len(f) <= _LONGEST else f"{f[:_LONGEST]} ..." for f in lines)
 
 
 def raised(error: BaseException) -> str:

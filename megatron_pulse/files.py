@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import Faults, faults_in, told
 from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.letters import NO_LETTER
 
@@ -119,7 +119,7 @@ def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> 
     try:
         value = parse_json(text, infinities=infinities)
     except ValueError as error:
-        raise FileError(f"{path} cannot be read as {kind}: {error}") from error
+        raise FileError(told(f"{path} cannot be read as {kind}", faults_in(error))) from error
     return _of_kind(path, kind, value)
 
 
@@ -167,7 +167,7 @@ def read_yaml(path: str | Path, kind: FileKind) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise FileError(f"{path} cannot be read as {kind}: it is no plain YAML: {error}") from error
     except ValueError as error:
-        raise FileError(f"{path} cannot be read as {kind}: {error}") from error
+        raise FileError(told(f"{path} cannot be read as {kind}", faults_in(error))) from error
     return _of_kind(path, kind, value)
 
 
@@ -209,10 +209,8 @@ def _sound(value: Any, faults: list[str], infinities: bool = False) -> Any:
                     f"{_at(where)} is a number {shown}; numbers are 0, or from {SMALLEST:g} to "
                     f"{LARGEST:.3g}"
                 )
-    if len(faults) > 1:
-        raise ValueError(f"it has {len(faults)} faults:{listed(faults)}")
     if faults:
-        raise ValueError(faults[0])
+        raise Faults(faults)
     return value
 
 

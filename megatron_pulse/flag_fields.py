@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from megatron_pulse.faults import Faults
+
 
 @dataclass(frozen=True)
 class Range:
@@ -102,7 +104,7 @@ def add_flags(
 def read_flags[Options](cls: type[Options], args: argparse.Namespace, prefix: str = "") -> Options:
     """What was given; a flag that ``args`` do not have is at its default.
 
-    Raises ValueError for what is not KEY=VALUE.
+    Raises Faults for what is not KEY=VALUE.
     """
     values: dict[str, Any] = {}
     for each, kind in _typed(cls):
@@ -139,9 +141,9 @@ def marked(cls: type, mark: Any) -> list[str]:
 
 
 def key_values(texts: Sequence[str], flag: str) -> dict[str, str]:
-    """What repeated KEY=VALUE say; raises ValueError with every text that is not of that form."""
+    """What repeated KEY=VALUE say; raises Faults with every text that is not of that form."""
     if faults := [f"{flag} {text}: write it as KEY=VALUE" for text in texts if "=" not in text]:
-        raise ValueError("; ".join(faults))
+        raise Faults(faults)
     return dict(text.split("=", 1) for text in texts)
 
 

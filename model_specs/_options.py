@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megatron_pulse.faults import listed, meant
+from megatron_pulse.faults import meant, told
 
 Value = str | int | float | bool | None | tuple[int, ...] | list[int]
 
@@ -115,11 +115,8 @@ def resolve[C: Config](name: str, default: C, options: Mapping[str, Value]) -> C
             f"\n  {key} ({_KINDS[kinds[key]]}; default {to_text(getattr(default, key))})"
             for key in kinds
         )
-        raise OptionError(
-            f"options of backbone {name!r} have {len(faults)} fault(s):{listed(faults)}\n"
-            f"legal options are:{legal}",
-            faults,
-        )
+        what = f"options of backbone {name!r}"
+        raise OptionError(told(what, faults, f"legal options are:{legal}"), faults)
     return config
 
 

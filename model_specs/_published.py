@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_pulse.faults import told
+
 
 def require_settings(
     config: Mapping[str, Any], required: Mapping[str, Any], more: Sequence[str] = ()
@@ -21,6 +23,5 @@ def require_settings(
     ]
     faults += more
     if faults:
-        lines = "".join(f"\n  - {fault}" for fault in faults)
         what = config.get("_class_name", "the published configuration")
-        raise ValueError(f"{what} has {len(faults)} setting(s) that no family implements:{lines}")
+        raise ValueError(told(f"{what} has settings that no family implements", faults))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.published import PerHead, Published, Rule, SwappedHalves
+from megatron_pulse.faults import told
 
 if TYPE_CHECKING:
     from model_specs.unet import UNetConfig
@@ -196,8 +197,7 @@ def options_from(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     added = _text_time(settings, faults)
     if faults:
-        lines = "".join(f"\n  - {fault}" for fault in sorted(faults))
-        raise ValueError(f"UNet2DConditionModel: {len(faults)} setting(s) that differ:{lines}")
+        raise ValueError(told("UNet2DConditionModel has settings that differ", sorted(faults)))
     return {
         "sample_size": settings["sample_size"],
         "in_channels": settings["in_channels"],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import megatron_pulse
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import counted, listed, told
 
 
 def test_a_short_list_is_whole() -> None:
@@ -33,8 +34,35 @@ def test_many_unlike_end_with_their_number() -> None:
 
 def test_every_list_of_faults_is_made_in_one_place() -> None:
     root = Path(megatron_pulse.__file__).parent
-    makers = [p for p in root.rglob("*.py") if "  - {" in p.read_text(encoding="utf-8")]
-    assert makers == [root / "faults.py"], "use megatron_pulse.faults.listed"
+    files = [*root.rglob("*.py"), *(root.parent / "model_specs").rglob("*.py")]
+    own = re.compile(r"  - \{|join\((faults|different)\)|fault\(s\)|\{len\(faults\)\}")
+    makers = [p for p in files if own.search(p.read_text(encoding="utf-8"))]
+    assert makers == [root / "faults.py"], "use megatron_pulse.faults.told"
+
+
+def test_one_fault_is_a_sentence_and_several_a_list() -> None:
+    assert told("a.json", ["x is 1"]) == "a.json: x is 1"
+    assert told("a.json", ["x is 1", "y is 2"], "Do z.") == (
+        "a.json (2 faults):\n  - x is 1\n  - y is 2\nDo z."
+    )
+
+
+def test_nested_lists_are_indented_and_counted_once() -> None:
+    inner = told("options", ["x is 1", "y is 2"], "legal are:\n  x\n  y")
+    outer = told("error", [told("data", ["none"]), told("the model", [inner, "z is 3"])])
+    assert counted([inner]) == 2
+    assert outer.splitlines() == [
+        "error (4 faults):",
+        "  - data: none",
+        "  - the model:",
+        "      - options:",
+        "          - x is 1",
+        "          - y is 2",
+        "        legal are:",
+        "          x",
+        "          y",
+        "      - z is 3",
+    ]
 
 
 def test_a_fault_that_quotes_a_damaged_file_is_cut() -> None:

@@ -52,7 +52,7 @@ def test_all_faults_are_told_and_counted(tmp_path: Path) -> None:
     path.write_text('{"x": 1, "x": 2, "t": [' + ",".join(["NaN"] * 201) + "]}")
     with pytest.raises(FileError) as error:
         read_json(path, FileKind.PROFILE)
-    assert "it has 202 faults:" in str(error.value)
+    assert "(202 faults):" in str(error.value)
     assert "'x' is there more than once" in str(error.value)
     assert "and 198 more like it" in str(error.value)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 
 _LAYER_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
@@ -20,7 +20,7 @@ class BackboneError(ValueError):
 
     def __init__(self, backbone: str, faults: list[str]) -> None:
         self.faults = faults
-        super().__init__(f"backbone {backbone!r} has {len(faults)} fault(s):{listed(faults)}")
+        super().__init__(told(f"backbone {backbone!r} is not sound", faults))
 
 
 def require_valid(backbone: Backbone) -> None:

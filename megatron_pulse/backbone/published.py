@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,7 +162,7 @@ class PublishedError(ValueError):
 
     def __init__(self, what: str, faults: list[str]) -> None:
         self.faults = faults
-        super().__init__(f"{what}: {len(faults)} fault(s):{listed(faults)}")
+        super().__init__(told(what, faults))
 
 
 def to_published(published: Published, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import all_of
 
 
 class UserError(Exception):
@@ -18,10 +18,8 @@ class UserError(Exception):
 
 def require(faults: Sequence[str]) -> None:
     """Raise UserError with every fault, if there is any."""
-    if len(faults) == 1:
-        raise UserError(faults[0])
     if faults:
-        raise UserError(f"{len(faults)} faults:{listed(faults)}")
+        raise UserError(all_of(faults))
 
 
 def warn(*cautions: str) -> None:

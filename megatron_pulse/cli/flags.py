@@ -6,9 +6,9 @@ import argparse
 import json
 from collections import Counter
 from dataclasses import asdict
-from difflib import get_close_matches
 
 from megatron_pulse.cli.errors import UserError, add_parser
+from megatron_pulse.faults import unknown
 from megatron_pulse.integration.flags.table import Flag, Standing, load_table
 
 _DESCRIPTION = """\
@@ -39,9 +39,7 @@ def run(args: argparse.Namespace) -> None:
     table = load_table()
     groups = list(dict.fromkeys(flag.group for flag in table.values()))
     if args.group is not None and args.group not in groups:
-        near = get_close_matches(args.group, groups, n=1)
-        meant = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(groups)}"
-        raise UserError(f"there is no group {args.group!r}: {meant}")
+        raise UserError(unknown("group", args.group, groups))
     flags = [
         flag
         for flag in table.values()

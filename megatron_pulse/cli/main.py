@@ -17,6 +17,7 @@ from megatron_pulse.cli.errors import UserError
 from megatron_pulse.cli.measure import compare, probe, profile
 from megatron_pulse.cli.models import backbones, curve, data, sample, weights
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, tune
+from megatron_pulse.faults import unknown
 from megatron_pulse.full_disk import why_full
 
 _EPILOG = """\
@@ -37,6 +38,27 @@ Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first t
 
 'pulse COMMAND --help' explains a command and shows examples.
 """
+
+
+_TRAIN = "pulse run --nproc-per-node N launch/pretrain_diffusion.py"
+_ELSEWHERE = {
+    ("train", "pretrain", "launch", "torchrun"): (
+        f"training is '{_TRAIN} --pulse-backbone NAME ...' ('{_TRAIN} --help' has its flags)"
+    ),
+    ("fine-tune", "finetune", "resume"): (
+        f"training goes on, or begins with other weights, by '{_TRAIN}' with --save DIR or "
+        "--pretrained-checkpoint DIR ('pulse import' makes one of published weights)"
+    ),
+    ("generate", "infer", "inference", "predict"): "samples are drawn by 'pulse sample'",
+    ("convert", "load", "save"): ("weights come by 'pulse import' and go by 'pulse export'"),
+    ("eval", "evaluate", "score", "validate", "test"): (
+        "'pulse sample --score' scores samples, and a training evaluates itself every "
+        "--eval-interval steps"
+    ),
+    ("plan", "auto", "search"): "plans are made by 'pulse tune' and looked at by 'pulse show'",
+    ("visualize", "draw", "plot"): "'pulse show' draws plans, 'pulse curve' losses",
+}
+"""Where what is guessed as a command is."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -70,12 +92,32 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _no_command(parser: argparse.ArgumentParser, name: str) -> str:
+    """Why there is no such command, and where what is meant is; empty if there is one."""
+    (commands,) = (
+        action.choices
+        for action in parser._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    if name in commands:
+        return ""
+    for guesses, instead in _ELSEWHERE.items():
+        if name.lower().replace("_", "-") in guesses:
+            return f"there is no command {name!r}: {instead}"
+    return unknown("command", name, commands)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for what the user can mend, 130 when interrupted."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may not have every letter
             stream.reconfigure(errors="backslashreplace")
-    args = make_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = make_parser()
+    if words and not words[0].startswith("-") and (reason := _no_command(parser, words[0])):
+        print(f"pulse: error: {reason}", file=sys.stderr)
+        return 2
+    args = parser.parse_args(words)
     try:
         args.run(args)
         sys.stdout.flush()

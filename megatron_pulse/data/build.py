@@ -62,6 +62,22 @@ def open_dataset(
     return (train, validation) if wanted is None else _fitted(spec, train, validation, wanted)
 
 
+def check_dataset(spec: str | None) -> list[str]:
+    """Why the ``--pulse-data`` cannot be opened, whatever a backbone takes."""
+    try:
+        if spec is None:
+            raise no_data_named()
+        open_dataset(spec, image_size=8)
+    except (ValueError, OSError) as error:
+        return [str(error)]
+    return []
+
+
+def no_data_named() -> DataError:
+    """That a training was not told what to train on."""
+    return no_dataset("--pulse-data names none")
+
+
 def no_dataset(reason: str) -> DataError:
     """The error that lists what datasets there are."""
     options = "".join(f"\n  {name:14s}{text}" for name, text in OPTIONS.items())

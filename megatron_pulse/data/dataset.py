@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.diffusion.noise import Stream, philox
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 
 
 class DataError(ValueError):
@@ -19,7 +19,7 @@ class DataError(ValueError):
 
     def __init__(self, what: str, faults: Sequence[str], remedy: str) -> None:
         self.what, self.faults, self.remedy = what, list(faults), remedy
-        super().__init__(f"{what}: {len(self.faults)} fault(s):{listed(self.faults)}\n{remedy}")
+        super().__init__(told(what, faults, remedy))
 
 
 class CorruptSample(DataError):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 
 
 class AutoencoderError(ValueError):
@@ -79,5 +79,5 @@ def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tenso
     if not faults and not (scale.isfinite().all() and shift.isfinite().all() and scale.all()):
         faults.append("scaling_factor, shift_factor, latents_mean and latents_std must be finite")
     if faults:
-        raise AutoencoderError(f"{folder}/config.json:{listed(faults)}")
+        raise AutoencoderError(told(f"{folder}/config.json", faults))
     return scale.view(-1, 1, 1), shift.view(-1, 1, 1)

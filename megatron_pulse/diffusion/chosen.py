@@ -10,6 +10,7 @@ from megatron_pulse.diffusion.choice import (
     parse_shift,
 )
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.faults import faults_in, told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import parse_json, read_text
 
@@ -61,7 +62,9 @@ def _read_betas(path: str) -> tuple[float, ...]:
     try:
         betas = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read as {FileKind.BETAS}: {error}") from error
+        raise ValueError(
+            told(f"{path} cannot be read as {FileKind.BETAS}", faults_in(error))
+        ) from error
     if not isinstance(betas, list) or not all(type(beta) in (int, float) for beta in betas):
         raise ValueError(f"{path} cannot be read as {FileKind.BETAS}: it is no list of numbers")
     return tuple(float(beta) for beta in betas)

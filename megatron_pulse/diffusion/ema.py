@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 
 
 class ExponentialMovingAverage:
@@ -61,7 +61,7 @@ class ExponentialMovingAverage:
             if name in state and state[name].shape != average.shape
         ]
         if faults:
-            raise ValueError("EMA state does not fit:" + listed(faults))
+            raise ValueError(told("EMA state does not fit", faults))
         for name, average in self.state.items():
             average.copy_(state[name])
 

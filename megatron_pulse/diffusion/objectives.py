@@ -16,7 +16,7 @@ from diffusers import DDPMScheduler
 from torch import Tensor
 
 from megatron_pulse.diffusion.choice import DynamicShift, NoiseSchedule, Objective, TimestepDensity
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 
 _BETAS = {
     NoiseSchedule.SCALED_LINEAR: (0.00085, 0.012),
@@ -94,7 +94,7 @@ class DiffusionProcess:
             fill("beta_end", end if self.beta_end is None else self.beta_end)
         faults = list(self._faults())
         if faults:
-            raise ValueError("diffusion process:" + listed(faults))
+            raise ValueError(told("diffusion process", faults))
         fill("objective", Objective(self.objective))
         fill("schedule", None if self.schedule is None else NoiseSchedule(self.schedule))
         fill("density", TimestepDensity(self.density))

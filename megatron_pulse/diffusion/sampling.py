@@ -15,7 +15,7 @@ from megatron_pulse.diffusion.choice import DynamicShift, Objective
 from megatron_pulse.diffusion.noise import start_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.diffusion.scheduler_export import sampling_settings
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 
 Fields = Mapping[str, Tensor]
 ModelFunction = Callable[[Tensor, Tensor, Fields], Tensor]
@@ -107,7 +107,7 @@ def _check(
     if isinstance(process.shift, DynamicShift):
         faults.append("a dynamic shift has no value before the picture's size is known")
     if faults:
-        raise ValueError("sampling:" + listed(faults))
+        raise ValueError(told("sampling", faults))
 
 
 def _scheduler(process: DiffusionProcess, num_steps: int, clip: float | None) -> Any:

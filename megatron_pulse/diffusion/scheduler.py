@@ -22,6 +22,7 @@ from megatron_pulse.diffusion.objectives import (
     DIFFUSERS_SCHEDULE,
     DiffusionProcess,
 )
+from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 
@@ -106,7 +107,7 @@ def read_process(place: Path, choice: ProcessChoice) -> tuple[DiffusionProcess, 
         process = chosen_process(choice)
     except ValueError as error:
         raise PublishedError(str(place), [str(error)]) from error
-    return process, f"{path} was not read: {'; '.join(faults)}" if path else ""
+    return process, told(f"{path} was not read", faults) if path else ""
 
 
 def _unsaid(choice: ProcessChoice) -> list[str]:

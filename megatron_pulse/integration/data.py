@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import no_dataset, open_dataset
+from megatron_pulse.data.build import no_data_named, open_dataset
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
@@ -81,7 +81,7 @@ class DiffusionData:
         self._num_channels = backbone.input_spec.shape[0]
         self._require_prediction(backbone)
         if options.data is None:
-            raise no_dataset("--pulse-data names none")
+            raise no_data_named()
         self.train, self.validation = open_dataset(
             options.data, wanted=wanted_by(backbone), seed=seed
         )

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,11 @@ from megatron.training.arguments import validate_args
 from megatron.training.global_vars import set_global_variables
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.data.build import check_dataset
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
+from megatron_pulse.faults import faults_in, told
+from megatron_pulse.flag_fields import flag_faults
 from megatron_pulse.integration.checkpoint.checkpoints import newest
 from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
@@ -42,14 +46,20 @@ from megatron_pulse.integration.checkpoint.start import (
 from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.integration.data import DiffusionData, can_drop
 from megatron_pulse.integration.flags.arguments import (
+    PREFIX,
     PulseOptions,
     pulse_options,
     set_model_arguments,
 )
-from megatron_pulse.integration.flags.checks import FlagError, check_flags, check_world
+from megatron_pulse.integration.flags.checks import (
+    FlagError,
+    check_flags,
+    check_layout,
+    check_world,
+)
 from megatron_pulse.integration.flags.parse import CommandLine, parse
-from megatron_pulse.integration.flags.plan_flags import obey
-from megatron_pulse.integration.flags.together import check_megatron, check_together
+from megatron_pulse.integration.flags.plan_flags import contradictions, obey
+from megatron_pulse.integration.flags.together import check_megatron
 from megatron_pulse.integration.loop.ending import (
     end,
     leave,
@@ -130,54 +140,72 @@ def main() -> None:
 
 
 def _parse() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
+    """The flags, and the plan that they name if they agree with it; faults are in the line."""
     line = parse()
-    args, faults = line.args, list(line.faults)
-    if not args.pulse_backbone and not args.pulse_plan:
-        faults.append(
-            "--pulse-backbone must name a backbone ('pulse backbones' lists them), or "
-            "--pulse-plan a plan of one"
-        )
-        raise FlagError(faults)
+    args = line.args
+    faults = list(line.faults)
+    if not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
+        if not {"--pulse-backbone", "--pulse-plan"} & set(line.unread):
+            faults.append(
+                "--pulse-backbone must name a backbone ('pulse backbones' lists them), or "
+                "--pulse-plan a plan of one"
+            )
     if args.save is not None and args.save_interval is None:
         args.save_interval = 1000  # Megatron has no default and stops without one
+    given = None
     try:
-        options, given = pulse_options(args), None
-        if options.auto:
-            _check_auto(args, options)
-        if options.plan is not None:
-            given = load_plan(options.plan)
-            options = obey(given, args, options)
+        options = pulse_options(args)
     except ValueError as error:
-        raise FlagError([*faults, str(error)]) from error
-    if options.auto and (faults := [*faults, *check_together(line)]):
+        faults += faults_in(error)
+        args.pulse_option = [text for text in args.pulse_option if "=" in text]
+        options = pulse_options(args)
+    if options.plan is not None:
+        try:
+            given = load_plan(options.plan)
+        except ValueError as error:
+            faults += faults_in(error)
+    if given is not None:
+        contrary = list(contradictions(given, args, options))
+        options = obey(given, args, options)
+        if contrary:
+            faults, given = [*faults, *contrary], None
+    line = replace(line, faults=tuple(faults))
+    if options.auto and (faults := [*check_flags(line, options), *_check_auto(args, options)]):
         raise FlagError(faults)  # before anything is measured
     return line, options, given
 
 
-def _check_auto(args: argparse.Namespace, options: PulseOptions) -> None:
-    faults = []
+def _check_auto(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
     if options.plan is not None:
-        faults.append("--pulse-auto makes a plan, --pulse-plan brings one: leave one out")
+        yield "--pulse-auto makes a plan, --pulse-plan brings one: leave one out"
     if not args.pulse_backbone:
-        faults.append("--pulse-auto needs --pulse-backbone")
+        yield "--pulse-auto needs --pulse-backbone"
     elif options.plan is None:
-        load_backbone(options.backbone, options.options)
+        try:
+            load_backbone(options.backbone, options.options)
+        except ValueError as error:
+            yield str(error)
     if args.global_batch_size is None:
-        faults.append("--pulse-auto needs --global-batch-size, which it divides")
+        yield "--pulse-auto needs --global-batch-size, which it divides"
     if args.pulse_data is None:
-        faults.append("--pulse-auto needs --pulse-data, what to train on")
-    process_of(find_start(args), options)
-    if faults:
-        raise ValueError("; ".join(faults))
+        yield "--pulse-auto needs --pulse-data, what to train on"
+    else:
+        yield from check_dataset(args.pulse_data)
+    try:
+        process_of(find_start(args), options)
+    except ValueError as error:
+        yield str(error)
 
 
 def _tune(args: argparse.Namespace, options: PulseOptions) -> tuple[PlanFile, PulseOptions]:
     """The plan of ``--pulse-auto``, and the options that follow from it (collective)."""
     try:
         given = plan_here(args, options)
-        return given, obey(given, args, options)
     except ValueError as error:
-        raise FlagError([str(error)]) from error
+        raise FlagError(faults_in(error)) from error
+    if faults := list(contradictions(given, args, options)):
+        raise FlagError(faults)
+    return given, obey(given, args, options)
 
 
 def _share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:
@@ -195,7 +223,12 @@ def _prepare(
     """Plan, data and what to begin with; raises FlagError with every fault found."""
     args = line.args
     faults = check_flags(line, options)
-    if args.global_batch_size is None and not faults:
+    can_plan = not line.unread and not any(flag_faults(options, PREFIX))
+    if options.plan is not None and given is None:
+        can_plan = False  # what the plan says of sizes is not known, or contradicted
+    elif layout := check_layout(line, options):
+        can_plan, faults = False, [*faults, *layout]
+    if can_plan and args.global_batch_size is None:
         args.global_batch_size = global_batch_size(args)
     backbone = plan = data = start = None
     process = chosen_process(ProcessChoice())
@@ -203,15 +236,19 @@ def _prepare(
         start = find_start(args)
         process = process_of(start, options)
     except ValueError as error:  # the other faults are found all the same
-        faults.append(str(error))
+        faults += faults_in(error)
     try:
         there = {} if start is None else start.saved.record
-        backbone = continue_model(there, options.backbone, options.options)
-        if args.sequence_parallel:
+        if options.backbone:
+            backbone = continue_model(there, options.backbone, options.options)
+        if backbone is not None and args.sequence_parallel:
             backbone = _divide(backbone, args.tensor_model_parallel_size)
     except ValueError as error:
-        faults.append(str(error))
-    if backbone is not None:
+        faults += faults_in(error)
+        can_plan = False
+    if backbone is None:
+        faults += check_dataset(options.data)
+    else:
         args.pulse_record = backbone.saved_record
         args.pulse_process = process.to_dict()
         if start is not None:
@@ -224,12 +261,12 @@ def _prepare(
         try:
             data = DiffusionData(options, backbone, process, args.seed)
         except (ValueError, OSError) as error:
-            faults.append(str(error))
-        if not faults:
+            faults += faults_in(error)
+        if can_plan:
             try:
                 plan = plan_run(args, options, backbone, given)
             except ValueError as error:
-                faults.append(str(error))
+                faults.append(told("no plan can be made", faults_in(error)))
     if faults := faults or no_step_elsewhere(start, args):
         raise FlagError(faults)
     assert plan is not None and data is not None

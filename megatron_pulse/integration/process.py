@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.faults import told
 from megatron_pulse.flag_fields import read_flags
 
 if TYPE_CHECKING:
@@ -52,8 +53,11 @@ def continued_process(
             else "add --pulse-new-process to train its weights to this one"
         )
         raise ValueError(
-            f"it was trained as another diffusion process: {'; '.join(different)}. Leave the "
-            f"flags out, or {door}"
+            told(
+                "it was trained as another diffusion process",
+                different,
+                f"Leave the flags out, or {door}",
+            )
         )
     return process
 

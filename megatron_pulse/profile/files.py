@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.profile.profile import Profile, ProfiledLayer, ProfileError
@@ -42,7 +42,7 @@ def load_profile(path: str | Path) -> Profile:
             return Profile(**profile)
         except ProfileError as error:
             raise ProfileError(f"{path}: {error}") from error
-    raise ProfileError(f"{path}: the profile has {len(faults)} fault(s):{listed(faults)}")
+    raise ProfileError(told(f"{path} is not a sound profile", faults))
 
 
 def _read(kind: Any, value: Any, where: str, faults: list[str]) -> Any:

@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 
 SPREAD = 0.3
@@ -138,7 +138,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
-            raise ProfileError(f"the profile has {len(faults)} fault(s):{listed(faults)}")
+            raise ProfileError(told("the profile is not sound", faults))
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 from megatron_pulse.profile.devices import ELEMENT_BYTES, Kernel, Roofline
@@ -49,7 +49,7 @@ def read_table(
     except FileError as error:
         raise ProfileError(str(error)) from error
     if faults := list(_faults(table)):
-        raise ProfileError(f"{path}: the layer table has {len(faults)} fault(s):{listed(faults)}")
+        raise ProfileError(told(f"{path} is not a sound table of layers", faults))
     element = ELEMENT_BYTES[roofline.dtype]
     units = table["units"]
     outputs = [element * unit["out_numel"] for unit in units]

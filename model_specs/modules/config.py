@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_pulse.faults import Faults
+
 InitMethod = Callable[[torch.Tensor], Any]
 
 
@@ -69,7 +71,7 @@ def transformer_config(
     if base.context_parallel_size != 1:
         faults.append(f"context parallel size is {base.context_parallel_size}, only 1 is supported")
     if faults:
-        raise ValueError("; ".join(faults))
+        raise Faults(faults)
     config = copy.copy(base)
     overrides: dict[str, Any] = {
         "hidden_size": hidden_size,

@@ -101,6 +101,32 @@ def test_unwritable_outputs(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert [path.name for path in here.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("train", "pulse run --nproc-per-node N launch/pretrain_diffusion.py"),
+        ("fine_tune", "--pretrained-checkpoint"),
+        ("launch", "pulse run"),
+        ("generate", "pulse sample"),
+        ("convert", "pulse import"),
+        ("Eval", "pulse sample --score"),
+        ("tun", "did you mean tune"),
+        ("", "there are: backbones"),
+    ],
+)
+def test_guessed_commands_are_shown_the_way(
+    name: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--lr", "1e-3"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("pulse: error: ") and instead in err
+
+
+def test_a_group_of_flags_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["flags", "--group", "trainin"]) == 2
+    assert "no group is called 'trainin'; did you mean training" in capsys.readouterr().err
+
+
 HELP = ["", "sample", "curve", "data", "data info", "data write-latents", "data emoji", "backbones"]
 
 

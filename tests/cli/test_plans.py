@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -317,3 +318,18 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         main([command, "--help"])
     assert stop.value.code == 0
     assert "examples:" in capsys.readouterr().out
+
+
+def test_the_command_of_a_plan_can_be_pasted() -> None:
+    from megatron_pulse.cli.plan_text import command
+
+    from megatron_pulse.integration.flags.parse import parse
+
+    words = shlex.split(command(small_plan(), Path("my plans/plan.json")))
+    script = words.index("launch/pretrain_diffusion.py")
+    assert words[:2] == ["pulse", "run"]
+    line = parse(words[script + 1 :])
+    assert line.faults == () and line.args.pulse_plan == "my plans/plan.json"
+    from torch.distributed.run import parse_args
+
+    assert parse_args(words[2:]).nproc_per_node == str(small_plan().world_size)

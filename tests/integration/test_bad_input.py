@@ -97,6 +97,66 @@ def test_all_faults_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(faults) == 3, faults
 
 
+MNISTT = ["--pulse-data", "mnistt"]
+SEVERAL: dict[str, tuple[list[str], list[str]]] = {
+    "option and data": (
+        ["--pulse-option", "depth=x", *MNISTT],
+        ["depth: expected int, got 'x'", "no dataset 'mnistt'"],
+    ),
+    "malformed option and data": (
+        ["--pulse-option", "depth", "--pulse-option", "=", *MNISTT],
+        ["--pulse-option depth: write it as KEY=VALUE", "no such option", "'mnistt'"],
+    ),
+    "unknown flag, bad values": (
+        ["--trian-iters", "5", "--lr", "fast", "--seed", "--pulse-placement", "folded", *MNISTT],
+        [
+            "no flag --trian-iters: did you mean --train-iters",
+            "--lr: invalid float value: 'fast'",
+            "--seed: expected one argument",
+            "--pulse-placement: invalid choice: 'folded'",
+            "'mnistt'",
+        ],
+    ),
+    "words that belong nowhere": (
+        ["--bf16=yes", "more", "-lr", *MNISTT],
+        ["--bf16 takes no value", "'more' belongs to no flag", "'-lr' belongs", "'mnistt'"],
+    ),
+    "schedule file": (
+        ["--pulse-schedule", "none.csv", "--pulse-profile", "p.json", "--lr", "0", *MNISTT],
+        ["none.csv: there is no such file", "--pulse-profile p.json", "--lr", "'mnistt'"],
+    ),
+    "plan": (
+        ["--pulse-plan", "none.json", "--pulse-option", "depth=7", "--lr", "-1", *MNISTT],
+        ["none.json cannot be read", "even", "--lr", "'mnistt'"],
+    ),
+    "layout and training": (
+        ["--pulse-activation-cap", "0", "--pulse-ema-decay", "2", "--load", "nowhere"],
+        ["--pulse-activation-cap 0", "--pulse-ema-decay", "nowhere"],
+    ),
+    "planning and training": (
+        ["--pulse-memory-gb", "0.0001", "--lr", "0"],
+        ["no plan can be made", "--lr"],
+    ),
+    "auto": (
+        ["--pulse-auto", "--pulse-option", "depth=x", "--lr", "0", "--dtype", "x", *MNISTT],
+        ["depth", "--lr", "no flag --dtype", "'mnistt'"],
+    ),
+    "process": (
+        ["--pulse-objective", "epsilon", "--pulse-beta-start", "2", "--lr", "x", *MNISTT],
+        ["diffusion process: ", "--lr: invalid float", "'mnistt'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_independent_faults_come_together(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags, expected = SEVERAL[kind]
+    faults = refuse(monkeypatch, 1, flags)
+    assert len(faults) == len(expected), faults
+    for text in expected:
+        assert sum(text in fault for fault in faults) == 1, (text, faults)
+
+
 def test_unwritable_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
@@ -167,11 +227,10 @@ def test_sequence_parallelism_needs_a_sequence() -> None:
 
 
 def test_a_backbone_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_pulse.integration import pretrain
-
-    monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", "--train-iters", "1"])
-    with pytest.raises(FlagError, match="--pulse-backbone"):
-        pretrain._parse()
+    faults = refuse(monkeypatch, 1, [], ["--train-iters", "1", "--pulse-data", "cifar"])
+    for text in ("--pulse-backbone must name", "--micro-batch-size must be", "--lr", "'cifar'"):
+        assert sum(text in fault for fault in faults) == 1, (text, faults)
+    assert len(faults) == 4, faults
 
 
 def test_the_record_is_json() -> None:

@@ -75,7 +75,7 @@ def test_the_refiner_of_sdxl_has_five_time_ids():
     ("settings", "words"),
     [
         ({"resnet_time_scale_shift": "scale_shift", "act_fn": "gelu"},
-         ["2 setting(s)", "act_fn: must be 'silu', is 'gelu'", "must be 'default', is 'scale_s"]),
+         ["2 faults", "act_fn: must be 'silu', is 'gelu'", "must be 'default', is 'scale_s"]),
         ({"only_cross_attention": [True, True, True, False]}, ["only_cross_attention: must be F"]),
         ({"num_attention_heads": 8}, ["num_attention_heads: must be None"]),
         ({"freq_shift": 1, "flip_sin_to_cos": False}, ["freq_shift: must be 0", "flip_sin_to_cos"]),

@@ -96,6 +96,16 @@ def test_tuning_says_it_and_plans_keep_it(
     assert "thread" not in capsys.readouterr().err
 
 
+def test_every_command_that_reads_a_profile_says_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "profile.json"
+    save_profile(disturbed(), path)
+    for words in (["partition", "-p", "2"], ["schedule", "-p", "2", "-m", "4", "--name", "1f1b"]):
+        assert main([words[0], "--profile", str(path), *words[1:]]) == 0
+        assert "spread over more than 30%" in capsys.readouterr().err
+
+
 def traced(**run: str) -> Trace:
     plan = small_plan()
     trace = trace_of(plan, [plan.replay().timeline])

@@ -161,7 +161,7 @@ def test_every_fault_of_a_file_is_listed(tmp_path: Path) -> None:
     with pytest.raises(ProfileError) as caught:
         load_profile(path)
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"{path}: the profile has 9 fault(s):"
+    assert lines[0] == f"{path} is not a sound profile (9 faults):"
     assert sorted(lines[1:]) == sorted(
         f"  - {fault}"
         for fault in (
@@ -199,7 +199,7 @@ def test_values_that_contradict_each_other_name_the_file(tmp_path: Path) -> None
     path = tmp_path / "profile.json"
     save_profile(make(), path)
     path.write_text(path.read_text().replace('"layer.1"', '"layer.0"'))
-    with pytest.raises(ProfileError, match=r"profile\.json: the profile has 1 fault"):
+    with pytest.raises(ProfileError, match=r"profile\.json: the profile is not sound: "):
         load_profile(path)
 
 

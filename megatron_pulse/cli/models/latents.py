@@ -206,8 +206,7 @@ def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencode
             f"images of {height} pixels cannot be encoded: --image-size must be a multiple of "
             f"{autoencoder.factor}"
         )
-    if faults:
-        raise UserError("; ".join(faults))
+    require(faults)
     return autoencoder
 
 

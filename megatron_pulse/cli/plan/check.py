@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, mending, require
+from megatron_pulse.cli.errors import add_parser, mending, require, warn
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -43,10 +43,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Check, then print."""
     from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan
+    from megatron_pulse.profile.cautions import plan_cautions
 
     with mending(PlanFileError):
         plan, faults = read_plan(args.plan)
     fine: dict[str, str] = {}
+    if plan is not None:
+        warn(*plan_cautions(plan.provenance, 0))
     if plan is not None:
         if not faults:
             fine = {"form": "as it should be", "schedule": _schedule(plan)}

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending, require
+from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending, require, warn
 from megatron_pulse.faults import unknown
 
 if TYPE_CHECKING:
@@ -149,10 +149,12 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.layout.placement import make_placement
     from megatron_pulse.planner.partition.find import Goal, PartitionError
     from megatron_pulse.planner.partition.ways import Way, best, compare
+    from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.profile import ProfileError
 
     with mending(ProfileError):
         profile = _load(args)
+    warn(spread_caution(profile))
     size = args.micro_batch_size or profile.micro_batch_sizes[0]
     costs = profile.at(size, recompute=args.recompute or None)
     limit_bytes = _limit(args, profile)

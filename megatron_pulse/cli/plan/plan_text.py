@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,8 +81,9 @@ def command(plan: PlanFile, path: Path) -> str:
     nodes = -(-plan.world_size // per_node)
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " * (nodes > 1)
     return (
-        f"torchrun {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
-        f"{path} --pulse-data DATA --train-iters N --lr X"
+        f"pulse run {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
+        f"{shlex.quote(str(path))} --pulse-data latents:PATH --train-iters 1000 --lr 1e-4 "
+        f"--save runs/{plan.backbone['name']}"
     )
 
 

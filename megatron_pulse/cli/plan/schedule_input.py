@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import mending, require
+from megatron_pulse.cli.errors import mending, require, warn
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 
@@ -78,11 +78,13 @@ def from_profile(args: argparse.Namespace) -> Task:
     from megatron_pulse.planner.partition.ways import Way, best
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
     from megatron_pulse.planner.step.plan import stage_times
+    from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import load_profile
     from megatron_pulse.profile.profile import ProfileError
 
     with mending(ProfileError):
         profile = load_profile(args.profile)
+    warn(spread_caution(profile))
     size = args.micro_batch_size or profile.micro_batch_sizes[0]
     costs = profile.at(size)
     kind = args.placement or ("fold" if costs.skips else "sequential")

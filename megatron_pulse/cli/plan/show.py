@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, mending, require
+from megatron_pulse.cli.errors import add_parser, check_file, mending, require, warn
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import ChainCosts
@@ -73,6 +73,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _costs(path: Path, plan: PlanFile) -> ChainCosts:
     """The costs of the plan's layers; raises UserError for another chain's profile."""
+    from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import load_profile
     from megatron_pulse.profile.profile import ProfileError
 
@@ -81,6 +82,7 @@ def _costs(path: Path, plan: PlanFile) -> ChainCosts:
     names = [name for stage in plan.stages for name in stage]
     if names != [layer.name for layer in profile.layers]:
         require([f"--profile {path} is of other layers than {plan.backbone['name']} in the plan"])
+    warn(spread_caution(profile))
     return profile.at(plan.micro_batch_size, plan.recompute)
 
 

@@ -16,6 +16,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.published import find_component
+from megatron_pulse.faults import told
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.process import saved_process
 from megatron_pulse.integration.stage import MegatronStage
@@ -89,7 +90,7 @@ class SavedRun:
         backbone = continue_model(theirs, theirs["name"], {**theirs["options"], **options})
         if different := compare_models(theirs, backbone.record).different:
             raise CheckpointError(
-                f"{self.folder} holds another model than these options make: {'; '.join(different)}"
+                told(f"{self.folder} holds another model than these options make", different)
             )
         return backbone
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.faults import told
 from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, flag_name, pulse_flags
 from megatron_pulse.integration.process import saved_process
@@ -51,11 +52,8 @@ def _other_backbone(start: Start, wanted: Wanted) -> Iterator[str]:
         what = f"another backbone ({theirs['name']}, not {ours['name']})"
         if theirs["name"] == ours["name"]:
             what = f"another configuration of {ours['name']}"
-        yield (
-            f"it holds {what}: "
-            + "; ".join(different)
-            + ("" if start.named else "; name another --save for another run")
-        )
+        remedy = "" if start.named else "Name another --save for another run."
+        yield told(f"it holds {what}", different, remedy)
 
 
 def _other_sizes(start: Start, wanted: Wanted) -> Iterator[str]:

@@ -284,7 +284,7 @@ def flag_name(name: str) -> str:
 
 
 def pulse_options(args: argparse.Namespace) -> PulseOptions:
-    """The typed value of the ``--pulse-*`` flags; raises ValueError for a malformed option."""
+    """The typed value of the ``--pulse-*`` flags; raises Faults for malformed options."""
     return read_flags(PulseOptions, args, PREFIX)
 
 

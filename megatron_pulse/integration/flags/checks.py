@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 from megatron_pulse.flag_fields import flag_faults
 from megatron_pulse.integration.flags.arguments import (
     PREFIX,
@@ -18,6 +19,7 @@ from megatron_pulse.integration.flags.arguments import (
 )
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.together import check_together
+from megatron_pulse.profile.devices import PRESETS
 
 
 class FlagError(SystemExit):
@@ -25,23 +27,33 @@ class FlagError(SystemExit):
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults
-        super().__init__(
-            f"error: this run cannot start ({len(faults)} "
-            f"fault{'s' if len(faults) > 1 else ''}):" + listed(faults)
-        )
+        super().__init__(told("error: this run cannot start", faults))
 
 
 def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
-    """Every reason why these flags cannot work together (data and backbone are checked apart)."""
+    """Every reason why these flags cannot work together (layout, data and backbone apart).
+
+    Nothing is said again of flags whose values could not be read.
+    """
     args = line.args
-    return [
-        *line.faults,
+    found = [
         *check_together(line),
-        *_check_sizes(args),
         *_check_training(args),
         *flag_faults(options, PREFIX),
         *_check_folders(args),
     ]
+    return [*line.faults, *_without_unread(line, found)]
+
+
+def check_layout(line: CommandLine, options: PulseOptions) -> list[str]:
+    """Every reason why nothing can be planned, a backbone or not."""
+    return _without_unread(line, [*_check_sizes(line.args), *_check_plan_files(options)])
+
+
+def _without_unread(line: CommandLine, faults: list[str]) -> list[str]:
+    """``faults`` but for those of flags which have their defaults as they could not be read."""
+    names = [re.compile(rf"{re.escape(name)}(?![\w-])") for name in line.unread]
+    return [fault for fault in faults if not any(name.search(fault) for name in names)]
 
 
 def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
@@ -79,6 +91,14 @@ def _check_training(args: argparse.Namespace) -> Iterator[str]:
         yield "--train-iters must be positive"
     if args.lr is None or args.lr <= 0:
         yield "--lr must be given and positive"
+
+
+def _check_plan_files(options: PulseOptions) -> Iterator[str]:
+    if options.schedule.endswith(".csv") and not Path(options.schedule).is_file():
+        yield f"--pulse-schedule {options.schedule}: there is no such file"
+    profile = options.profile
+    if profile is not None and profile not in PRESETS and not Path(profile).is_file():
+        yield f"--pulse-profile {profile}: neither a file nor one of {', '.join(PRESETS)}"
 
 
 _FOLDERS = (

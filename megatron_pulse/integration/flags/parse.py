@@ -21,12 +21,14 @@ class CommandLine:
     """What was started: every flag's value, and Megatron's flags that were given themselves.
 
     ``given`` holds first names as the table has them (never an alias), in the order given.
+    ``unread`` are flags whose values could not be read: they have their defaults.
     """
 
     args: argparse.Namespace
     given: tuple[str, ...]
     faults: tuple[str, ...]
-    """Why flags of Megatron's that were given cannot be used."""
+    """What is no flag or no value of one, and why flags of Megatron's cannot be used."""
+    unread: tuple[str, ...] = ()
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self) -> None:
         super().__init__(
-            usage="torchrun ... launch/pretrain_diffusion.py --pulse-backbone NAME [flags]",
+            usage="pulse run ... launch/pretrain_diffusion.py --pulse-backbone NAME [flags]",
             description="Train a diffusion backbone: Megatron's flags that work here, and ours.",
             allow_abbrev=False,
         )
@@ -52,6 +54,28 @@ class Parser(argparse.ArgumentParser):
                 hidden += 1
         self.epilog = f"'pulse flags' says why the other {hidden} flags of Megatron cannot be used."
 
+        self.faults: dict[str, str] = {}
+        """By flags: why their values could not be read."""
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            self._note(action, error)
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if _name(action) in self.faults:
+            return action.default
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self._note(action, error)
+            return action.default
+
+    def _note(self, action: argparse.Action, error: argparse.ArgumentError) -> None:
+        self.faults[_name(action)] = f"{'/'.join(action.option_strings)}: {error.message}"
+
     def error(self, message: str) -> NoReturn:
         """End with status 2 and one line, without the list of all flags."""
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -61,20 +85,24 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None = None) -> CommandLine:
     """Parse ``argv`` (default: the process's).
 
-    Raises SystemExit with status 2 for what is no flag or no value of one (see ``Parser.error``).
+    What is no flag, or no value of one, is among the faults.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = Parser()
-    if unknown := unknown_flags(parser, words):
-        parser.error("; ".join(unknown))
-    args = parser.parse_args(words)
+    faults = unknown_flags(parser, words)
+    words, valued = _without_values(parser, words)
+    args, rest = parser.parse_known_args(_without_unknown(parser, words))
+    faults += valued
+    faults += [f"{word!r} belongs to no flag" for word in rest]
+    faults += parser.faults.values()
     # What Megatron's own parse_args adds.
     args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     args.rank = int(os.environ.get("RANK", "0"))
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     typed = _typed(parser, words)
     given = tuple(dict.fromkeys(action.option_strings[0] for action in typed.values()))
-    return CommandLine(args, given, tuple(_refuse(parser, args, typed)))
+    faults += _refuse(parser, args, typed)
+    return CommandLine(args, given, tuple(faults), tuple(parser.faults))
 
 
 def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
@@ -88,6 +116,37 @@ def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list
         meant = f"did you mean {near[0]}?" if near else "--help lists those that work"
         faults.append(f"there is no flag {name}: {meant}")
     return faults
+
+
+def _without_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """``words`` without unknown flags and what stands behind them."""
+    known = parser._option_string_actions
+    kept, passing = [], False
+    for word in words:
+        if word.startswith("--") and word != "--" and " " not in word:
+            passing = word.split("=", 1)[0] not in known
+        if not passing:
+            kept.append(word)
+    return kept
+
+
+def _without_values(
+    parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """``words`` without values of flags that take none, and a fault for each."""
+    kept, faults = [], []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        action = parser._option_string_actions.get(name)
+        if action is not None and action.nargs == 0 and equals:
+            faults.append(f"{word} cannot be: {name} takes no value")
+            word = name
+        kept.append(word)
+    return kept, faults
+
+
+def _name(action: argparse.Action) -> str:
+    return action.option_strings[0]
 
 
 def _typed(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, argparse.Action]:

@@ -14,13 +14,10 @@ from model_specs import complete_record, load_backbone
 
 
 def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> PulseOptions:
-    """Fill ``args`` and ``options`` with what ``plan`` decides; raises ValueError with all faults.
+    """Fill ``args`` and ``options`` with what ``plan`` decides.
 
-    A flag that was left at its default is filled in; one that says the same is fine.
+    Flags that say otherwise are ``contradictions``.
     """
-    faults = list(_contradictions(plan, args, options))
-    if faults:
-        raise ValueError("; ".join(faults))
     for name, (_, value) in _decided(plan).items():
         setattr(args, name, value)
     return replace(
@@ -49,9 +46,10 @@ def _decided(plan: PlanFile) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _contradictions(
+def contradictions(
     plan: PlanFile, args: argparse.Namespace, options: PulseOptions
 ) -> Iterator[str]:
+    """Each flag that says otherwise than ``plan``; one at its default says nothing."""
     if args.world_size != plan.world_size:
         yield (
             f"--pulse-plan is for {plan.world_size} ranks (pipeline {plan.pipeline} x data "
@@ -63,7 +61,12 @@ def _contradictions(
             yield f"{flag_name(name)} {given}, but --pulse-plan says {value}: leave the flag out"
     if options.backbone or options.options:
         name = options.backbone or plan.backbone["name"]
-        if load_backbone(name, options.options).record != complete_record(plan.backbone):
+        try:
+            same = load_backbone(name, options.options).record == complete_record(plan.backbone)
+        except ValueError as error:
+            yield str(error)
+            same = True  # that is said
+        if not same:
             yield (
                 f"--pulse-backbone {name} with these options is not what --pulse-plan is of "
                 f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"

@@ -256,7 +256,7 @@ def _check_rate(args: argparse.Namespace) -> Iterator[str]:
             f"--lr-warmup-{unit} {warmup} leaves nothing of the {decay} over which the rate "
             f"changes: it must be below --lr-decay-{unit} (default --train-{unit})"
         )
-    if args.lr is not None:
+    if args.lr is not None and args.lr > 0:
         for name in ("min_lr", "lr_warmup_init"):
             if getattr(args, name) > args.lr:
                 yield f"{flag_name(name)} {getattr(args, name):g} is above --lr {args.lr:g}"

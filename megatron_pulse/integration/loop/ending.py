@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.full_disk import why_full
+from megatron_pulse.integration.flags.checks import FlagError
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.job import Job, leave_word
 from megatron_pulse.runtime.stopping import STOP, end_process
@@ -79,14 +80,14 @@ def stop_at_once(job: Job, number: signal.Signals) -> NoReturn:
 
 
 def leave(error: BaseException, job: Job, args: argparse.Namespace | None) -> NoReturn:
-    """End the process now: status 0 where all ranks had agreed to end, else 1.
+    """End the process now: status 0 where all ranks had agreed to end, 2 for bad input, else 1.
 
     A normal exit could wait for collectives that the other ranks will never join.
     """
     if STOP.is_leaving:
         end_process(0)  # a rank that is gone by now, or its store, has not failed
     if isinstance(error, SystemExit):
-        _refuse(str(error), job, 2 if isinstance(error, UsageError) else 1)
+        _refuse(str(error), job, 2 if isinstance(error, UsageError | FlagError) else 1)
     if STOP.told is not None and not STOP.is_deferring:
         stop_at_once(job, STOP.told)
     _fail(error, job, args)

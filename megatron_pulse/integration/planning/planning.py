@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,10 +185,6 @@ def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
     if options.profile in PRESETS:
         return analyse(backbone, [args.micro_batch_size], Roofline(PRESETS[options.profile], dtype))
     if options.profile is not None:
-        if not Path(options.profile).exists():
-            raise ValueError(
-                f"--pulse-profile {options.profile}: neither a file nor one of {', '.join(PRESETS)}"
-            )
         profile = load_profile(options.profile)
         names = tuple(layer.name for layer in profile.layers)
         if names != tuple(layer.name for layer in backbone.layers):

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from megatron_pulse.faults import listed, unknown
+from megatron_pulse.faults import told, unknown
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_yaml, replacing
 from megatron_pulse.plain_yaml import PlainDumper
@@ -279,7 +279,5 @@ def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
 
 
 def _refuse(faults: list[str], where: str) -> None:
-    if len(faults) == 1:
-        raise ClusterError(f"{where}: {faults[0]}")
     if faults:
-        raise ClusterError(f"{where} has {len(faults)} faults:{listed(faults)}")
+        raise ClusterError(told(where, faults))

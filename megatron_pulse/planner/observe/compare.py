@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 from megatron_pulse.planner.observe.trace import StepTrace, Trace, TraceError
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
@@ -67,7 +67,7 @@ def compare(timeline: Timeline, trace: Trace) -> Comparison:
     Raises TraceError with every reason why they are not of one schedule.
     """
     if faults := [*trace.faults(), *_mismatches(timeline, trace)]:
-        raise TraceError(f"the trace cannot be compared with this plan:{listed(faults)}")
+        raise TraceError(told("the trace cannot be compared with this plan", faults))
     predicted = _durations({op: timeline.end[op] - timeline.start[op] for op in timeline.start})
     measured = _measured(trace)
     rows = tuple(
@@ -158,7 +158,7 @@ class MeasuredTimes:
 def stage_times(trace: Trace) -> MeasuredTimes:
     """What each stage took; raises TraceError if the trace has faults, or no backwards."""
     if faults := trace.faults():
-        raise TraceError("; ".join(faults))
+        raise TraceError(told("the trace", faults))
     measured = _measured(trace)
     stages = range(len(trace.device_of_stage))
 

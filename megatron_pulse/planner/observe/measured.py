@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_pulse.faults import told
 from megatron_pulse.planner.observe.compare import MeasuredTimes
 from megatron_pulse.planner.observe.trace import StepTrace, Trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -46,7 +47,7 @@ def rescale(profile: Profile, plan: PlanFile, measured: MeasuredTimes) -> Profil
             "trace a run with tensor 1"
         )
     if faults:
-        raise ProfileError("; ".join(faults))
+        raise ProfileError(told("the profile cannot be rescaled", faults))
     profiled = profile.times_at(plan.micro_batch_size)
     scales: list[tuple[float, float, float]] = []
     for stage in range(len(plan.stages)):

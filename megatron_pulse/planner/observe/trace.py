@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.planner.observe.schema import SCHEMA, TRACE_FORM
@@ -193,7 +193,7 @@ def load_trace(path: str | Path) -> Trace:
         faults = trace.faults()
         if not faults:
             return trace
-    raise TraceError(f"{path} is not a whole trace ({len(faults)} fault(s)):{listed(faults)}")
+    raise TraceError(told(f"{path} is not a whole trace", faults))
 
 
 def _to_json(step: StepTrace) -> dict[str, Any]:

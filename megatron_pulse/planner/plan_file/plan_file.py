@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.planner.layout.placement import (
@@ -135,9 +135,7 @@ def load_plan(path: str | Path) -> PlanFile:
     """Read a plan; raises PlanFileError that lists every fault of form and of legality."""
     plan, faults = read_plan(path)
     if plan is None or faults:
-        raise PlanFileError(
-            f"{path} is not a plan that can run ({len(faults)} fault(s)):{listed(faults)}"
-        )
+        raise PlanFileError(told(f"{path} is not a plan that can run", faults))
     return plan
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from megatron_pulse.faults import told
 from megatron_pulse.planner.layout.placement import Placement
 
 
@@ -75,7 +76,7 @@ class Filler:
         if self.devices is not None and not self.devices:
             faults.append("there is no device that it may run on")
         if faults:
-            raise ValueError(f"filler {self.name!r}: {'; '.join(faults)}")
+            raise ValueError(told(f"filler {self.name!r}", faults))
 
     def may_run_on(self, device: int) -> bool:
         """Whether ``device`` is one of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_pulse.faults import Faults
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
 
@@ -32,7 +33,7 @@ class ScheduleProblem:
 
     def __post_init__(self) -> None:
         if faults := self._faults():
-            raise ValueError("; ".join(faults))
+            raise Faults(faults)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

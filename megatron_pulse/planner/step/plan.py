@@ -13,6 +13,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
 from megatron_pulse.planner.cluster.link import Link
@@ -299,5 +300,5 @@ def _compile_step(plan: Plan, num_microbatches: int, forward_only: bool) -> Step
         *check_events(programs),
     ]
     if faults:
-        raise PlanError("this plan would not run:\n" + "\n".join(f"- {f}" for f in faults))
+        raise PlanError(told("this plan would not run", faults))
     return StepPlan(schedule, communication, programs)

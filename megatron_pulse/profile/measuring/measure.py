@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.faults import listed
+from megatron_pulse.faults import told
 from megatron_pulse.profile.measuring.building import (
     Sizes,
     meta_context,
@@ -126,8 +126,10 @@ def _require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None
     ]
     if faults:
         raise ProfileError(
-            f"the {place.type} has {memory:,} bytes of memory, and {len(faults)} layer(s) of "
-            f"{backbone.name} do not fit:{listed(faults)}"
+            told(
+                f"the {place.type} has {memory:,} bytes of memory; of {backbone.name} do not fit",
+                faults,
+            )
         )
 
 
