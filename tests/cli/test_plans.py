@@ -174,7 +174,7 @@ def test_show_tells_people(capsys: pytest.CaptureFixture[str]) -> None:
         "neighbouring ranks are devices of one stage",
         f"{1e3 * line.busy[1]:.4g} ms",
         "constructive",
-        "torchrun --nproc-per-node 4 launch/pretrain_diffusion.py --pulse-plan plan.json",
+        "pulse run --nproc-per-node 4 launch/pretrain_diffusion.py --pulse-plan plan.json",
         "--pipeline-model-parallel-size 2",
         "--overlap-grad-reduce",
         "device  1 | ",
@@ -234,7 +234,7 @@ def test_report_is_one_page(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
     assert len(of_class(cut, "unit")) == len(small_profile().layers)
     assert len(of_class(timeline, "op")) == 2 * 4 * 4
-    for text in ("Memory", "2 GB", "9.6 GB are usable", "0 to 1", "torchrun", "made up"):
+    for text in ("Memory", "2 GB", "9.6 GB are usable", "0 to 1", "pulse run", "made up"):
         assert text in page
     assert main("show plan.json -o alone.html".split()) == 0
     alone = (here / "alone.html").read_text()
