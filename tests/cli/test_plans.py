@@ -322,7 +322,6 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_of_a_plan_can_be_pasted() -> None:
     from megatron_pulse.cli.plan.plan_text import command
-
     from megatron_pulse.integration.flags.parse import parse
 
     words = shlex.split(command(small_plan(), Path("my plans/plan.json")))
