@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.ranks import run_ranks
+from tests.remembered import remembered
 
 TINY: dict[str, list[str]] = {
     "none": [],
@@ -38,6 +39,9 @@ BASE = [
     "--log-interval", "1", "--eval-iters", "1", "--eval-interval", "1000",
     "--pulse-timeout-s", "60", "--pulse-solver", "none", "--pulse-solver-seconds", "0.3",
 ]  # fmt: skip
+
+STEPS = ["--global-batch-size", "8", "--train-iters", "4"]
+"""Of most runs, so that they have one reference."""
 
 
 @dataclass
@@ -221,6 +225,11 @@ def run(
         averages,
         results[0]["executed"],
     )
+
+
+def alone(*argv: str, backbone: str = "uvit") -> Run:
+    """The run of one process that others are compared with; once a session."""
+    return remembered(("alone", backbone, argv), lambda: run(1, *argv, backbone=backbone))
 
 
 def pipeline(num_devices: int, *more: str) -> list[str]:

@@ -17,11 +17,19 @@ from megatron_pulse.planner.tune.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline
 from model_specs import load_backbone
-from tests.integration.runs import BASE, Run, assert_equal_to_rounding, assert_same, run, train
+from tests.integration.runs import (
+    BASE,
+    STEPS,
+    alone,
+    assert_equal_to_rounding,
+    assert_same,
+    run,
+    train,
+)
 from tests.ranks import RanksFailed, run_ranks, said_once
 
 UVIT = {"in_channels": 1, "depth": 8, "embed_dim": 32}
-BATCH = 16
+BATCH = 8
 LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
 
 
@@ -40,12 +48,6 @@ def make_plan(path: Path, config: Config) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def alone() -> Run:
-    """The same training on one process."""
-    return run(1, "--global-batch-size", str(BATCH), "--train-iters", "3")
-
-
 @pytest.mark.parametrize(
     ("config", "tolerance"),
     [
@@ -58,18 +60,18 @@ def alone() -> Run:
     ],
     ids=["split-fold", "recomputed-sequence", "replicas-outside"],
 )
-def test_a_run_obeys_its_plan(tmp_path: Path, alone: Run, config: Config, tolerance: float) -> None:
+def test_a_run_obeys_its_plan(tmp_path: Path, config: Config, tolerance: float) -> None:
     plan = make_plan(tmp_path / "plan.json", config)
     ranks = config.pipeline * config.data
-    obeyed = run(ranks, "--pulse-plan", str(plan), "--train-iters", "3", backbone="none")
+    obeyed = run(ranks, "--pulse-plan", str(plan), "--train-iters", "4", backbone="none")
     executed = obeyed.executed
     assert executed.operations == ({"F", "I", "W"} if config.split else {"F", "B"})
     assert executed.placement == ("sequential" if config.layout is Layout.SEQUENTIAL else "fold")
     assert executed.recomputed == config.recompute
     if tolerance:
-        assert_equal_to_rounding(obeyed, alone, tolerance)
+        assert_equal_to_rounding(obeyed, alone(*STEPS), tolerance)
     else:
-        assert_same(obeyed, alone)
+        assert_same(obeyed, alone(*STEPS))
 
 
 def refused(num_ranks: int, *argv: str, backbone: str = "none") -> str:

@@ -8,27 +8,32 @@ import pytest
 
 from megatron_pulse.planner.observe.compare import stage_times
 from megatron_pulse.planner.observe.trace import load_trace
-from tests.integration.runs import assert_same, pipeline, run
-
-STEPS = ["--global-batch-size", "16", "--train-iters", "4"]
+from tests.integration.runs import STEPS, alone, assert_same, pipeline, run
 
 
 @pytest.mark.parametrize(
-    ("wanted", "traced"), [("2-3", [2, 3]), ("3-9", [3, 4])], ids=["inside", "past the end"]
+    ("wanted", "traced", "replicas"),
+    [("2-3", [2, 3], 2), ("3-9", [3, 4], 1)],
+    ids=["inside", "past the end"],
 )
-def test_a_run_with_a_trace(tmp_path: Path, wanted: str, traced: list[int]) -> None:
-    """Two pipelines, of which the first is traced."""
+def test_a_run_with_a_trace(tmp_path: Path, wanted: str, traced: list[int], replicas: int) -> None:
+    """Of two pipelines the first is traced."""
     flags = [*STEPS, *pipeline(2, "--pulse-schedule", "zb-v")]
     trace_flags = ["--pulse-trace", str(tmp_path / "deep"), "--pulse-trace-steps", wanted]
-    got = run(4, *flags, *trace_flags)
-    if traced == [2, 3]:
-        assert_same(got, run(4, *flags))
+    got = run(2 * replicas, *flags, *trace_flags)
+    if replicas == 1:
+        assert_same(got, alone(*STEPS))
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["trace.json"]
     trace = load_trace(tmp_path / "deep" / "trace.json")
     assert [step.step for step in trace.steps] == traced
-    assert trace.world == {"size": 4, "pipeline": 2, "data": 2, "tensor": 1}
+    assert trace.world == {
+        "size": 2 * replicas,
+        "pipeline": 2,
+        "data": replicas,
+        "tensor": 1,
+    }
     assert trace.backbone["name"] == "uvit-tiny" and len(trace.plan_digest) == 64
-    assert trace.num_microbatches == 4 and trace.device_of_stage == (0, 1, 1, 0)
+    assert trace.num_microbatches == 4 // replicas and trace.device_of_stage == (0, 1, 1, 0)
     times = stage_times(trace)
     assert times.weight_grad is not None and min(times.forward + times.weight_grad) > 0
 
