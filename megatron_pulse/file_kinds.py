@@ -57,9 +57,9 @@ def kind_of(record: Mapping[str, Any]) -> FileKind | None:
         for kind, name in ((FileKind.PLAN, "plan"), (FileKind.PROFILE, "profile")):
             if form.startswith(f"megatron_pulse {name} "):
                 return kind
-    name = record.get("_class_name")
-    if isinstance(name, str):
-        return FileKind.SCHEDULER if "Scheduler" in name else FileKind.MODEL
+    class_name = record.get("_class_name")
+    if isinstance(class_name, str):
+        return FileKind.SCHEDULER if "Scheduler" in class_name else FileKind.MODEL
     for kind, keys in _KEYS.items():
         if keys <= record.keys():
             return kind

@@ -25,7 +25,11 @@ def why_full(
     ``places`` are what was being written, for errors that name no path: of several the one whose
     disk is full. With ``guess`` a full disk there is reason enough, whatever the error says.
     """
-    full = [place for place in map(Path, filter(None, places)) if _free_bytes(place) < _FULL_BYTES]
+    full = [
+        place
+        for place in (Path(place) for place in places if place)
+        if _free_bytes(place) < _FULL_BYTES
+    ]
     path, reason = None, (_TEXTS[0] if guess and full else None)
     cause: BaseException | None = error
     while cause is not None:

@@ -192,7 +192,7 @@ def image_tokens(backbone: Backbone) -> int:
     options = backbone.record["options"]
     patch = getattr(family, "PACKED", None) or options.get("patch_size", 1)
     _, height, width = backbone.input_spec.shape
-    return (height // patch) * (width // patch)
+    return int((height // patch) * (width // patch))
 
 
 def published_form(backbone: Backbone) -> Published | None:
@@ -229,7 +229,7 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     """
     wanted = config.get("_class_name")
     if wanted == "Transformer2DModel":
-        wanted = _CLASS_OF_NORM.get(config.get("norm_type"), wanted)
+        wanted = _CLASS_OF_NORM.get(str(config.get("norm_type")), wanted)
     families = {
         family.PUBLISHED_AS: family
         for family in _families().values()

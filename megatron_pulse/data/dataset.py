@@ -143,7 +143,7 @@ class ArrayDataset(DiffusionDataset):
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, num_classes: int) -> None:
         self.images = torch.from_numpy(np.ascontiguousarray(images, dtype=np.float32))
-        self.labels = labels.astype(np.int64)
+        self.labels: np.ndarray = labels.astype(np.int64)
         self.image_shape = tuple(self.images.shape[1:])
         self.num_classes = num_classes
 
@@ -204,7 +204,8 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     ``Generator.permutation``, and a resumed run must not depend on NumPy's version.
     """
     words = philox(seed, Stream.ORDER, 0, epoch).random_raw(size)
-    return np.argsort(words, kind="stable")
+    order: np.ndarray = np.argsort(words, kind="stable")
+    return order
 
 
 def split_indices(size: int, validation_fraction: float) -> tuple[np.ndarray, np.ndarray]:

@@ -65,7 +65,8 @@ def make_microbatch(
         def image(candidate: int) -> Tensor | None:
             if needs_image:
                 return dataset.image(candidate, position)
-            return dataset.check(candidate)
+            dataset.check(candidate)
+            return None
 
         if skip_corrupt:
             return readable(dataset, index, seed, image)
@@ -125,7 +126,7 @@ class DiffusionLoader:
             DataLoader(
                 _Microbatches(self),
                 batch_size=None,
-                sampler=self.sampler,  # type: ignore[arg-type]
+                sampler=self.sampler,
                 num_workers=self.num_workers,
                 multiprocessing_context="fork",  # others would import torch again, 10 s
                 worker_init_fn=_begin_worker,

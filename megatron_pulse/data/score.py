@@ -62,7 +62,7 @@ def digit_score(images: Tensor, labels: Tensor, source: str = "mnist") -> ScoreR
         raise ValueError(f"digit_score got {len(images)} images and {len(labels)} labels")
     classifier, accuracy = _classifier(source, images.shape[-1])
     found = classifier.predict(images.detach().cpu().float().clamp(-1, 1).flatten(1).numpy())
-    confusion = np.zeros((10, 10), dtype=int)
+    confusion: np.ndarray = np.zeros((10, 10), dtype=int)
     np.add.at(confusion, (labels.cpu().numpy(), found), 1)
     return ScoreReport(
         score=float(np.trace(confusion) / max(len(images), 1)),

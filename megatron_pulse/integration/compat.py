@@ -153,7 +153,7 @@ def install() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _replace_torch_cuda()
     torch.compile = _identity_compile
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
+    torch.nn.Module.cuda = lambda self, device=None: self
     _redirect = _CudaToCpu()
     _redirect.__enter__()
 
@@ -187,7 +187,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.adam_w_mode = adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         """One AdamW update of every parameter that has a gradient."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1

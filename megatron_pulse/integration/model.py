@@ -70,5 +70,5 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
 def unwrap(chunk: torch.nn.Module) -> MegatronStage:
     """The stage inside Megatron's DDP and half-precision wrappers."""
     while not isinstance(chunk, MegatronStage):
-        chunk = chunk.module  # type: ignore[assignment]
+        chunk = chunk.module
     return chunk

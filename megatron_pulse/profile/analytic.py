@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.devices import Kernel, Roofline

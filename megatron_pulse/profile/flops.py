@@ -27,7 +27,7 @@ class LayerFlops:
     backward: int
 
 
-class FlashAttention(TorchFunctionMode):  # type: ignore[misc]
+class FlashAttention(TorchFunctionMode):
     """Sends attention to the flash operator: on the meta device torch would choose plain matmuls,
     whose backward has fewer operations than what runs on a GPU."""
 

@@ -27,7 +27,7 @@ class FailureBoard:
     def report(self, text: str) -> str:
         """Record ``text`` unless another rank was first; returns the first failure."""
         try:
-            return self._store.compare_set(_KEY, "", f"rank {self._rank}: {text}").decode()
+            return str(self._store.compare_set(_KEY, "", f"rank {self._rank}: {text}").decode())
         except (RuntimeError, dist.DistStoreError):
             return f"rank {self._rank}: {text}"  # the store died with the rank that hosted it
 
@@ -42,7 +42,7 @@ class FailureBoard:
         while True:
             try:
                 if self._store.check([_KEY]):
-                    return self._store.get(_KEY).decode()
+                    return str(self._store.get(_KEY).decode())
             except (RuntimeError, dist.DistStoreError):
                 return None
             if time.monotonic() >= deadline:

@@ -88,7 +88,7 @@ class Job:
             return True
         try:
             key = f"{_SAID}/{hashlib.sha256(text.encode()).hexdigest()}"
-            return self._meeting.add(key, 1) == 1
+            return int(self._meeting.add(key, 1)) == 1
         except STORE_ERRORS:
             return True
 

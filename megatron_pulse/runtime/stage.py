@@ -154,5 +154,5 @@ def _add_nested(root: nn.Module, name: str, module: nn.Module) -> None:
     for part in path:
         if part not in root._modules:
             root.add_module(part, nn.Module())
-        root = root._modules[part]  # type: ignore[assignment]
+        root = root._modules[part]
     root.add_module(leaf, module)

@@ -86,7 +86,7 @@ class EmulatedStage(nn.Module):
         return (*made, *(self._settings.make_empty(s).double() for s in self._provides.values()))
 
 
-class _Emulated(torch.autograd.Function):  # type: ignore[misc]
+class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, stage: EmulatedStage, later: Later | None, weight: Tensor, *crossing: Tensor

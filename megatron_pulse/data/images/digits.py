@@ -58,6 +58,9 @@ def _resized(pixels: np.ndarray, size: int) -> np.ndarray:
     if pixels.shape[-1] == size:
         return pixels
     if pixels.shape[-1] == 28 and size == 32:
-        return np.pad(pixels, ((0, 0), (2, 2), (2, 2)))
+        padded: np.ndarray = np.pad(pixels, ((0, 0), (2, 2), (2, 2)))
+        return padded
     resize = [Image.fromarray(p).resize((size, size), Image.Resampling.BICUBIC) for p in pixels]
-    return np.stack([np.asarray(image, dtype=np.float32) for image in resize]).clip(0, 1)
+    stacked = np.stack([np.asarray(image, dtype=np.float32) for image in resize])
+    clipped: np.ndarray = stacked.clip(0, 1)
+    return clipped

@@ -171,7 +171,7 @@ class LatentFolder(DiffusionDataset):
             for name, file in meta.nulls.items()
         }
         self._shards = meta.shards
-        self._ends = np.cumsum([shard.count for shard in meta.shards])
+        self._ends: np.ndarray = np.cumsum([shard.count for shard in meta.shards])
         self._maps: dict[tuple[str, int], np.ndarray] = {}
 
     def __len__(self) -> int:
@@ -208,7 +208,10 @@ class LatentFolder(DiffusionDataset):
         if (name, shard) not in self._maps:
             path = self.root / self._shards[shard].files[name].name
             self._maps[name, shard] = np.load(path, mmap_mode="r")
-        return self._maps[name, shard][index - (self._ends[shard] - self._shards[shard].count)]
+        row: np.ndarray = self._maps[name, shard][
+            index - (self._ends[shard] - self._shards[shard].count)
+        ]
+        return row
 
     def _decoded(self, name: str, row: np.ndarray) -> Tensor:
         values = np.array(row)
@@ -275,8 +278,11 @@ def _encoded(values: Tensor, stored: np.dtype) -> np.ndarray:
     """``values`` as they are on disk."""
     values = values.detach().cpu()
     if stored == np.uint16:
-        return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    return values.to(getattr(torch, stored.name)).numpy()
+        values = values.to(torch.bfloat16).view(torch.int16)
+    else:
+        values = values.to(getattr(torch, stored.name))
+    encoded: np.ndarray = values.numpy()
+    return encoded.view(stored)
 
 
 def _header_fault(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> str | None:

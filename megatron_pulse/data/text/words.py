@@ -77,4 +77,5 @@ def _encode(name: str, spec: FieldSpec, words: list[str]) -> Tensor:
 def _vector(kind: str, text: str, width: int) -> np.ndarray:
     digest = hashlib.blake2b(text.encode(), digest_size=16, person=kind.encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=np.frombuffer(digest, dtype="<u8")))
-    return generator.standard_normal(width, dtype=np.float32)
+    drawn: np.ndarray = generator.standard_normal(width, dtype=np.float32)
+    return drawn

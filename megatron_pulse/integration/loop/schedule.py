@@ -260,4 +260,4 @@ def finish_gathering(chunk: nn.Module, module: nn.Module) -> None:
     if not getattr(chunk, "remove_forward_pre_hook_handles", None):
         return
     for part in module.modules():
-        chunk._make_forward_pre_hook()(part)  # type: ignore[operator]
+        chunk._make_forward_pre_hook()(part)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from megatron_pulse.profile.devices import Kernel
 
 
-class Kernels(TorchDispatchMode):  # type: ignore[misc]
+class Kernels(TorchDispatchMode):
     """Within, lists the kernels that run, in order.
 
     Eager torch runs one kernel for an operator, more or less; it reads each of its tensors once

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.faults import told
@@ -133,7 +133,7 @@ def _require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None
         )
 
 
-class OperatorTrace(TorchDispatchMode):  # type: ignore[misc]
+class OperatorTrace(TorchDispatchMode):
     """Within, a digest of every operator and of its arguments' shapes, strides, dtypes and values
     (of what is no tensor). Layers of equal digests run the same kernels on the same sizes."""
 
@@ -235,7 +235,7 @@ def _peak_bytes(call: LayerCall, device: torch.device) -> int:
     return peak - before
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _fill(module: Any) -> None:
     """Give every parameter some finite values; how many have their own does not change times."""
     for parameter in module.parameters():

@@ -103,7 +103,7 @@ def live_bytes(call: LayerCall) -> Iterator[LiveBytes]:
             hook.remove()
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[misc]
+class LiveBytes(TorchDispatchMode):
     """Within, follows the bytes of the tensors that operators make; ``peak`` is the most at once.
 
     Works on tensors without memory too. What a kernel needs while it runs is not seen.

@@ -13,7 +13,7 @@ import torch
 
 from megatron_pulse.planner.step.program import Event, Run
 
-_Stamp = float | torch.cuda.Event
+type _Stamp = float | torch.cuda.Event
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def fit_link(num_bytes: Sequence[int], seconds: Sequence[float]) -> Link:
     if time does not grow with size.
     """
     latency_s = min(seconds)
-    sizes, times = np.asarray(num_bytes[-4:], float), np.asarray(seconds[-4:], float) - latency_s
+    sizes: np.ndarray = np.asarray(num_bytes[-4:], float)
+    times = np.asarray(seconds[-4:], float) - latency_s
     per_byte = float(sizes @ times / (sizes @ sizes))
     if per_byte <= 0:
         raise ValueError("larger messages took no longer; give a larger --max-mb")
@@ -105,7 +106,7 @@ class Meter:
         )
 
     def _ping(self, peer: int) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-        rows = []
+        rows: list[tuple[int, float, float]] = []
         size = 64
         while size <= self.max_bytes and (not rows or rows[-1][1] < _SECONDS_OF_A_SIZE):
             self._order(peer, _WARM_UP, size)
@@ -113,7 +114,7 @@ class Meter:
             rounds = int(min(max(_SECONDS_OF_A_SIZE / estimate, _FEWEST), _MOST))
             self._order(peer, rounds, size)
             halves = [trip / 2 for trip in self._round_trips(peer, rounds, size)]
-            low, middle, high = np.percentile(halves, [25, 50, 75]).tolist()
+            low, middle, high = map(float, np.percentile(halves, [25, 50, 75]))
             rows.append((size, middle, high - low))
             size *= 4
         self._order(peer, 0, 0)
@@ -168,7 +169,7 @@ class Meter:
                 dist.recv(answer, peer) if sends else dist.send(answer, peer)
                 self.finish()
             seconds = time.perf_counter() - begin
-        return count * size / max(self.gather(seconds if sends else 0.0)) / 1e9
+        return float(count * size / max(self.gather(seconds if sends else 0.0)) / 1e9)
 
     def fastest(self, call: Callable[[], Any]) -> float:
         seconds = []

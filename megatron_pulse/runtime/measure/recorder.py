@@ -90,4 +90,4 @@ class StepRecorder:
     def _seconds(self, stamp: float | torch.cuda.Event) -> float:
         if isinstance(stamp, float):
             return stamp + self._to_shared_s
-        return self._origin_s + self._origin.elapsed_time(stamp) / 1e3 + self._to_shared_s
+        return self._origin_s + float(self._origin.elapsed_time(stamp)) / 1e3 + self._to_shared_s

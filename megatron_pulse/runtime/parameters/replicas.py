@@ -131,8 +131,8 @@ def _backward(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
     given = []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if getattr(parameter, "main_grad", None) is not None:
-            parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            parameter.main_grad.add_(gradient)
+            parameter.grad_added_to_main_grad = True
             gradient = torch.zeros_like(gradient)
         given.append(gradient.to(parameter.dtype))
     torch.autograd.backward(parameters, given)

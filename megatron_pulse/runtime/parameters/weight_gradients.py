@@ -157,11 +157,11 @@ def put_off(split: Split, given: Tensor, bias: Tensor | None, later: Later) -> T
     return result
 
 
-class _Node(torch.autograd.Function):  # type: ignore[misc]
+class _Node(torch.autograd.Function):
     """Hands on the input's gradient and remembers how to get the weights'."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, split: Split, later: Later, given: Tensor, bias: Tensor | None, anchor: Any
     ) -> Tensor:
         ctx.split, ctx.later = split, later
@@ -171,7 +171,7 @@ class _Node(torch.autograd.Function):  # type: ignore[misc]
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return (None,) * 5
         split, saved = ctx.split, ctx.saved_tensors
@@ -179,7 +179,7 @@ class _Node(torch.autograd.Function):  # type: ignore[misc]
         return (None, None, *split.input_gradients(saved, gradient), None)
 
 
-class _Interception(TorchFunctionMode):  # type: ignore[misc]
+class _Interception(TorchFunctionMode):
     """Splits torch's own linear maps and convolutions."""
 
     def __init__(self, later: Later) -> None:
@@ -253,9 +253,10 @@ class _TorchSplit(Split):
         self, saved: Sequence[Tensor], gradient: Tensor, of: Sequence[Any]
     ) -> tuple[Tensor, ...]:
         with self._saved.filled_with(saved):
-            return torch.autograd.grad(
+            found: tuple[Tensor, ...] = torch.autograd.grad(
                 self._result, of, gradient, retain_graph=of is not self._waiting
             )
+            return found
 
 
 class _Saved:
@@ -299,7 +300,7 @@ class _Saved:
             self._tensors = []
 
 
-class _Root(torch.autograd.Function):  # type: ignore[misc]
+class _Root(torch.autograd.Function):
     """The same tensor where a new graph begins; unlike a leaf, the graph does not hold it."""
 
     @staticmethod
