@@ -20,7 +20,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
-from megatron_pulse.faults import listed, raised, unknown
+from megatron_pulse.faults import raised, told, unknown
 from model_specs._identity import Comparison, compare, left_open
 from model_specs._options import (
     Config,
@@ -249,11 +249,8 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     try:
         backbone = load_backbone(min(family.CONFIGS, key=distance), record)
     except (OptionError, BackboneError) as error:  # which name a configuration of ours
-        count = f"{len(error.faults)} setting(s)"
-        raise ValueError(
-            f"the published configuration of a {wanted} has {count} that cannot be:"
-            + listed(error.faults)
-        ) from error
+        what = f"the published configuration of a {wanted} has settings that cannot be"
+        raise ValueError(told(what, error.faults)) from error
     form = published_form(backbone)
     if form is None or config["_class_name"] != form.class_name:
         return backbone

@@ -82,9 +82,7 @@ class DiffusionData:
         self._require_prediction(backbone)
         if options.data is None:
             raise no_data_named()
-        self.train, self.validation = open_dataset(
-            options.data, wanted=wanted_by(backbone), seed=seed
-        )
+        self.train, self.validation = open_dataset(options.data, wanted=wanted_by(backbone))
 
     def _require_prediction(self, backbone: Backbone) -> None:
         """The mean of what is noised, and perhaps its variance behind it."""
