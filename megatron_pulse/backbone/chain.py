@@ -125,6 +125,17 @@ class Backbone:
         """The prediction that the last layer returns."""
         return self.layers[-1].outputs[0]
 
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether there are sequences between layers that two ranks can share."""
+        lengths = [
+            spec.shape[0]
+            for layer in self.layers
+            for spec in (*layer.inputs, *layer.outputs)
+            if spec.sequence
+        ]
+        return bool(lengths) and not any(length % 2 for length in lengths)
+
     def divide_sequences(self, parts: int) -> Backbone:
         """The same chain where each rank holds one of ``parts`` equal parts of every sequence.
 

@@ -127,7 +127,7 @@ def tune(
     It chooses among its ways to use the devices; microbatches are those of all contestants.
     """
     from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
-    from megatron_pulse.planner.tune.config import Choices, configs
+    from megatron_pulse.planner.tune.config import Choices
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.search import search
 
@@ -140,8 +140,8 @@ def tune(
         micro_batch_size=(emulation.micro_batch_size,),
         recompute=(False,),
     )
-    candidates = configs(ranks, 1, samples, bool(emulation.costs.skips), choices)
-    found = search(Evaluator(emulation.profile, cluster, samples), candidates, keep=1)
+    evaluator = Evaluator(emulation.profile, cluster, samples)
+    found = search(evaluator, evaluator.candidates(choices), keep=1)
     return found.outcomes[0] if found.outcomes else None
 
 

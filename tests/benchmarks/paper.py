@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster, cluster
 from megatron_pulse.planner.partition.volume import relayed
-from megatron_pulse.planner.tune.config import Choices, Layout, configs
+from megatron_pulse.planner.tune.config import Choices, Layout
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.search import Tuning, finish, search
 from megatron_pulse.profile.analytic import analyse
@@ -139,10 +139,7 @@ def tuned(way: str, profile: Profile, where: Cluster, batch: int, seconds: float
     evaluator = (Relayed if way == ONE_F_ONE_B else Evaluator)(
         profile, where, batch, profile.backbone["family"] != "unet"
     )
-    candidates = configs(
-        where.num_devices, where.devices_per_node, batch, bool(profile.skips), WAYS[way]
-    )
-    found = search(evaluator, candidates, keep=3, seconds=seconds)
+    found = search(evaluator, evaluator.candidates(WAYS[way]), keep=3, seconds=seconds)
     if found.outcomes:
         finish(evaluator, found, seconds / 2, count=1)
     return found

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import (
-    UserError,
     add_parser,
     at_least,
     check_file,
@@ -22,7 +21,7 @@ from megatron_pulse.cli.models.backbone_options import add_option_flag, backbone
 if TYPE_CHECKING:
     from megatron_pulse.planner.cluster.cluster import Cluster
     from megatron_pulse.planner.tune.config import Choices
-    from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+    from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.search import Tuning
     from megatron_pulse.profile.profile import Profile
 
@@ -109,7 +108,9 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.cli.plan.tune_report import as_json, report
     from megatron_pulse.files import replacing
     from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
+    from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.evaluate import Evaluator
+    from megatron_pulse.planner.tune.to_plan import plan_of
     from megatron_pulse.profile.cautions import (
         device_caution,
         rank_threads,
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> None:
     choices = _choices(args)
     divides = _divides_sequences(profile) if any(t > 1 for t in choices.tensor) else False
     evaluator = Evaluator(profile, where, args.global_batch_size, divides)
-    found = tune(evaluator, choices, args.seconds, args.solver, args.top)
+    found = _tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
     if args.json == "-":
         lines = [json.dumps(as_json(found, evaluator), indent=1, allow_nan=False)]
@@ -140,64 +141,37 @@ def run(args: argparse.Namespace) -> None:
             beside.write_text(text + "\n", encoding="utf-8")
         lines.append(f"written to {args.json}")
     if args.output is not None:
-        write_plan(found.outcomes[0], profile, where, divides, args.output)
+        save_plan(plan_of(found.outcomes[0], profile, where, divides), args.output)
         if args.json != "-":
             lines.append(f"plan written to {args.output}")
     print("\n".join(lines))
 
 
-def tune(evaluator: Evaluator, choices: Choices, seconds: float, solver: str, top: int) -> Tuning:
-    """The best configs with whole schedules; raises UserError where none is possible."""
+def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
+    """The best configs with whole schedules, beneath a bar of the time that they may take."""
     from tqdm import tqdm
 
-    from megatron_pulse.planner.tune.config import configs
-    from megatron_pulse.planner.tune.explain import nothing_fits
-    from megatron_pulse.planner.tune.search import finish, search
+    from megatron_pulse.planner.tune.tune import UntunableError, tune
 
-    where, has_skips = evaluator.cluster, bool(evaluator.profile.skips)
-    candidates = list(
-        configs(
-            where.num_devices,
-            where.devices_per_node,
-            evaluator.global_batch_size,
-            has_skips,
-            choices,
-        )
-    )
-    if not candidates:
-        raise UserError(
-            f"no degrees divide both {where.num_devices} devices and a global batch of "
-            f"{evaluator.global_batch_size} as asked: data degree x microbatch size must divide "
-            "the batch, pipeline x tensor the devices, tensor the devices of a node"
-        )
-    finishing = _FINISH_SHARE * seconds
-    with tqdm(
-        total=round(seconds), desc="tuning", unit="s", delay=2, leave=False, disable=None
-    ) as bar:
+    total, finish_s = round(args.seconds), _FINISH_SHARE * args.seconds
+    with tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
 
-        def progress(now: Tuning) -> None:
-            bar.update(min(round(now.seconds), bar.total) - bar.n)
+        def progress(what: str, now: Tuning) -> None:
+            bar.set_description(what, refresh=False)
+            bar.update(min(round(now.seconds), total) - bar.n)
             if now.outcomes:
                 bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
 
-        found = search(evaluator, candidates, top, seconds - finishing, progress)
-        if not found.outcomes:
-            raise UserError(
-                "nothing fits: " + nothing_fits(evaluator, choices, candidates, has_skips)
+        with mending(UntunableError):
+            return tune(
+                evaluator,
+                choices,
+                args.seconds - finish_s,
+                finish_s,
+                args.solver,
+                args.top,
+                progress,
             )
-        bar.set_description("whole schedules")
-        finish(evaluator, found, finishing, solver)
-    return found
-
-
-def write_plan(
-    outcome: Outcome, profile: Profile, where: Cluster, sequence_parallel: bool, path: Path
-) -> None:
-    """Write the plan file of a winner."""
-    from megatron_pulse.planner.plan_file.plan_file import save_plan
-    from megatron_pulse.planner.tune.to_plan import plan_of
-
-    save_plan(plan_of(outcome, profile, where, sequence_parallel), path)
 
 
 def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
@@ -242,8 +216,7 @@ def _divides_sequences(profile: Profile) -> bool:
     if record.get("name") not in available():
         return False
     try:
-        backbone = load_backbone(str(record["name"]), dict(record.get("options", {})))
-        return bool(backbone.divide_sequences(2).layers != backbone.layers)
+        return load_backbone(str(record["name"]), dict(record.get("options", {}))).divides_sequences
     except ValueError:
         return False
 

@@ -14,10 +14,10 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, load_plan, save_plan
-from megatron_pulse.planner.tune.config import Choices, configs
+from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.search import finish, search
 from megatron_pulse.planner.tune.to_plan import plan_of
+from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
@@ -91,27 +91,17 @@ def _tune(
     backbone = load_backbone(options.backbone, options.options)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
     profile = _measure(args, backbone)
-    divided = backbone.divide_sequences(2).layers != backbone.layers
-    batch = args.global_batch_size
-    evaluator = Evaluator(profile, cluster, batch, divided)
-    found = search(
-        evaluator,
-        configs(
-            cluster.num_devices,
-            cluster.devices_per_node,
-            batch,
-            bool(profile.skips),
-            _choices(args, profile),
-        ),
-    )
-    if not found.outcomes:
-        reasons = "; ".join(f"{reason}: {count}" for reason, count in found.refused.items())
-        raise ValueError(
-            f"--pulse-auto: no way to train {backbone.name} with a batch of {batch} fits into "
-            f"{cluster.num_devices} devices of {cluster.memory_gb:g} GB ({reasons}): use more "
-            "ranks or a smaller backbone"
+    divided = backbone.divides_sequences
+    evaluator = Evaluator(profile, cluster, args.global_batch_size, divided)
+    try:
+        found = tune(
+            evaluator,
+            _choices(args),
+            finish_s=options.solver_seconds,
+            solver=options.solver,
         )
-    finish(evaluator, found, options.solver_seconds, options.solver)
+    except UntunableError as error:
+        raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
     best = found.outcomes[0]
     plan = plan_of(best, profile, cluster, divided)
     save_plan(plan, path)
@@ -119,7 +109,7 @@ def _tune(
     return plan
 
 
-def _choices(args: argparse.Namespace, profile: Profile) -> Choices:
+def _choices(args: argparse.Namespace) -> Choices:
     """Everything, but for what flags decide."""
     choices = Choices()
     pipeline, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size

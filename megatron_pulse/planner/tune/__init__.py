@@ -8,6 +8,8 @@ estimate  what a config takes at the least, and about, without a schedule
 evaluate  what a config takes, by simulating the schedule that would run, or why it cannot run
 search    best-first branch and bound over all configs; whole schedules for the best
 explain   why the best is the best, and what to change where nothing fits
+tune      all of these in one call
+to_plan   what was found as a plan file
 ========  =======================================================================================
 
 PULSE (section VI) assumes M = P, seven times the parameters as memory, and neither tensor

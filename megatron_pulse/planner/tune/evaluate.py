@@ -14,7 +14,7 @@ from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.replay import Edge, link_bound, replay
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Choices, Config, configs
 from megatron_pulse.planner.tune.estimate import (
     GRADIENT_BYTES,
     PARAMETER_BYTES,
@@ -98,6 +98,12 @@ class Evaluator(Estimator):
     ) -> None:
         super().__init__(profile, cluster, global_batch_size, sequence_parallel)
         self._simulated = lru_cache(maxsize=128)(self._simulate)
+
+    def candidates(self, choices: Choices) -> list[Config]:
+        """Every config of ``choices`` that uses all devices and divides the batch."""
+        cluster, has_skips = self.cluster, bool(self.profile.skips)
+        devices, inside = cluster.num_devices, cluster.devices_per_node
+        return list(configs(devices, inside, self.global_batch_size, has_skips, choices))
 
     def evaluate(
         self, config: Config, synthesis: Synthesis | None = None, quick: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_pulse.planner.tune.config import Choices, Config, configs
+from megatron_pulse.planner.tune.config import Choices, Config
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.search import Tuning
 from megatron_pulse.planner.tune.stages import Unfit, UnfitError
@@ -94,9 +94,7 @@ def gap(found: Tuning) -> str:
     )
 
 
-def nothing_fits(
-    evaluator: Evaluator, choices: Choices, candidates: Iterable[Config], has_skips: bool
-) -> str:
+def nothing_fits(evaluator: Evaluator, choices: Choices, candidates: Iterable[Config]) -> str:
     """What would have to change; each remedy is one that was tried and fits."""
     cluster = evaluator.cluster
     need = _least_memory(evaluator, candidates)
@@ -107,7 +105,7 @@ def nothing_fits(
     for words, relaxed in _relaxations(choices):
         if remedies and relaxed == Choices():
             break  # one change is enough
-        fits = _first_fit(evaluator, _configs(evaluator, relaxed, has_skips))
+        fits = _first_fit(evaluator, evaluator.candidates(relaxed))
         if fits is not None:
             remedies.append(f"{words}: {fits} fits")
     nodes = cluster.nodes
@@ -117,7 +115,7 @@ def nothing_fits(
         grown = Evaluator(
             evaluator.profile, larger, evaluator.global_batch_size, evaluator.sequence_parallel
         )
-        fits = _first_fit(grown, _configs(grown, choices, has_skips))
+        fits = _first_fit(grown, grown.candidates(choices))
         if fits is not None:
             remedies.append(f"{larger.num_devices} devices ({nodes} nodes): {fits} fits")
     if not remedies:
@@ -144,19 +142,6 @@ def _relaxations(choices: Choices) -> list[tuple[str, Choices]]:
         if getattr(choices, name) != getattr(free, name)
     ]
     return [*each, ("any choice", free)] if each else []
-
-
-def _configs(evaluator: Evaluator, choices: Choices, has_skips: bool) -> list[Config]:
-    cluster = evaluator.cluster
-    return list(
-        configs(
-            cluster.num_devices,
-            cluster.devices_per_node,
-            evaluator.global_batch_size,
-            has_skips,
-            choices,
-        )
-    )
 
 
 def _by_need(evaluator: Evaluator, candidates: Iterable[Config]) -> list[Config]:

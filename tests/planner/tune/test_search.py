@@ -141,7 +141,7 @@ def test_says_what_would_fit() -> None:
     candidates = list(configs(4, 2, 8, True, choices))
     found = search(small, candidates, seconds=float("inf"))
     assert not found.outcomes and sum(found.refused.values()) == len(candidates)
-    text = nothing_fits(small, choices, candidates, True)
+    text = nothing_fits(small, choices, candidates)
     assert "the least that any config needs is" in text
     need = float(text.split("needs is ")[1].split(" GB")[0])
     enough = Evaluator(chain, cluster(2, 2, memory_gb=1.01 * need), 8)

@@ -1,0 +1,45 @@
+"""Tuning from choices to whole schedules: what ``pulse tune`` and ``--pulse-auto`` both do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from megatron_pulse.planner.tune.config import Choices
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.explain import nothing_fits
+from megatron_pulse.planner.tune.search import Tuning, finish, search
+
+
+class UntunableError(ValueError):
+    """No config can run; the message says what would have to change."""
+
+
+def tune(
+    evaluator: Evaluator,
+    choices: Choices,
+    search_s: float = 25.0,
+    finish_s: float = 10.0,
+    solver: str = "auto",
+    keep: int = 10,
+    progress: Callable[[str, Tuning], None] = lambda what, found: None,
+) -> Tuning:
+    """The ``keep`` best configs, the best of them with whole schedules, soonest first.
+
+    ``search_s`` seconds at most go to the search over configs, about ``finish_s`` to schedules of
+    all microbatches by ``solver``. ``progress`` is called after every step of the search and once
+    before the schedules, with what is being done. Raises UntunableError.
+    """
+    candidates = evaluator.candidates(choices)
+    if not candidates:
+        raise UntunableError(
+            f"no degrees divide both {evaluator.cluster.num_devices} devices and a global batch of "
+            f"{evaluator.global_batch_size} as asked: data degree x microbatch size must divide "
+            "the batch, pipeline x tensor the devices, tensor the devices of a node"
+        )
+    found = search(evaluator, candidates, keep, search_s, partial(progress, "tuning"))
+    if not found.outcomes:
+        raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates))
+    progress("whole schedules", found)
+    finish(evaluator, found, finish_s, solver)
+    return found
