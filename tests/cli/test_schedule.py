@@ -79,7 +79,7 @@ def test_json_is_what_the_planner_says(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_golden_comparison(capsys: pytest.CaptureFixture[str]) -> None:
-    """The project's scheduling.md, section 4: makespans and peaks at P = 4, M = 8."""
+    """planner/schedule/README.md, Known optima: makespans and peaks at P = 4, M = 8."""
     record = as_json(f"--times equal.json -p 4 -m 8 --split --compare {FAST}", capsys)
     rows = {row["schedule"]: row for row in record["comparison"]}
     golden = {

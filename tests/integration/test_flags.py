@@ -230,7 +230,7 @@ def test_the_command_lists_flags(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_readme_counts_them() -> None:
     counts = Counter(flag.standing for flag in load_table().values())
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "launch/README.md").read_text()
     said = re.search(r"Of Megatron's (\d+) flags (\d+) work", text)
     assert said and [int(n) for n in said.groups()] == [
         len(load_table()),

@@ -102,8 +102,7 @@ def test_never_above_the_optimum(problem: ScheduleProblem, work: float) -> None:
 @pytest.mark.parametrize("p", [4, 8, 16])
 @pytest.mark.parametrize("periods", [2, 3])
 def test_proves_the_least_bubble_of_equal_stages(p: int, periods: int) -> None:
-    """The project's scheduling.md, section 4: what no schedule of a fold can do without. (It has 25
-    slots for split backwards at P = 16 with 1.5P: 23 are enough.)"""
+    """planner/schedule/README.md, Known optima: what no fold can do without."""
     m = periods * p
 
     def bubble(cap: float | None, split: bool = False) -> float:
@@ -126,6 +125,6 @@ def test_sixteen_devices_reach_it(cap: float, split: bool, idle: float) -> None:
 
 
 def test_with_links() -> None:
-    """Optima of scheduling.md, section 4, for P = 4, M = 8 and links of half a forward."""
+    """planner/schedule/README.md, Known optima: for P = 4, M = 8 and links of half a forward."""
     for cap, split, best in ((8, False, 66), (None, False, 60), (8, True, 56), (None, True, 52.5)):
         assert lower_bound(equal(fold(4), 8, cap, split, link=0.5)) == pytest.approx(best)

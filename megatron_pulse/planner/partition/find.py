@@ -162,7 +162,7 @@ class Edge(Protocol):
 def largest_fold(num_layers: int, skips: Sequence[Edge]) -> int:
     """The largest P whose one-wave fold has a cut with all skips collocated; 0 where none has.
 
-    Source: the project's scheduling.md, section 6.
+    See README.md beside this: Legal cuts.
     """
     closed = closed_cuts(num_layers, skips)
     # depth[a, b]: the most pairs of stages that nest inside the layers a <= i < b.

@@ -1,4 +1,6 @@
-"""A post-pass that runs fillers where a schedule leaves devices idle (scheduling.md, section 7).
+"""A post-pass that runs fillers where a schedule leaves devices idle.
+
+See README.md beside this: Fillers.
 
 P = 2, M = 2, 1F1B, forward = 1, backward = 2; a filler of slices of 1, 2 and 1:
 

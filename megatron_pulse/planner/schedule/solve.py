@@ -9,7 +9,7 @@ exact                  the time-indexed program (``ilp.time_indexed``) where tim
                        is none. Elsewhere ``synthesize`` again, from the templates
 =====================  ==========================================================================
 
-Source: the project's scheduling.md, sections 2 and 3. The times are shares that were measured.
+Theory: README.md beside this. The times are shares that were measured.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ comes before k in the period of their device (r before all).
         of a forward of d
 
 The count at the start of a forward G in the period n of r: of a class k before it (or itself)
-n - q_k + 1 have started, else n - q_k; so the sum is linear in q and y. Source: the project's
-scheduling.md, section 2c.
+n - q_k + 1 have started, else n - q_k; so the sum is linear in q and y. See
+../README.md: Integer programs.
 """
 
 from __future__ import annotations

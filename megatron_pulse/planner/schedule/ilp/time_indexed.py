@@ -11,7 +11,7 @@ identical and run in order, so the counts are a schedule. With durations p, clas
         that X can be: all has ended by t
 
 Minimise the horizon less the number of slots t with z[t]. Windows (what must run before and after
-an operation, within the horizon) fix most counts. Source: the project's scheduling.md, section 2b.
+an operation, within the horizon) fix most counts. See ../README.md: Integer programs.
 """
 
 from __future__ import annotations

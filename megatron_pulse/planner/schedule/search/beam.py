@@ -3,7 +3,7 @@
 The classes are placed one after the other along a microbatch's path. A place is a gap of the
 device's period, flush with a neighbour, or so that other classes still to come fit in between. Of
 all partial templates those are kept that promise the least memory above the caps, then the least
-delay of the path (the project's scheduling.md, section 3).
+delay of the path (../README.md: Search).
 """
 
 from __future__ import annotations

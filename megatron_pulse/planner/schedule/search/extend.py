@@ -2,7 +2,7 @@
 
 How far a device has come is a count per class. Where all devices are ``step`` microbatches further
 in every class than at an earlier moment, what they did in between can be done again: data and
-memory are as they were then (the project's scheduling.md, section 3).
+memory are as they were then (../README.md: Search).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from megatron_pulse.planner.schedule.search.jobshop import JobShop
 def improve(shop: JobShop, start: Sequence[int], patience: int = 4) -> list[int]:
     """Compact towards the end and towards the beginning in turn, while it helps.
 
-    Source: the project's scheduling.md, section 3. Stops after ``patience`` rounds without gain.
+    See ../README.md: Search. Stops after ``patience`` rounds without gain.
     """
     mirror = shop.mirrored()
     best = _improve(arrays(shop), arrays(mirror), np.array(start, dtype=np.int64), patience)

@@ -2,8 +2,8 @@
 
 The classic schedules that fit, templates, list schedules by static rules, the shortest so far with
 its dates shaken, each squeezed by ``improve``; then swaps on the critical path (``anneal``). With
-many microbatches first a schedule of few, whose steady state is repeated (``extend``). The
-project's scheduling.md, section 3. On the fold this is PULSE's wave:
+many microbatches first a schedule of few, whose steady state is repeated (``extend``). See
+../README.md: Search. On the fold this is PULSE's wave:
 
 P = 2, M = 2, equal stages, forward = backward = 1 (stage:microbatch; 10 slots)
 

@@ -1,7 +1,7 @@
 """A modulo template: every microbatch does the same, one period after the one before.
 
-Throughput and memory of a template do not depend on the number of microbatches (the project's
-scheduling.md, section 2, formulation c).
+Throughput and memory of a template do not depend on the number of microbatches (see
+../README.md: Templates).
 """
 
 from __future__ import annotations
