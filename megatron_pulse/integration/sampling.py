@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +175,6 @@ def load_model(
     no such checkpoint, it holds no averaged weights, or is of another model, and ValueError for
     faulty options or choices.
     """
-    os.environ.setdefault("RANK", "0")
     saved = read_saved_run(load, iteration)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
     args = saved.arguments

@@ -125,13 +125,27 @@ def test_interrupted_training_has_the_losses_of_an_uninterrupted_one(
     assert parts.losses() == whole.losses()
 
 
-def test_cancelled_array_element_ends_every_process(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_an_array_trains_a_line_each_and_a_cancelled_one_ends_every_process(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
     sweep = tmp_path / "sweep.txt"
-    sweep.write_text("# seeds\n--seed 11 --train-iters 100000\n\n--seed 22 --train-iters 100000\n")
-    training = Training(
-        cluster, tmp_path, "--array=2", "launch/slurm/array.sbatch", str(sweep), *TRAINING,
-        "--save", str(tmp_path / "runs"),
-    )  # fmt: skip
+    sweep.write_text("# seeds\n--seed 11 --train-iters 3\n\n--seed 22 --train-iters 100000\n")
+
+    def start(line: int) -> Training:
+        folder = tmp_path / f"line-{line}"
+        folder.mkdir()
+        return Training(
+            cluster, folder, f"--array={line}", "launch/slurm/array.sbatch", str(sweep), *TRAINING,
+            "--save", str(tmp_path / "runs"),
+        )  # fmt: skip
+
+    short = start(1)
+    short.wait(lambda: cluster.field(short.job, "JobState") == "COMPLETED", "the training's end")
+    assert re.search(r"^command: .* --seed 11 ", short.said(), re.MULTILINE)
+    assert short.steps() == [1, 2, 3]
+    assert (tmp_path / "runs/1/latest_checkpointed_iteration.txt").read_text() == "3"
+
+    training = start(2)
     training.wait_for_step()
     assert re.search(r"^command: .* --seed 22 ", training.said(), re.MULTILINE)
     assert len(cluster.processes(of=training.job)) >= 7  # shell, srun, 2 x (stepd, torchrun, rank)

@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, Framing
 
+METADATA = "metadata.jsonl"
+"""Beside the images: a line of JSON for each, with what is said of it."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_pulse.data.dataset import NO_FIELDS, DataError, FieldSpec
-from megatron_pulse.data.images.folder import ImageFiles
+from megatron_pulse.data.images.folder import METADATA, ImageFiles
 from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, parse_json, read_lines
-
-METADATA = "metadata.jsonl"
 
 
 class CaptionedImages(ImageFiles):
