@@ -19,7 +19,8 @@ def require_settings(
     faults = [
         f"{key} is {config[key]!r}, only {value!r} is implemented"
         for key, value in required.items()
-        if key in config and config[key] != value
+        if key in config
+        and (config[key] != value or isinstance(config[key], bool) != isinstance(value, bool))
     ]
     faults += more
     if faults:

@@ -220,8 +220,8 @@ def published(config: SD3Config) -> Published:
 def config_from_published(config: Mapping[str, Any]) -> SD3Config:
     """The sizes in a ``config.json``; ValueError lists the settings that are not implemented.
 
-    Latents have the size that the positions are spaced for, texts the default length; both are
-    the run's choice.
+    Latents have the size that the positions are spaced for, or the largest that the table has
+    places for; texts have the default length. Both are the run's choice.
     """
     settings = {key: config.get(key, default) for key, default in _DEFAULTS.items()}
     if settings["out_channels"] is None:
@@ -233,6 +233,11 @@ def config_from_published(config: Mapping[str, Any]) -> SD3Config:
         required["qk_norm"] = "rms_norm"
     require_settings({"caption_projection_dim": 1152, **config}, required)
     settings["dual_attention_layers"] = tuple(settings["dual_attention_layers"])
+    base = settings.pop("sample_size")
+    largest = settings["pos_embed_max_size"] * settings["patch_size"]
     return SD3Config(
-        **settings, base_sample_size=settings["sample_size"], qk_norm=qk_norm is not None
+        **settings,
+        sample_size=min(base, largest),
+        base_sample_size=base,
+        qk_norm=qk_norm is not None,
     )

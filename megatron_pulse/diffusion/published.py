@@ -47,7 +47,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = read_json(folder / "config.json", FileKind.MODEL)
     except FileError as error:
         raise PublishedError(f"{folder / 'config.json'}", [str(error)]) from error
-    if "_class_name" not in config:
+    if not isinstance(config.get("_class_name"), str):
         raise PublishedError(f"{folder / 'config.json'}", ["it names no class (_class_name)"])
     return config
 

@@ -86,7 +86,8 @@ def read_process(place: Path, choice: ProcessChoice) -> tuple[DiffusionProcess, 
     """The process of published weights: what their scheduler says, and ``choice`` before it.
 
     Where no scheduler can be read, ``choice`` must say what would be in it; the text then says why
-    it was not read. Raises PublishedError otherwise, and for what does not go together.
+    it was not read. Where one was read and ``choice`` says otherwise, the text is what it says.
+    Raises PublishedError otherwise, and for what does not go together.
     """
     path = find_scheduler(place)
     faults: list[str] = []
@@ -95,7 +96,8 @@ def read_process(place: Path, choice: ProcessChoice) -> tuple[DiffusionProcess, 
     else:
         try:
             config = read_json(path, FileKind.SCHEDULER, infinities=True)
-            return process_of_scheduler(config, choice), ""
+            process = process_of_scheduler(config, choice)
+            return process, _overruled(path, config, process)
         except ValueError as error:
             faults = getattr(error, "faults", [str(error)])
     needed = _unsaid(choice)
@@ -108,6 +110,15 @@ def read_process(place: Path, choice: ProcessChoice) -> tuple[DiffusionProcess, 
     except ValueError as error:
         raise PublishedError(str(place), [str(error)]) from error
     return process, told(f"{path} was not read", faults) if path else ""
+
+
+def _overruled(path: Path, config: Mapping[str, Any], process: DiffusionProcess) -> str:
+    """What the scheduler says by itself, where ``process`` is another."""
+    try:
+        own = process_of_scheduler(config)
+    except PublishedError as error:
+        return f"{path} by itself is refused: {'; '.join(error.faults)}"
+    return "" if own == process else f"by flags; {path} says {own.describe()}"
 
 
 def _unsaid(choice: ProcessChoice) -> list[str]:

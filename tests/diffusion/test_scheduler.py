@@ -218,13 +218,19 @@ def test_flags_come_before_the_scheduler(tmp_path):
 
     def read(config, **said):
         path.write_text(json.dumps(config))
-        process, unread = read_process(tmp_path, ProcessChoice(**said))
-        assert bool(unread) == (config["_class_name"] == "EDMEulerScheduler")
+        process, remark = read_process(tmp_path, ProcessChoice(**said))
+        if config["_class_name"] == "EDMEulerScheduler":
+            assert "was not read" in remark
+        else:
+            own = process_of_scheduler(config)
+            said_otherwise = f"by flags; {path} says {own.describe()}"
+            assert remark == ("" if process == own else said_otherwise)
         return process.describe()
 
     sdxl = PUBLISHED["sdxl"]
     assert read(sdxl, objective="v", beta_end=0.014).startswith("v, scaled_linear betas 0.00085 to")
     assert "0.00085 to 0.014" in read(sdxl, beta_end=0.014)
+    assert "0.00085 to 0.012" in read(sdxl, objective="epsilon")
     assert "v, cosine betas" in read(sdxl, objective="v", noise_schedule="cosine")
     assert "zero" in read(sdxl, objective="v", zero_terminal_snr=True)
     zero = PUBLISHED["sdxl-zero-snr"]

@@ -109,13 +109,13 @@ def run_import(args: argparse.Namespace) -> None:
     with mending(PublishedError, CheckpointError, ValueError):
         read = _open_file if args.source.is_file() else _open_folder
         backbone, tensors, place = read(args)
-        process, unread = read_process(place, read_flags(ProcessChoice, args))
+        process, remark = read_process(place, read_flags(ProcessChoice, args))
         import_weights(backbone, tensors, str(args.source), args.to, process)
     count = sum(tensor.numel() for tensor in tensors.values())
     print(
         f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
         f"process: {process.describe(image_tokens(backbone))}\n"
-        + (f"{unread}\n" if unread else "")
+        + (f"{remark}\n" if remark else "")
         + f"train it with --pretrained-checkpoint {args.to} --pulse-backbone {backbone.name}"
         + _option_flags(backbone)
     )

@@ -81,6 +81,9 @@ def _what_is_left(folder: Path, iteration: int) -> str:
 def patch_saving() -> None:
     """Make Megatron's saving use these."""
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
+    import megatron.core.dist_checkpointing.strategies.torch as strategy
 
+    # Its synchronous saving warns of a deprecated asynchronous one, as which it is implemented.
+    strategy._logged_mcore_async_deprecation = True
     filesystem.get_write_results_queue = results_queue
     checkpointing.maybe_msc = WholeTracker(checkpointing.maybe_msc)

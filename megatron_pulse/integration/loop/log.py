@@ -48,7 +48,6 @@ _NOISE = re.compile(
             r"-+$",
             r"\s*$",
             r"WARNING:megatron\.core\.rerun_state_machine:.*DISABLED",
-            r"WARNING:megatron\.core\.dist_checkpointing.*async save is deprecated",
             r"WARNING: one_logger package is required",
             r"CPU RNG state changed within GPU RNG context",
         )
