@@ -26,9 +26,11 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import (
+    FOLD,
+    INTERLEAVED,
+    SEQUENTIAL,
     Partition,
     Placement,
-    PlacementKind,
     make_placement,
 )
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
@@ -71,7 +73,7 @@ class Layout:
         case, placement = self.case, self.schedule.placement
         return (
             f"{self.number:4d} {self.family:9s} P={self.num_devices} M={case.num_microbatches} "
-            f"b={case.micro_batch_size} {placement.kind.value} of {placement.num_stages} stages, "
+            f"b={case.micro_batch_size} {placement.kind.name} of {placement.num_stages} stages, "
             f"{self.schedule.name}, {'split' if self.is_split else 'whole'}, {case.dtype}"
             f"{', recomputed' if case.recompute else ''}"
         )
@@ -95,9 +97,9 @@ def draw_layout(seed: int, number: int) -> Layout:
     num_devices, num_microbatches = rng.randint(1, 4), rng.randint(1, 9)
     chain = backbone(family)
     while True:
-        kind = rng.choice([PlacementKind.FOLD, PlacementKind.SEQUENTIAL, PlacementKind.INTERLEAVED])
-        num_chunks = rng.choice([2, 3] if kind is PlacementKind.INTERLEAVED else [2, 2, 4])
-        placement = make_placement(kind, num_devices, num_chunks)
+        kind = rng.choice([FOLD, SEQUENTIAL, INTERLEAVED])
+        num_chunks = rng.choice([2, 3] if kind == INTERLEAVED else [2, 2, 4])
+        placement = make_placement(kind.name, num_devices, num_chunks)
         if placement.num_stages > len(chain.layers):
             continue
         try:
@@ -107,7 +109,7 @@ def draw_layout(seed: int, number: int) -> Layout:
         except (PartitionError, PlanError, ValueError):
             continue
         case = Case(
-            kind.value,
+            kind.name,
             num_microbatches,
             schedule,
             num_chunks,
@@ -123,7 +125,7 @@ def draw_layout(seed: int, number: int) -> Layout:
 def _draw_partition(rng: random.Random, chain: Backbone, placement: Placement) -> Partition:
     """Balanced for random costs, every skip at home; or cut anywhere."""
     num = len(chain.layers)
-    if placement.kind is PlacementKind.FOLD and rng.random() < 0.5:
+    if placement.kind.mirrored and rng.random() < 0.5:
         costs = weighted_costs(chain, [rng.uniform(0.5, 4) for _ in range(num)])
         return find_partition(costs, placement, Goal(collocate=True))
     cuts = sorted(rng.sample(range(1, num), placement.num_stages - 1))
@@ -224,7 +226,7 @@ def summary(verdicts: Sequence[Verdict], seed: int, seconds: float) -> dict[str,
     counted = {
         "family": [layout.family for layout in layouts],
         "devices": [str(layout.num_devices) for layout in layouts],
-        "placement": [layout.schedule.placement.kind.value for layout in layouts],
+        "placement": [layout.schedule.placement.kind.name for layout in layouts],
         "schedule": [layout.schedule.name for layout in layouts],
         "backwards": ["split" if layout.is_split else "whole" for layout in layouts],
         "dtype": [layout.case.dtype for layout in layouts],

@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster, cluster
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.partition.volume import relayed
-from megatron_pulse.planner.tune.config import Choices, Layout
+from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.search import Tuning, finish, search
 from megatron_pulse.profile.analytic import analyse
@@ -43,9 +44,9 @@ PULSE, ONE_F_ONE_B, DATA = "PULSE", "1F1B", "data"
 _PLAIN = Choices(tensor=(1,), split=(False,), ample=(False,))
 WAYS: Mapping[str, Choices] = {
     "tuner": Choices(),
-    PULSE: replace(_PLAIN, layouts=(Layout.FOLD_EXACT,)),
-    ONE_F_ONE_B: replace(_PLAIN, layouts=(Layout.SEQUENTIAL,)),
-    DATA: replace(_PLAIN, layouts=(Layout.WHOLE,), pipeline=(1,), distributed_optimizer=(True,)),
+    PULSE: replace(_PLAIN, layouts=(FOLD_EXACT,)),
+    ONE_F_ONE_B: replace(_PLAIN, layouts=(ROW,)),
+    DATA: replace(_PLAIN, layouts=(WHOLE,), pipeline=(1,), distributed_optimizer=(True,)),
 }
 
 

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LOOP, ROW, WHOLE
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.planner.tune.config import Config, Layout
+from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from model_specs import load_backbone
 from tests.benchmarks.busy import BACKBONES, pipeline_of
@@ -29,10 +30,10 @@ from tests.ranks import run_ranks
 
 SIZES = (1, 4)
 FOLD, ROW, LOOPED, WHOLE = (
-    Layout.FOLD_EXACT,
-    Layout.SEQUENTIAL,
-    Layout.INTERLEAVED,
-    Layout.WHOLE,
+    FOLD_EXACT,
+    ROW,
+    LOOP,
+    WHOLE,
 )
 CASES: tuple[tuple[Config, int], ...] = (
     (Config(1, 1, 1, 2, WHOLE), 4),

@@ -111,7 +111,7 @@ def test_json_agrees_with_the_planner(
 def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     """Folded and soft with skips, sequential without; the best by load."""
     record = as_json("--profile p.json -p 4 --json", capsys)
-    assert record["way"] == "fold soft" and record["memory_limit_bytes"] == 32e9
+    assert record["layout"] == "fold soft" and record["memory_limit_bytes"] == 32e9
     best = find_partition(profile().at(2), fold(4), Goal(link=LINK))
     assert partition_of(record) == best
     plain = "--from-table plain.json --preset H100 -p 4 --json"
@@ -122,12 +122,12 @@ def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     record = as_json("--profile p.json -p 3 --compare --json -", capsys)
-    rows = {row["way"]: row for row in record["comparison"]}
+    rows = {row["layout"]: row for row in record["comparison"]}
     assert list(rows) == [
-        "relay",
-        "direct",
+        "sequential relay",
+        "sequential",
         "interleaved relay",
-        "interleaved direct",
+        "interleaved",
         "fold exact",
         "fold soft",
     ]
@@ -135,9 +135,9 @@ def test_comparison(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(0 < row["hottest_device"] <= row["total"] for row in rows.values())
     assert rows["fold exact"]["skip"] == 0
     for one, other in (
-        ("direct", "relay"),
-        ("interleaved direct", "interleaved relay"),
-        ("fold exact", "direct"),
+        ("sequential", "sequential relay"),
+        ("interleaved", "interleaved relay"),
+        ("fold exact", "sequential"),
     ):
         assert rows[one]["skip"] < rows[other]["skip"]
         assert rows[one]["total"] < rows[other]["total"]
@@ -195,9 +195,9 @@ def test_an_infeasible_way_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     """Sixteen layers are enough for nine devices in a row, but not folded."""
     argv = "--profile p.json -p 9 --mode sequential --compare"
     record = as_json(f"{argv} --json", capsys)
-    rows = {row["way"]: row for row in record["comparison"]}
+    rows = {row["layout"]: row for row in record["comparison"]}
     assert "16 layers are too few for 18 stages" in rows["fold exact"]["infeasible"]
-    assert "total" not in rows["fold soft"] and rows["relay"]["total"] > 0
+    assert "total" not in rows["fold soft"] and rows["sequential relay"]["total"] > 0
     assert main(["partition", *argv.split()]) == 0
     assert "fold exact          16 layers are too few" in capsys.readouterr().out
 
@@ -242,7 +242,7 @@ CASES = {
             "--latency-us is -1",
             "--lambda is nan",
             "--memory-gb is -2",
-            "a fold has an even number",
+            "a device of fold hosts 2, 4, ... stage(s)",
             "--bytes-per-parameter is 0",
             "give either --bytes-per-parameter or --distributed-optimizer",
             "must end in .json",
@@ -253,13 +253,13 @@ CASES = {
     "unknown preset": ("--from-table t.json -p 2 --preset TPU", ["'TPU'; there are: V100"]),
     "chunks of a row": (
         "--profile p.json -p 2 --mode sequential --num-chunks 2",
-        ["sequential has one stage"],
+        ["a device of sequential hosts 1 stage(s)"],
     ),
     "chunks without skips": (
         "--from-table plain.json --preset H100 -p 2 --num-chunks 2",
         ["give --mode interleaved"],
     ),
-    "one chunk": ("--profile p.json -p 2 --num-chunks 1", ["must be 2 or more"]),
+    "one chunk": ("--profile p.json -p 2 --num-chunks 1", ["a device of fold hosts 2, 4, ..."]),
     "no table": (
         "--from-table p.json -p 2 --preset H100",
         ["p.json: this is a profile, not a layer table"],

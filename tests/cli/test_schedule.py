@@ -208,7 +208,7 @@ CASES = {
             "--num-devices is 0",
             "--microbatches is 0",
             "--waves is 0",
-            "--waves is for folds",
+            "--waves: a device of sequential hosts one stage",
             "--micro-batch-size is 0",
             "--micro-batch-size is for --profile",
             "--cap is -1",
@@ -250,7 +250,7 @@ CASES = {
     "zb-v of whole": ("--times whole.json -p 2 -m 2 --name zb-v", ["zb-v", "weight gradients"]),
     "placement": (
         "--times whole.json -p 2 -m 2 --name 1f1b --placement fold",
-        ["1f1b needs one stage per device"],
+        ["1f1b needs placement sequential"],
     ),
     "cap": ("--times whole.json -p 2 -m 2 --cap 1", ["device 0 holds 2", "its cap is 1"]),
     "own": (

@@ -176,7 +176,7 @@ def _watch() -> Executed:
 
     def run(self: Executor, operation: Any) -> None:
         executed.operations.add(operation.kind.value)
-        executed.placement = self._routes.partition.placement.kind.value
+        executed.placement = self._routes.partition.placement.kind.name
         executed.replicated = frozenset(self._routes.replicated)
         executed.recomputed = all(unwrap(stage).recompute for stage in self._stages.values())
         original(self, operation)

@@ -39,7 +39,11 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "data of another shape": (1, ["--pulse-option", "in_channels=3"], "3x8x8"),
     "too few classes": (1, ["--pulse-option", "num_classes=5"], "num_classes=10"),
     "1F1B on a fold": (2, pipeline(2, "--pulse-schedule", "1f1b"), "1f1b"),
-    "odd fold": (2, pipeline(2, "--pulse-num-chunks", "3"), "a fold has 2 stages"),
+    "odd fold": (
+        2,
+        pipeline(2, "--pulse-num-chunks", "3"),
+        "a device of fold hosts 2, 4, ...",
+    ),
     "cap too small": (2, pipeline(2, "--pulse-activation-cap", "1"), "cap"),
     "schedule file": (2, pipeline(2, "--pulse-schedule", "none.csv"), "none.csv"),
     "dropout": (1, ["--attention-dropout", "0.1"], "--attention-dropout"),

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
 from megatron_pulse.planner.plan_file.plan_file import load_plan, save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.tune.config import Config, Layout
+from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
@@ -51,10 +52,10 @@ def make_plan(path: Path, config: Config) -> Path:
 @pytest.mark.parametrize(
     ("config", "tolerance"),
     [
-        (Config(2, 1, 1, 2, Layout.FOLD_EXACT, split=True), 0.0),
-        (Config(2, 1, 1, 2, Layout.SEQUENTIAL, split=True, recompute=True), 0.0),
+        (Config(2, 1, 1, 2, FOLD_EXACT, split=True), 0.0),
+        (Config(2, 1, 1, 2, ROW, split=True, recompute=True), 0.0),
         (
-            Config(2, 2, 1, 2, Layout.FOLD_SOFT, distributed_optimizer=True, pipeline_inside=True),
+            Config(2, 2, 1, 2, FOLD_SOFT, distributed_optimizer=True, pipeline_inside=True),
             1e-6,
         ),
     ],
@@ -66,7 +67,7 @@ def test_a_run_obeys_its_plan(tmp_path: Path, config: Config, tolerance: float) 
     obeyed = run(ranks, "--pulse-plan", str(plan), "--train-iters", "4", backbone="none")
     executed = obeyed.executed
     assert executed.operations == ({"F", "I", "W"} if config.split else {"F", "B"})
-    assert executed.placement == ("sequential" if config.layout is Layout.SEQUENTIAL else "fold")
+    assert executed.placement == ("sequential" if config.layout == ROW else "fold")
     assert executed.recomputed == config.recompute
     if tolerance:
         assert_equal_to_rounding(obeyed, alone(*STEPS), tolerance)
@@ -81,7 +82,7 @@ def refused(num_ranks: int, *argv: str, backbone: str = "none") -> str:
 
 
 def test_what_contradicts_a_plan_is_refused_all_at_once(tmp_path: Path) -> None:
-    config = Config(2, 1, 1, 2, Layout.FOLD_EXACT)
+    config = Config(2, 1, 1, 2, FOLD_EXACT)
     plan = str(make_plan(tmp_path / "plan.json", config))
     message = refused(
         1, "--pulse-plan", plan, "--micro-batch-size", "4", "--pulse-schedule", "gpipe",
@@ -95,7 +96,7 @@ def test_what_contradicts_a_plan_is_refused_all_at_once(tmp_path: Path) -> None:
 
 
 def test_a_broken_plan_is_refused(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path / "plan.json", Config(2, 1, 1, 2, Layout.FOLD_EXACT))
+    plan = make_plan(tmp_path / "plan.json", Config(2, 1, 1, 2, FOLD_EXACT))
     record = json.loads(plan.read_text())
     record["schedule"]["order"][0].pop()
     record["pipeline"] = 2
@@ -111,7 +112,7 @@ def differ(folder: str) -> None:
 
 
 def test_ranks_with_different_plans_are_refused(tmp_path: Path) -> None:
-    for rank, layout in enumerate((Layout.FOLD_EXACT, Layout.SEQUENTIAL)):
+    for rank, layout in enumerate((FOLD_EXACT, ROW)):
         (tmp_path / str(rank)).mkdir()
         make_plan(tmp_path / str(rank) / "plan.json", Config(2, 1, 1, 2, layout))
     with pytest.raises(RanksFailed) as error:

@@ -14,7 +14,6 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import (
     Partition,
     Placement,
-    PlacementKind,
     fold,
     interleaved,
     make_placement,
@@ -126,7 +125,7 @@ def test_optimal_among_all_cuts(placement_of, block: int) -> None:
         num_layers = rng.randint(placement.num_stages, 12 if placement.num_stages < 8 else 10)
         costs = random_costs(rng, num_layers, random_edges(rng, num_layers))
         goal = random_goal(rng)
-        if placement.kind is PlacementKind.FOLD and rng.random() < 0.5:
+        if placement.kind.mirrored and rng.random() < 0.5:
             goal = dataclasses.replace(goal, collocate=True)
         scores = [score(costs, p, goal) for p in all_partitions(num_layers, placement)]
         options = [found for found in scores if found is not None]

@@ -176,11 +176,13 @@ def test_auto_picks_by_placement(placement: Placement, name: str) -> None:
 
 
 def test_schedules_that_cannot_work_say_why() -> None:
-    with pytest.raises(ValueError, match=r"1f1b needs one stage per device; the fold.*Use wave"):
+    with pytest.raises(
+        ValueError, match=r"1f1b needs placement sequential; this is fold.*wave"
+    ):
         make_schedule("1f1b", fold(2), 4)
-    with pytest.raises(ValueError, match="1f1b needs one stage per device; the interleaved"):
+    with pytest.raises(ValueError, match="1f1b needs placement sequential; this is interleaved"):
         make_schedule("1f1b", interleaved(2), 4)
-    with pytest.raises(ValueError, match=r"needs an interleaved placement.*fold.*wave"):
+    with pytest.raises(ValueError, match=r"needs placement interleaved; this is fold.*Use wave"):
         make_schedule("interleaved", fold(2), 4)
     with pytest.raises(
         ValueError, match="there are: auto, gpipe, 1f1b, interleaved, zb-h1, zb-v, .*, wave"

@@ -77,7 +77,7 @@ def trace_of(timelines: list[Timeline]) -> Trace:
         "abc",
         {"name": "toy", "options": {}},
         schedule.name,
-        PLACEMENT.kind.value,
+        PLACEMENT.kind.name,
         PLACEMENT.device_of_stage,
         M,
         "one machine",

@@ -13,11 +13,9 @@ from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending,
 from megatron_pulse.faults import unknown
 
 if TYPE_CHECKING:
-    from megatron_pulse.backbone.costs import ChainCosts
     from megatron_pulse.planner.layout.placement import Placement
     from megatron_pulse.planner.partition.evaluate import MemoryRule
     from megatron_pulse.planner.partition.find import MemoryRules
-    from megatron_pulse.planner.partition.ways import Way
     from megatron_pulse.profile.profile import Profile
 
 _DESCRIPTION = """\
@@ -25,10 +23,7 @@ Cuts the chain of layers into stages so that the busiest device is done soonest:
 backward time with all that it sends and receives (--objective load), or by the measure of the
 PULSE paper, the largest stage (--objective stage). Modes:
 
-  exact         folded; both ends of every skip are on one device
-  soft          folded; skips travel, directly, where that is better for the objective
-  sequential    one stage on each device, skips travel directly
-  interleaved   several stages on each device in turn, skips travel directly
+{modes}
 
 Memory counts parameters, gradients and Adam's state as Megatron keeps them (bfloat16: 18 bytes a
 parameter, which are 2 + 4 for it and its fp32 gradient, 4 for the fp32 copy and 8 for both
@@ -42,21 +37,23 @@ examples:
   pulse partition --from-table sd21_512_fine.json --preset V100-32GB -p 4 --json -
   pulse partition --profile profile.json -p 8 --data-parallel 4 --distributed-optimizer
 """
-_MODES = ("exact", "soft", "sequential", "interleaved")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``partition``."""
+    from megatron_pulse.planner.layout.layouts import modes
     from megatron_pulse.profile.devices import PRESETS
 
-    parser = add_parser(commands, "partition", "cut a backbone into stages", _DESCRIPTION)
+    lines = (f"  {mode:13s} {layout.help}" for mode, layout in modes().items())
+    description = _DESCRIPTION.format(modes="\n".join(lines))
+    parser = add_parser(commands, "partition", "cut a backbone into stages", description)
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
     what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
     add("--preset", metavar="NAME", help=f"the table's device: {', '.join(PRESETS)}")
     add("-p", "--num-devices", type=int, required=True, metavar="P", help="pipeline devices")
-    add("--mode", choices=_MODES, help="default: soft if there are skips, else sequential")
+    add("--mode", choices=modes(), help="default: soft if there are skips, else sequential")
     add(
         "--num-chunks",
         type=int,
@@ -127,7 +124,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="store_true",
         help="recompute activations, also if the profile does not say so",
     )
-    add("--compare", action="store_true", help="compare the ways of laying out stages and skips")
+    add("--compare", action="store_true", help="compare the layouts of stages and skips")
     add(
         "--json",
         nargs="?",
@@ -146,9 +143,9 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.files import replacing
     from megatron_pulse.planner.cluster.link import Link
     from megatron_pulse.planner.draw.partition import draw_partition
-    from megatron_pulse.planner.layout.placement import make_placement
+    from megatron_pulse.planner.layout.layouts import best_known, modes
+    from megatron_pulse.planner.partition.best import best, best_of_each
     from megatron_pulse.planner.partition.find import Goal, PartitionError
-    from megatron_pulse.planner.partition.ways import Way, best, compare
     from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.profile import ProfileError
 
@@ -162,16 +159,17 @@ def run(args: argparse.Namespace) -> None:
     order = ("load", "stage", "bytes") if args.objective == "load" else ("stage", "load", "bytes")
     link = Link(args.latency_us * 1e-6, args.bandwidth_gbs * 1e9)
     goal = Goal(order, link=link, lam=args.lam, memory=rules, slack=args.slack)
-    way = _way(args.mode, costs)
-    if args.num_chunks is not None and way is Way.DIRECT:
+    layout = modes()[args.mode] if args.mode else best_known(bool(costs.skips))
+    if args.num_chunks is not None and not layout.kind.chunk_step:
         require(["--num-chunks: without skips the mode is sequential; give --mode interleaved"])
     chunks = args.num_chunks or 2
+    layout = layout.with_chunks(chunks)
     with mending(PartitionError):
-        placement = make_placement(way.placement_kind, args.num_devices, chunks)
+        placement = layout.placement(args.num_devices)
         if placement.num_stages <= len(costs.names):
             rules(placement)  # makes the schedule, which is not part of the search
         begin = time.perf_counter()
-        found = best(way, costs, args.num_devices, goal, chunks)
+        found = best(layout, costs, args.num_devices, goal)
         seconds = time.perf_counter() - begin
     result = Result(
         profile,
@@ -182,7 +180,7 @@ def run(args: argparse.Namespace) -> None:
         limit_bytes,
         found,
         seconds,
-        compare(costs, args.num_devices, goal, chunks) if args.compare else {},
+        best_of_each(costs, args.num_devices, goal, chunks) if args.compare else {},
     )
     lines = [] if args.json == "-" else report(result)
     if args.json == "-":
@@ -241,19 +239,8 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
     return rule
 
 
-def _way(mode: str | None, costs: ChainCosts) -> Way:
-    from megatron_pulse.planner.partition.ways import Way
-
-    ways = {
-        "exact": Way.FOLD_EXACT,
-        "soft": Way.FOLD_SOFT,
-        "sequential": Way.DIRECT,
-        "interleaved": Way.INTERLEAVED_DIRECT,
-    }
-    return ways[mode or ("soft" if costs.skips else "sequential")]
-
-
 def _faults(args: argparse.Namespace) -> list[str]:
+    from megatron_pulse.planner.layout.layouts import best_known, modes
     from megatron_pulse.profile.devices import PRESETS
 
     faults = at_least(
@@ -284,12 +271,12 @@ def _faults(args: argparse.Namespace) -> list[str]:
         if not (math.isfinite(value) and value >= 0):
             faults.append(f"{flag} is {value:g}; it must be 0 or more")
     if args.num_chunks is not None:
-        if args.mode == "sequential":
-            faults.append("--num-chunks is for folds and interleaved; sequential has one stage")
-        elif args.num_chunks < 2:
-            faults.append(f"--num-chunks is {args.num_chunks}; it must be 2 or more")
-        elif args.num_chunks % 2 and args.mode != "interleaved":
-            faults.append(f"--num-chunks is {args.num_chunks}; a fold has an even number")
+        kind = (modes()[args.mode] if args.mode else best_known(has_skips=True)).kind
+        if not kind.allows(args.num_chunks):
+            faults.append(
+                f"--num-chunks is {args.num_chunks}; a device of {kind} hosts {kind.chunks}"
+                " stage(s)"
+            )
     if args.bytes_per_parameter is not None and args.distributed_optimizer:
         faults.append("give either --bytes-per-parameter or --distributed-optimizer")
     if args.json not in (None, "-"):

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.planner.layout.layouts import Layout
+from megatron_pulse.planner.partition.best import BestPartition
 from megatron_pulse.planner.partition.find import PartitionError
-from megatron_pulse.planner.partition.ways import Outcome, Way
 from megatron_pulse.profile.profile import Profile
 
 
 @dataclass(frozen=True)
 class Result:
-    """A partition, what it was asked for, how long the search took, and other ways, if asked."""
+    """A partition, what it was asked for, how long the search took, and other layouts, if asked."""
 
     profile: Profile
     micro_batch_size: int
@@ -22,9 +23,9 @@ class Result:
     costs: ChainCosts
     objective: str
     limit_bytes: float | None
-    found: Outcome
+    found: BestPartition
     seconds: float
-    others: Mapping[Way, Outcome | PartitionError]
+    others: Mapping[Layout, BestPartition | PartitionError]
 
     @property
     def name(self) -> str:
@@ -38,18 +39,12 @@ class Result:
         found = self.found.evaluation
         return max(found.load_s if self.objective == "load" else found.stage_s)
 
-    @property
-    def layout(self) -> str:
-        """How stages are laid over devices, and whether skips are kept at home."""
-        way, placement = self.found.way, self.found.partition.placement
-        return str(way if way in (Way.FOLD_EXACT, Way.FOLD_SOFT) else placement.kind)
-
     def headings(self) -> tuple[str, str]:
         """Title and subtitle of the picture."""
         moved, found = self.found.volume, self.found.evaluation
         placement = self.found.partition.placement
         return (
-            f"{self.name}: {self.layout} on P = {placement.num_devices}, balance "
+            f"{self.name}: {self.found.layout} on P = {placement.num_devices}, balance "
             f"{found.balance:.2f}",
             f"{self.profile.device}, {self.profile.dtype}, microbatch of {self.micro_batch_size}: "
             f"largest load {1e3 * max(found.load_s):.3g} ms; moves {moved.total / 1e6:.3g} MB "
@@ -69,8 +64,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "micro_batch_size": result.micro_batch_size,
         "extrapolated": result.profile.extrapolates(result.micro_batch_size),
         "recompute": result.recompute,
-        "way": found.way,
-        "placement": placement.kind,
+        "layout": found.layout.name,
+        "placement": placement.kind.name,
         "num_devices": placement.num_devices,
         "stages": [
             [result.costs.names[i] for i in partition.layers_of_stage(stage)]
@@ -88,16 +83,16 @@ def as_json(result: Result) -> dict[str, Any]:
         "seconds": result.seconds,
     }
     if result.others:
-        record["comparison"] = [_row(way, other) for way, other in result.others.items()]
+        record["comparison"] = [_row(layout, other) for layout, other in result.others.items()]
     return record
 
 
-def _row(way: Way, other: Outcome | PartitionError) -> dict[str, Any]:
+def _row(layout: Layout, other: BestPartition | PartitionError) -> dict[str, Any]:
     if isinstance(other, PartitionError):
-        return {"way": way, "infeasible": str(other)}
+        return {"layout": layout.name, "infeasible": str(other)}
     moved = other.volume
     return {
-        "way": way,
+        "layout": layout.name,
         "total": moved.total,
         "boundary": moved.boundary,
         "skip": moved.skip,
@@ -113,8 +108,8 @@ def report(result: Result) -> list[str]:
     profile, found, costs = result.profile, result.found, result.costs
     placement, size = found.partition.placement, result.micro_batch_size
     lines = [
-        f"{result.name}: {len(costs.names)} layers, {len(costs.skips)} skips; {result.layout} on "
-        f"{placement.num_devices} device(s), smallest {result.objective}",
+        f"{result.name}: {len(costs.names)} layers, {len(costs.skips)} skips; "
+        f"{found.layout} on {placement.num_devices} device(s), smallest {result.objective}",
         f"costs: {profile.source}, {profile.device}, {profile.dtype}, microbatches of {size}"
         + ", activations recomputed" * result.recompute,
         profile.method,
@@ -175,8 +170,8 @@ def _totals(result: Result) -> list[str]:
     ]
 
 
-def _comparison(others: Mapping[Way, Outcome | PartitionError]) -> list[str]:
-    """A row for each way; what is best in a column has a star."""
+def _comparison(others: Mapping[Layout, BestPartition | PartitionError]) -> list[str]:
+    """A row for each layout; what is best in a column has a star."""
     columns: Sequence[tuple[str, str, float]] = (
         ("total MB", "total", 1e-6),
         ("skips MB", "skip", 1e-6),
@@ -185,20 +180,20 @@ def _comparison(others: Mapping[Way, Outcome | PartitionError]) -> list[str]:
         ("largest load ms", "largest_load_s", 1e3),
         ("memory GB", "memory_bytes", 1e-9),
     )
-    rows = [_row(way, other) for way, other in others.items()]
+    rows = [_row(layout, other) for layout, other in others.items()]
     known = [row for row in rows if "infeasible" not in row]
     least = {key: min(row[key] for row in known) for _, key, _ in columns} if known else {}
-    lines = [f"{'way':20s}" + "".join(f"{title:>17s}" for title, _, _ in columns)]
+    lines = [f"{'layout':20s}" + "".join(f"{title:>17s}" for title, _, _ in columns)]
     for row in rows:
         if "infeasible" in row:
-            lines.append(f"{row['way']:20s}{row['infeasible']}")
+            lines.append(f"{row['layout']:20s}{row['infeasible']}")
             continue
         cells = (
             f"{row[key] * scale:16.3f}{'*' if row[key] == least[key] else ' '}"
             for _, key, scale in columns
         )
-        lines.append(f"{row['way']:20s}" + "".join(cells).rstrip())
+        lines.append(f"{row['layout']:20s}" + "".join(cells).rstrip())
     return [
         *lines,
-        "* smallest. Bytes of a microbatch, forward and gradients; each way at its best",
+        "* smallest. Bytes of a microbatch, forward and gradients; each layout at its best",
     ]

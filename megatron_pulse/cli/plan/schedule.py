@@ -64,6 +64,7 @@ _SOLVERS = ("auto", "highs", "glpk", "cp-sat", "none")
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``schedule``."""
+    from megatron_pulse.planner.layout.placement import PLACEMENTS
     from megatron_pulse.planner.schedule.classic.names import CLASSICS
 
     parser = add_parser(
@@ -77,7 +78,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("-m", "--microbatches", type=int, required=True, metavar="M", help="in a step")
     add(
         "--placement",
-        choices=("fold", "sequential", "interleaved"),
+        choices=PLACEMENTS,
         help="default: fold; of a profile without skips: sequential",
     )
     add(
@@ -290,6 +291,8 @@ def _cap(text: str) -> float:
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
+    from megatron_pulse.planner.layout.placement import PLACEMENTS
+
     faults = at_least(
         1,
         num_devices=args.num_devices,
@@ -312,8 +315,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
         ):
             if value is not None:
                 faults.append(f"{flag} is for --profile; {instead}")
-    if args.waves is not None and args.placement == "sequential":
-        faults.append("--waves is for folds and interleaved; sequential has one stage on a device")
+    if args.waves is not None and args.placement and not PLACEMENTS[args.placement].chunk_step:
+        faults.append(f"--waves: a device of {args.placement} hosts one stage")
     if args.link_gbs is not None and not (math.isfinite(args.link_gbs) and args.link_gbs > 0):
         faults.append(f"--link-gbs is {args.link_gbs:g}; it must be above 0")
     for flag, value in (("--link-us", args.link_us), ("--seconds", args.seconds)):

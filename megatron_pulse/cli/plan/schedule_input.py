@@ -74,8 +74,9 @@ def from_times(args: argparse.Namespace) -> Task:
 def from_profile(args: argparse.Namespace) -> Task:
     """The stages of the best partition of ``--profile``, as 'pulse partition' finds it."""
     from megatron_pulse.planner.cluster.link import Link
+    from megatron_pulse.planner.layout.layouts import best_known, layout_of
+    from megatron_pulse.planner.partition.best import best
     from megatron_pulse.planner.partition.find import Goal, PartitionError
-    from megatron_pulse.planner.partition.ways import Way, best
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
     from megatron_pulse.planner.step.plan import stage_times
     from megatron_pulse.profile.cautions import spread_caution
@@ -87,18 +88,14 @@ def from_profile(args: argparse.Namespace) -> Task:
     warn(spread_caution(profile))
     size = args.micro_batch_size or profile.micro_batch_sizes[0]
     costs = profile.at(size)
-    kind = args.placement or ("fold" if costs.skips else "sequential")
-    way = {
-        "fold": Way.FOLD_SOFT,
-        "sequential": Way.DIRECT,
-        "interleaved": Way.INTERLEAVED_DIRECT,
-    }[kind]
+    layout = layout_of(args.placement or best_known(bool(costs.skips)).kind.name)
+    layout = layout.with_chunks(2 * (args.waves or 1))
     link = Link(
         (5.0 if args.link_us is None else args.link_us) * 1e-6,
         (12.5 if args.link_gbs is None else args.link_gbs) * 1e9,
     )
     with mending(PartitionError):
-        found = best(way, costs, args.num_devices, Goal(link=link), 2 * (args.waves or 1))
+        found = best(layout, costs, args.num_devices, Goal(link=link))
     partition = found.partition
     times = stage_times(costs, partition, link)
     if times is None:
@@ -137,33 +134,21 @@ def cap(
 
 def _placement(args: argparse.Namespace, num_stages: int) -> Placement:
     """The placement of so many stages; raises UserError where there is none."""
-    from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
+    from megatron_pulse.planner.layout.placement import PLACEMENTS
 
-    devices, kind = args.num_devices, args.placement or "fold"
+    devices, kind = args.num_devices, PLACEMENTS[args.placement or "fold"]
     chunks, rest = divmod(num_stages, devices)
-    faults = []
-    if kind == "sequential" and num_stages != devices:
-        faults.append(
-            f"{args.times} has {num_stages} stages; sequential on {devices} device(s) takes "
-            f"{devices}"
+    asked = kind.least_chunks * (args.waves or 1)
+    if rest or not kind.allows(chunks) or (args.waves and kind.chunk_step and chunks != asked):
+        several = kind.chunk_step and not args.waves
+        more = f", or {kind.chunk_step * devices} more, ..." if several else ""
+        require(
+            [
+                f"{args.times} has {num_stages} stages; {kind} on {devices} device(s) takes "
+                f"{asked * devices}{more}"
+            ]
         )
-    elif kind == "interleaved" and (rest or chunks < 2 or chunks != 2 * (args.waves or chunks / 2)):
-        more = "" if args.waves else f", or another multiple of {devices}"
-        faults.append(
-            f"{args.times} has {num_stages} stages; interleaved on {devices} device(s) takes "
-            f"{2 * (args.waves or 1) * devices}{more}"
-        )
-    elif kind == "fold":
-        waves = args.waves or max(1, num_stages // (2 * devices))
-        if num_stages != 2 * waves * devices:
-            faults.append(
-                f"{args.times} has {num_stages} stages; a fold of {waves} wave(s) on {devices} "
-                f"device(s) takes {2 * waves * devices}"
-            )
-    require(faults)
-    if kind == "sequential":
-        return sequential(devices)
-    return interleaved(devices, chunks) if kind == "interleaved" else fold(devices, chunks // 2)
+    return kind.place(devices, chunks)
 
 
 def _times_faults(record: dict[str, Any]) -> list[str]:

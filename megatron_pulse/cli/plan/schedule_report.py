@@ -54,7 +54,7 @@ class Result:
         placement = self.problem.placement
         splits = Kind.WEIGHT_GRAD in self.problem.kinds
         return (
-            f"{self.task.name}: {self.found.schedule.name}, {placement.kind.value} of "
+            f"{self.task.name}: {self.found.schedule.name}, {placement.kind.name} of "
             f"{placement.num_stages} stages on P = {placement.num_devices}, M = "
             f"{self.problem.num_microbatches}{', split backwards' * splits}"
         )
@@ -146,7 +146,7 @@ def _rows(result: Result) -> list[tuple[str, ...]]:
     rows = [
         (
             f"{result.found.schedule.name} (ours)",
-            result.problem.placement.kind.value,
+            result.problem.placement.kind.name,
             _backward(result.problem),
             result.time(ours),
             "1.000",

@@ -58,7 +58,7 @@ _FINISH_SHARE = 0.3
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``tune``."""
-    from megatron_pulse.planner.tune.config import Layout
+    from megatron_pulse.planner.layout.layouts import LAYOUTS
 
     parser = add_parser(commands, "tune", "find the best way to train on a cluster", _DESCRIPTION)
     add = parser.add_argument
@@ -81,7 +81,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add(
         "--layouts",
         metavar="NAME[,NAME...]",
-        help=f"to try (default: all): {', '.join(Layout)}",
+        help=f"to try (default: all): {', '.join(LAYOUTS)}",
     )
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--recompute", action="store_true", help="always recompute activations")
@@ -222,12 +222,13 @@ def _divides_sequences(profile: Profile) -> bool:
 
 
 def _choices(args: argparse.Namespace) -> Choices:
-    from megatron_pulse.planner.tune.config import Choices, Layout
+    from megatron_pulse.planner.layout.layouts import LAYOUTS
+    from megatron_pulse.planner.tune.config import Choices
 
     choices = Choices()
     layouts = choices.layouts
     if args.layouts is not None:
-        layouts = tuple(Layout(name.strip()) for name in args.layouts.split(","))
+        layouts = tuple(LAYOUTS[name.strip()] for name in args.layouts.split(","))
     recompute = choices.recompute
     if args.recompute or args.no_recompute:
         recompute = (bool(args.recompute),)
@@ -253,7 +254,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
-    from megatron_pulse.planner.tune.config import Layout
+    from megatron_pulse.planner.layout.layouts import LAYOUTS
 
     faults = at_least(1, global_batch_size=args.global_batch_size, top=args.top)
     for name in ("pipeline", "tensor", "micro_batch_size"):
@@ -263,8 +264,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
             flag = f"--{name.replace('_', '-')}"
             faults.append(f"{flag} {getattr(args, name)}: write whole numbers above 0 as 1,2,4")
     for name in (args.layouts or "").split(","):
-        if args.layouts is not None and name.strip() not in list(Layout):
-            faults.append(f"--layouts: {name.strip()!r} is none of: {', '.join(Layout)}")
+        if args.layouts is not None and name.strip() not in LAYOUTS:
+            faults.append(f"--layouts: {name.strip()!r} is none of: {', '.join(LAYOUTS)}")
     if not (math.isfinite(args.seconds) and args.seconds > 0):
         faults.append(f"--seconds is {args.seconds:g}; it must be above 0")
     if args.profile is not None:

@@ -23,7 +23,7 @@ from megatron_pulse.flag_fields import (
     read_flags,
 )
 from megatron_pulse.planner.layout.embedders import Policy
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind, make_placement
+from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
 from megatron_pulse.planner.schedule.classic.registry import SCHEDULES
 from megatron_pulse.profile.devices import PRESETS
 
@@ -56,11 +56,9 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _num_chunks(options: PulseOptions) -> str | None:
-    chunks = options.num_chunks
-    if options.placement == PlacementKind.FOLD and (chunks < 2 or chunks % 2):
-        return f"{chunks}: a fold has 2 stages per device and wave (2, 4, ...)"
-    if options.placement == PlacementKind.INTERLEAVED and chunks < 2:
-        return f"{chunks}: interleaving needs at least 2 stages per device"
+    kind, chunks = PLACEMENTS[options.placement], options.num_chunks
+    if kind.chunk_step and not kind.allows(chunks):
+        return f"{chunks}: a device of {kind} hosts {kind.chunks} stage(s)"
     return None
 
 
@@ -94,13 +92,13 @@ class PulseOptions:
         False,
     )
     placement: str = flag(
-        "fold keeps both ends of every skip on one device (default); sequential is one stage per "
-        "device; interleaved loops several stages over the devices",
+        "; ".join(f"{kind}: {kind.help}" for kind in PLACEMENTS.values())
+        + " (default; both ends of every skip can be on one device)",
         "fold",
-        choices=["sequential", "interleaved", "fold"],
+        choices=list(PLACEMENTS),
     )
     num_chunks: int = flag(
-        "stages per device under fold and interleaved (default 2; a fold of two waves has 4)",
+        "stages on a device, where it hosts several (default 2; a fold of two waves has 4)",
         2,
         metavar="V",
         check=_num_chunks,

@@ -15,7 +15,7 @@ from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.embedders import choose_embedders
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind
+from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, MemoryRules
 from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
@@ -145,7 +145,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         options.schedule if placement.num_stages > 1 else "auto",
         options.activation_cap,
         Goal(
-            collocate=placement.kind is PlacementKind.FOLD and options.partition == "exact",
+            collocate=placement.kind.mirrored and options.partition == "exact",
             link=Link(options.link_us * 1e-6, options.link_gbs * 1e9),
             memory=_memory(args, options, count),
         ),

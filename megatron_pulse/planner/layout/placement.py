@@ -8,22 +8,65 @@ interleaved    0 1 2 0 1 2                 s mod P
 fold (W = 1)   0 1 2 2 1 0                 s, then mirrored (PULSE, section IV)
 fold (W = 2)   0 1 2 2 1 0 0 1 2 2 1 0     the same, once per wave
 =============  ==========================  ====================================
+
+What each kind of placement means is a row of ``PLACEMENTS``, which everything else reads.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 
 
-class PlacementKind(StrEnum):
-    """How stages are laid over devices."""
+@dataclass(frozen=True)
+class PlacementKind:
+    """How stages are laid over devices; kinds are told apart by their names.
 
-    SEQUENTIAL = "sequential"
-    INTERLEAVED = "interleaved"
-    FOLD = "fold"
+    ``homes(P, V)`` are the devices of the stages where each of P devices hosts V: ``least_chunks``
+    or more by steps of ``chunk_step`` (0: never more). ``mirrored`` kinds have stage s and its
+    mirror S-1-s on one device, so that nested skips can stay at home; cuts are then searched in
+    pairs of stages (``partition/fold``), otherwise stage by stage (``partition/row``). ``classics``
+    are the classic schedules that fit, beside gpipe, which fits all; ``auto`` is what a schedule
+    called so is. ``help`` is for those who choose.
+    """
+
+    name: str
+    help: str = field(compare=False, repr=False)
+    homes: Callable[[int, int], tuple[int, ...]] = field(compare=False, repr=False)
+    least_chunks: int = field(default=1, compare=False, repr=False)
+    chunk_step: int = field(default=0, compare=False, repr=False)
+    mirrored: bool = field(default=False, compare=False, repr=False)
+    classics: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    auto: str = field(default="wave", compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def allows(self, num_chunks: int) -> bool:
+        """Whether each device may host so many stages."""
+        more = num_chunks - self.least_chunks
+        return more == 0 or (more > 0 and self.chunk_step > 0 and more % self.chunk_step == 0)
+
+    @property
+    def chunks(self) -> str:
+        """The numbers of stages that a device may host: "1", or for example "2, 4, ..."."""
+        least, step = self.least_chunks, self.chunk_step
+        return f"{least}, {least + step}, ..." if step else str(least)
+
+    def most_chunks(self, num_chunks: int) -> int:
+        """The most stages on a device up to ``num_chunks``, or the least there are."""
+        more = max(0, num_chunks - self.least_chunks)
+        return self.least_chunks + (more - more % self.chunk_step if self.chunk_step else 0)
+
+    def place(self, num_devices: int, num_chunks: int) -> Placement:
+        """``num_chunks`` stages on each device; raises ValueError for a number not allowed."""
+        if not self.allows(num_chunks):
+            raise ValueError(
+                f"a device of {self.name} hosts {self.chunks} stage(s); got {num_chunks}"
+            )
+        return Placement(self, num_devices, self.homes(num_devices, num_chunks))
 
 
 @dataclass(frozen=True)
@@ -46,7 +89,7 @@ class Placement:
 
     def over(self, num_devices: int) -> Placement:
         """The same kind with as many stages on each of ``num_devices``."""
-        return make_placement(self.kind, num_devices, self.num_chunks)
+        return make_placement(self.kind.name, num_devices, self.num_chunks)
 
     def stages_of_device(self, device: int) -> tuple[int, ...]:
         """The stages on ``device`` in chain order; the i-th is Megatron's model chunk i."""
@@ -80,30 +123,66 @@ def _stages_of_devices(placement: Placement) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(s for s, home in enumerate(homes) if home == d) for d in devices)
 
 
+def _in_turn(num_devices: int, num_chunks: int) -> tuple[int, ...]:
+    return tuple(range(num_devices)) * num_chunks
+
+
+def _there_and_back(num_devices: int, num_chunks: int) -> tuple[int, ...]:
+    there = tuple(range(num_devices))
+    return (*there, *reversed(there)) * (num_chunks // 2)
+
+
+SEQUENTIAL = PlacementKind(
+    "sequential",
+    "one stage on each device",
+    _in_turn,
+    classics=("1f1b", "zb-h1"),
+    auto="1f1b",
+)
+INTERLEAVED = PlacementKind(
+    "interleaved",
+    "several stages on each device, in turn",
+    _in_turn,
+    least_chunks=2,
+    chunk_step=1,
+    classics=("interleaved",),
+    auto="interleaved",
+)
+FOLD = PlacementKind(
+    "fold",
+    "stages there and back over the devices",
+    _there_and_back,
+    least_chunks=2,
+    chunk_step=2,
+    mirrored=True,
+    classics=("zb-v", "dualpipe-v", "hanayo"),
+)
+
+PLACEMENTS: dict[str, PlacementKind] = {kind.name: kind for kind in (SEQUENTIAL, INTERLEAVED, FOLD)}
+"""All kinds of placements by name."""
+
+
 def sequential(num_devices: int) -> Placement:
     """One stage per device, in order."""
-    return Placement(PlacementKind.SEQUENTIAL, num_devices, tuple(range(num_devices)))
+    return SEQUENTIAL.place(num_devices, 1)
 
 
 def interleaved(num_devices: int, num_chunks: int = 2) -> Placement:
     """``num_chunks`` stages per device, looped (Megatron's virtual pipeline)."""
-    return Placement(PlacementKind.INTERLEAVED, num_devices, tuple(range(num_devices)) * num_chunks)
+    return INTERLEAVED.place(num_devices, num_chunks)
 
 
 def fold(num_devices: int, num_waves: int = 1) -> Placement:
     """Stages folded over the devices, so that both ends of a nested skip share a device."""
-    there = tuple(range(num_devices))
-    return Placement(PlacementKind.FOLD, num_devices, (*there, *reversed(there)) * num_waves)
+    return FOLD.place(num_devices, 2 * num_waves)
 
 
 def make_placement(kind: str, num_devices: int, num_chunks: int = 2) -> Placement:
-    """The placement of that name; one device always hosts the whole chain as one stage."""
+    """The placement of that name with up to ``num_chunks`` stages on each device.
+
+    One device always hosts the whole chain as one stage.
+    """
+    meant = PLACEMENTS[kind]
     if num_devices == 1:
-        return Placement(PlacementKind(kind), 1, (0,))
-    match PlacementKind(kind):
-        case PlacementKind.SEQUENTIAL:
-            return sequential(num_devices)
-        case PlacementKind.INTERLEAVED:
-            return interleaved(num_devices, num_chunks)
-        case PlacementKind.FOLD:
-            return fold(num_devices, num_chunks // 2)
+        return Placement(meant, 1, (0,))
+    return meant.place(num_devices, meant.most_chunks(num_chunks))

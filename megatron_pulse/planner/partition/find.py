@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.placement import Partition, Placement, PlacementKind
+from megatron_pulse.planner.layout.placement import PLACEMENTS, Partition, Placement
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
 from megatron_pulse.planner.partition.fold import optimal_fold
 from megatron_pulse.planner.partition.pair_costs import Bools, Ints, PairCosts
@@ -63,11 +63,12 @@ def find_partition(
     longer than for the cut, and is left out without ``explain``).
     """
     goal = goal or Goal()
-    folded = placement.kind is PlacementKind.FOLD and placement.num_stages > 1
+    folded = placement.kind.mirrored and placement.num_stages > 1
     if goal.collocate and not folded and placement.num_stages > 1:
+        homes = " or ".join(kind.name for kind in PLACEMENTS.values() if kind.mirrored)
         raise PartitionError(
-            "to keep both ends of every skip on one device takes a fold; the placement is "
-            f"{placement.kind.value}: use a fold, or let skips travel"
+            f"to keep both ends of every skip on one device takes a {homes}; the placement is "
+            f"{placement.kind}: use a {homes}, or let skips travel"
         )
     if len(costs.names) < placement.num_stages:
         raise PartitionError(
@@ -82,7 +83,7 @@ def find_partition(
 
 
 def _search(costs: ChainCosts, placement: Placement, goal: Goal, folded: bool) -> Partition | None:
-    several = placement.num_chunks > 2 or (placement.num_chunks == 2 and not folded)
+    several = placement.num_chunks > (2 if folded else 1)
     rule = goal.memory(placement) if goal.memory is not None else None
     closed = closed_cuts(len(costs.names), costs.skips) if goal.collocate else None
     # Memory is a device's; with several stages on each it is looked at when cuts are moved.

@@ -1,15 +1,4 @@
-"""Bytes that the ways to run a skip model move between devices.
-
-=====================  =========================================================================
-way                    skips
-=====================  =========================================================================
-relay                  through every stage between their ends, as torch and Megatron would
-direct                 from source to destination once (torchgpipe's portals)
-interleaved relay      relay, with several stages on each device in turn
-interleaved direct     direct, with several stages on each device in turn
-fold exact             none moves: both ends of each are on one device
-fold soft              those whose ends the partition left on different devices, directly
-=====================  =========================================================================
+"""Bytes that a partition moves between devices, as its layout moves skips.
 
 Where a stage ends with the layer that pushes a skip, the skip is the boundary tensor and is
 relayed once, not twice. All bytes are of one microbatch, forward and gradients together.

@@ -19,9 +19,9 @@ from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.planner.layout.placement import (
+    PLACEMENTS,
     Partition,
     Placement,
-    PlacementKind,
     make_placement,
 )
 from megatron_pulse.planner.plan_file.schema import FORMAT, plan_faults
@@ -234,12 +234,11 @@ def _faults(plan: PlanFile) -> Iterator[str]:
 
 def _shape_faults(plan: PlanFile) -> Iterator[str]:
     """Columns that are not as long as there are stages, or devices."""
-    kind, chunks = PlacementKind(plan.placement), plan.num_chunks
-    if plan.pipeline == 1 or kind is PlacementKind.SEQUENTIAL:
-        if chunks != 1:
-            yield f"num_chunks: {chunks}; {kind.value} on {plan.pipeline} has one stage a device"
-    elif kind is PlacementKind.FOLD and chunks % 2:
-        yield f"num_chunks: {chunks}; a fold has an even number of stages on a device"
+    kind, chunks = PLACEMENTS[plan.placement], plan.num_chunks
+    if plan.pipeline == 1 and chunks != 1:
+        yield f"num_chunks: {chunks}; a pipeline of one device has one stage"
+    elif plan.pipeline > 1 and not kind.allows(chunks):
+        yield f"num_chunks: {chunks}; a device of {kind} hosts {kind.chunks} stage(s)"
     num, devices = len(plan.stages), plan.pipeline
     if num != devices * chunks:
         yield f"stages: {num}, but {devices} device(s) with {chunks} each have {devices * chunks}"

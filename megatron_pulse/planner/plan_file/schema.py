@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_pulse.planner.layout.placement import PlacementKind
+from megatron_pulse.planner.layout.placement import PLACEMENTS
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.schema import (
     COUNT,
@@ -92,13 +92,13 @@ SCHEMA = record(
     recompute=FLAG,
     distributed_optimizer=FLAG,
     overlap_grad_reduce=FLAG,
-    placement=one_of([kind.value for kind in PlacementKind]),
+    placement=one_of(list(PLACEMENTS)),
     num_chunks=COUNT,
     stages=list_of(list_of(TEXT, "names of a stage's layers"), "a list for each stage"),
     schedule=record(
         "a schedule: name, placement, order, ...",
         name=TEXT,
-        placement=one_of([kind.value for kind in PlacementKind]),
+        placement=one_of(list(PLACEMENTS)),
         device_of_stage=list_of(NATURAL, "the device of each stage"),
         num_microbatches=COUNT,
         order=list_of(list_of(OPERATION, "a device's operations"), "a list for each device"),

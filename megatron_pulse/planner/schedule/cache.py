@@ -100,7 +100,7 @@ def key(problem: ScheduleProblem, solver: str) -> str:
         _FORMAT,
         _code(),
         solver,
-        problem.placement.kind.value,
+        problem.placement.kind.name,
         problem.placement.device_of_stage,
         problem.num_microbatches,
         [[round(math.log(t / longest) / math.log(1.01)) for t in column] for column in columns],

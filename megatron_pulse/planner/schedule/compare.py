@@ -13,12 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_pulse.planner.layout.placement import (
-    Placement,
-    fold,
-    interleaved,
-    sequential,
-)
+from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.chimera import chimera
@@ -41,7 +36,7 @@ class Rival:
         """How the chain is laid out."""
         if self.name == "chimera":
             return "bidirectional"
-        return self.problem.placement.kind.value
+        return self.problem.placement.kind.name
 
     @property
     def bubble(self) -> float:
@@ -146,10 +141,13 @@ def _both_ways(problem: ScheduleProblem) -> Iterator[Rival]:
 
 
 def _placements(placement: Placement) -> list[Placement]:
-    """What the chain may be laid out as, in the order of preference."""
-    devices, chunks = placement.num_devices, placement.num_chunks
-    found = [sequential(devices)]
-    if chunks > 1:
-        found.append(interleaved(devices, chunks))
-    found += [fold(devices, waves) for waves in range(1, chunks // 2 + 1)]
+    """What the chain may be laid out as, in the order of preference.
+
+    Stages in turn are as many as the chain has on a device; of folds, one wave comes first.
+    """
+    devices, found = placement.num_devices, []
+    for kind in PLACEMENTS.values():
+        counts = [n for n in range(1, placement.num_chunks + 1) if kind.allows(n)]
+        for count in counts if kind.mirrored else reversed(counts):
+            found.append(kind.place(devices, count))
     return found

@@ -16,13 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_pulse.files import parse_json
-from megatron_pulse.planner.layout.placement import (
-    Placement,
-    PlacementKind,
-    fold,
-    interleaved,
-    sequential,
-)
+from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
 
 
@@ -73,7 +67,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
     """Name, placement, microbatches, fillers, and per device its operations as ``F2:0``."""
     return {
         "name": schedule.name,
-        "placement": schedule.placement.kind.value,
+        "placement": schedule.placement.kind.name,
         "device_of_stage": list(schedule.placement.device_of_stage),
         "num_microbatches": schedule.num_microbatches,
         "order": [[str(op) for op in order] for order in schedule.order],
@@ -98,7 +92,7 @@ def from_json(value: str | Mapping[str, Any]) -> Schedule:
     _require_few(order, count)
     if max(home, default=0) >= len(order):
         raise ValueError(f"stages are on devices 0 to {max(home)}, but orders are of {len(order)}")
-    placement = next((p for p in _known(home) if p.kind.value == kind), None)
+    placement = next((p for p in _known(home) if p.kind.name == kind), None)
     if placement is None:
         raise ValueError(f"no {kind} placement has its stages on devices {home}")
     return Schedule(name, placement, count, order, fillers)
@@ -171,7 +165,7 @@ def _shown(order: Sequence[Sequence[Operation]]) -> Placement:
             return placement
     raise ValueError(
         f"stages on devices {homes} are none of the placements "
-        f"{', '.join(kind.value for kind in PlacementKind)} on {len(order)} devices"
+        f"{', '.join(PLACEMENTS)} on {len(order)} devices"
     )
 
 
@@ -179,9 +173,8 @@ def _known(home: tuple[int, ...]) -> Iterator[Placement]:
     """The placements with these homes of their stages."""
     num_devices = max(home, default=0) + 1
     chunks = len(home) // num_devices
-    known = [
-        sequential(num_devices),
-        interleaved(num_devices, chunks),
-        fold(num_devices, max(1, chunks // 2)),
-    ]
-    return (placement for placement in known if placement.device_of_stage == home)
+    for kind in PLACEMENTS.values():
+        if home == (0,):
+            yield make_placement(kind.name, 1)
+        elif kind.allows(chunks) and kind.homes(num_devices, chunks) == home:
+            yield kind.place(num_devices, chunks)

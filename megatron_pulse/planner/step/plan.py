@@ -18,7 +18,7 @@ from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
-from megatron_pulse.planner.layout.placement import Partition, Placement, PlacementKind
+from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.layout.routes import Routes, trace_routes
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, find_partition
@@ -165,7 +165,7 @@ class Plan:
         """What defines the plan, as JSON-able values; equal on all ranks of a job."""
         return {
             "backbone": dict(self.backbone.record),
-            "placement": self.placement.kind.value,
+            "placement": self.placement.kind.name,
             "device_of_stage": list(self.placement.device_of_stage),
             "stages": [
                 [self.backbone.layers[i].name for i in self.partition.layers_of_stage(s)]
@@ -192,7 +192,7 @@ class Plan:
         backbone, placement = self.backbone, self.placement
         lines = [
             f"plan: {backbone.name}, {len(backbone.layers)} layers, {len(backbone.skips)} skips; "
-            f"{placement.kind.value} on {placement.num_devices} device(s), schedule "
+            f"{placement.kind.name} on {placement.num_devices} device(s), schedule "
             f"{self.schedule_name}"
         ]
         for device in range(placement.num_devices):
@@ -220,11 +220,12 @@ def make_plan(
 ) -> Plan:
     """Partition ``backbone`` by its ``costs`` and choose its schedule.
 
-    Without a ``goal`` a fold keeps every skip on one device, and the largest load is minimised.
+    Without a ``goal`` a mirrored placement keeps every skip on one device, and the largest load is
+    minimised.
     """
     require_valid(backbone)
     if goal is None:
-        goal = Goal(collocate=placement.kind is PlacementKind.FOLD)
+        goal = Goal(collocate=placement.kind.mirrored)
     partition = find_partition(costs, placement, goal)
     rule = goal.memory(placement) if goal.memory is not None else None
     times = stage_times(costs, partition, goal.link, rule)

@@ -4,38 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import product
 
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind, make_placement
-
-
-class Layout(StrEnum):
-    """How the chain is laid over the devices of a pipeline."""
-
-    WHOLE = "one device"
-    SEQUENTIAL = "sequential"
-    INTERLEAVED = "interleaved"
-    FOLD_EXACT = "fold exact"
-    FOLD_SOFT = "fold soft"
-    TWO_WAVES = "two waves"
-
-    @property
-    def kind(self) -> PlacementKind:
-        """The kind of placement."""
-        if self in (Layout.WHOLE, Layout.SEQUENTIAL):
-            return PlacementKind.SEQUENTIAL
-        return PlacementKind.INTERLEAVED if self is Layout.INTERLEAVED else PlacementKind.FOLD
-
-    @property
-    def num_chunks(self) -> int:
-        """Stages on every device."""
-        return {Layout.WHOLE: 1, Layout.SEQUENTIAL: 1, Layout.TWO_WAVES: 4}.get(self, 2)
-
-    @property
-    def collocates(self) -> bool:
-        """Whether both ends of every skip must be on one device."""
-        return self in (Layout.FOLD_EXACT, Layout.TWO_WAVES)
+from megatron_pulse.planner.layout.layouts import FOLD_SOFT, LAYOUTS, WHOLE, Layout
+from megatron_pulse.planner.layout.placement import Placement
 
 
 @dataclass(frozen=True, order=True)
@@ -62,7 +34,7 @@ class Config:
     @property
     def placement(self) -> Placement:
         """Which device of the pipeline hosts which stage."""
-        return make_placement(self.layout.kind, self.pipeline, self.layout.num_chunks)
+        return self.layout.placement(self.pipeline)
 
     def num_microbatches(self, global_batch_size: int) -> int:
         """Microbatches of a step on one pipeline."""
@@ -70,7 +42,7 @@ class Config:
 
     def __str__(self) -> str:
         parts = [f"P={self.pipeline} D={self.data} T={self.tensor} b={self.micro_batch_size}"]
-        parts.append(self.layout.value)
+        parts.append(self.layout.name)
         for name in ("split", "ample", "recompute"):
             parts += [name] * getattr(self, name)
         if self.distributed_optimizer:
@@ -84,7 +56,7 @@ class Config:
 class Choices:
     """What may be chosen; each is a list of values that are tried."""
 
-    layouts: tuple[Layout, ...] = tuple(Layout)
+    layouts: tuple[Layout, ...] = tuple(LAYOUTS.values())
     pipeline: tuple[int, ...] | None = None
     tensor: tuple[int, ...] = (1, 2, 4, 8)
     micro_batch_size: tuple[int, ...] | None = None
@@ -115,9 +87,9 @@ def configs(
             continue
         for size in _sizes(global_batch_size // data, choices.micro_batch_size):
             for layout in choices.layouts:
-                if (layout is Layout.WHOLE) != (pipeline == 1):
+                if (layout == WHOLE) != (pipeline == 1):
                     continue
-                if layout is Layout.FOLD_SOFT and not has_skips:
+                if layout == FOLD_SOFT and not has_skips:
                     continue
                 for split, ample, recompute, divided, inside in product(
                     choices.split if pipeline > 1 else (False,),

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts, running_sum
-from megatron_pulse.planner.layout.placement import Partition, PlacementKind
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_gradients
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
-from megatron_pulse.planner.tune.config import Config, Layout
+from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.stages import Chain, Stages
 
 GRADIENT_BYTES: Mapping[str, int] = {"bfloat16": 4, "float16": 2, "float32": 4}
@@ -25,16 +25,6 @@ OPTIMIZER_BYTES = 30
 
 CPU_BYTES_PER_S = 10e9
 """Of memory, roughly, where the cluster does not say what its devices reach."""
-
-_BUBBLE: Mapping[Layout, float] = {
-    Layout.WHOLE: 0.0,
-    Layout.SEQUENTIAL: 1.0,
-    Layout.INTERLEAVED: 0.5,
-    Layout.FOLD_EXACT: 0.5,
-    Layout.FOLD_SOFT: 0.5,
-    Layout.TWO_WAVES: 0.25,
-}
-"""Microbatches' worth of idling per further device, of equal stages with fused backwards."""
 
 
 class Estimator(Chain):
@@ -144,7 +134,8 @@ class Estimator(Chain):
         return parameters * OPTIMIZER_BYTES / parts / rate
 
     def _about(self, config: Config, work: float, delay: float, held: float) -> float:
-        share = _BUBBLE[config.layout] * (1 / 3 if config.split else 1)
+        # Microbatches' worth of idling per further device, of equal stages with fused backwards.
+        share = 1 / config.layout.num_chunks * (1 / 3 if config.split else 1)
         share *= 1 if config.ample or config.layout.num_chunks == 1 else 4 / 3
         ranks, size = self.ranks(config), GRADIENT_BYTES[self.profile.dtype]
         last = work * (2 / 3) / config.layout.num_chunks
@@ -176,7 +167,7 @@ class Estimator(Chain):
                 cuts = even_cuts(work, placement.num_stages)
                 link = self.ranks(config).link
                 edges = edges_of(costs, Partition(placement, cuts), link)
-            if placement.kind is PlacementKind.FOLD:
+            if placement.kind.mirrored:
                 edges = tuple(e for e in edges if e.destination == e.source + 1)
             busy = [0.0] * config.pipeline
             for edge in edges:

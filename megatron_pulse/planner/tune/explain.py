@@ -195,7 +195,7 @@ def _first_fit(evaluator: Evaluator, candidates: Iterable[Config]) -> Config | N
 
 
 def _shares(name: str, config: Config) -> bool:
-    return name in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.value)
+    return name in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name)
 
 
 def _ms(seconds: float) -> str:

@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from megatron_pulse.planner.layout.layouts import WHOLE
 from megatron_pulse.planner.schedule.cache import cached
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
-from megatron_pulse.planner.tune.config import Config, Layout
+from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.stages import Unfit, UnfitError
 
@@ -217,7 +218,7 @@ def _what_runs(outcome: Outcome) -> tuple[object, ...]:
     stay at home without being made to."""
     config, partition = outcome.config, outcome.stages.partition
     return (
-        replace(config, layout=Layout.WHOLE, ample=False),
+        replace(config, layout=WHOLE, ample=False),
         partition.placement,
         partition.cuts,
         outcome.step_s,
@@ -244,7 +245,7 @@ def _advance(
     outcome = evaluator.evaluate(config, quick=quick)
     found.num_simulated += quick
     listed.add(outcome)
-    for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.value):
+    for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
         if rival not in found.rivals or outcome.step_s < found.rivals[rival].step_s:
             found.rivals[rival] = outcome
     if not quick:

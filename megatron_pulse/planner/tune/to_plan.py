@@ -37,7 +37,7 @@ def plan_of(
         recompute=config.recompute,
         distributed_optimizer=config.distributed_optimizer,
         overlap_grad_reduce=config.data > 1,
-        placement=partition.placement.kind.value,
+        placement=partition.placement.kind.name,
         num_chunks=config.layout.num_chunks,
         stages=tuple(
             tuple(names[i] for i in partition.layers_of_stage(s))

@@ -97,7 +97,7 @@ class Tracer:
             plan_digest=self._traced.plan_digest,
             backbone=self._traced.backbone,
             schedule=schedule.name,
-            placement=schedule.placement.kind.value,
+            placement=schedule.placement.kind.name,
             device_of_stage=schedule.placement.device_of_stage,
             num_microbatches=schedule.num_microbatches,
             clock=self._clock.method,

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.tune.config import Choices, Layout, configs
+from megatron_pulse.planner.tune.config import Choices, configs
 from megatron_pulse.planner.tune.estimate import even_cuts
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import nothing_fits
@@ -67,7 +68,7 @@ def test_list_has_every_way_once() -> None:
     choices = Choices(tensor=(1,), micro_batch_size=(1, 2, 4))
     candidates = list(configs(2, 2, 8, True, choices))
     found = search(evaluator, candidates, keep=10, seconds=float("inf"))
-    runs = [(o.stages.partition, o.problem, replace(o.config, layout=Layout.FOLD_SOFT, ample=False))
+    runs = [(o.stages.partition, o.problem, replace(o.config, layout=FOLD_SOFT, ample=False))
             for o in found.outcomes]  # fmt: skip
     assert len(set(runs)) == len(runs) == 10
     assert found.refused[Unfit.SAME] > 0
@@ -110,10 +111,10 @@ def test_no_fold_without_skips_unless_it_is_sooner() -> None:
         pipeline=(4,), tensor=(1,), micro_batch_size=(1,), ample=(False,), recompute=(False,)
     )
     candidates = list(configs(4, 4, 16, False, choices))
-    assert not any(config.layout is Layout.FOLD_SOFT for config in candidates)
+    assert not any(config.layout == FOLD_SOFT for config in candidates)
     best = search(slow, candidates, seconds=float("inf")).outcomes[0]
-    assert best.config.layout is Layout.SEQUENTIAL
-    folds = [c for c in candidates if c.layout is Layout.FOLD_EXACT]
+    assert best.config.layout == ROW
+    folds = [c for c in candidates if c.layout == FOLD_EXACT]
     assert simulate_all(slow, folds)[0].step_s > best.step_s
     # The same chain on fast links, where few microbatches make the fill count: folds fill sooner.
     fast = Evaluator(chain, cluster(1, 4, intra_gbs=500.0), 4)
@@ -121,7 +122,7 @@ def test_no_fold_without_skips_unless_it_is_sooner() -> None:
     outcomes = simulate_all(fast, few)
     chosen = search(fast, few, seconds=float("inf")).outcomes[0]
     assert chosen.step_s == pytest.approx(outcomes[0].step_s)
-    assert chosen.config.layout is not Layout.SEQUENTIAL
+    assert chosen.config.layout != ROW
 
 
 def test_tensor_degree_must_divide_heads() -> None:

@@ -19,8 +19,8 @@ not full leaves its slots idle.
 
 from __future__ import annotations
 
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind
-from megatron_pulse.planner.schedule.classic.one_f_one_b import check_microbatches
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.schedule.classic.one_f_one_b import check_home
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 
 
@@ -38,12 +38,7 @@ def hanayo(placement: Placement, num_microbatches: int) -> Schedule:
     at any M, a stage being 1/(2W) of a device's work. Peak: min(M, P) 2W activations, as much as
     1F1B. Source of the idea: Liu et al., arXiv 2308.15762. Raises ValueError for another placement.
     """
-    check_microbatches(num_microbatches)
-    if placement.kind is not PlacementKind.FOLD or placement.num_stages == 1:
-        raise ValueError(
-            f"hanayo needs a fold; this is {placement.kind.value} with {placement.num_chunks} "
-            f"stages per device. Use wave, or 1f1b on a sequential placement"
-        )
+    check_home("hanayo", placement, num_microbatches)
     return Schedule("hanayo", placement, num_microbatches, by_clock(placement, num_microbatches))
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from itertools import batched
 
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind
+from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 
 
@@ -22,6 +22,26 @@ def check_microbatches(num_microbatches: int) -> None:
     """Raises ValueError unless there is at least one microbatch."""
     if num_microbatches < 1:
         raise ValueError(f"a schedule needs at least one microbatch; got {num_microbatches}")
+
+
+def check_home(
+    name: str, placement: Placement, num_microbatches: int, num_chunks: int | None = None
+) -> None:
+    """Raises ValueError unless the schedule ``name`` is for ``placement`` and its microbatches.
+
+    With ``num_chunks`` it is only for so many stages on each device.
+    """
+    check_microbatches(num_microbatches)
+    kind, chunks = placement.kind, placement.num_chunks
+    fits = kind.allows(chunks) if num_chunks is None else chunks == num_chunks
+    if name not in kind.classics or not fits:
+        homes = " or ".join(k.name for k in PLACEMENTS.values() if name in k.classics)
+        only = "" if num_chunks is None else f" with {num_chunks} stages per device"
+        others = " or ".join(("wave", *kind.classics))
+        raise ValueError(
+            f"{name} needs placement {homes}{only}; this is {kind} with {chunks} stage(s) "
+            f"per device. Use {others}"
+        )
 
 
 def trivial(
@@ -62,12 +82,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int) -> Schedule:
     Peak: min(M, P-d) activations on device d. Source: Narayanan et al., arXiv 2006.09503
     (PipeDream-Flush). Raises ValueError for another placement.
     """
-    check_microbatches(num_microbatches)
-    if placement.num_chunks != 1:
-        raise ValueError(
-            f"1f1b needs one stage per device; the {placement.kind.value} placement has "
-            f"{placement.num_chunks}. Use wave, or interleaved on an interleaved placement"
-        )
+    check_home("1f1b", placement, num_microbatches)
     order = []
     for stage, device in enumerate(placement.device_of_stage):
         forwards = [Operation(Kind.FORWARD, stage, m) for m in range(num_microbatches)]
@@ -85,13 +100,7 @@ def interleaved_1f1b(placement: Placement, num_microbatches: int) -> Schedule:
     Source: Narayanan et al., arXiv 2104.04473, section 2.2; Megatron-Core's
     ``get_schedule_table``. Raises ValueError for another placement.
     """
-    check_microbatches(num_microbatches)
-    if placement.kind is not PlacementKind.INTERLEAVED or placement.num_chunks < 2:
-        raise ValueError(
-            f"interleaved needs an interleaved placement with at least 2 stages per device; this "
-            f"is {placement.kind.value} with {placement.num_chunks}. Use 1f1b on a sequential "
-            f"placement, or wave on any"
-        )
+    check_home("interleaved", placement, num_microbatches)
     num_devices = placement.num_devices
     groups = [tuple(group) for group in batched(range(num_microbatches), num_devices)]
     if len(groups) > 1 and len(groups[-1]) < num_devices:

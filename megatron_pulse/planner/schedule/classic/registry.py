@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind
+from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.classic.one_f_one_b import check_microbatches, trivial
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -18,19 +18,15 @@ WAVES = ("wave", "wave-split")
 
 SCHEDULES = ("auto", *CLASSICS, *WAVES)
 
-AUTO = {
-    PlacementKind.SEQUENTIAL: "1f1b",
-    PlacementKind.INTERLEAVED: "interleaved",
-    PlacementKind.FOLD: "wave",
-}
-"""What ``auto`` picks: the classic schedule where there is one."""
-
 
 def pick(name: str, placement: Placement) -> str:
-    """The schedule that ``name`` (one of SCHEDULES) means there; ValueError for another."""
+    """The schedule that ``name`` (one of SCHEDULES) means there; ValueError for another.
+
+    ``auto`` is the placement's classic schedule where it has one of its own, else the wave.
+    """
     if name not in SCHEDULES:
         raise ValueError(f"no schedule is called {name!r}; there are: {', '.join(SCHEDULES)}")
-    return AUTO[placement.kind] if name == "auto" else name
+    return placement.kind.auto if name == "auto" else name
 
 
 def make_schedule(

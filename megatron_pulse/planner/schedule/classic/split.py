@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatron_pulse.planner.layout.placement import Placement, PlacementKind
-from megatron_pulse.planner.schedule.classic.one_f_one_b import check_microbatches
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.schedule.classic.one_f_one_b import check_home
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 
 F, I, W = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD  # noqa: E741
@@ -39,12 +39,7 @@ def zb_h1(placement: Placement, num_microbatches: int) -> Schedule:
     input gradients. Bubble (P-1)(f+i-w) instead of (P-1)(f+i+w). Source of the idea: Qi et al.,
     arXiv 2401.10241. Raises ValueError for another placement.
     """
-    check_microbatches(num_microbatches)
-    if placement.num_chunks != 1:
-        raise ValueError(
-            f"zb-h1 needs one stage per device; the {placement.kind.value} placement has "
-            f"{placement.num_chunks}. Use wave, or zb-v on a fold of one wave"
-        )
+    check_home("zb-h1", placement, num_microbatches)
     orders = []
     for stage, device in enumerate(placement.device_of_stage):
         order = _Order(num_microbatches)
@@ -72,7 +67,7 @@ def zb_v(placement: Placement, num_microbatches: int) -> Schedule:
     (f+i+w)M + (P-1)f/2, the least there is, for M >= 2P-2. Source of the idea: Qi et al.,
     arXiv 2405.15362. Raises ValueError for another placement.
     """
-    _check_one_wave("zb-v", placement, num_microbatches)
+    check_home("zb-v", placement, num_microbatches, num_chunks=2)
     num_devices = placement.num_devices
     orders = []
     for device in range(num_devices):
@@ -122,7 +117,7 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> Schedule:
     zb-v's for M >= 2P. Source of the idea: DeepSeek-V3, arXiv 2412.19437, section 3.2.1, cut in
     half as proposed by Sea AI Lab (2025). Raises ValueError for another placement.
     """
-    _check_one_wave("dualpipe-v", placement, num_microbatches)
+    check_home("dualpipe-v", placement, num_microbatches, num_chunks=2)
     orders = []
     for device in range(placement.num_devices):
         down, up = placement.stages_of_device(device)
@@ -152,13 +147,3 @@ def dualpipe_v(placement: Placement, num_microbatches: int) -> Schedule:
             order.add(down, W)
         orders.append(tuple(order.operations))
     return Schedule("dualpipe-v", placement, num_microbatches, tuple(orders))
-
-
-def _check_one_wave(name: str, placement: Placement, num_microbatches: int) -> None:
-    """Raises ValueError unless ``placement`` is a fold of one wave."""
-    check_microbatches(num_microbatches)
-    if placement.kind is not PlacementKind.FOLD or placement.num_chunks != 2:
-        raise ValueError(
-            f"{name} needs a fold of one wave; this is {placement.kind.value} with "
-            f"{placement.num_chunks} stages per device. Use wave, or zb-h1 on a sequential one"
-        )
