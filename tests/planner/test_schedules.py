@@ -176,9 +176,7 @@ def test_auto_picks_by_placement(placement: Placement, name: str) -> None:
 
 
 def test_schedules_that_cannot_work_say_why() -> None:
-    with pytest.raises(
-        ValueError, match=r"1f1b needs placement sequential; this is fold.*wave"
-    ):
+    with pytest.raises(ValueError, match=r"1f1b needs placement sequential; this is fold.*wave"):
         make_schedule("1f1b", fold(2), 4)
     with pytest.raises(ValueError, match="1f1b needs placement sequential; this is interleaved"):
         make_schedule("1f1b", interleaved(2), 4)
