@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import TensorSpec
-from megatron_pulse.planner.layout.routes import Carrier, Routes
+from megatron_pulse.planner.layout.routes import Delivery, Payload, Routes
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.step.communication import Message, Payload
+from megatron_pulse.planner.step.communication import Message
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.skips import TensorStore
@@ -57,16 +57,6 @@ class Tensors:
         )
 
 
-@dataclass(frozen=True)
-class _Edges:
-    """The edges of one stage: what enters it, from which stage, and who takes its results."""
-
-    num_boundaries: int
-    skips: dict[str, int]
-    conditioning: dict[str, int]
-    takers: dict[tuple[Payload, str], tuple[int, ...]]
-
-
 class Exchange:
     """Inputs and outputs of the operations of one device in ``schedule``."""
 
@@ -79,43 +69,25 @@ class Exchange:
         self._placed = placement.device_of_stage
         own = placement.stages_of_device(device)
         # One stage on every device that uses it takes a conditioning; the device's others share.
-        self._first_users = {
-            c.name: {
-                d: stage
-                for d in range(placement.num_devices)
-                if (stage := c.first_stage_on(routes.partition, d)) is not None
-            }
-            for c in routes.conditioning
-        }
+        self._first_users: dict[str, dict[int, int]] = {c.name: {} for c in routes.conditioning}
+        for delivery in routes.deliveries:
+            if delivery.payload is Payload.CONDITIONING:
+                stage = delivery.destination
+                self._first_users[delivery.name][self._placed[stage]] = stage
         self._own_users = {
             c.name: tuple(s for s in c.consumer_stages if s in own) for c in routes.conditioning
         }
-        self._edges = {s: self._edges_of(routes, s) for s in own}
+        self._takers: dict[tuple[int, Payload, str], list[int]] = {}
+        for delivery in (d for s in own for d in routes.given_by(s)):
+            key = (delivery.source, delivery.payload, delivery.name)
+            self._takers.setdefault(key, []).append(delivery.destination)
+        self._boundaries = {s: _of(Payload.BOUNDARY, routes.given_to(s)) for s in own}
+        self._skips = {s: _of(Payload.SKIP, routes.given_to(s)) for s in own}
+        self._conditioning = {s: routes.conditioning_into(s) for s in own}
         self._position = {op: i for order in schedule.order for i, op in enumerate(order)}
         self._store = TensorStore()
         self._conditioning_gradients: dict[tuple[str, int], Tensor] = {}
         self._outgoing: dict[Message, Tensor] = {}
-
-    def _edges_of(self, routes: Routes, stage: int) -> _Edges:
-        takers: dict[tuple[Payload, str], tuple[int, ...]] = {}
-        if stage + 1 < len(self._placed):
-            for i in range(len(routes.boundaries[stage + 1])):
-                takers[Payload.BOUNDARY, str(i)] = (stage + 1,)
-        for skip in routes.skips_out_of(stage):
-            key = (Payload.SKIP, skip.name)
-            takers[key] = (*takers.get(key, ()), skip.destination_stage)
-        for edge in routes.conditioning_out_of(stage):
-            takers[Payload.CONDITIONING, edge.name] = tuple(self._first_users[edge.name].values())
-        return _Edges(
-            num_boundaries=len(routes.boundaries[stage]) if stage else 0,
-            skips={
-                r.name: r.source_stage
-                for r in routes.skips_into(stage)
-                if r.carrier is not Carrier.BOUNDARY
-            },
-            conditioning={c.name: c.source_stage for c in routes.conditioning_into(stage)},
-            takers=takers,
-        )
 
     @property
     def held_bytes(self) -> int:
@@ -124,16 +96,16 @@ class Exchange:
 
     def take_inputs(self, op: Operation) -> Tensors:
         """What other stages gave for the forward ``op``."""
-        edges, take = self._edges[op.stage], self._store.take
+        stage, take = op.stage, self._store.take
         return Tensors(
-            tuple(take(op, Payload.BOUNDARY, str(i)) for i in range(edges.num_boundaries)),
-            {name: take(op, Payload.SKIP, name) for name in edges.skips},
-            {name: take(op, Payload.CONDITIONING, name) for name in edges.conditioning},
+            tuple(take(op, Payload.BOUNDARY, d.name) for d in self._boundaries[stage]),
+            {d.name: take(op, Payload.SKIP, d.name) for d in self._skips[stage]},
+            {c.name: take(op, Payload.CONDITIONING, c.name) for c in self._conditioning[stage]},
         )
 
     def deliver(self, op: Operation, payload: Payload, name: str, tensor: Tensor) -> None:
         """Give a result of the forward ``op`` to every stage that takes it."""
-        for to_stage in self._edges[op.stage].takers[payload, name]:
+        for to_stage in self._takers[op.stage, payload, name]:
             self._deliver_to(op, to_stage, payload, name, tensor)
 
     def take_gradient(self, op: Operation, payload: Payload, name: str) -> Tensor:
@@ -151,13 +123,14 @@ class Exchange:
 
         Those of a conditioning are summed over the device's stages first.
         """
-        edges = self._edges[op.stage]
-        for i in range(edges.num_boundaries):
-            tensor = gradients.boundary[i]
-            self._deliver_to(op, op.stage - 1, Payload.BOUNDARY, str(i), tensor)
-        for name, source in edges.skips.items():
-            self._deliver_to(op, source, Payload.SKIP, name, gradients.skips[name])
-        for name, source in edges.conditioning.items():
+        for delivery in self._boundaries[op.stage]:
+            tensor = gradients.boundary[int(delivery.name)]
+            self._deliver_to(op, delivery.source, Payload.BOUNDARY, delivery.name, tensor)
+        for delivery in self._skips[op.stage]:
+            tensor = gradients.skips[delivery.name]
+            self._deliver_to(op, delivery.source, Payload.SKIP, delivery.name, tensor)
+        for edge in self._conditioning[op.stage]:
+            name, source = edge.name, edge.source_stage
             key, total = (name, op.microbatch), gradients.conditioning[name]
             if key in self._conditioning_gradients:
                 total = self._conditioning_gradients.pop(key) + total
@@ -227,3 +200,7 @@ class Exchange:
         else:
             message = Message(producer, consumer, payload, name, self._device, destination)
             self._outgoing[message] = tensor
+
+
+def _of(payload: Payload, deliveries: Sequence[Delivery]) -> tuple[Delivery, ...]:
+    return tuple(d for d in deliveries if d.payload is payload)

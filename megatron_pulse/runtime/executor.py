@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.planner.layout.routes import Routes, batch_fields_of
+from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.step.communication import Payload
 from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
 from megatron_pulse.runtime.exchange import Exchange, Tensors
 from megatron_pulse.runtime.failures import FailureBoard, PulseError

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.schedule.operations import Operation
-from megatron_pulse.planner.step.communication import Payload
 
 
 class LeakError(RuntimeError):

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.planner.layout.routes import Carrier, Routes, embedders_of
+from megatron_pulse.planner.layout.crossing import Carrier
+from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring

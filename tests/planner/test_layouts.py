@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LAYOUTS, Layout, Skips, modes
-from megatron_pulse.planner.layout.placement import PLACEMENTS, PlacementKind, make_placement
+from megatron_pulse.planner.layout.placement import (
+    PLACEMENTS,
+    Partition,
+    Placement,
+    PlacementKind,
+    make_placement,
+)
+from megatron_pulse.planner.layout.routes import Payload, trace_routes
 from megatron_pulse.planner.partition.best import best, best_of_each
 from megatron_pulse.planner.partition.find import Goal, PartitionError
 from megatron_pulse.planner.schedule.check.simulate import run
@@ -16,10 +29,13 @@ from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.classic.registry import SCHEDULES, make_schedule
 from megatron_pulse.planner.schedule.compare import rivals
 from megatron_pulse.planner.schedule.files import from_csv, from_json, to_csv, to_json
+from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.step.communication import messages_of
 from megatron_pulse.planner.step.plan import make_plan
 from megatron_pulse.planner.tune.config import Choices, configs
 from tests.planner.chains import SDXL_UNET, chain
+from tests.planner.strategies import placements
 
 
 def _winding(num_devices: int, num_chunks: int) -> tuple[int, ...]:
@@ -114,3 +130,55 @@ def test_one_row_is_all_that_a_placement_needs(further: Layout) -> None:
     tried = configs(3, 3, 12, True, Choices(layouts=(further,), pipeline=(3,)))
     assert {config.placement for config in tried} == {placement}
     assert further in best_of_each(costs, 3, goal, further.num_chunks)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(placements(), st.data())
+def test_what_crosses_is_what_is_delivered_elsewhere(
+    placement: Placement, data: st.DataObject
+) -> None:
+    """Costs and messages know the same of any cuts: what is local, merged, or sent, and whereto."""
+    num = placement.num_stages
+    num_layers = num + data.draw(st.integers(0, 6))
+    inner = data.draw(st.permutations(range(1, num_layers)))
+    cuts = (0, *sorted(inner[: num - 1]), num_layers)
+    ends = st.tuples(st.integers(0, num_layers - 2), st.integers(1, 5))
+    drawn = data.draw(st.lists(ends, max_size=6, unique=True))
+    skips = [(i, j) for i, j in ((i, i + more) for i, more in drawn) if j < num_layers]
+    backbone = chain(num_layers, skips, {0: range(1, num_layers)})
+    partition = Partition(placement, cuts)
+    routes = trace_routes(backbone, partition)
+    home = placement.device_of_stage
+
+    found = list(crossings(weighted_costs(backbone, [1.0] * num_layers), partition))
+    sent = Counter((c.source, c.destination, c.skip) for c in found if not c.merged)
+    assert sent == Counter(
+        (d.source, d.destination, d.payload is Payload.SKIP)
+        for d in routes.deliveries
+        if home[d.source] != home[d.destination] and d.payload is not Payload.CONDITIONING
+    )
+    stage_of = partition.stage_of_layer
+    apart = [(stage_of(i), stage_of(j), i) for i, j in skips if stage_of(i) != stage_of(j)]
+    merged = [s for s in apart if s[1] == s[0] + 1 and s[2] == cuts[s[1]] - 1]
+    assert sum(d.payload is Payload.SKIP for d in routes.deliveries) == len(apart) - len(merged)
+    assert sum(c.merged for c in found) == sum(home[s] != home[t] for s, t, _ in merged)
+
+    conditioned = [d for d in routes.deliveries if d.payload is Payload.CONDITIONING]
+    users = {d: [s for s in placement.stages_of_device(d) if s] for d in set(home)}
+    firsts = {min(stages) for stages in users.values() if stages}
+    assert {d.destination for d in conditioned} == firsts and len(conditioned) == len(firsts)
+
+    for stage in range(num):
+        forward = messages_of(routes, Operation(Kind.FORWARD, stage, 2))
+        elsewhere = [d for d in routes.given_by(stage) if home[d.destination] != home[stage]]
+        assert len(forward) == len(elsewhere)
+        for message in forward:  # its gradient comes back
+            back = messages_of(routes, message.consumer._replace(kind=Kind.BACKWARD))
+            answer = replace(
+                message,
+                producer=message.consumer._replace(kind=Kind.BACKWARD),
+                consumer=message.producer._replace(kind=Kind.BACKWARD),
+                source=message.destination,
+                destination=message.source,
+            )
+            assert answer in back

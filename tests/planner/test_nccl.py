@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import fold
-from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.planner.layout.routes import Payload, trace_routes
 from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.classic.registry import make_schedule
@@ -18,7 +18,6 @@ from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.step.communication import (
     CommunicationPlan,
     Message,
-    Payload,
     compile_communication,
 )
 from megatron_pulse.planner.step.nccl_check import check_events

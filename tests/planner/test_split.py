@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
-from megatron_pulse.planner.layout.routes import trace_routes
+from megatron_pulse.planner.layout.routes import Payload, trace_routes
 from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,
@@ -21,7 +21,7 @@ from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
 from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.classic.split import zb_h1, zb_v
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.step.communication import Payload, compile_communication, messages_of
+from megatron_pulse.planner.step.communication import compile_communication, messages_of
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import compile_program
 from tests.planner.chains import chain

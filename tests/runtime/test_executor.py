@@ -132,8 +132,8 @@ def test_bytes_are_the_formula() -> None:
 
 
 def _direct_skips(num_devices: int) -> int:
+    from megatron_pulse.planner.layout.crossing import Carrier
     from megatron_pulse.planner.layout.placement import sequential
-    from megatron_pulse.planner.layout.routes import Carrier
     from megatron_pulse.planner.step.plan import make_plan
 
     backbone = CHAIN["nested"]()

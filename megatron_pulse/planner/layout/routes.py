@@ -1,26 +1,46 @@
-"""How each skip and each conditioning tensor gets from its producer to its consumers.
+"""How boundaries, skips and conditioning get from their producers to their consumers.
 
-A skip whose ends share a stage is an ordinary autograd edge; one that leaves the last layer of a
-stage for the next stage is the boundary tensor itself and is not sent twice; one whose ends share
-a device stays there; every other goes from its source device straight to its destination.
+================  =============================  ================================================
+what stage s has  is given by a forward to       and its gradient by a backward
+================  =============================  ================================================
+boundary          stage s+1                      to stage s
+skip              the stage t that pops it       from t to s, directly
+conditioning      the first stage on every       of a device's stages, summed, from the first of
+                  device that uses it            them (backwards run from the last to it)
+================  =============================  ================================================
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.planner.layout.crossing import Carrier, carried
 from megatron_pulse.planner.layout.placement import Partition
 
 
-class Carrier(StrEnum):
-    """What carries a skip from its source stage to its destination stage."""
+class Payload(StrEnum):
+    """What is handed on."""
 
-    AUTOGRAD = "autograd"
     BOUNDARY = "boundary"
-    LOCAL = "local"
-    DIRECT = "direct"
+    SKIP = "skip"
+    CONDITIONING = "conditioning"
+
+
+class Delivery(NamedTuple):
+    """A tensor that a forward of stage ``source`` gives to stage ``destination``.
+
+    Its gradient goes back. ``name`` is the skip's or the conditioning's, or the index of the
+    boundary tensor.
+    """
+
+    payload: Payload
+    name: str
+    source: int
+    destination: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,47 @@ class Routes:
     replicated: frozenset[str] = frozenset()
     """Embedders (layer names) that run on every device: what they provide never travels."""
 
+    @cached_property
+    def deliveries(self) -> tuple[Delivery, ...]:
+        """Everything that stages give to others, on their own device or on another.
+
+        A device's stages share a conditioning, which comes to the first of them.
+        """
+        found = [
+            Delivery(Payload.BOUNDARY, str(index), stage - 1, stage)
+            for stage in range(1, len(self.boundaries))
+            for index in range(len(self.boundaries[stage]))
+        ]
+        for skip in self.skips:
+            if skip.carrier in (Carrier.LOCAL, Carrier.DIRECT):
+                ends = skip.source_stage, skip.destination_stage
+                found.append(Delivery(Payload.SKIP, skip.name, *ends))
+        for edge in self.conditioning:
+            for device in range(self.partition.placement.num_devices):
+                first = edge.first_stage_on(self.partition, device)
+                if first is not None:
+                    found.append(
+                        Delivery(Payload.CONDITIONING, edge.name, edge.source_stage, first)
+                    )
+        return tuple(found)
+
+    def given_by(self, stage: int) -> tuple[Delivery, ...]:
+        """What a forward of ``stage`` gives, and a backward waits for the gradients of."""
+        return self._by_stage[0].get(stage, ())
+
+    def given_to(self, stage: int) -> tuple[Delivery, ...]:
+        """What a forward of ``stage`` waits for, and a backward gives the gradients of."""
+        return self._by_stage[1].get(stage, ())
+
+    @cached_property
+    def _by_stage(self) -> tuple[dict[int, tuple[Delivery, ...]], dict[int, tuple[Delivery, ...]]]:
+        given: dict[int, tuple[Delivery, ...]] = {}
+        taken: dict[int, tuple[Delivery, ...]] = {}
+        for delivery in self.deliveries:
+            given[delivery.source] = (*given.get(delivery.source, ()), delivery)
+            taken[delivery.destination] = (*taken.get(delivery.destination, ()), delivery)
+        return given, taken
+
     def skips_into(self, stage: int) -> tuple[SkipRoute, ...]:
         """Skips popped in ``stage`` that were pushed in another stage."""
         return tuple(
@@ -91,19 +152,9 @@ def trace_routes(
     backbone: Backbone, partition: Partition, replicated: frozenset[str] = frozenset()
 ) -> Routes:
     """The routes of ``backbone`` under ``partition`` with these embedders on every device."""
-    placed = partition.placement.device_of_stage
     skips = []
     for skip in backbone.skips:
-        source = partition.stage_of_layer(skip.source)
-        destination = partition.stage_of_layer(skip.destination)
-        if source == destination:
-            carrier = Carrier.AUTOGRAD
-        elif destination == source + 1 and skip.source == partition.cuts[destination] - 1:
-            carrier = Carrier.BOUNDARY
-        elif placed[source] == placed[destination]:
-            carrier = Carrier.LOCAL
-        else:
-            carrier = Carrier.DIRECT
+        source, destination, carrier = carried(skip, partition)
         skips.append(
             SkipRoute(skip.name, skip.spec, source, destination, skip.output_index, carrier)
         )

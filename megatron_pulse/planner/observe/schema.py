@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_pulse.planner.step.communication import Payload
+from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.schema import (
     NATURAL,
     OBJECT,

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition
 
 
@@ -65,8 +66,17 @@ def evaluate(
     num_devices = partition.placement.num_devices
     compute, load = np.zeros(num_devices), np.zeros(num_devices)
     held = np.zeros(num_devices)
-    stage_s = []
+    sent = [0.0] * len(placed)
     boundary = skipped = 0
+    for crossing in crossings(costs, partition):
+        seconds = link.time_s(crossing.num_bytes)
+        load[[placed[crossing.source], placed[crossing.destination]]] += 2 * seconds
+        if not crossing.skip:
+            sent[crossing.source] = seconds
+            boundary += crossing.num_bytes
+        elif not crossing.merged:
+            skipped += crossing.num_bytes
+    stage_s = []
     for stage, device in enumerate(placed):
         layers = slice(partition.cuts[stage], partition.cuts[stage + 1])
         forward = sum(costs.forward_s[layers])
@@ -74,20 +84,7 @@ def evaluate(
         if memory is not None:
             held[device] += memory.bytes_per_parameter * sum(costs.parameters[layers])
             held[device] += memory.in_flight[stage] * sum(costs.saved_bytes[layers])
-        sent = 0.0
-        if stage + 1 < len(placed) and placed[stage + 1] != device:
-            size = costs.boundary_bytes[partition.cuts[stage + 1]]
-            sent = link.time_s(size)
-            load[[device, placed[stage + 1]]] += 2 * sent
-            boundary += size
-        stage_s.append(forward + lam * sent)
-    for skip in costs.skips:
-        source = partition.stage_of_layer(skip.source)
-        destination = partition.stage_of_layer(skip.destination)
-        if placed[source] != placed[destination]:
-            load[[placed[source], placed[destination]]] += 2 * link.time_s(skip.num_bytes)
-            carried = destination == source + 1 and skip.source + 1 == partition.cuts[destination]
-            skipped += 0 if carried else skip.num_bytes
+        stage_s.append(forward + lam * sent[stage])
     return Evaluation(
         tuple((load + compute).tolist()),
         tuple(compute.tolist()),

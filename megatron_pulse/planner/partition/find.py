@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.layout.crossing import SkipEnds
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Partition, Placement
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
 from megatron_pulse.planner.partition.fold import optimal_fold
@@ -146,21 +146,7 @@ def _with_limit(goal: Goal, limit_bytes: float) -> Goal:
     return Goal(("load",), goal.collocate, goal.link, goal.lam, limited)
 
 
-class Edge(Protocol):
-    """A skip, by the layers it connects."""
-
-    @property
-    def source(self) -> int:
-        """The layer that pushes it."""
-        ...
-
-    @property
-    def destination(self) -> int:
-        """The layer that pops it."""
-        ...
-
-
-def largest_fold(num_layers: int, skips: Sequence[Edge]) -> int:
+def largest_fold(num_layers: int, skips: Sequence[SkipEnds]) -> int:
     """The largest P whose one-wave fold has a cut with all skips collocated; 0 where none has.
 
     See README.md beside this: Legal cuts.
@@ -178,7 +164,7 @@ def largest_fold(num_layers: int, skips: Sequence[Edge]) -> int:
     return int(depth[0, num_layers])
 
 
-def closed_cuts(num_layers: int, skips: Sequence[Edge]) -> Bools:
+def closed_cuts(num_layers: int, skips: Sequence[SkipEnds]) -> Bools:
     """``[a, b]``: no skip has exactly one end among the layers a <= i < b."""
     closed: Bools = np.ones((num_layers + 1, num_layers + 1), dtype=np.bool_)
     for skip in skips:

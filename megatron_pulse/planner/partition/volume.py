@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition
 
 
@@ -56,24 +57,15 @@ def volume(costs: ChainCosts, partition: Partition) -> Volume:
 
     For relayed skips give ``relayed(costs)``.
     """
-    placed = partition.placement.device_of_stage
+    home = partition.placement.device_of_stage
     links: dict[tuple[int, int], int] = {}
     boundary = skipped = 0
-
-    def move(source: int, destination: int, size: int) -> int:
-        if source == destination:
-            return 0
+    for crossing in crossings(costs, partition):
+        if crossing.merged:
+            continue
+        source, destination = home[crossing.source], home[crossing.destination]
         for link in ((source, destination), (destination, source)):
-            links[link] = links.get(link, 0) + size
-        return 2 * size
-
-    for stage in range(1, len(placed)):
-        size = costs.boundary_bytes[partition.cuts[stage]]
-        boundary += move(placed[stage - 1], placed[stage], size)
-    for skip in costs.skips:
-        source = partition.stage_of_layer(skip.source)
-        destination = partition.stage_of_layer(skip.destination)
-        if destination == source + 1 and skip.source + 1 == partition.cuts[destination]:
-            continue  # it is the boundary tensor
-        skipped += move(placed[source], placed[destination], skip.num_bytes)
+            links[link] = links.get(link, 0) + crossing.num_bytes
+        boundary += 0 if crossing.skip else 2 * crossing.num_bytes
+        skipped += 2 * crossing.num_bytes if crossing.skip else 0
     return Volume(boundary, skipped, links)

@@ -8,8 +8,8 @@ from itertools import zip_longest
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.planner.cluster.cluster import ClusterError, from_record
+from megatron_pulse.planner.layout.crossing import Carrier
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
-from megatron_pulse.planner.layout.routes import Carrier
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.step.plan import Plan, PlanError

@@ -5,37 +5,17 @@ never travel. A *round* is the set of messages produced at one logical time; eve
 its rounds in order, and within a round its messages in canonical order. That is what NCCL needs
 (no tags; first in, first out per pair and direction) and what gloo accepts.
 
-What crosses between stage s and stage t:
-
-==============  ============================  =====================================
-payload         forward, produced by F(s)     gradient, produced by B(t)
-==============  ============================  =====================================
-boundary        to F(s+1)                     to B(s)
-skip            to F(t), source to            to B(s), directly
-                destination directly
-conditioning    to the first F on every       one sum per device, from the last B
-                device that uses it           on the device that uses it, to B(s)
-==============  ============================  =====================================
-
+What stages give to others is in ``layout/routes``: a message is what goes to another device.
 Where backwards are split, input gradients I take the place of B; weight gradients W stay at home.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
-from megatron_pulse.planner.layout.routes import Carrier, Routes
+from megatron_pulse.planner.layout.routes import Payload, Routes
 from megatron_pulse.planner.schedule.check.simulate import logical_times
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-
-
-class Payload(StrEnum):
-    """What a message carries."""
-
-    BOUNDARY = "boundary"
-    SKIP = "skip"
-    CONDITIONING = "conditioning"
 
 
 @dataclass(frozen=True, order=True)
@@ -76,57 +56,28 @@ class CommunicationPlan:
 
 def messages_of(routes: Routes, operation: Operation) -> tuple[Message, ...]:
     """The messages that are ready when ``operation`` has run."""
-    if operation.kind is Kind.FORWARD:
-        return _forward_messages(routes, operation)
-    if operation.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
+    kind, stage = operation.kind, operation.stage
+    if kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
         return ()
-    return _gradient_messages(routes, operation)
-
-
-def _forward_messages(routes: Routes, producer: Operation) -> tuple[Message, ...]:
-    placed = routes.partition.placement.device_of_stage
-    stage, source = producer.stage, placed[producer.stage]
-    messages = []
-
-    def send(payload: Payload, name: str, to_stage: int) -> None:
-        if placed[to_stage] != source:
-            consumer = Operation(Kind.FORWARD, to_stage, producer.microbatch)
-            messages.append(Message(producer, consumer, payload, name, source, placed[to_stage]))
-
-    if stage + 1 < len(placed):
-        for index in range(len(routes.boundaries[stage + 1])):
-            send(Payload.BOUNDARY, str(index), stage + 1)
-    for skip in routes.skips_out_of(stage):
-        send(Payload.SKIP, skip.name, skip.destination_stage)
-    for edge in routes.conditioning_out_of(stage):
-        for device in range(routes.partition.placement.num_devices):
-            first = edge.first_stage_on(routes.partition, device)
-            if first is not None:
-                send(Payload.CONDITIONING, edge.name, first)
-    return tuple(sorted(messages))
-
-
-def _gradient_messages(routes: Routes, producer: Operation) -> tuple[Message, ...]:
-    placed = routes.partition.placement.device_of_stage
-    stage, source = producer.stage, placed[producer.stage]
-    messages = []
-
-    def send(payload: Payload, name: str, to_stage: int) -> None:
-        if placed[to_stage] != source:
-            consumer = Operation(producer.kind, to_stage, producer.microbatch)
-            messages.append(Message(producer, consumer, payload, name, source, placed[to_stage]))
-
-    if stage > 0:
-        for index in range(len(routes.boundaries[stage])):
-            send(Payload.BOUNDARY, str(index), stage - 1)
-    for skip in routes.skips_into(stage):
-        if skip.carrier is Carrier.DIRECT:
-            send(Payload.SKIP, skip.name, skip.source_stage)
-    for edge in routes.conditioning_into(stage):
-        # Backwards run from the last stage to the first, so the device's sum is complete here.
-        if edge.first_stage_on(routes.partition, source) == stage:
-            send(Payload.CONDITIONING, edge.name, edge.source_stage)
-    return tuple(sorted(messages))
+    if kind is Kind.FORWARD:
+        given = [(delivery, delivery.destination) for delivery in routes.given_by(stage)]
+    else:
+        given = [(delivery, delivery.source) for delivery in routes.given_to(stage)]
+    home = routes.partition.placement.device_of_stage
+    return tuple(
+        sorted(
+            Message(
+                operation,
+                Operation(kind, to_stage, operation.microbatch),
+                delivery.payload,
+                delivery.name,
+                home[stage],
+                home[to_stage],
+            )
+            for delivery, to_stage in given
+            if home[to_stage] != home[stage]
+        )
+    )
 
 
 def compile_communication(routes: Routes, schedule: Schedule) -> CommunicationPlan:

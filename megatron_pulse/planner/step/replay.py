@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.check.simulate import DeadlockError, Timeline, dependency
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
@@ -55,27 +56,20 @@ class Replay:
 def edges_of(
     costs: ChainCosts, partition: Partition, link: Callable[[int, int], Link]
 ) -> tuple[Edge, ...]:
-    """The boundaries and travelling skips of ``partition``; ``link(d, e)`` joins two devices.
+    """What ``partition`` sends; ``link(d, e)`` joins two devices.
 
-    A skip that is the boundary tensor is not sent again. For relayed skips give
-    ``relayed(costs)``.
+    For relayed skips give ``relayed(costs)``.
     """
-    placed = partition.placement.device_of_stage
-    edges = []
-
-    def send(source: int, destination: int, num_bytes: int) -> None:
-        if placed[source] != placed[destination] and num_bytes:
-            between = link(placed[source], placed[destination])
-            edges.append(Edge(source, destination, between.time_s(num_bytes)))
-
-    for stage in range(1, len(placed)):
-        send(stage - 1, stage, costs.boundary_bytes[partition.cuts[stage]])
-    for skip in costs.skips:
-        source = partition.stage_of_layer(skip.source)
-        destination = partition.stage_of_layer(skip.destination)
-        if destination != source + 1 or skip.source + 1 != partition.cuts[destination]:
-            send(source, destination, skip.num_bytes)
-    return tuple(edges)
+    home = partition.placement.device_of_stage
+    return tuple(
+        Edge(
+            c.source,
+            c.destination,
+            link(home[c.source], home[c.destination]).time_s(c.num_bytes),
+        )
+        for c in crossings(costs, partition)
+        if c.num_bytes and not c.merged
+    )
 
 
 def link_bound(problem: ScheduleProblem, edges: Sequence[Edge]) -> float:
