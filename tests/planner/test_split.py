@@ -69,10 +69,10 @@ def test_unequal_durations(p: int, m: int, data: st.DataObject) -> None:
 
 
 def test_other_placements_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"zb-h1 needs one stage per device; the fold.*zb-v"):
+    with pytest.raises(ValueError, match=r"zb-h1 needs placement sequential; this is fold.*zb-v"):
         make_schedule("zb-h1", fold(2), 4)
     for placement in (sequential(2), interleaved(2), fold(2, 2)):
-        with pytest.raises(ValueError, match="zb-v needs a fold of one wave"):
+        with pytest.raises(ValueError, match="zb-v needs placement fold with 2 stages per device"):
             make_schedule("zb-v", placement, 4)
     with pytest.raises(ValueError, match="zb-v has a fixed peak"):
         make_schedule("zb-v", fold(2), 4, cap=8)
