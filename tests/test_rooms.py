@@ -1,0 +1,142 @@
+"""The order of the rooms: what may import what, and how many files may lie loose in one."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ORDER = (
+    "megatron_pulse",  # the ground floor: faults, files, processes ...
+    "megatron_pulse.backbone",
+    "megatron_pulse.diffusion",
+    "megatron_pulse.data",
+    "megatron_pulse.profile",
+    "megatron_pulse.planner.cluster",
+    "megatron_pulse.planner.layout",
+    "megatron_pulse.planner.partition",
+    "megatron_pulse.planner.schedule",
+    "megatron_pulse.planner.step",
+    "megatron_pulse.planner.plan_file",
+    "megatron_pulse.planner.tune",
+    "megatron_pulse.planner.observe",
+    "megatron_pulse.planner.draw",
+    "megatron_pulse.runtime",
+    "model_specs",
+    "megatron_pulse.integration",
+    "megatron_pulse.cli",
+)
+"""From the ground up: a room imports from those before it, and from itself."""
+DOORS = {"megatron_pulse"}
+"""Modules that open other rooms to users, whatever those import; nothing in the house uses them."""
+MOST_LOOSE = 13
+"""Files of a folder beside its ``__init__``."""
+
+
+def modules() -> dict[str, Path]:
+    paths = [p for top in ("megatron_pulse", "model_specs") for p in (ROOT / top).rglob("*.py")]
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths)
+    return {n.removesuffix(".__init__"): p for n, p in zip(names, paths, strict=True)}
+
+
+MODULES = modules()
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file imports, wherever in it, for types only too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else node.module
+
+
+def arrows() -> dict[str, set[str]]:
+    return {
+        name: {other for other in imported(path) if other in MODULES and other != name}
+        for name, path in MODULES.items()
+        if name not in DOORS
+    }
+
+
+def room_of(name: str) -> int:
+    return max(
+        (i for i, room in enumerate(ORDER) if name == room or name.startswith(f"{room}.")),
+        key=lambda i: len(ORDER[i]),
+    )
+
+
+def test_no_arrow_runs_back_up():
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in arrows().items()
+        for other in sorted(others)
+        if room_of(other) > room_of(name) or other in DOORS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Its strongly connected parts of more than one (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph.get(node, ()):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            part = []
+            while not part or part[-1] != node:
+                part.append(stack.pop())
+            if len(part) > 1:
+                found.append(sorted(part))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert circles(arrows()) == []
+
+
+@pytest.mark.parametrize("room", [room for room in ORDER if room not in DOORS])
+def test_no_two_rooms_in_one_import_each_other(room):
+    """What lies loose in a room may be under its smaller rooms, and over them."""
+    between = defaultdict(set)
+    for name, others in arrows().items():
+        if not name.startswith(f"{room}."):
+            continue
+        here = name.removeprefix(f"{room}.").split(".")
+        for other in others:
+            there = other.removeprefix(f"{room}.").split(".")
+            if other.startswith(f"{room}.") and min(len(here), len(there)) > 1:
+                if here[0] != there[0]:
+                    between[here[0]].add(there[0])
+    assert circles(between) == []
+
+
+def test_few_files_lie_loose():
+    loose = defaultdict(int)
+    for path in MODULES.values():
+        loose[str(path.parent.relative_to(ROOT))] += path.name != "__init__.py"
+    assert {folder: count for folder, count in loose.items() if count > MOST_LOOSE} == {}
