@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,12 @@ ORDER = (
     "megatron_pulse.diffusion",
     "megatron_pulse.data",
     "megatron_pulse.profile",
-    "megatron_pulse.planner.cluster",
+    "megatron_pulse.planner.cluster.cluster",
     "megatron_pulse.planner.layout",
-    "megatron_pulse.planner.partition",
+    "megatron_pulse.planner.partition.find",
     "megatron_pulse.planner.schedule",
     "megatron_pulse.planner.step",
-    "megatron_pulse.planner.plan_file",
+    "megatron_pulse.planner.plan_file.plan_file",
     "megatron_pulse.planner.tune",
     "megatron_pulse.planner.observe",
     "megatron_pulse.planner.draw",
@@ -57,6 +58,7 @@ def imported(path: Path) -> Iterator[str]:
                 yield whole if whole in MODULES else node.module
 
 
+@functools.cache
 def arrows() -> dict[str, set[str]]:
     return {
         name: {other for other in imported(path) if other in MODULES and other != name}

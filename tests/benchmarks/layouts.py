@@ -36,8 +36,8 @@ from megatron_pulse.planner.layout.placement import (
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.schedule.check.simulate import dependency
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
-from megatron_pulse.planner.schedule.classic.registry import WAVES
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.registry import WAVES
 from megatron_pulse.planner.step.plan import Plan, PlanError
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import Case, Outcome, differences, merge, split

@@ -25,7 +25,7 @@ from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.volume import volume
 from megatron_pulse.planner.schedule.check.simulate import simulate
-from megatron_pulse.planner.schedule.classic.registry import make_schedule
+from megatron_pulse.planner.schedule.registry import make_schedule
 
 LINK = Link(5e-6, 10e9)
 NUM_MICROBATCHES = 32

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.schedule.classic.registry import make_schedule
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.replay import Edge, replay
 from tests.benchmarks.contestant import Contestant, Engine
 

@@ -22,10 +22,10 @@ from megatron_pulse.planner.schedule.check.validate import peak_activations, val
 from megatron_pulse.planner.schedule.chimera import chimera
 from megatron_pulse.planner.schedule.classic.clocked import hanayo
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.classic.split import dualpipe_v
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import make_schedule
 
 HOMES = {
     "gpipe": [sequential, interleaved, fold],

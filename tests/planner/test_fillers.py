@@ -16,10 +16,10 @@ from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, logical_times, run
 from megatron_pulse.planner.schedule.check.validate import faults_for, peak_activations, validate
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import compile_communication, messages_of
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Run, compile_program

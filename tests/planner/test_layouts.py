@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_pulse.planner.schedule.classic.one_f_one_b.registry import SCHEDULES, make_schedule
 
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.cluster.link import Link
@@ -26,7 +27,6 @@ from megatron_pulse.planner.partition.find import Goal, PartitionError
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
-from megatron_pulse.planner.schedule.classic.registry import SCHEDULES, make_schedule
 from megatron_pulse.planner.schedule.compare import rivals
 from megatron_pulse.planner.schedule.files import from_csv, from_json, to_csv, to_json
 from megatron_pulse.planner.schedule.operations import Kind, Operation

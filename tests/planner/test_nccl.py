@@ -13,8 +13,8 @@ from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.layout.routes import Payload, trace_routes
 from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.validate import validate
-from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import (
     CommunicationPlan,
     Message,

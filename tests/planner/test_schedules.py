@@ -22,8 +22,8 @@ from megatron_pulse.planner.schedule.check.simulate import (
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.names import SPLIT
 from megatron_pulse.planner.schedule.classic.one_f_one_b import interleaved_1f1b, one_f_one_b
-from megatron_pulse.planner.schedule.classic.registry import SCHEDULES, make_schedule
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule
 from tests.planner.strategies import schedules
 
 # PULSE (arXiv 2606.19163), figure 9: P = M = 4, one column per slot, stage then microbatch.

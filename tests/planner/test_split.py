@@ -18,9 +18,9 @@ from megatron_pulse.planner.schedule.check.simulate import (
 )
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
-from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.classic.split import zb_h1, zb_v
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import compile_communication, messages_of
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import compile_program

@@ -24,9 +24,9 @@ from megatron_pulse.planner.observe.trace import (
     save_trace,
 )
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
-from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import compile_communication
 from tests.toys import nested, toy_backbone
 

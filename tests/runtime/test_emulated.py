@@ -13,9 +13,9 @@ from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.observe.compare import compare, stage_times
 from megatron_pulse.planner.observe.trace import Trace
 from megatron_pulse.planner.schedule.check.simulate import run
-from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.ranks import run_ranks
 from tests.solved import integer_programmed

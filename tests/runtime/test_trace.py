@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.observe.trace import Trace, load_trace, save_trace
-from megatron_pulse.planner.schedule.classic.registry import make_schedule
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.runtime.measure.clock import SharedClock, compare_clocks, share_clock
 from tests.ranks import run_ranks
 from tests.toys import TOKENS, nested, toy_backbone

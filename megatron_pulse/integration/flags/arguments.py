@@ -24,7 +24,7 @@ from megatron_pulse.flag_fields import (
 )
 from megatron_pulse.planner.layout.embedders import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
-from megatron_pulse.planner.schedule.classic.registry import SCHEDULES
+from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.devices import PRESETS
 
 PREFIX = "pulse-"

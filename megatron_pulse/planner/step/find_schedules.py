@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from megatron_pulse.planner.schedule.cache import cached
-from megatron_pulse.planner.schedule.classic.registry import pick
 from megatron_pulse.planner.schedule.problem import Certificate
+from megatron_pulse.planner.schedule.registry import pick
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.step.plan import Plan
 

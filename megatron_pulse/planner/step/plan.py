@@ -24,10 +24,10 @@ from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.schedule.check.simulate import simulate
 from megatron_pulse.planner.schedule.check.validate import validate
-from megatron_pulse.planner.schedule.classic.registry import WAVES, make_schedule, pick
 from megatron_pulse.planner.schedule.files import from_csv
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.communication import (
     CommunicationPlan,

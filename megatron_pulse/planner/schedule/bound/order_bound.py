@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
+from megatron_pulse.planner.schedule.compiled import compiled
 from megatron_pulse.planner.schedule.operations import Kind
-from megatron_pulse.planner.schedule.search.compiled import compiled
 
 WORK = 2e8
 """Operations to try in all: about two seconds. Mostly it takes a thousandth of it."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.search.compiled import compiled
+from megatron_pulse.planner.schedule.compiled import compiled
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 HOT, COLD = 0.25, 0.01

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.search.compiled import Arrays, arrays, compiled
+from megatron_pulse.planner.schedule.compiled import compiled
+from megatron_pulse.planner.schedule.search.arrays import Arrays, arrays
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 

@@ -1,12 +1,10 @@
-"""Job shops as arrays, and functions compiled by numba, for the loops that run a million times."""
+"""Job shops as arrays, for compiled functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
@@ -41,11 +39,3 @@ def arrays(shop: JobShop) -> Arrays:
             )
         )
     )
-
-
-def compiled[F: Callable[..., Any]](function: F) -> F:
-    """``function``, compiled at its first call; on disk from then on where that can be written."""
-    try:
-        return cast(F, njit(cache=True)(function))
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return cast(F, njit(function))
