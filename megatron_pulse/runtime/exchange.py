@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.planner.layout.routes import Delivery, Payload, Routes
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.step.communication import Message
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.skips import TensorStore

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.planner.step.communication import Message
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 
 

@@ -16,8 +16,8 @@ from megatron_pulse.planner.observe.compare import stage_times
 from megatron_pulse.planner.observe.trace import TimedWait, save_trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.planner.step.communication import Message
 from megatron_pulse.profile.files import load_profile, save_profile
 from tests.plans import MICRO_BATCH, small_plan, small_profile, trace_of
 

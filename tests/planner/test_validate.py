@@ -12,9 +12,9 @@ from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.schedule.check.simulate import DeadlockError, simulate
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.registry import make_schedule
-from megatron_pulse.planner.step.communication import Message
 from tests.planner.strategies import schedules, with_order
 
 many = settings(max_examples=100, derandomize=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.integration.model import unwrap
-from megatron_pulse.planner.step.communication import Message
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor, Workload

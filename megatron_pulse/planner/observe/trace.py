@@ -19,8 +19,8 @@ from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.observe.schema import SCHEMA, TRACE_FORM
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.planner.step.communication import Message
 from megatron_pulse.schema import faults_of
 
 

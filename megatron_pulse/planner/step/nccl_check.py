@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation
-from megatron_pulse.planner.step.communication import Message
 from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
 
 type Slot = tuple[int, int, int]

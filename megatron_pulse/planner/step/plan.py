@@ -29,10 +29,7 @@ from megatron_pulse.planner.schedule.operations import Kind, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.step.communication import (
-    CommunicationPlan,
-    compile_communication,
-)
+from megatron_pulse.planner.step.communication import CommunicationPlan, compile_communication
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Event, compile_program
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_pulse.planner.schedule.check.simulate import logical_times
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
-from megatron_pulse.planner.step.communication import CommunicationPlan, Message
+from megatron_pulse.planner.step.communication import CommunicationPlan
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.check.simulate import dependency, grid, play
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.step.communication import Message
 
 
 def validate(

@@ -1,0 +1,32 @@
+"""One tensor that travels from an operation to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_pulse.planner.layout.routes import Payload
+from megatron_pulse.planner.schedule.operations import Operation
+
+
+@dataclass(frozen=True, order=True)
+class Message:
+    """One tensor from ``source`` to ``destination`` (pipeline devices).
+
+    ``producer`` is the operation on the source device whose end makes it ready; ``consumer`` the
+    first operation on the destination device that needs it. ``name`` is the skip's or the
+    conditioning's name, or the index of the boundary tensor. The order of the fields is the
+    canonical order inside a round.
+    """
+
+    producer: Operation
+    consumer: Operation
+    payload: Payload
+    name: str
+    source: int
+    destination: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.payload.value} {self.name} of {self.producer} for {self.consumer}, "
+            f"device {self.source} to device {self.destination}"
+        )
