@@ -2,13 +2,13 @@
 
     @dataclass(frozen=True)
     class Options:
-        seconds: float = flag("longest search (default 10)", 10.0, metavar="S", within=POSITIVE)
+        seconds: float = flag("longest search (default 10)", 10.0, metavar="S", within=ABOVE_ZERO)
         solver: Literal["highs", "none"] = flag("who searches", "highs")
         again: bool = flag("search anew")
 
     add_flags(Options, parser, "pulse-")      # --pulse-seconds S, --pulse-solver, --pulse-again
     options = read_flags(Options, parser.parse_args(), "pulse-")
-    faults = flag_faults(options, "pulse-")   # "--pulse-seconds -1 must be positive"
+    faults = flag_faults(options, "pulse-")   # "--pulse-seconds is -1; it must be ..."
 
 A flag takes what its field's type says: a number, a text, one of a ``Literal``, KEY=VALUE any
 number of times (a Mapping), nothing (bool), ``--x`` or ``--no-x`` (bool or None), or the flags of
@@ -18,6 +18,7 @@ another such dataclass. Imports nothing slow, so that ``--help`` stays fast.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -27,15 +28,22 @@ from megatron_pulse.faults import Faults
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a flag takes; ``fault`` is said of others, after the flag and its value."""
+    """Finite numbers that a flag takes; ``must`` says which."""
 
     holds: Callable[[float], bool]
-    fault: str
+    must: str
+
+    def faults(self, flag: str, value: float | None) -> list[str]:
+        """That ``flag`` is given a number outside, if it is."""
+        if value is None or (math.isfinite(value) and self.holds(value)):
+            return []
+        return [f"{flag} is {value:g}; it must be {self.must}"]
 
 
-POSITIVE = Range(lambda value: value > 0, "must be positive")
-NOT_NEGATIVE = Range(lambda value: value >= 0, "must not be negative")
-BELOW_ONE = Range(lambda value: 0 <= value < 1, "is not in [0, 1)")
+ABOVE_ZERO = Range(lambda value: value > 0, "above 0")
+FROM_ZERO = Range(lambda value: value >= 0, "0 or more")
+FROM_ONE = Range(lambda value: value >= 1, "1 or more")
+BELOW_ONE = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -127,8 +135,8 @@ def flag_faults(options: Any, prefix: str = "") -> Iterator[str]:
             if is_dataclass(kind):
                 yield from flag_faults(value, prefix)
             continue
-        if what.within is not None and value is not None and not what.within.holds(value):
-            yield f"{_written(each, prefix)} {value:g} {what.within.fault}"
+        if what.within is not None:
+            yield from what.within.faults(_written(each, prefix), value)
         if what.check is not None and (fault := what.check(options)):
             yield f"{_written(each, prefix)} {fault}"
 

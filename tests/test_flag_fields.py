@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from megatron_pulse.flag_fields import (
+    ABOVE_ZERO,
     BELOW_ONE,
-    POSITIVE,
     add_flags,
     flag,
     flag_faults,
@@ -29,7 +29,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Outer:
-    seconds: float = flag("how long", 10.0, metavar="S", within=POSITIVE, marks=["kept"])
+    seconds: float = flag("how long", 10.0, metavar="S", within=ABOVE_ZERO, marks=["kept"])
     share: float | None = flag("how much", within=BELOW_ONE)
     solver: Literal["highs", "none"] = flag("who", "highs")
     again: bool = flag(
@@ -60,8 +60,8 @@ def test_every_kind_is_read() -> None:
 def test_every_fault_is_found() -> None:
     args = parsed(*"--x-seconds 0 --x-share nan --x-solver none --x-again".split())
     assert list(flag_faults(read_flags(Outer, args, "x-"), "x-")) == [
-        "--x-seconds 0 must be positive",
-        "--x-share nan is not in [0, 1)",
+        "--x-seconds is 0; it must be above 0",
+        "--x-share is nan; it must be at least 0 and below 1",
         "--x-again needs --x-solver highs",
     ]
     with pytest.raises(ValueError, match="--x-option a: write .* --x-option b: write it as KEY"):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_pulse.faults import all_of
+from megatron_pulse.flag_fields import Range
 
 
 class UserError(Exception):
@@ -39,10 +40,14 @@ def mending(*kinds: type[Exception]) -> Iterator[None]:
         raise UserError(str(text)) from error
 
 
-def check_file(path: Path, flag: str, suffix: str) -> list[str]:
-    """Why no file of that kind can be written at ``path``; creates nothing."""
-    if path.suffix.lower() != suffix:
-        return [f"{flag} {path}: the file name must end in {suffix}"]
+def check_file(path: Path | None, flag: str, *suffixes: str) -> list[str]:
+    """Why no file of these kinds can be written at ``path``, if given; creates nothing."""
+    if path is None:
+        return []
+    if path.suffix.lower() not in suffixes:
+        *first, last = suffixes
+        ends = f"{', '.join(first)} or {last}" if first else last
+        return [f"{flag} {path}: the file name must end in {ends}"]
     if path.is_dir():
         return [f"{flag} {path} is a folder; name a file in it"]
     return check_folder(path.parent, flag)
@@ -60,13 +65,25 @@ def check_folder(folder: Path, flag: str) -> list[str]:
     return []
 
 
-def at_least(least: int, **values: int | None) -> list[str]:
-    """A fault for each flag whose value is given and below ``least``."""
+def no_file(**paths: Path | None) -> list[str]:
+    """A fault for each flag that names a file which is not there."""
     return [
-        f"--{name.replace('_', '-')} is {value}; it must be {least} or more"
-        for name, value in values.items()
-        if value is not None and value < least
+        f"{_flag(name)} {path}: there is no such file"
+        for name, path in paths.items()
+        if path is not None and not path.is_file()
     ]
+
+
+def out_of(
+    allowed: Range, args: argparse.Namespace, *names: str, **values: float | None
+) -> list[str]:
+    """A fault for each flag of these names (or given values) that is given and not allowed."""
+    given = {name: getattr(args, name) for name in names} | values
+    return [fault for name in given for fault in allowed.faults(_flag(name), given[name])]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def add_parser(
@@ -74,11 +91,18 @@ def add_parser(
     name: str,
     summary: str,
     description: str,
+    run: Callable[[argparse.Namespace], None] | None = None,
 ) -> argparse.ArgumentParser:
-    """A command's parser; ``description`` (with its examples) is shown as it is written."""
-    return commands.add_parser(
+    """The parser of command ``name``, which ``run`` carries out.
+
+    ``description`` (with its examples) is shown as it is written.
+    """
+    parser = commands.add_parser(
         name.split()[-1],
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.\n\n{description}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if run is not None:
+        parser.set_defaults(run=run, command=name)
+    return parser

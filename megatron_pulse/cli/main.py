@@ -86,9 +86,9 @@ def make_parser() -> argparse.ArgumentParser:
         curve,
         data,
         flags,
+        weights,
     ):
         command.add_command(commands)
-    weights.add_commands(commands)
     return parser
 
 
@@ -132,8 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141  # as a shell reports SIGPIPE
     except Exception as error:
         places = [value for value in vars(args).values() if isinstance(value, Path)]
-        if (reason := why_full(error, places)) is None:
+        if (full := why_full(error, places)) is None:
             raise
-        print(f"pulse {args.command}: error: {reason}", file=sys.stderr)
+        print(f"pulse {args.command}: error: {full}", file=sys.stderr)
         return 2
     return 0

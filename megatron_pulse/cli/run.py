@@ -26,7 +26,7 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``run``."""
-    parser = add_parser(commands, "run", "start training on several ranks", _DESCRIPTION)
+    parser = add_parser(commands, "run", "start training on several ranks", _DESCRIPTION, run)
     parser.add_argument(
         "command_line",
         nargs=argparse.REMAINDER,
@@ -34,7 +34,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="torchrun's flags, a script, and the script's flags",
     )
     parser.prefix_chars = "\0"  # the flags are torchrun's
-    parser.set_defaults(run=run, command="run", print_help=parser.print_help)
+    parser.set_defaults(print_help=parser.print_help)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -42,7 +42,7 @@ def require_tested_megatron() -> None:
 
 def _names_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
-        return device.type == "cuda"
+        return bool(device.type == "cuda")
     return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
@@ -74,8 +74,8 @@ class _NullStream:
     def __enter__(self) -> _NullStream:
         return self
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None:
+        pass
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from megatron_pulse.processes import end_with_parent
 
@@ -106,7 +107,7 @@ def drop_unread_output() -> None:
         os.close(nowhere)
 
 
-def end_process(status: int) -> None:
+def end_process(status: int) -> NoReturn:
     """End now, without the exit handlers, which may wait for ranks that are gone."""
     for stream in (sys.stdout, sys.stderr):
         try:

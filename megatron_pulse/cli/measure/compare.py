@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import add_parser, check_file, mending, require, warn
+from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, overwritten
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.measure.compare_report import Compared
@@ -30,17 +31,16 @@ examples:
   pulse compare plan.json runs/trace --profile profile.json --write-profile measured.json
   pulse tune --profile measured.json --cluster cluster.yaml --global-batch-size 256 -o next.json
 """
-_ENDINGS = (".svg", ".html", ".json")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``compare``."""
-    parser = add_parser(commands, "compare", "set a run beside its plan", _DESCRIPTION)
+    parser = add_parser(commands, "compare", "set a run beside its plan", _DESCRIPTION, run)
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add("trace", type=Path, metavar="TRACE", help="trace.json of the run, or its folder")
     add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
-    add("--json", action="store_true", help="print the figures as JSON")
+    add_json(parser)
     add("--profile", type=Path, metavar="JSON", help="what the plan was made from")
     add(
         "--write-profile",
@@ -48,7 +48,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="JSON",
         help="write --profile, scaled to the measured times",
     )
-    parser.set_defaults(run=run, command="compare")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -71,12 +70,8 @@ def run(args: argparse.Namespace) -> None:
             save_profile(scaled, args.write_profile)
         wrote.append(f"profile with the measured times written to {args.write_profile}")
     if args.output is not None:
-        write_drawing(compared, args.output)
-        wrote.append(f"drawn to {args.output}")
-    if args.json:
-        print(json.dumps(as_json(compared), indent=1, allow_nan=False))
-    else:
-        print("\n".join([*report(compared), *wrote]))
+        wrote.append(write_drawing(compared, args.output))
+    answer(args, [*report(compared), *wrote], partial(as_json, compared))
 
 
 def _compared(args: argparse.Namespace) -> Compared:
@@ -101,20 +96,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
             faults.append(f"{what} {path}: there is no such file")
     if (args.profile is None) != (args.write_profile is None):
         faults.append("--profile and --write-profile come together")
-    if args.write_profile is not None:
-        faults += check_file(args.write_profile, "--write-profile", ".json")
-    if args.output is not None:
-        ending = args.output.suffix.lower()
-        if ending not in _ENDINGS:
-            faults.append(f"-o {args.output}: the file name must end in .svg, .html or .json")
-        else:
-            faults += check_file(args.output, "-o", ending)
-    given = [path for path in (args.plan, args.trace, args.profile) if path is not None]
+    faults += check_file(args.write_profile, "--write-profile", ".json")
+    faults += check_file(args.output, "-o", *DRAWINGS) + json_faults(args)
     for flag, path in (("-o", args.output), ("--write-profile", args.write_profile)):
-        if path is not None and path.exists():
-            faults += [
-                f"{flag} {path} would replace what is read"
-                for other in given
-                if other.exists() and path.samefile(other)
-            ]
+        faults += overwritten(flag, path, args.plan, args.trace, args.profile)
     return faults

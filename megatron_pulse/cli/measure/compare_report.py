@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megatron_pulse.cli import page
-from megatron_pulse.cli.plan.plan_text import heading, table
-from megatron_pulse.files import replacing
+from megatron_pulse.cli.output import draw, table
 from megatron_pulse.planner.draw.lanes import sent, waited
 from megatron_pulse.planner.draw.looks import NAMES
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
@@ -77,16 +75,17 @@ def report(compared: Compared) -> list[str]:
     return [
         *_heading(compared),
         "",
-        *table([("", "predicted", "measured", "off by", ""), *_totals(compared)]),
+        *table([_TOTALS_COLUMNS, *_totals(compared)]),
         "",
-        *table([(*_ROW_COLUMNS, ""), *(tuple([*row, ""]) for row in _rows(compared))]),
+        *table([_ROW_COLUMNS, *_rows(compared)]),
         "",
-        *table([(*_DEVICE_COLUMNS, ""), *(tuple([*row, ""]) for row in _devices(compared))]),
+        *table([_DEVICE_COLUMNS, *_devices(compared)]),
         "",
         *words(compared),
     ]
 
 
+_TOTALS_COLUMNS = ("", "predicted", "measured", "off by")
 _ROW_COLUMNS = ("operation", "stage", "times", "predicted", "measured", "off by", "in a step")
 _DEVICE_COLUMNS = ("device", "computes", "measured", "off by", "waits (measured)")
 
@@ -96,7 +95,7 @@ def _heading(compared: Compared) -> list[str]:
     steps = ", ".join(str(step.step) for step in trace.steps)
     machine = ", ".join(f"{name} {value}" for name, value in trace.machine.items())
     return [
-        heading(compared.plan),
+        compared.plan.heading,
         f"measured in step(s) {steps} of one pipeline, on {machine}; medians; clocks of devices "
         f"compared to {1e6 * trace.clock_accuracy_s:.3g} us ({trace.clock})",
     ]
@@ -110,7 +109,7 @@ def _totals(compared: Compared) -> list[tuple[str, ...]]:
         ("sent", compared.predicted_bytes, compared.measured_bytes, 1e-6, "MB"),
     ]
     return [
-        (name, f"{a * scale:.4g} {unit}", f"{b * scale:.4g} {unit}", _off(a, b, unit == "%"), "")
+        (name, f"{a * scale:.4g} {unit}", f"{b * scale:.4g} {unit}", _off(a, b, unit == "%"))
         for name, a, b, scale, unit in rows
     ]
 
@@ -189,7 +188,7 @@ def _amount(seconds: float) -> str:
     return f"{1e3 * abs(seconds):.3g} ms {'longer' if seconds >= 0 else 'less'}"
 
 
-def write_drawing(compared: Compared, path: Path) -> None:
+def write_drawing(compared: Compared, path: Path) -> str:
     """Both timelines as a picture, a page or events, by the ending of ``path``."""
     plan, step = compared.plan, typical_step(compared.trace)
     problem = plan.problem()
@@ -197,23 +196,20 @@ def write_drawing(compared: Compared, path: Path) -> None:
         Panel("predicted", compared.replayed.timeline, sent(compared.replayed.transfers)),
         Panel(f"measured, step {step.step}", timeline_of(plan.schedule, step), waited(step.waits)),
     ]
-    if path.suffix.lower() == ".json":
-        text = json.dumps(trace_events(problem, panels, 1e6, in_bytes=True))
-    else:
-        title = f"{heading(plan)}, M = {plan.num_microbatches}"
-        text = draw_schedule(problem, panels, title, unit="ms", scale=1e3, in_bytes=True)
-        if path.suffix.lower() == ".html":
-            text = _page(compared, text)
-    with replacing(path) as beside:
-        beside.write_text(text, encoding="utf-8")
+    title = f"{plan.heading}, M = {plan.num_microbatches}"
+    return draw(
+        path,
+        lambda: draw_schedule(problem, panels, title, unit="ms", scale=1e3, in_bytes=True),
+        partial(_page, compared),
+        lambda: trace_events(problem, panels, 1e6, in_bytes=True),
+    )
 
 
 def _page(compared: Compared, picture: str) -> str:
-    totals = [row[:-1] for row in _totals(compared)]
     return page.page(
-        f"Predicted and measured: {heading(compared.plan)}",
+        f"Predicted and measured: {compared.plan.heading}",
         page.lines(_heading(compared)[1:]),
-        page.table(("", "predicted", "measured", "off by"), totals, left=(0,)),
+        page.table(_TOTALS_COLUMNS, _totals(compared), left=(0,)),
         "<h2>Where they differ most</h2>" + page.lines(words(compared)),
         "<h2>One step of a pipeline</h2>" + page.picture(picture),
         "<h2>Operations</h2>" + page.table(_ROW_COLUMNS, _rows(compared), left=(0,)),

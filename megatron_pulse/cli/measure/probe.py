@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import subprocess
@@ -14,7 +13,16 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import UserError, add_parser, check_file, mending, require
+from megatron_pulse.cli.errors import (
+    UserError,
+    add_parser,
+    check_file,
+    mending,
+    out_of,
+    require,
+)
+from megatron_pulse.cli.output import add_json, answer, json_faults
+from megatron_pulse.flag_fields import ABOVE_ZERO
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +47,7 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``probe``."""
-    parser = add_parser(commands, "probe", "measure the links of a cluster", _DESCRIPTION)
+    parser = add_parser(commands, "probe", "measure the links of a cluster", _DESCRIPTION, run)
     add = parser.add_argument
     add("-o", "--output", type=Path, metavar="YAML", help="the cluster file to write")
     add("--name", default="probed", help="of the cluster (default: probed)")
@@ -58,14 +66,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="S",
         help="the longest that one rank waits for another (default 60)",
     )
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="also write every measured time as JSON; without FILE, or as '-', print it",
-    )
-    parser.set_defaults(run=run, command="probe")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -161,23 +162,15 @@ def _joined(ranks: Mapping[str, str], backend: str, timeout_s: float) -> Iterato
 
 
 def _write(args: argparse.Namespace, probed: Probed, device: torch.device) -> None:
-    from megatron_pulse.files import replacing
     from megatron_pulse.planner.cluster.cluster import save_cluster, to_yaml
 
     comment = _comment(probed, device)
     if args.output is not None:
         save_cluster(probed.cluster, args.output, comment)
-    text = json.dumps(asdict(probed), indent=1, allow_nan=False) + "\n"
-    if args.json not in (None, "-"):
-        with replacing(args.json) as beside:
-            beside.write_text(text)
-    if args.json == "-":
-        print(text, end="")
-    else:
-        print(to_yaml(probed.cluster, comment), end="")
-        for path in (args.output, args.json):
-            if path is not None:
-                print(f"written to {path}")
+    lines = to_yaml(probed.cluster, comment).splitlines()
+    if args.output is not None:
+        lines.append(f"written to {args.output}")
+    answer(args, lines, lambda: asdict(probed))
 
 
 def _comment(probed: Probed, device: torch.device) -> str:
@@ -219,16 +212,12 @@ def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
         faults.append("a link has two ends: start 2 ranks or more")
     if args.output is None and args.json is None:
         faults.append("give -o cluster.yaml, or --json to print what was measured")
-    if args.output is not None:
-        faults += check_file(args.output, "-o", ".yaml")
-    if args.json not in (None, "-"):
-        faults += check_file(Path(args.json), "--json", ".json")
+    faults += check_file(args.output, "-o", ".yaml") + json_faults(args)
     if not args.name:
         faults.append("--name is empty")
     if not (math.isfinite(args.max_mb) and args.max_mb >= 1):
         faults.append(f"--max-mb is {args.max_mb:g}; it must be 1 or more")
-    if not (math.isfinite(args.timeout_s) and args.timeout_s > 0):
-        faults.append(f"--timeout-s is {args.timeout_s:g}; it must be above 0")
+    faults += out_of(ABOVE_ZERO, args, "timeout_s")
     if args.device is not None and args.device not in PRESETS and not Path(args.device).is_file():
         faults.append(
             f"--device {args.device} is no file of 'pulse profile' and no preset; there are: "

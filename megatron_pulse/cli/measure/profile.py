@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending, require, warn
+from megatron_pulse.cli.backbone_options import add_option_flag, backbone_faults, options_of
+from megatron_pulse.cli.errors import (
+    add_parser,
+    check_file,
+    mending,
+    no_file,
+    out_of,
+    require,
+    warn,
+)
 from megatron_pulse.cli.megatron import prepare_megatron
-from megatron_pulse.cli.models.backbone_options import add_option_flag, backbone_faults, options_of
+from megatron_pulse.cli.output import table
 from megatron_pulse.faults import unknown
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE
 
 if TYPE_CHECKING:
     from megatron_pulse.profile.devices import Roofline
@@ -37,14 +46,15 @@ examples:
   pulse profile --from-table sdxl_1024_fine.json --preset V100-32GB -o profile.json
 """
 _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``profile``."""
-    from megatron_pulse.profile.devices import PRESETS
+    from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS
 
-    parser = add_parser(commands, "profile", "find what each layer costs on a device", _DESCRIPTION)
+    parser = add_parser(
+        commands, "profile", "find what each layer costs on a device", _DESCRIPTION, run
+    )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--backbone", metavar="NAME", help="one of 'pulse backbones'")
@@ -73,7 +83,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--dtype",
-        choices=_DTYPES,
+        choices=list(ELEMENT_BYTES),
         help="of parameters and activations (default: bfloat16 on GPUs that have it, float16 on "
         "others, float32 on a CPU)",
     )
@@ -102,14 +112,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add("--top", type=int, default=12, metavar="N", help="layers to list (default 12)")
     add("-o", "--output", type=Path, required=True, metavar="JSON", help="the profile to write")
-    parser.set_defaults(run=run, command="profile")
 
 
 def run(args: argparse.Namespace) -> None:
     """Find the costs, write them, list the largest."""
     sizes, faults = _sizes(args.micro_batch_size)
     faults += check_file(args.output, "--output", ".json")
-    faults += at_least(1, top=args.top, threads=args.threads)
+    faults += out_of(FROM_ONE, args, "top", "threads")
     faults += [*_what_faults(args), *_device_faults(args)]
     require(faults)
     from megatron_pulse.profile.cautions import spread_caution
@@ -135,29 +144,34 @@ def report(profile: Profile, size: int, top: int) -> list[str]:
     times = profile.times_at(size)
     totals = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
     order = sorted(range(len(totals)), key=lambda i: -totals[i])[:top]
-    width = max(len("layer"), *(len(costs.names[i]) for i in order))
     measured = profile.source is Source.MEASURED
+    spread = ["spread"] * measured
+    titles = ["layer", "share", "forward", "input grad", "weight grad", *spread]
+    rows = [[*titles, "saved", "peak", "parameters"]]
+    whole = sum(totals) or 1.0
+    for i in order:
+        layer = times[i]
+        rows.append(
+            [
+                costs.names[i],
+                f"{totals[i] / whole:.1%}",
+                f"{1e3 * layer.forward_s:.3f}",
+                f"{1e3 * layer.input_grad_s:.3f}",
+                f"{1e3 * layer.weight_grad_s:.3f}",
+                *[f"{layer.spread:.0%}"] * measured,
+                f"{costs.saved_bytes[i] / 1e6:.1f}",
+                f"{layer.peak_bytes / 1e6:.1f}",
+                f"{costs.parameters[i]:,d}",
+            ]
+        )
     lines = [
         f"{name}: {profile.source} on {profile.device}, {profile.dtype}{versions}",
         profile.method,
         f"profiled at microbatch size {sizes}; at {size}, in ms and MB"
         + (", backward with recomputation:" if profile.recompute else ":"),
         "",
-        f"{'layer':{width}s}{'share':>8s}{'forward':>10s}{'input grad':>12s}{'weight grad':>13s}"
-        + f"{'spread':>9s}" * measured
-        + f"{'saved':>10s}{'peak':>10s}{'parameters':>13s}",
+        *table(rows, left=(0,)),
     ]
-    whole = sum(totals) or 1.0
-    for i in order:
-        layer = times[i]
-        lines.append(
-            f"{costs.names[i]:{width}s}{totals[i] / whole:>8.1%}{1e3 * layer.forward_s:>10.3f}"
-            f"{1e3 * layer.input_grad_s:>12.3f}{1e3 * layer.weight_grad_s:>13.3f}"
-            + f"{layer.spread:>9.0%}"
-            * measured
-            + f"{costs.saved_bytes[i] / 1e6:>10.1f}{layer.peak_bytes / 1e6:>10.1f}"
-            f"{costs.parameters[i]:>13,d}"
-        )
     if len(order) < len(totals):
         lines.append(f"... and {len(totals) - len(order)} layers more")
     forward, backward = sum(costs.forward_s), sum(costs.backward_s)
@@ -182,9 +196,7 @@ def _what_faults(args: argparse.Namespace) -> list[str]:
     """Why there is no such backbone or table."""
     if args.from_table:
         faults = ["--option is for --backbone"] if args.option else []
-        if not args.from_table.is_file():
-            faults.append(f"--from-table {args.from_table}: there is no such file")
-        return faults
+        return faults + no_file(from_table=args.from_table)
     return backbone_faults(args)
 
 
@@ -206,10 +218,7 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
         faults.append(f"give either --preset or {flags}")
     if 0 < len(given) < len(_FIGURES):
         faults.append(f"a device in figures needs all of {flags}")
-    for name in (*_FIGURES, "efficiency", "seconds_per_layer"):
-        value = getattr(args, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            faults.append(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+    faults += out_of(ABOVE_ZERO, args, *_FIGURES, "efficiency", "seconds_per_layer")
     if args.efficiency is not None and args.efficiency > 1:
         faults.append(f"--efficiency is {args.efficiency}; it is a part of the peak, at most 1")
     if args.from_table and args.device not in (None, "analytic"):

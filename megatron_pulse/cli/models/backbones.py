@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
 
 from megatron_pulse.cli.errors import add_parser, mending, require
 from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.output import add_json, answer, table
 
 _DESCRIPTION = """\
 The largest P is the most pipeline devices over which a backbone folds with both ends of
@@ -36,10 +36,9 @@ class BackboneRow:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``backbones``."""
-    parser = add_parser(commands, "backbones", "list the named backbones", _DESCRIPTION)
+    parser = add_parser(commands, "backbones", "list the named backbones", _DESCRIPTION, run)
     parser.add_argument("names", metavar="NAME", nargs="*", help="only these (default: all)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run, command="backbones")
+    add_json(parser, to_file=False)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,20 +54,24 @@ def run(args: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     rows = [_row(name) for name in tqdm(names, desc="counting", delay=2, leave=False, disable=None)]
-    if args.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-        return
-    width = max(len(row.name) for row in rows) + 1
-    print(
-        f"{'backbone':{width}s}{'parameters':>12s}{'layers':>8s}{'skips':>7s}{'largest P':>11s}"
-        "  input, and what comes with it"
-    )
-    for row in rows:
-        shape = "x".join(map(str, row.input_shape))
-        print(
-            f"{row.name:{width}s}{row.num_parameters / 1e6:>10.1f} M{row.num_layers:>8d}"
-            f"{row.num_skips:>7d}{row.largest_fold:>11d}  {shape}, {', '.join(row.reads)}"
+    cells = [
+        (
+            row.name,
+            f"{row.num_parameters / 1e6:.1f} M",
+            str(row.num_layers),
+            str(row.num_skips),
+            str(row.largest_fold),
+            f"{'x'.join(map(str, row.input_shape))}, {', '.join(row.reads)}",
         )
+        for row in rows
+    ]
+    answer(args, table([_TITLES, *cells], left=(0, -1)), lambda: [asdict(row) for row in rows])
+
+
+_TITLES = (
+    *("backbone", "parameters", "layers", "skips", "largest P"),
+    "input, and what comes with it",
+)
 
 
 def _row(name: str) -> BackboneRow:

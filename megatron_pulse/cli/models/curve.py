@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from megatron_pulse.cli.errors import add_parser, check_file, mending, require
+from megatron_pulse.cli.output import add_json, answer, json_faults
 
 _DESCRIPTION = """\
 Reads the TensorBoard files that training wrote under --tensorboard-dir. The values lie beside
@@ -20,7 +20,7 @@ example:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``curve``."""
     parser = add_parser(
-        commands, "curve", "draw the training and validation loss of a run", _DESCRIPTION
+        commands, "curve", "draw the training and validation loss of a run", _DESCRIPTION, run
     )
     parser.add_argument(
         "--tensorboard-dir",
@@ -33,13 +33,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write"
     )
     parser.add_argument("--title", default="Loss", help="heading of the picture (default: Loss)")
-    parser.add_argument("--json", action="store_true", help="print the values as JSON")
-    parser.set_defaults(run=run, command="curve")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Draw the picture and say what is on it."""
-    faults = check_file(args.output, "--output", ".png")
+    faults = check_file(args.output, "--output", ".png") + json_faults(args)
     if not args.tensorboard_dir.is_dir():
         faults.append(f"--tensorboard-dir {args.tensorboard_dir} is not a folder")
     require(faults)
@@ -47,10 +46,9 @@ def run(args: argparse.Namespace) -> None:
 
     with mending(OSError, KeyError):
         values = draw_loss_curve(args.tensorboard_dir, args.output, title=args.title)
-    if args.json:
-        print(json.dumps(values))
-        return
+    lines = []
     for name, curve in values.items():
         first, last = curve["values"][0], curve["values"][-1]
-        print(f"{name} loss: {first:.4f} -> {last:.4f} at iteration {curve['steps'][-1]}")
-    print(f"{args.output} and {args.output.with_suffix('.json')}")
+        lines.append(f"{name} loss: {first:.4f} -> {last:.4f} at iteration {curve['steps'][-1]}")
+    lines.append(f"{args.output} and {args.output.with_suffix('.json')}")
+    answer(args, lines, lambda: values)

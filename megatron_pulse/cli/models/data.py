@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import add_parser, at_least, mending, require
+from megatron_pulse.cli.errors import (
+    add_parser,
+    mending,
+    out_of,
+    require,
+)
 from megatron_pulse.cli.models.emoji import add_emoji
 from megatron_pulse.cli.models.latents import add_write_latents
+from megatron_pulse.cli.output import add_json, answer, columns
+from megatron_pulse.flag_fields import FROM_ONE
 
 if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset
@@ -45,7 +51,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         commands, "data", "look at datasets, write latents, make emoji", _DESCRIPTION
     )
     parts = parser.add_subparsers(metavar="COMMAND", required=True)
-    info = add_parser(parts, "data info", "say what a dataset holds", _INFO)
+    info = add_parser(parts, "data info", "say what a dataset holds", _INFO, run_info)
     info.add_argument("spec", metavar="SPEC", help="a dataset, as above")
     info.add_argument("--image-size", type=int, metavar="N", help="resize images to NxN")
     info.add_argument("--channels", type=int, choices=[1, 3], default=3, help="of a folder (3)")
@@ -54,15 +60,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="store_true",
         help="read every image file, or compare every latent file with its SHA-256",
     )
-    info.add_argument("--json", action="store_true", help="print JSON instead of text")
-    info.set_defaults(run=run_info, command="data info")
+    add_json(info, to_file=False)
     add_write_latents(parts, _SPECS)
     add_emoji(parts)
 
 
 def run_info(args: argparse.Namespace) -> None:
     """Open the dataset as training does and print what it holds."""
-    require(at_least(1, image_size=args.image_size))
+    require(out_of(FROM_ONE, args, "image_size"))
     from megatron_pulse.data.build import open_dataset
     from megatron_pulse.data.dataset import DataError
 
@@ -82,26 +87,24 @@ def run_info(args: argparse.Namespace) -> None:
         "samples_per_class": {str(label): counts[label] for label in sorted(counts)},
         "verified": args.verify,
     }
-    if args.json:
-        print(json.dumps(report, indent=1))
-        return
     empty = train.num_classes - len(counts)
-    print(f"dataset      {args.spec}")
-    print(f"samples      {len(train)} for training, {len(validation)} for validation")
-    print(f"shape        {'x'.join(map(str, train.image_shape))} (channels x height x width)")
-    print(
-        f"classes      {train.num_classes}, with {min(counts.values())} to "
-        f"{max(counts.values())} samples each" + (f"; {empty} have none" if empty else "")
-    )
-    for name, spec in report["fields"].items():
-        print(f"field        {name}: {spec}")
+    pairs = [
+        ("dataset", args.spec),
+        ("samples", f"{len(train)} for training, {len(validation)} for validation"),
+        ("shape", f"{'x'.join(map(str, train.image_shape))} (channels x height x width)"),
+        (
+            "classes",
+            f"{train.num_classes}, with {min(counts.values())} to {max(counts.values())} samples "
+            "each" + (f"; {empty} have none" if empty else ""),
+        ),
+        *(("field", f"{name}: {spec}") for name, spec in report["fields"].items()),
+    ]
     if "longest_caption" in report:
-        print(
-            f"captions     such as {report['example_caption']!r}; the longest has "
-            f"{report['longest_caption']} words"
-        )
+        example, longest = report["example_caption"], report["longest_caption"]
+        pairs.append(("captions", f"such as {example!r}; the longest has {longest} words"))
     if args.verify and Path(args.spec.partition(":")[2]).is_dir():
-        print("verified     every file can be read")
+        pairs.append(("verified", "every file can be read"))
+    answer(args, columns(pairs, 13, 0), lambda: report)
 
 
 def _captions(train: DiffusionDataset) -> dict[str, Any]:

@@ -6,7 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_pulse.cli.errors import add_parser, at_least, check_folder, mending, require
+from megatron_pulse.cli.errors import (
+    add_parser,
+    check_folder,
+    mending,
+    out_of,
+    require,
+)
+from megatron_pulse.flag_fields import FROM_ONE
 
 _DESCRIPTION = """\
 Renders every emoji of a colour font that has a Unicode name as a PNG file over white, with that
@@ -23,18 +30,19 @@ examples:
 
 def add_emoji(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``emoji``."""
-    parser = add_parser(commands, "data emoji", "render a font's emoji with captions", _DESCRIPTION)
+    parser = add_parser(
+        commands, "data emoji", "render a font's emoji with captions", _DESCRIPTION, run
+    )
     add = parser.add_argument
     add("--to", type=Path, required=True, metavar="FOLDER", help="a new or empty folder")
     add("--size", type=int, default=32, metavar="N", help="pixels of a side (default 32)")
     add("--limit", type=int, metavar="N", help="only the first N, by code point")
     add("--font", type=Path, metavar="FILE", help="another font with bitmaps of 109 pixels")
-    parser.set_defaults(run=run, command="data emoji")
 
 
 def run(args: argparse.Namespace) -> None:
     """Render them all."""
-    faults = at_least(1, size=args.size, limit=args.limit)
+    faults = out_of(FROM_ONE, args, "size", "limit")
     require(faults + check_folder(args.to.parent, "--to"))
     from megatron_pulse.data.dataset import DataError
     from megatron_pulse.data.images.emoji import FONT, render_emoji

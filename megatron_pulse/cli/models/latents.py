@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from megatron_pulse.cli.errors import (
     UserError,
     add_parser,
-    at_least,
     check_folder,
     mending,
+    out_of,
     require,
 )
+from megatron_pulse.flag_fields import FROM_ONE
 
 if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset
@@ -51,6 +52,7 @@ def add_write_latents(
         "data write-latents",
         "write a dataset as memory-mapped latents",
         _DESCRIPTION.format(specs=specs),
+        run,
     )
     add = parser.add_argument
     add("--from", dest="source", required=True, metavar="SPEC", help="the dataset to encode")
@@ -63,7 +65,6 @@ def add_write_latents(
     add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
     add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
     add("--verify", action="store_true", help="read every image once before beginning")
-    parser.set_defaults(run=run, command="data write-latents")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -143,9 +144,7 @@ def _write(
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = check_folder(args.output, "--output")
-    faults += at_least(
-        1, image_size=args.image_size, batch_size=args.batch_size, shard_size=args.shard_size
-    )
+    faults += out_of(FROM_ONE, args, "image_size", "batch_size", "shard_size")
     if args.source.startswith("latents:"):
         faults.append(f"--from {args.source}: these are latents already")
     captions = args.source.startswith("captions:")

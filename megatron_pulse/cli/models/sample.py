@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import UserError, add_parser, at_least, check_file, mending, require
+from megatron_pulse.cli.backbone_options import add_option_flag, option_faults, options_of
+from megatron_pulse.cli.errors import (
+    UserError,
+    add_parser,
+    check_file,
+    mending,
+    out_of,
+    require,
+)
 from megatron_pulse.cli.megatron import prepare_megatron
-from megatron_pulse.cli.models.backbone_options import add_option_flag, option_faults, options_of
+from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.diffusion.choice import OF_TRAINING, ProcessChoice
-from megatron_pulse.flag_fields import add_flags, read_flags
+from megatron_pulse.flag_fields import (
+    FROM_ONE,
+    FROM_ZERO,
+    add_flags,
+    read_flags,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +57,7 @@ _MOST_CLASS = 1_000_000
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``sample``."""
-    parser = add_parser(commands, "sample", "draw samples from a checkpoint", _DESCRIPTION)
+    parser = add_parser(commands, "sample", "draw samples from a checkpoint", _DESCRIPTION, run)
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
     add("-o", "--output", type=Path, required=True, metavar="PNG", help="the picture to write")
@@ -82,12 +94,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=["mnist", "digits8"],
         help="share of images that a classifier of these real digits takes for the digit asked",
     )
-    add("--json", type=Path, metavar="FILE", help="also write settings and score there")
+    add_json(parser)
     process = parser.add_argument_group(
         "diffusion process", "Another process than that of the checkpoint, to see what it does."
     )
     add_flags(ProcessChoice, process, without=OF_TRAINING, unsaid="default: as the checkpoint")
-    parser.set_defaults(run=run, command="sample")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -128,7 +139,7 @@ def run(args: argparse.Namespace) -> None:
             progress=sys.stderr.isatty(),
         )
     images = decode(images)
-    report: dict[str, Any] = {
+    record: dict[str, Any] = {
         "checkpoint": str(model.folder),
         "backbone": model.backbone.name,
         "options": options_of(args),
@@ -142,26 +153,23 @@ def run(args: argparse.Namespace) -> None:
     score = None
     if args.score:
         score = digit_score(images, torch.tensor(asked), args.score)
-        report["score"] = score.to_dict()
+        record["score"] = score.to_dict()
     scale = math.ceil(MIN_SIDE / images.shape[-1])
     with mending(OSError):
         save_grid(images, args.output, args.per_class, _captions(args, rows), scale)
-        if args.json:
-            _write_json(args.json, report)
-    if score is not None:
-        print(score)
-    print(f"{len(asked)} samples of {model.folder} ({model.process.describe()}): {args.output}")
+    lines = [] if score is None else [str(score)]
+    lines.append(
+        f"{len(asked)} samples of {model.folder} ({model.process.describe()}): {args.output}"
+    )
+    answer(args, lines, lambda: record)
 
 
 def _check(args: argparse.Namespace) -> list[str]:
     faults = check_file(args.output, "--output", ".png")
-    if args.json:
-        faults += check_file(args.json, "--json", ".json")
+    faults += json_faults(args)
     faults += option_faults(args)
-    faults += at_least(1, per_class=args.per_class, steps=args.steps, from_data=args.from_data)
-    faults += at_least(0, seed=args.seed, iteration=args.iteration)
-    if not (math.isfinite(args.guidance) and args.guidance >= 0):
-        faults.append(f"--guidance is {args.guidance}; it must be 0 or more")
+    faults += out_of(FROM_ONE, args, "per_class", "steps", "from_data")
+    faults += out_of(FROM_ZERO, args, "seed", "iteration", "guidance")
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
     if args.classes is not None:
@@ -264,10 +272,3 @@ def _decoder(vae: Path | None, model: TrainedModel) -> Any:
         return torch.cat([autoencoder.decode(part) for part in latents.split(8)])
 
     return decode
-
-
-def _write_json(path: Path, report: dict[str, Any]) -> None:
-    from megatron_pulse.files import replacing
-
-    with replacing(path) as beside:
-        beside.write_text(json.dumps(report, indent=1) + "\n")

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import UserError, add_parser, check_folder, mending, require
-from megatron_pulse.cli.megatron import prepare_megatron
-from megatron_pulse.cli.models.backbone_options import (
+from megatron_pulse.cli.backbone_options import (
     add_option_flag,
     backbone_faults,
     option_faults,
     options_of,
 )
+from megatron_pulse.cli.errors import UserError, add_parser, check_folder, mending, require
+from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.flag_fields import add_flags, read_flags
 
@@ -62,9 +62,11 @@ _FILES = (".pth", ".pt", ".safetensors")
 """Endings of a file that holds a whole model."""
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``import`` and ``export``."""
-    parser = add_parser(commands, "import", "make a checkpoint of published weights", _IMPORT)
+    parser = add_parser(
+        commands, "import", "make a checkpoint of published weights", _IMPORT, run_import
+    )
     add = parser.add_argument
     add("--from", dest="source", type=Path, required=True, metavar="PATH", help="what to read")
     add("--to", type=Path, required=True, metavar="DIR", help="for --pretrained-checkpoint; new")
@@ -79,9 +81,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="of a UNet with classes: add one, of zeros, for classifier-free guidance to learn",
     )
-    parser.set_defaults(run=run_import, command="import")
 
-    parser = add_parser(commands, "export", "write weights as they are published", _EXPORT)
+    parser = add_parser(
+        commands, "export", "write weights as they are published", _EXPORT, run_export
+    )
     add = parser.add_argument
     add("--load", type=Path, required=True, metavar="DIR", help="what training had as --save")
     add("--to", type=Path, required=True, metavar="PATH", help="the folder or file to write; new")
@@ -93,7 +96,6 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default="float32",
         help="of the written weights (default float32)",
     )
-    parser.set_defaults(run=run_export, command="export")
 
 
 def run_import(args: argparse.Namespace) -> None:

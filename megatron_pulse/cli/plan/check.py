@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import add_parser, mending, require, warn
+from megatron_pulse.cli.output import add_json, answer, columns
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -34,10 +34,9 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``check``."""
-    parser = add_parser(commands, "check", "say whether a plan can run", _DESCRIPTION)
+    parser = add_parser(commands, "check", "say whether a plan can run", _DESCRIPTION, run)
     parser.add_argument("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=run, command="check")
+    add_json(parser, to_file=False)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -55,15 +54,18 @@ def run(args: argparse.Namespace) -> None:
             fine = {"form": "as it should be", "schedule": _schedule(plan)}
         more, found = _against_the_world(plan, legal=not faults)
         faults, fine = faults + more, {**fine, **found}
-    if args.json:
-        record = {"plan": str(args.plan), "can_run": not faults, "faults": faults, "checked": fine}
-        print(json.dumps(record, indent=1))
-    elif plan is not None and not faults:
-        from megatron_pulse.cli.plan.plan_text import heading
-
-        print(f"{args.plan}: {heading(plan)}\n")
-        print("\n".join(f"  {what:10s}{text}" for what, text in fine.items()))
-        print(f"\nit can run: --pulse-plan {args.plan}")
+    lines = []
+    if plan is not None and not faults:
+        lines = [
+            f"{args.plan}: {plan.heading}",
+            "",
+            *columns(list(fine.items())),
+            "",
+            f"it can run: --pulse-plan {args.plan}",
+        ]
+    record = {"plan": str(args.plan), "can_run": not faults, "faults": faults, "checked": fine}
+    if lines or args.json:
+        answer(args, lines, lambda: record)
     require([f"{args.plan}: {fault}" for fault in faults])
 
 
@@ -81,7 +83,8 @@ def _against_the_world(plan: PlanFile, legal: bool) -> tuple[list[str], dict[str
     from model_specs import load_backbone
 
     name, options = plan.backbone["name"], plan.backbone["options"]
-    faults, fine = [], {}
+    faults: list[str] = []
+    fine: dict[str, str] = {}
     try:
         backbone = load_backbone(name, options)
     except (ValueError, TypeError) as error:

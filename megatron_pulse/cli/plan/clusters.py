@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
+from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import add_parser, mending
+from megatron_pulse.cli.output import add_json, answer, table
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.cluster.cluster import Cluster
 
 _DESCRIPTION = """\
 Lists the clusters that plans can be made for by name, or prints one as YAML. Keep what it prints,
@@ -22,10 +26,9 @@ examples:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``clusters``."""
-    parser = add_parser(commands, "clusters", "list clusters, or print one", _DESCRIPTION)
+    parser = add_parser(commands, "clusters", "list clusters, or print one", _DESCRIPTION, run)
     parser.add_argument("name", metavar="NAME", nargs="?", help="a preset or a cluster file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run, command="clusters")
+    add_json(parser, to_file=False)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -41,21 +44,20 @@ def run(args: argparse.Namespace) -> None:
     with mending(ClusterError):
         if args.name is not None:
             one = cluster(args.name)
-            if args.json:
-                print(json.dumps(to_record(one), indent=1))
-            elif args.name in cluster_presets():
-                print(cluster_presets()[args.name].read_text(encoding="utf-8"), end="")
-            else:
-                print(to_yaml(one), end="")
+            preset = cluster_presets().get(args.name)
+            text = to_yaml(one) if preset is None else preset.read_text(encoding="utf-8")
+            answer(args, text.splitlines(), lambda: to_record(one))
             return
         known = [cluster(name) for name in cluster_presets()]
-    if args.json:
-        print(json.dumps([to_record(one) for one in known], indent=1))
-        return
-    heading = f"{'cluster':12s}{'nodes':>6s}{'devices':>9s}  {'device':22s}"
-    print(f"{heading}inside, between nodes (GB/s)")
-    for one in known:
-        device = one.device if isinstance(one.device, str) else f"{one.device.tflops:g} TFLOP/s"
-        links = [link for link in (one.intra_node, one.inter_node) if link is not None]
-        shown = ", ".join(f"{link.kind} {link.bandwidth_gbs:g}" for link in links)
-        print(f"{one.name:12s}{one.nodes:>6d}{one.num_devices:>9d}  {device:22s}{shown}")
+    rows = [_TITLES, *map(_row, known)]
+    answer(args, table(rows, left=(0, 3, 4)), lambda: [to_record(one) for one in known])
+
+
+_TITLES = ("cluster", "nodes", "devices", "device", "inside, between nodes (GB/s)")
+
+
+def _row(one: Cluster) -> tuple[str, ...]:
+    device = one.device if isinstance(one.device, str) else f"{one.device.tflops:g} TFLOP/s"
+    links = [link for link in (one.intra_node, one.inter_node) if link is not None]
+    shown = ", ".join(f"{link.kind} {link.bandwidth_gbs:g}" for link in links)
+    return (one.name, str(one.nodes), str(one.num_devices), device, shown)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, at_least, check_file, mending, require, warn
+from megatron_pulse.cli.errors import (
+    add_parser,
+    check_file,
+    mending,
+    no_file,
+    out_of,
+    require,
+    warn,
+)
+from megatron_pulse.cli.output import add_json, answer, json_faults, write
 from megatron_pulse.faults import unknown
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, FROM_ZERO
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import Placement
@@ -46,7 +56,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
     lines = (f"  {mode:13s} {layout.help}" for mode, layout in modes().items())
     description = _DESCRIPTION.format(modes="\n".join(lines))
-    parser = add_parser(commands, "partition", "cut a backbone into stages", description)
+    parser = add_parser(commands, "partition", "cut a backbone into stages", description, run)
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
@@ -125,22 +135,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="recompute activations, also if the profile does not say so",
     )
     add("--compare", action="store_true", help="compare the layouts of stages and skips")
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the result as JSON; without FILE, or as '-', print it instead of the tables",
-    )
+    add_json(parser)
     add("--draw", type=Path, metavar="SVG", help="draw the partition")
-    parser.set_defaults(run=run, command="partition")
 
 
 def run(args: argparse.Namespace) -> None:
     """Search, then print, write and draw."""
     require(_faults(args))
-    from megatron_pulse.cli.plan.partition_report import Result, as_json, report
-    from megatron_pulse.files import replacing
+    from megatron_pulse.cli.plan.partition_report import PartitionReport, as_json, report
     from megatron_pulse.planner.cluster.link import Link
     from megatron_pulse.planner.draw.partition import draw_partition
     from megatron_pulse.planner.layout.layouts import best_known, modes
@@ -171,7 +173,7 @@ def run(args: argparse.Namespace) -> None:
         begin = time.perf_counter()
         found = best(layout, costs, args.num_devices, goal)
         seconds = time.perf_counter() - begin
-    result = Result(
+    result = PartitionReport(
         profile,
         size,
         args.recompute or profile.recompute,
@@ -182,20 +184,12 @@ def run(args: argparse.Namespace) -> None:
         seconds,
         best_of_each(costs, args.num_devices, goal, chunks) if args.compare else {},
     )
-    lines = [] if args.json == "-" else report(result)
-    if args.json == "-":
-        print(json.dumps(as_json(result), indent=1, allow_nan=False))
-    elif args.json is not None:
-        with replacing(args.json) as beside:
-            beside.write_text(json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
-        lines.append(f"written to {args.json}")
+    lines = report(result)
     if args.draw is not None:
         picture = draw_partition(costs, found.partition, found.evaluation, *result.headings())
-        with replacing(args.draw) as beside:
-            beside.write_text(picture, encoding="utf-8")
+        write(args.draw, picture)
         lines.append(f"drawn to {args.draw}")
-    if args.json != "-":
-        print("\n".join(lines))
+    answer(args, lines, partial(as_json, result))
 
 
 def _load(args: argparse.Namespace) -> Profile:
@@ -243,33 +237,18 @@ def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.layout.layouts import best_known, modes
     from megatron_pulse.profile.devices import PRESETS
 
-    faults = at_least(
-        1,
-        num_devices=args.num_devices,
-        micro_batch_size=args.micro_batch_size,
-        microbatches=args.microbatches,
-        data_parallel=args.data_parallel,
+    faults = out_of(
+        FROM_ONE, args, "num_devices", "micro_batch_size", "microbatches", "data_parallel"
     )
-    for flag, file in (("--profile", args.profile), ("--from-table", args.from_table)):
-        if file is not None and not file.is_file():
-            faults.append(f"{flag} {file}: there is no such file")
+    faults += no_file(profile=args.profile, from_table=args.from_table)
     if args.from_table is None and args.preset is not None:
         faults.append("--preset is for --from-table; a profile knows its device")
     if args.from_table is not None and args.preset not in PRESETS:
         known = ", ".join(PRESETS)
         missing = f"--from-table: give the device as --preset: {known}"
         faults.append(unknown("preset", args.preset, PRESETS) if args.preset else missing)
-    for name in ("bandwidth_gbs", "memory_gb", "bytes_per_parameter"):
-        value = getattr(args, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            faults.append(f"--{name.replace('_', '-')} is {value:g}; it must be above 0")
-    for flag, value in (
-        ("--latency-us", args.latency_us),
-        ("--lambda", args.lam),
-        ("--slack", args.slack),
-    ):
-        if not (math.isfinite(value) and value >= 0):
-            faults.append(f"{flag} is {value:g}; it must be 0 or more")
+    faults += out_of(ABOVE_ZERO, args, "bandwidth_gbs", "memory_gb", "bytes_per_parameter")
+    faults += out_of(FROM_ZERO, args, "latency_us", "slack", **{"lambda": args.lam})
     if args.num_chunks is not None:
         kind = (modes()[args.mode] if args.mode else best_known(has_skips=True)).kind
         if not kind.allows(args.num_chunks):
@@ -279,8 +258,6 @@ def _faults(args: argparse.Namespace) -> list[str]:
             )
     if args.bytes_per_parameter is not None and args.distributed_optimizer:
         faults.append("give either --bytes-per-parameter or --distributed-optimizer")
-    if args.json not in (None, "-"):
-        faults += check_file(Path(args.json), "--json", ".json")
-    if args.draw is not None:
-        faults += check_file(args.draw, "--draw", ".svg")
+    faults += json_faults(args)
+    faults += check_file(args.draw, "--draw", ".svg")
     return faults

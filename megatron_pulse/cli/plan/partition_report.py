@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.cli.output import ends, table
 from megatron_pulse.planner.layout.layouts import Layout
 from megatron_pulse.planner.partition.best import BestPartition
 from megatron_pulse.planner.partition.find import PartitionError
@@ -14,7 +15,7 @@ from megatron_pulse.profile.profile import Profile
 
 
 @dataclass(frozen=True)
-class Result:
+class PartitionReport:
     """A partition, what it was asked for, how long the search took, and other layouts, if asked."""
 
     profile: Profile
@@ -52,7 +53,7 @@ class Result:
         )
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: PartitionReport) -> dict[str, Any]:
     """Everything that was found, as JSON-able values; bytes are forward and gradients together."""
     found, evaluation = result.found, result.found.evaluation
     partition = found.partition
@@ -103,7 +104,7 @@ def _row(layout: Layout, other: BestPartition | PartitionError) -> dict[str, Any
     }
 
 
-def report(result: Result) -> list[str]:
+def report(result: PartitionReport) -> list[str]:
     """Lines for people: devices, totals, and the comparison if there is one."""
     profile, found, costs = result.profile, result.found, result.costs
     placement, size = found.partition.placement, result.micro_batch_size
@@ -123,37 +124,41 @@ def report(result: Result) -> list[str]:
     return lines
 
 
-def _device_table(result: Result) -> list[str]:
+def _device_table(result: PartitionReport) -> list[str]:
     costs, partition = result.costs, result.found.partition
     found, placement = result.found.evaluation, partition.placement
     mean = sum(found.compute_s) / len(found.compute_s)
-    lines = [
-        f"{'device':>6s}{'forward':>10s}{'backward':>10s}{'messages':>10s}{'load':>10s}"
-        f"{'of mean':>9s}{'parameters':>12s}{'memory':>10s}  stages",
-        f"{'':6s}{'ms':>10s}{'ms':>10s}{'ms':>10s}{'ms':>10s}{'':9s}{'M':>12s}{'GB':>10s}",
-    ]
+    rows: list[tuple[str, ...]] = [_TITLES, _UNITS]
     for device in range(placement.num_devices):
         stages = placement.stages_of_device(device)
         layers = [i for stage in stages for i in partition.layers_of_stage(stage)]
         forward = sum(costs.forward_s[i] for i in layers)
         compute, load = found.compute_s[device], found.load_s[device]
-        row = (
-            f"{device:6d}{1e3 * forward:10.3f}{1e3 * (compute - forward):10.3f}"
-            f"{1e3 * (load - compute):10.3f}{1e3 * load:10.3f}"
-            f"{compute / mean if mean else 1:9.3f}"
-            f"{sum(costs.parameters[i] for i in layers) / 1e6:12.1f}"
-            f"{found.memory_bytes[device] / 1e9:10.2f}  "
+        row: tuple[str, ...] = (
+            str(device),
+            f"{1e3 * forward:.3f}",
+            f"{1e3 * (compute - forward):.3f}",
+            f"{1e3 * (load - compute):.3f}",
+            f"{1e3 * load:.3f}",
+            f"{compute / mean if mean else 1:.3f}",
+            f"{sum(costs.parameters[i] for i in layers) / 1e6:.1f}",
+            f"{found.memory_bytes[device] / 1e9:.2f}",
         )
         for stage in stages:
-            held = partition.layers_of_stage(stage)
-            names = [costs.names[i] for i in held]
-            ends = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-            lines.append(f"{row}{stage}: {ends} ({len(names)})")
-            row = " " * len(row)
-    return lines
+            names = [costs.names[i] for i in partition.layers_of_stage(stage)]
+            rows.append((*row, f"{stage}: {ends(names)}"))
+            row = ("",) * len(row)
+    return table(rows, left=(-1,))
 
 
-def _totals(result: Result) -> list[str]:
+_TITLES = (
+    *("device", "forward", "backward", "messages", "load", "of mean", "parameters", "memory"),
+    "stages",
+)
+_UNITS = ("", "ms", "ms", "ms", "ms", "", "M", "GB", "")
+
+
+def _totals(result: PartitionReport) -> list[str]:
     found, moved = result.found.evaluation, result.found.volume
     largest = max(found.load_s)
     rate = f"{result.micro_batch_size / largest:.4g}" if largest else "any number of"
@@ -183,16 +188,17 @@ def _comparison(others: Mapping[Layout, BestPartition | PartitionError]) -> list
     rows = [_row(layout, other) for layout, other in others.items()]
     known = [row for row in rows if "infeasible" not in row]
     least = {key: min(row[key] for row in known) for _, key, _ in columns} if known else {}
-    lines = [f"{'layout':20s}" + "".join(f"{title:>17s}" for title, _, _ in columns)]
+    cells: list[tuple[str, ...]] = [("layout", *(f"{title} " for title, _, _ in columns))]
     for row in rows:
         if "infeasible" in row:
-            lines.append(f"{row['layout']:20s}{row['infeasible']}")
+            cells.append((row["layout"], row["infeasible"]))
             continue
-        cells = (
-            f"{row[key] * scale:16.3f}{'*' if row[key] == least[key] else ' '}"
+        stars = (
+            f"{row[key] * scale:.3f}{'*' if row[key] == least[key] else ' '}"
             for _, key, scale in columns
         )
-        lines.append(f"{row['layout']:20s}" + "".join(cells).rstrip())
+        cells.append((row["layout"], *stars))
+    lines = table(cells, left=(0,))
     return [
         *lines,
         "* smallest. Bytes of a microbatch, forward and gradients; each layout at its best",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import json
+from functools import partial
 from pathlib import Path
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.cli import page
+from megatron_pulse.cli.output import draw
 from megatron_pulse.cli.plan import plan_text
-from megatron_pulse.files import replacing
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.draw.lanes import sent
 from megatron_pulse.planner.draw.partition import draw_partition
@@ -21,26 +21,26 @@ from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.step.replay import Replay
 
 
-def write(plan: PlanFile, replayed: Replay, costs: ChainCosts | None, path: Path, at: Path) -> None:
+def write_page(
+    plan: PlanFile, replayed: Replay, costs: ChainCosts | None, path: Path, at: Path
+) -> str:
     """A picture, a page or a trace of the plan of file ``path``, by the ending of ``at``."""
     problem = plan.problem()
     panels = [Panel("predicted", replayed.timeline, sent(replayed.transfers))]
-    if at.suffix.lower() == ".json":
-        text = json.dumps(trace_events(problem, panels, 1e6, in_bytes=True))
-    else:
-        timeline = draw_schedule(
+    return draw(
+        at,
+        lambda: draw_schedule(
             problem,
             panels,
-            f"{plan_text.heading(plan)}, M = {plan.num_microbatches}",
+            f"{plan.heading}, M = {plan.num_microbatches}",
             lower_bound=plan.provenance["schedule"]["lower_bound"],
             unit="ms",
             scale=1e3,
             in_bytes=True,
-        )
-        svg = at.suffix.lower() == ".svg"
-        text = timeline if svg else _page(plan, replayed, costs, path, timeline)
-    with replacing(at) as beside:
-        beside.write_text(text, encoding="utf-8")
+        ),
+        partial(_page, plan, replayed, costs, path),
+        lambda: trace_events(problem, panels, 1e6, in_bytes=True),
+    )
 
 
 def _page(
@@ -61,7 +61,7 @@ def _page(
         f"<h2>Run it</h2><pre>{html.escape(plan_text.command(plan, path))}</pre>",
         page.lines([f"which is {plan_text.flags(plan)}"]),
     ]
-    return page.page(plan_text.heading(plan), *parts)
+    return page.page(plan.heading, *parts)
 
 
 def _partition(plan: PlanFile, costs: ChainCosts) -> str:

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_pulse.cli.output import columns, ends, table
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import peak_activations
@@ -13,14 +14,6 @@ from megatron_pulse.planner.step.replay import Replay
 
 GRID_WIDTH = 180
 """Characters that a grid may take where nobody asked for it."""
-
-
-def heading(plan: PlanFile) -> str:
-    """What runs where, in a line."""
-    return (
-        f"{plan.backbone['name']} on {plan.world_size} rank(s): pipeline {plan.pipeline} x data "
-        f"{plan.data} x tensor {plan.tensor}, {plan.placement} of {len(plan.stages)} stage(s)"
-    )
 
 
 def batch(plan: PlanFile) -> str:
@@ -138,13 +131,11 @@ def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
     """A row of ``DEVICE_COLUMNS`` for each device; stages with the layers that they hold."""
     line, placement = replayed.timeline, plan.partition.placement
     peaks = peak_activations(plan.schedule, plan.times.saved_bytes)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for device in range(plan.pipeline):
         held = []
         for stage in placement.stages_of_device(device):
-            names = plan.stages[stage]
-            ends = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-            held.append(f"{stage}: {ends} ({len(names)})")
+            held.append(f"{stage}: {ends(plan.stages[stage])}")
         rows.append(
             (
                 str(device),
@@ -160,32 +151,19 @@ def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
     return rows
 
 
-def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Aligned columns: the first and all but the last to the right."""
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    last = len(widths) - 1
-    return [
-        "  ".join(
-            cell if k == last else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def describe(plan: PlanFile, replayed: Replay, path: Path, wide: bool) -> list[str]:
     """The plan for people; the grid where it is small, or ``wide``."""
-    lines = [heading(plan), batch(plan)]
+    lines = [plan.heading, batch(plan)]
     if plan.data > 1 and plan.pipeline > 1:
         beside = "devices of one stage" if plan.rank_order == "tp-dp-pp" else "neighbouring stages"
         lines.append(f"rank order {plan.rank_order}: neighbouring ranks are {beside}")
     lines += ["", "predicted"]
-    lines += [f"  {name:10s}{value}" for name, value in predicted(plan)]
-    lines += ["", *table([DEVICE_COLUMNS, *devices(plan, replayed)])]
+    lines += columns(predicted(plan))
+    lines += ["", *table([DEVICE_COLUMNS, *devices(plan, replayed)], left=(-1,))]
     if picture := small_grid(replayed.timeline, None if wide else GRID_WIDTH):
         lines += ["", *picture]
     lines += ["", "made from"]
-    lines += [f"  {name:10s}{value}" for name, value in provenance(plan)]
+    lines += columns(provenance(plan))
     return [*lines, "", "run it:", f"  {command(plan, path)}", f"which is {flags(plan)}"]
 
 

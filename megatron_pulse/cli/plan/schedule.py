@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import (
     UserError,
     add_parser,
-    at_least,
     check_file,
     mending,
+    no_file,
+    out_of,
     require,
 )
+from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, write
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, FROM_ZERO
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import Task
@@ -59,16 +62,16 @@ examples:
   pulse schedule --times times.json -p 8 -m 32 --schedule mine.csv --draw mine.html
   pulse schedule --times times.json -p 8 -m 32 --name zb-v --draw trace.json   (ui.perfetto.dev)
 """
-_SOLVERS = ("auto", "highs", "glpk", "cp-sat", "none")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``schedule``."""
     from megatron_pulse.planner.layout.placement import PLACEMENTS
     from megatron_pulse.planner.schedule.classic.names import CLASSICS
+    from megatron_pulse.planner.schedule.ilp.solvers import Solver
 
     parser = add_parser(
-        commands, "schedule", "order the work of a pipeline's devices", _DESCRIPTION
+        commands, "schedule", "order the work of a pipeline's devices", _DESCRIPTION, run
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
@@ -115,7 +118,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--solver",
-        choices=_SOLVERS,
+        choices=("auto", *Solver),
         default="auto",
         help="exact solver after the construction (default auto: what is installed and fits)",
     )
@@ -147,23 +150,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="CSV",
         help="write the order, as --schedule and --pulse-schedule read it",
     )
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the result as JSON; without FILE, or as '-', print it instead",
-    )
+    add_json(parser)
     add("--no-cache", action="store_true", help="search anew, and keep nothing")
-    parser.set_defaults(run=run, command="schedule")
 
 
 def run(args: argparse.Namespace) -> None:
     """Solve or evaluate, then print, write and draw."""
     require(_faults(args))
     from megatron_pulse.cli.plan.schedule_input import from_profile, from_times
-    from megatron_pulse.cli.plan.schedule_report import Result, as_json, report, write_drawing
-    from megatron_pulse.files import replacing
+    from megatron_pulse.cli.plan.schedule_report import (
+        ScheduleReport,
+        as_json,
+        report,
+        write_drawing,
+    )
     from megatron_pulse.planner.schedule.compare import rivals
     from megatron_pulse.planner.schedule.files import to_csv
 
@@ -172,20 +172,14 @@ def run(args: argparse.Namespace) -> None:
         require(["--split: the times of input and weight gradients are not known for every stage"])
     problem, found = _answer(args, task)
     others = rivals(task.whole, task.split) if args.compare else []
-    result = Result(task, problem, found, others)
+    result = ScheduleReport(task, problem, found, others)
     lines = report(result)
-    if args.json is not None and args.json != "-":
-        with replacing(args.json) as beside:
-            beside.write_text(json.dumps(as_json(result), indent=1) + "\n")
-        lines.append(f"written to {args.json}")
     if args.csv is not None:
-        with replacing(args.csv) as beside:
-            beside.write_text(to_csv(found.schedule))
+        write(args.csv, to_csv(found.schedule))
         lines.append(f"order written to {args.csv}")
     if args.draw is not None:
-        write_drawing(result, args.draw)
-        lines.append(f"drawn to {args.draw}")
-    print(json.dumps(as_json(result), indent=1) if args.json == "-" else "\n".join(lines))
+        lines.append(write_drawing(result, args.draw))
+    answer(args, lines, partial(as_json, result))
 
 
 def _answer(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synthesis]:
@@ -293,20 +287,8 @@ def _cap(text: str) -> float:
 def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.layout.placement import PLACEMENTS
 
-    faults = at_least(
-        1,
-        num_devices=args.num_devices,
-        microbatches=args.microbatches,
-        waves=args.waves,
-        micro_batch_size=args.micro_batch_size,
-    )
-    for flag, file in (
-        ("--profile", args.profile),
-        ("--times", args.times),
-        ("--schedule", args.schedule),
-    ):
-        if file is not None and not file.is_file():
-            faults.append(f"{flag} {file}: there is no such file")
+    faults = out_of(FROM_ONE, args, "num_devices", "microbatches", "waves", "micro_batch_size")
+    faults += no_file(profile=args.profile, times=args.times, schedule=args.schedule)
     if args.times is not None:
         for flag, value, instead in (
             ("--link-gbs", args.link_gbs, "write 'link' into the file of times"),
@@ -317,20 +299,13 @@ def _faults(args: argparse.Namespace) -> list[str]:
                 faults.append(f"{flag} is for --profile; {instead}")
     if args.waves is not None and args.placement and not PLACEMENTS[args.placement].chunk_step:
         faults.append(f"--waves: a device of {args.placement} hosts one stage")
-    if args.link_gbs is not None and not (math.isfinite(args.link_gbs) and args.link_gbs > 0):
-        faults.append(f"--link-gbs is {args.link_gbs:g}; it must be above 0")
-    for flag, value in (("--link-us", args.link_us), ("--seconds", args.seconds)):
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            faults.append(f"{flag} is {value:g}; it must be 0 or more")
+    faults += out_of(ABOVE_ZERO, args, "link_gbs")
+    faults += out_of(FROM_ZERO, args, "link_us", "seconds")
     if args.cap is not None and not args.cap > 0:
         faults.append(f"--cap is {args.cap:g}; it must be above 0")
     if args.split and (args.name != "auto" or args.schedule is not None):
         faults.append("--split is for what is synthesized; a given schedule splits or does not")
-    if args.draw is not None and args.draw.suffix.lower() not in (".svg", ".html", ".json"):
-        faults.append(f"--draw {args.draw}: the file name must end in .svg, .html or .json")
-    for flag, path in (("--draw", args.draw), ("--csv", args.csv)):
-        if path is not None:
-            faults += check_file(path, flag, ".csv" if flag == "--csv" else path.suffix.lower())
-    if args.json not in (None, "-"):
-        faults += check_file(Path(args.json), "--json", ".json")
+    faults += check_file(args.draw, "--draw", *DRAWINGS)
+    faults += check_file(args.csv, "--csv", ".csv")
+    faults += json_faults(args)
     return sorted(set(faults), key=faults.index)

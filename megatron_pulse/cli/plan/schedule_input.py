@@ -47,27 +47,26 @@ def from_times(args: argparse.Namespace) -> Task:
     column = {name: tuple(map(float, v)) for name, v in record.items() if isinstance(v, list)}
     num = len(column["forward"])
     placement = _placement(args, num)
-    link = column.get("link", float(record.get("link", 0.0)) if "link" not in column else 0.0)
+    link: float | tuple[float, ...] = (
+        column["link"] if "link" in column else float(record.get("link", 0.0))
+    )
     activation = column.get("activation")
-    common = {
-        "link": link,
-        "activation": activation,
-        "cap": cap(args, placement, activation or (1.0,) * num),
-    }
     with mending(ValueError):
-        split = None
-        if "input_grad" in column:
-            split = ScheduleProblem(
-                placement,
-                args.microbatches,
-                column["forward"],
-                column["input_grad"],
-                column["weight_grad"],
-                **common,
-            )
         both = zip(column.get("input_grad", ()), column.get("weight_grad", ()), strict=True)
         backward = column.get("backward") or tuple(i + w for i, w in both)
-        whole = ScheduleProblem(placement, args.microbatches, column["forward"], backward, **common)
+        whole = ScheduleProblem(
+            placement,
+            args.microbatches,
+            column["forward"],
+            backward,
+            link=link,
+            activation=activation,
+            cap=cap(args, placement, activation or (1.0,) * num),
+        )
+        split = None
+        if "input_grad" in column:
+            given = column["input_grad"], column["weight_grad"]
+            split = replace(whole, backward=given[0], weight_grad=given[1])
     return Task(args.times.stem, whole, split, "", 1.0, None)
 
 

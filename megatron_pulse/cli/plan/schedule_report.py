@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from megatron_pulse.cli import page
+from megatron_pulse.cli.output import draw, table
 from megatron_pulse.cli.plan.schedule_input import Task
-from megatron_pulse.files import replacing
 from megatron_pulse.planner.draw.schedule import draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, run
@@ -24,7 +23,7 @@ _GRID_WIDTH = 180
 
 
 @dataclass(frozen=True)
-class Result:
+class ScheduleReport:
     """A schedule for ``problem``, which is one of the task's, and others, if asked for."""
 
     task: Task
@@ -64,7 +63,7 @@ class Result:
         return f"{value * self.task.scale:.5g}{f' {self.task.unit}' * bool(self.task.unit)}"
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: ScheduleReport) -> dict[str, Any]:
     """The figures, and the order of every device; ``comparison`` only where it was asked for."""
     made = result.found.certificate
     record: dict[str, Any] = {
@@ -94,17 +93,18 @@ def as_json(result: Result) -> dict[str, Any]:
     return record
 
 
-def report(result: Result) -> list[str]:
+def report(result: ScheduleReport) -> list[str]:
     """Lines for people: figures, devices, the grid where it is small, and the comparison."""
     made, problem = result.found.certificate, result.problem
     caps = "no cap" if problem.cap is None else f"cap {max(problem.cap):.4g}"
     lines = [result.title, *_figures(result), ""]
-    lines += [f"{'device':>6s}{'busy':>14s}{'idle':>9s}{'peak':>8s}  ({caps})"]
+    rows = [("device", "busy", "idle", "peak", f"({caps})")]
     for device, (busy, idle) in enumerate(
         zip(result.timeline.busy, result.timeline.bubble, strict=True)
     ):
-        share = 100 * idle / made.makespan
-        lines.append(f"{device:6d}{result.time(busy):>14s}{share:7.1f} %{result.peak[device]:8.4g}")
+        share = f"{100 * idle / made.makespan:.1f} %"
+        rows.append((str(device), result.time(busy), share, f"{result.peak[device]:.4g}", ""))
+    lines += table(rows, left=(-1,))
     if picture := _grid(result):
         lines += ["", *picture]
     if result.others:
@@ -112,7 +112,7 @@ def report(result: Result) -> list[str]:
     return lines
 
 
-def _figures(result: Result) -> list[str]:
+def _figures(result: ScheduleReport) -> list[str]:
     made = result.found.certificate
     known = "proved: none is shorter" if made.proved else f"gap {100 * made.gap:.2f} %, not proved"
     lines = [
@@ -126,7 +126,7 @@ def _figures(result: Result) -> list[str]:
     return lines
 
 
-def _grid(result: Result) -> list[str]:
+def _grid(result: ScheduleReport) -> list[str]:
     """A column for each unit of time where times are whole, else the orders; nothing if wide."""
     line = result.timeline
     whole = line.makespan <= _GRID_WIDTH and all(t == round(t) for t in line.end.values())
@@ -140,10 +140,10 @@ def _grid(result: Result) -> list[str]:
 _COLUMNS = ("schedule", "placement", "backward", "makespan", "to ours", "bubble", "peak", "cap")
 
 
-def _rows(result: Result) -> list[tuple[str, ...]]:
+def _rows(result: ScheduleReport) -> list[tuple[str, ...]]:
     """Ours, then the classic ones, as text."""
     ours = result.found.certificate.makespan
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"{result.found.schedule.name} (ours)",
             result.problem.placement.kind.name,
@@ -182,42 +182,30 @@ def _backward(problem: ScheduleProblem) -> str:
     return "whole" if problem.weight_grad is None else "split"
 
 
-def _comparison(result: Result) -> list[str]:
-    rows = [_COLUMNS, *_rows(result)]
-    widths = [max(len(row[k]) for row in rows) for k in range(len(_COLUMNS))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if k < 3 else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    return [*lines, _NOTE]
+def _comparison(result: ScheduleReport) -> list[str]:
+    return [*table([_COLUMNS, *_rows(result)], left=(0, 1, 2)), _NOTE]
 
 
-def write_drawing(result: Result, path: Path) -> None:
-    """A picture, a page or a trace, by the ending of ``path``."""
-    picture = draw_schedule(
-        result.problem,
-        result.timeline,
-        result.title,
-        lower_bound=result.found.certificate.lower_bound,
-        unit=result.task.unit,
-        scale=result.task.scale,
+def write_drawing(result: ScheduleReport, path: Path) -> str:
+    """A picture, a page or a trace, by the ending of ``path``; what was done."""
+    task, problem, timeline = result.task, result.problem, result.timeline
+    return draw(
+        path,
+        lambda: draw_schedule(
+            problem,
+            timeline,
+            result.title,
+            lower_bound=result.found.certificate.lower_bound,
+            unit=task.unit,
+            scale=task.scale,
+        ),
+        partial(_page, result),
+        # In microseconds: of seconds, or of one unit as a millisecond.
+        lambda: trace_events(problem, timeline, 1e6 if task.unit else 1e3),
     )
-    match path.suffix.lower():
-        case ".json":
-            scale = 1e6 if result.task.unit else 1e3  # seconds, or one unit as a millisecond
-            text = json.dumps(trace_events(result.problem, result.timeline, scale))
-        case ".html":
-            text = _page(result, picture)
-        case _:
-            text = picture
-    with replacing(path) as beside:
-        beside.write_text(text, encoding="utf-8")
 
 
-def _page(result: Result, drawing: str) -> str:
+def _page(result: ScheduleReport, drawing: str) -> str:
     parts = [page.lines(_figures(result)), page.picture(drawing)]
     if result.others:
         rows = page.table(_COLUMNS, _rows(result), left=(0, 1, 2), bold_first=True)

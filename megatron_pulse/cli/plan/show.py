@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, mending, require, warn
+from megatron_pulse.cli.errors import (
+    add_parser,
+    check_file,
+    mending,
+    no_file,
+    require,
+    warn,
+)
+from megatron_pulse.cli.output import DRAWINGS, overwritten
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.costs import ChainCosts
@@ -34,12 +42,11 @@ examples:
   pulse show plan.json -o timeline.svg
   pulse show plan.json -o report.html --profile profile.json
 """
-_ENDINGS = (".svg", ".html", ".json")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``show``."""
-    parser = add_parser(commands, "show", "show what a plan does", _DESCRIPTION)
+    parser = add_parser(commands, "show", "show what a plan does", _DESCRIPTION, run)
     add = parser.add_argument
     add("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add("-o", "--output", type=Path, metavar="FILE", help=".svg, .html or .json, see above")
@@ -50,7 +57,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="JSON",
         help="what the plan was made from, for the picture of the partition in a report",
     )
-    parser.set_defaults(run=run, command="show")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -65,10 +71,9 @@ def run(args: argparse.Namespace) -> None:
     replayed = plan.replay()
     print("\n".join(describe(plan, replayed, args.plan, wide=args.grid)))
     if args.output is not None:
-        from megatron_pulse.cli.plan.plan_page import write
+        from megatron_pulse.cli.plan.plan_page import write_page
 
-        write(plan, replayed, costs, args.plan, args.output)
-        print(f"drawn to {args.output}")
+        print(write_page(plan, replayed, costs, args.plan, args.output))
 
 
 def _costs(path: Path, plan: PlanFile) -> ChainCosts:
@@ -87,15 +92,8 @@ def _costs(path: Path, plan: PlanFile) -> ChainCosts:
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
-    faults = []
-    if args.profile is not None and not args.profile.is_file():
-        faults.append(f"--profile {args.profile}: there is no such file")
-    if args.output is not None:
-        ending = args.output.suffix.lower()
-        if ending not in _ENDINGS:
-            faults.append(f"-o {args.output}: the file name must end in .svg, .html or .json")
-        else:
-            faults += check_file(args.output, "-o", ending)
-        if args.output.exists() and args.plan.exists() and args.output.samefile(args.plan):
-            faults.append(f"-o {args.output} is the plan itself")
-    return faults
+    return [
+        *no_file(profile=args.profile),
+        *check_file(args.output, "-o", *DRAWINGS),
+        *overwritten("-o", args.output, args.plan, args.profile),
+    ]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pulse.cli.backbone_options import add_option_flag, backbone_faults, options_of
 from megatron_pulse.cli.errors import (
     add_parser,
-    at_least,
     check_file,
     mending,
+    no_file,
+    out_of,
     require,
     warn,
 )
-from megatron_pulse.cli.models.backbone_options import add_option_flag, backbone_faults, options_of
+from megatron_pulse.cli.output import add_json, answer, json_faults
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.cluster.cluster import Cluster
@@ -50,8 +52,6 @@ examples:
   pulse tune --backbone uvit-2.7b --cluster ours.yaml --global-batch-size 256 \\
       --pipeline 2,4,8 --tensor 1 --layouts 'fold exact,sequential' --no-recompute
 """
-_DTYPES = ("float32", "bfloat16", "float16")
-_SOLVERS = ("auto", "highs", "glpk", "cp-sat", "none")
 _PROFILED = (1, 8)
 _FINISH_SHARE = 0.3
 
@@ -59,8 +59,12 @@ _FINISH_SHARE = 0.3
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``tune``."""
     from megatron_pulse.planner.layout.layouts import LAYOUTS
+    from megatron_pulse.planner.schedule.ilp.solvers import Solver
+    from megatron_pulse.profile.devices import ELEMENT_BYTES
 
-    parser = add_parser(commands, "tune", "find the best way to train on a cluster", _DESCRIPTION)
+    parser = add_parser(
+        commands, "tune", "find the best way to train on a cluster", _DESCRIPTION, run
+    )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--backbone", metavar="NAME", help="one of 'pulse backbones'")
@@ -73,8 +77,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="one of 'pulse clusters' or a file; NAME:4 is NAME with 4 nodes",
     )
     add("--global-batch-size", type=int, required=True, metavar="B", help="samples of a step")
-    add("--dtype", choices=_DTYPES, help="without a profile (default: bfloat16 if the device has "
-        "it, else float16)")  # fmt: skip
+    add(
+        "--dtype",
+        choices=list(ELEMENT_BYTES),
+        help="without a profile (default: bfloat16 if the device has it, else float16)",
+    )
     add("--pipeline", metavar="P[,P...]", help="pipeline degrees to try (default: all)")
     add("--tensor", metavar="T[,T...]", help="tensor degrees to try (default 1,2,4,8)")
     add("--micro-batch-size", metavar="N[,N...]", help="to try (default: all powers of two)")
@@ -88,25 +95,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     again.add_argument("--no-recompute", action="store_true", help="never do (default: try both)")
     add("--no-split", action="store_true", help="never put off weight gradients")
     add("--seconds", type=float, default=25.0, metavar="S", help="to decide (default 25)")
-    add("--solver", choices=_SOLVERS, default="auto", help="for whole schedules (default auto)")
+    add(
+        "--solver",
+        choices=("auto", *Solver),
+        default="auto",
+        help="for whole schedules (default auto)",
+    )
     add("--top", type=int, default=10, metavar="N", help="configs to list (default 10)")
     add("--explain", action="store_true", help="why the best is the best, and examples of refusals")
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the list as JSON; without FILE, or as '-', print it instead of the table",
-    )
+    add_json(parser)
     add("-o", "--output", type=Path, metavar="JSON", help="write the best as a plan to run")
-    parser.set_defaults(run=run, command="tune")
 
 
 def run(args: argparse.Namespace) -> None:
     """Search, then print and write."""
     require(_faults(args))
     from megatron_pulse.cli.plan.tune_report import as_json, report
-    from megatron_pulse.files import replacing
     from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -133,18 +137,10 @@ def run(args: argparse.Namespace) -> None:
     evaluator = Evaluator(profile, where, args.global_batch_size, divides)
     found = _tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
-    if args.json == "-":
-        lines = [json.dumps(as_json(found, evaluator), indent=1, allow_nan=False)]
-    elif args.json is not None:
-        with replacing(args.json) as beside:
-            text = json.dumps(as_json(found, evaluator), indent=1, allow_nan=False)
-            beside.write_text(text + "\n", encoding="utf-8")
-        lines.append(f"written to {args.json}")
     if args.output is not None:
         save_plan(plan_of(found.outcomes[0], profile, where, divides), args.output)
-        if args.json != "-":
-            lines.append(f"plan written to {args.output}")
-    print("\n".join(lines))
+        lines.append(f"plan written to {args.output}")
+    answer(args, lines, partial(as_json, found, evaluator))
 
 
 def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
@@ -256,7 +252,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.layout.layouts import LAYOUTS
 
-    faults = at_least(1, global_batch_size=args.global_batch_size, top=args.top)
+    faults = out_of(FROM_ONE, args, "global_batch_size", "top")
     for name in ("pipeline", "tensor", "micro_batch_size"):
         try:
             _numbers(getattr(args, name))
@@ -266,17 +262,13 @@ def _faults(args: argparse.Namespace) -> list[str]:
     for name in (args.layouts or "").split(","):
         if args.layouts is not None and name.strip() not in LAYOUTS:
             faults.append(f"--layouts: {name.strip()!r} is none of: {', '.join(LAYOUTS)}")
-    if not (math.isfinite(args.seconds) and args.seconds > 0):
-        faults.append(f"--seconds is {args.seconds:g}; it must be above 0")
+    faults += out_of(ABOVE_ZERO, args, "seconds")
     if args.profile is not None:
-        if not args.profile.is_file():
-            faults.append(f"--profile {args.profile}: there is no such file")
+        faults += no_file(profile=args.profile)
         faults += ["--option is for --backbone"] * bool(args.option)
         faults += ["--dtype is for --backbone; a profile has its own"] * bool(args.dtype)
     else:
         faults += backbone_faults(args)
-    if args.output is not None:
-        faults += check_file(args.output, "--output", ".json")
-    if args.json not in (None, "-"):
-        faults += check_file(Path(args.json), "--json", ".json")
+    faults += check_file(args.output, "--output", ".json")
+    faults += json_faults(args)
     return faults

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from megatron_pulse.cli.output import table
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import explain, gap
 from megatron_pulse.planner.tune.search import Tuning
@@ -13,6 +13,8 @@ _COLUMNS = (
     *("", "P", "D", "T", "b", "M", "layout", "schedule", "inside", "ms/sample", "samples/s"),
     *("bubble", "GB", "MB pipe", "MB data", "gap"),
 )
+
+_STARRED = "* of 3 P microbatches, continued at the rate of their end"
 
 
 def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
@@ -24,7 +26,8 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
         f"{name}, {profile.dtype}, {profile.source} on {profile.device}; {cluster.num_devices} "
         f"devices of {cluster.name}, {evaluator.global_batch_size} samples a step",
         "",
-        *_table(rows),
+        *table(rows, left=[_COLUMNS.index(name) for name in ("layout", "schedule", "inside")]),
+        *[_STARRED] * any(outcome.extrapolated for outcome in found.outcomes),
         "",
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
         f"{found.seconds:.1f} s; {gap(found)}",
@@ -117,18 +120,3 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         f"{outcome.data_bytes / 1e6:#.3g}",
         f"{gap}*" if outcome.extrapolated else gap,
     )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    text = {_COLUMNS.index(name) for name in ("layout", "schedule", "inside")}
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i in text else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    if any(row[-1].endswith("*") for row in rows):
-        lines.append("* of 3 P microbatches, continued at the rate of their end")
-    return lines

@@ -42,6 +42,7 @@ def with_masters(get_optimizer: Callable[..., Any], ema_decay: float) -> Callabl
 def begin_averages(stage: MegatronStage, decay: float) -> None:
     """Let the moving average of a stage's weights start where its masters are."""
     names = dict(stage.named_parameters())
+    assert stage.masters is not None
     values = stage.masters.values()
     stage.ema = ExponentialMovingAverage(
         ((name, value) for name, value in values.items() if name in names), decay

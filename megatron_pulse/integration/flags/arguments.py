@@ -13,9 +13,10 @@ import torch
 
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.flag_fields import (
+    ABOVE_ZERO,
     BELOW_ONE,
-    NOT_NEGATIVE,
-    POSITIVE,
+    FROM_ONE,
+    FROM_ZERO,
     add_flags,
     flag,
     flags_of,
@@ -116,7 +117,7 @@ class PulseOptions:
     activation_cap: int | None = flag(
         "at most N live stage activations per device (default: what 1F1B would hold)",
         metavar="N",
-        within=POSITIVE,
+        within=FROM_ONE,
         marks=[Mark.PLAN],
     )
     conditioning: Policy = flag(
@@ -140,19 +141,19 @@ class PulseOptions:
         "bandwidth between pipeline devices, each way (default 12.5, 100 Gbit/s)",
         12.5,
         metavar="GB/S",
-        within=POSITIVE,
+        within=ABOVE_ZERO,
     )
     link_us: float = flag(
         "latency of a message between pipeline devices (default 5)",
         5.0,
         metavar="US",
-        within=NOT_NEGATIVE,
+        within=FROM_ZERO,
     )
     memory_gb: float | None = flag(
         "what a device may hold of weights, gradients, optimizer and activations (default: the "
         "GPU's memory; without a GPU there is no limit)",
         metavar="GB",
-        within=POSITIVE,
+        within=ABOVE_ZERO,
     )
     solver: str = flag(
         "integer programming beside the constructive search for waves (default auto: the best "
@@ -165,14 +166,14 @@ class PulseOptions:
         "runs (default 10)",
         10.0,
         metavar="SECONDS",
-        within=POSITIVE,
+        within=ABOVE_ZERO,
     )
     timeout_s: float = flag(
         "longest wait for a message of another device before the run stops with a message that "
         "names it (default 600)",
         600.0,
         metavar="SECONDS",
-        within=POSITIVE,
+        within=ABOVE_ZERO,
     )
     data: str | None = flag(
         "what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "

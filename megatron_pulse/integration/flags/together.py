@@ -8,12 +8,12 @@ import copy
 import importlib.util
 import io
 import linecache
-import math
 import traceback
 from collections.abc import Iterator
 
 from megatron.training.arguments import validate_args
 
+from megatron_pulse.flag_fields import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZERO
 from megatron_pulse.integration.flags.arguments import flag_name
 from megatron_pulse.integration.flags.parse import CommandLine
 
@@ -194,16 +194,14 @@ def _is_set(args: argparse.Namespace, flag: str) -> bool:
 
 
 def _check_numbers(args: argparse.Namespace) -> Iterator[str]:
-    for names, fine, must in (
-        (_AT_LEAST_ONE, lambda value: value >= 1, "1 or more"),
-        (_NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
-        (_FRACTIONS, lambda value: 0 <= value < 1, "at least 0 and below 1"),
-        (_POSITIVE, lambda value: value > 0, "positive"),
+    for names, fine in (
+        (_AT_LEAST_ONE, FROM_ONE),
+        (_NOT_NEGATIVE, FROM_ZERO),
+        (_FRACTIONS, BELOW_ONE),
+        (_POSITIVE, ABOVE_ZERO),
     ):
         for name in names:
-            value = getattr(args, name)
-            if value is not None and not (math.isfinite(value) and fine(value)):
-                yield f"{flag_name(name)} is {value:g}; it must be {must}"
+            yield from fine.faults(flag_name(name), getattr(args, name))
 
 
 def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:

@@ -182,7 +182,7 @@ def compute_dtype(args: argparse.Namespace) -> str:
 def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Profile:
     """The file that ``--pulse-profile`` names, or what a named device would take."""
     dtype = compute_dtype(args)
-    if options.profile in PRESETS:
+    if options.profile is not None and options.profile in PRESETS:
         return analyse(backbone, [args.micro_batch_size], Roofline(PRESETS[options.profile], dtype))
     if options.profile is not None:
         profile = load_profile(options.profile)

@@ -81,6 +81,15 @@ class PlanFile:
     provenance: Mapping[str, Any]
 
     @property
+    def heading(self) -> str:
+        """What runs where, in a line."""
+        return (
+            f"{self.backbone['name']} on {self.world_size} rank(s): pipeline {self.pipeline} x "
+            f"data {self.data} x tensor {self.tensor}, {self.placement} of {len(self.stages)} "
+            "stage(s)"
+        )
+
+    @property
     def world_size(self) -> int:
         """Ranks of the job."""
         return self.pipeline * self.data * self.tensor

@@ -1,0 +1,114 @@
+"""What commands print and write, each in one form: tables, JSON and drawings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.cli.errors import check_file
+from megatron_pulse.files import replacing
+
+DRAWINGS = (".svg", ".html", ".json")
+"""A picture, a page that needs no other file, and events for ui.perfetto.dev."""
+
+_PRINT = Path("-")
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Aligned columns, the first row their titles; columns ``left`` are flush left, others right.
+
+    A row with fewer cells ends early: its last cell is as long as it is. Negative columns count
+    from the end.
+    """
+    num = len(rows[0])
+    flush = {column % num for column in left}
+    full = [row for row in rows if len(row) == num]
+    widths = [max(len(row[k]) for row in full) for k in range(num)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(widths[k]) if k in flush or k == len(row) - 1 < num - 1
+            else cell.rjust(widths[k])
+            for k, cell in enumerate(row)
+        ]  # fmt: skip
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def ends(names: Sequence[str]) -> str:
+    """The first and the last of a stage's layers, and how many they are."""
+    shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+    return f"{shown} ({len(names)})"
+
+
+def columns(pairs: Sequence[tuple[str, str]], width: int = 10, indent: int = 2) -> list[str]:
+    """A line for each name and what it is."""
+    return [f"{'':{indent}s}{name:{width}s}{value}" for name, value in pairs]
+
+
+def add_json(parser: argparse.ArgumentParser, to_file: bool = True) -> None:
+    """Add ``--json``, which takes a FILE unless the command takes other words."""
+    if to_file:
+        parser.add_argument(
+            "--json",
+            nargs="?",
+            type=Path,
+            const=_PRINT,
+            metavar="FILE",
+            help="write the result as JSON; without FILE, or as '-', print it instead",
+        )
+    else:
+        parser.add_argument("--json", action="store_const", const=_PRINT, help="print JSON")
+
+
+def json_faults(args: argparse.Namespace) -> list[str]:
+    """Why the file of ``--json`` cannot be written."""
+    return [] if args.json == _PRINT else check_file(args.json, "--json", ".json")
+
+
+def answer(args: argparse.Namespace, lines: Sequence[str], record: Callable[[], Any]) -> None:
+    """Print ``lines``, or with ``--json`` the record; with a FILE write that there, and say so."""
+    if args.json is None:
+        print("\n".join(lines))
+        return
+    text = json.dumps(record(), indent=1, allow_nan=False)
+    if args.json == _PRINT:
+        print(text)
+        return
+    write(args.json, text + "\n")
+    print("\n".join([*lines, f"written to {args.json}"]))
+
+
+def write(path: Path, text: str) -> None:
+    """Write ``path`` as a whole or not at all."""
+    with replacing(path) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def draw(
+    path: Path,
+    picture: Callable[[], str],
+    page: Callable[[str], str],
+    events: Callable[[], Any],
+) -> str:
+    """Write the picture, the page that holds it, or events, by the ending; what was done."""
+    match path.suffix.lower():
+        case ".json":
+            text = json.dumps(events())
+        case ".html":
+            text = page(picture())
+        case _:
+            text = picture()
+    write(path, text)
+    return f"drawn to {path}"
+
+
+def overwritten(flag: str, path: Path | None, *read: Path | None) -> list[str]:
+    """A fault for each file that is read and that ``flag`` would replace."""
+    if path is None or not path.exists():
+        return []
+    there = [other for other in read if other is not None and other.exists()]
+    return [f"{flag} {path} would replace what is read" for o in there if path.samefile(o)]
