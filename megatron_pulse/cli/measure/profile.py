@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.backbone_options import add_option_flag, backbone_faults, options_of
+from megatron_pulse.cli.backbone_flags import add_option_flag, backbone_faults, options_of
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.backbone_options import add_option_flag, option_faults, options_of
+from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
 from megatron_pulse.cli.errors import (
     UserError,
     add_parser,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.backbone_options import (
+from megatron_pulse.cli.backbone_flags import (
     add_option_flag,
     backbone_faults,
     option_faults,
