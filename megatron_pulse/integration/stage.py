@@ -21,7 +21,7 @@ from megatron_pulse.runtime.parameters.masters import Masters
 from megatron_pulse.runtime.stage import Stage, Tensors
 
 
-class MegatronStage(Stage, MegatronModule):  # type: ignore[misc]
+class MegatronStage(Stage, MegatronModule):
     """A ``Stage`` that is one of Megatron's modules.
 
     ``masters``, where set, are what the parameters are rounded from, and ``ema`` averages them;

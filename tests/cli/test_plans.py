@@ -247,7 +247,10 @@ FLAGS = {
         "show plan.json -o o.png --profile none.json",
         ["2 faults", "must end in .svg, .html or .json", "none.json: there is no such file"],
     ),
-    "show over itself": ("show plan.json -o plan.json", ["is the plan itself"]),
+    "show over itself": (
+        "show plan.json -o plan.json",
+        ["-o plan.json would replace what is read"],
+    ),
     "compare": (
         "compare plan.json none.json -o o.txt --profile none2.json",
         [

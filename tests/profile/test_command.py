@@ -75,7 +75,7 @@ CASES = {
             "at most 1",
             "give either --preset or",
             "needs all of",
-            "--peak-tflops is 0.0",
+            "--peak-tflops is 0; it must be above 0",
             "are for measuring",
             "--top is 0",
             "must end in .json",
