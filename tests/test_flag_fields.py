@@ -64,9 +64,7 @@ def test_every_fault_is_found() -> None:
         "--x-share is nan; it must be at least 0 and below 1",
         "--x-again needs --x-solver highs",
     ]
-    with pytest.raises(
-        ValueError, match=r"(?s)--x-option a: write .*--x-option b: write it as KEY"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)--x-option a: .*--x-option b: write it as KEY"):
         read_flags(Outer, parsed("--x-option", "a", "--x-option", "b"), "x-")
 
 

@@ -249,7 +249,7 @@ FLAGS = {
     ),
     "show over itself": (
         "show plan.json -o plan.json",
-        ["-o plan.json would replace what is read"],
+        ["would replace what is read"],
     ),
     "compare": (
         "compare plan.json none.json -o o.txt --profile none2.json",
