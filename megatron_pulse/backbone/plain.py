@@ -19,7 +19,8 @@ def chain(
 
     A module is called with the output of the one before it and, for every (source, destination)
     of ``skips`` that ends at it, the output of layer ``source``, in order of sources; it returns
-    one tensor. All these are of ``spec``. Parameters are named ``layers.<index>.<own name>``.
+    one tensor. All these are of ``spec``, or the step fails with the layer's name. Parameters are
+    named ``layers.<index>.<own name>``.
     Backbones of several or unequal tensors, or with conditioning, are made of ``Layer``.
     Raises BackboneError that lists every fault.
     """
@@ -28,7 +29,7 @@ def chain(
         tuple(
             Layer(
                 name=f"layers.{i}",
-                build=_builder(make),
+                build=_builder(make, f"layers.{i}"),
                 inputs=(spec,),
                 outputs=(spec,),
                 pushes={f"{a} to {b}": 0 for a, b in sorted(skips) if a == i},
@@ -41,11 +42,22 @@ def chain(
     return backbone
 
 
-def _builder(make: Callable[[], Any]) -> Callable[[Any], Any]:
+def _builder(make: Callable[[], Any], name: str) -> Callable[[Any], Any]:
+    def as_layer(module: Any, given: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
+        """What a plain module returns, as a layer of a chain does."""
+        shape = getattr(result, "shape", None)
+        if shape != given[0].shape:
+            found = type(result).__name__ if shape is None else f"a tensor of {tuple(shape)}"
+            raise ValueError(
+                f"{name} returned {found}; given one of {tuple(given[0].shape)} it has to return "
+                "another: layers that differ in shapes are made of megatron_pulse.Layer"
+            )
+        return (result,)
+
     def build(context: Any) -> Any:
         module = make()
         module.register_forward_pre_hook(_as_plain)
-        module.register_forward_hook(_as_layer)
+        module.register_forward_hook(as_layer)
         return module
 
     return build
@@ -55,8 +67,3 @@ def _as_plain(module: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a layer of a chain is called with, as a plain module takes it."""
     inputs, skips, _ = given
     return (*inputs, *skips.values())
-
-
-def _as_layer(module: Any, given: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
-    """What a plain module returns, as a layer of a chain does."""
-    return (result,)

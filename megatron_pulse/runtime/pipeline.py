@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.faults import told
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor, Recorder, Workload
@@ -98,13 +99,16 @@ class Pipeline:
         Every process gives the same batches: ``noisy`` is what the first layer takes, the rest is
         for the loss and for layers that use fields of the batch. Gradients of the mean loss are
         added to those of the parameters. Returns the microbatches' losses where the chain ends,
-        elsewhere nothing. Raises PulseError if the processes have different plans.
+        elsewhere nothing. Raises PulseError if the processes have different plans, and with
+        everything that is missing in the batches or of another shape.
         """
+        self._require_fit(batches)
         executor = self.executor(len(batches))
         return executor.run(iter(batches), self._settings, recorder=recorder)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[Tensor]:
         """The losses alone, as ``step`` returns them, without gradients."""
+        self._require_fit(batches)
         executor = self.executor(len(batches), forward_only=True)
         return executor.run(iter(batches), self._settings, forward_only=True)
 
@@ -127,6 +131,20 @@ class Pipeline:
                 fillers=self._fillers,
             )
         return self._executors[key]
+
+    def _require_fit(self, batches: Sequence[Batch]) -> None:
+        backbone = self.plan.backbone
+        wanted = {"noisy": backbone.input_spec, **backbone.batch_fields}
+        shapes = {n: s.full_shape(self._settings.micro_batch_size) for n, s in wanted.items()}
+        faults = [
+            f"microbatch {m}: {name} "
+            + (f"is {tuple(batch[name].shape)}, not {shape}" if name in batch else "is missing")
+            for m, batch in enumerate(batches)
+            for name, shape in shapes.items()
+            if name not in batch or tuple(batch[name].shape) != shape
+        ]
+        if faults or not batches:
+            raise PulseError(told("batches", faults or ["a step needs at least one"]))
 
     def _require_one_plan(self, num_microbatches: int) -> None:
         if self._group is None:
