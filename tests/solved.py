@@ -10,10 +10,16 @@ from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from tests.remembered import remembered
 
 
 def integer_programmed(num_devices: int, num_microbatches: int, split: bool) -> Schedule:
     """What HiGHS finds on its own for a fold of equal stages with room for 2P activations."""
+    asked = (num_devices, num_microbatches, split)
+    return remembered(("integer program", *asked), lambda: _solve(*asked))
+
+
+def _solve(num_devices: int, num_microbatches: int, split: bool) -> Schedule:
     num = 2 * num_devices
     backward, weight = (1.0 if split else 2.0,) * num, (1.0,) * num if split else None
     problem = ScheduleProblem(

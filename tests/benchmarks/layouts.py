@@ -40,7 +40,7 @@ from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.registry import WAVES
 from megatron_pulse.planner.step.plan import Plan, PlanError
 from tests.ranks import RanksFailed, run_ranks
-from tests.runtime.equality import Case, Outcome, differences, merge, split
+from tests.runtime.equality import Case, Outcome, differences, merge, references, split
 from tests.runtime.tiny import FAMILIES, backbone, run_cases
 
 STEPS = 3
@@ -194,17 +194,16 @@ def run_batch(layouts: Sequence[Layout]) -> list[Verdict]:
     """Verdicts of layouts of one number of devices; where ranks fail, each is tried alone."""
     cases = [(layout.family, layout.case) for layout in layouts]
     alone = [(family, case.alone) for family, case in cases]
-    distinct = [case for i, case in enumerate(alone) if case not in alone[:i]]
     timeout_s = 120.0 + 30.0 * len(layouts)
     try:
-        (references,) = run_ranks(1, run_cases, distinct, timeout_s=timeout_s)
+        expected = references(run_cases, alone, timeout_s)
         ranks = run_ranks(layouts[0].num_devices, run_cases, cases, timeout_s=timeout_s)
     except RanksFailed as failure:
         if len(layouts) == 1:
             return [Verdict(layouts[0], (str(failure),))]
         return [verdict for layout in layouts for verdict in run_batch([layout])]
     return [
-        compare(layout, merge([rank[i] for rank in ranks]), references[distinct.index(alone[i])])
+        compare(layout, merge([rank[i] for rank in ranks]), expected[i])
         for i, layout in enumerate(layouts)
     ]
 

@@ -60,14 +60,26 @@ def perturb_alike(parameters, tensor_parallel):
         parameter.data.add_(noise)
 
 
-def step(tensor_parallel, sequence_parallel, name, options):
-    """Initial weights, prediction and gradients of a chain, shards put together."""
+def steps(tensor_parallel, ways):
+    """What ``step`` says of every case in each of these ways, one after the other."""
     from megatron.core import parallel_state
-    from megatron.core import tensor_parallel as tp
 
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
-    tp.model_parallel_cuda_manual_seed(1)
+    found = {
+        (case, sequence_parallel): step(tensor_parallel, sequence_parallel, *CASES[case])
+        for case in CASES
+        for sequence_parallel in ways
+    }
+    torch.distributed.barrier()
+    return found
+
+
+def step(tensor_parallel, sequence_parallel, name, options):
+    """Initial weights, prediction and gradients of a chain, shards put together."""
+    from megatron.core import tensor_parallel as tp
+
+    tp.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     backbone = model_specs.load_backbone(name, options)
     chain = build_chain(
         backbone.divide_sequences(tensor_parallel) if sequence_parallel else backbone,
@@ -103,14 +115,28 @@ def step(tensor_parallel, sequence_parallel, name, options):
     return prediction.detach(), weights, gradients, {key for key, _ in keys}
 
 
+@pytest.fixture(scope="module")
+def one_rank():
+    """What one rank computes of every case."""
+    (found,) = run_ranks(1, steps, 1, [False])
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """What each of two ranks computes, without and with sequence parallelism."""
+    return run_ranks(2, steps, 2, [False, True])
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_ranks_compute_what_one_does(case, sequence_parallel):
+def test_two_ranks_compute_what_one_does(case, sequence_parallel, one_rank, two_ranks):
     """The initial weights are equal bit for bit, the rest to rounding."""
-    ((prediction, weights, gradients, keys),) = run_ranks(1, step, 1, False, *CASES[case])
+    prediction, weights, gradients, keys = one_rank[case, False]
     assert keys == set(weights)
     largest = max(gradient.abs().max().item() for gradient in gradients.values())
-    for result in run_ranks(2, step, 2, sequence_parallel, *CASES[case]):
+    for rank in two_ranks:
+        result = rank[case, sequence_parallel]
         assert result[1].keys() == weights.keys()
         for name, weight in weights.items():
             assert torch.equal(result[1][name], weight), name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_pulse.runtime.executor import Workload
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.pipeline import Pipeline
 from megatron_pulse.runtime.stage import layer_seed
+from tests.ranks import run_ranks
 
 SEED = 7
 
@@ -232,6 +233,16 @@ def merge(outcomes: list[Outcome]) -> Outcome:
         merged.skip_bytes += outcome.skip_bytes
         merged.replica_bytes += outcome.replica_bytes
     return merged
+
+
+def references[C](
+    run_cases: Callable[[list[C]], list[Outcome]], alone: list[C], timeout_s: float | None = None
+) -> list[Outcome]:
+    """The outcome of every case of one process; cases that are alike run once."""
+    distinct = [case for i, case in enumerate(alone) if case not in alone[:i]]
+    limit = {} if timeout_s is None else {"timeout_s": timeout_s}
+    (outcomes,) = run_ranks(1, run_cases, distinct, **limit)
+    return [outcomes[distinct.index(case)] for case in alone]
 
 
 def differences(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, float]:

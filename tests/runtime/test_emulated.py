@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import permutations
 
@@ -22,9 +23,11 @@ from tests.solved import integer_programmed
 from tests.toys import nested, toy_backbone
 
 FORWARD_S, HALF_BACKWARD_S = 0.030, 0.030
-M = 8
+M = 4
 APART = 0.9
 """Makespans that differ by more than this must be measured in their order whatever else runs."""
+ROUNDS = 8
+"""As often are cases measured again while something else runs that takes the cores from them."""
 
 Case = tuple[ScheduleProblem, Schedule]
 
@@ -56,7 +59,7 @@ def run_cases(cases: list[Case]) -> list[Trace]:
         cuts = tuple(range(0, num_layers + 1, per_stage))
         routes = trace_routes(backbone, Partition(problem.placement, cuts))
         traces.append(
-            run_emulated(backbone, routes, schedule, problem, dist.group.WORLD, num_steps=4)
+            run_emulated(backbone, routes, schedule, problem, dist.group.WORLD, num_steps=3)
         )
     return traces
 
@@ -73,25 +76,38 @@ def test_makespans_are_what_the_simulator_says(num_devices: int) -> None:
         "ILP": (problem_of(plain), integer_programmed(num_devices, M, split=False)),
         "split": (split, synthesize(split, effort=20).schedule),
     }
+    measured = dict.fromkeys(cases, math.inf)
+    for _ in range(ROUNDS):
+        predicted, found = measure(num_devices, cases)
+        # Other processes can only lengthen a step: the shortest of all rounds counts.
+        measured = {name: min(measured[name], found[name]) for name in cases}
+        late = [name for name in cases if measured[name] > 2 * predicted[name]]
+        swapped = [
+            (one, other)
+            for one, other in permutations(cases, 2)
+            if predicted[one] < APART * predicted[other] and measured[one] >= measured[other]
+        ]
+        if not late and not swapped:
+            break
+    assert not late and not swapped, (late, swapped, predicted, measured)
+
+
+def measure(num_devices: int, cases: dict[str, Case]) -> tuple[dict[str, float], dict[str, float]]:
+    """The makespan of every case as the simulator says, and the shortest that ranks took."""
     results = run_ranks(num_devices, run_cases, list(cases.values()))
     assert all(traces == results[0] for traces in results)
     predicted, measured = {}, {}
     for (name, (problem, schedule)), trace in zip(cases.items(), results[0], strict=True):
         assert not trace.faults(), name
-        comparison = compare(run(problem, schedule), trace)
-        predicted[name] = comparison.predicted_makespan_s
-        # Other processes can only lengthen a step.
+        predicted[name] = compare(run(problem, schedule), trace).predicted_makespan_s
         measured[name] = min(step.makespan_s for step in trace.steps)
         times = stage_times(trace)
         # Sleeping cannot be too short; how long it is depends on what else runs here.
+        assert measured[name] >= 0.99 * predicted[name], name
         assert min(t / p for t, p in zip(times.forward, problem.forward, strict=True)) > 0.99
         assert min(t / p for t, p in zip(times.backward, problem.backward, strict=True)) > 0.99
         assert (times.weight_grad is None) == (problem.weight_grad is None)
-    print({name: (round(predicted[name], 3), round(measured[name], 3)) for name in cases})
-    assert all(0.99 * predicted[name] <= measured[name] <= 2 * predicted[name] for name in cases)
-    for one, other in permutations(cases, 2):
-        if predicted[one] < APART * predicted[other]:
-            assert measured[one] < measured[other], (one, other)
+    return predicted, measured
 
 
 def test_sleeping_is_precise_and_burns_no_core() -> None:

@@ -19,8 +19,10 @@ from tests.runtime.equality import (
     make_batches,
     make_pipeline,
     merge,
+    references,
     train,
 )
+from tests.solved import integer_programmed
 from tests.toys import SIDE, TOKENS, ToyLayer, nested, toy_backbone
 
 CHAIN = {
@@ -50,14 +52,8 @@ def run_cases(cases: list[tuple[str, Case]]) -> list[Outcome]:
     return outcomes
 
 
-def reference(cases: list[tuple[str, Case]]) -> list[Outcome]:
-    """The same cases on one process."""
-    (outcomes,) = run_ranks(1, run_cases, cases)
-    return outcomes
-
-
 def _all_cases(num_devices: int) -> list[tuple[str, Case]]:
-    cases = []
+    cases: list[tuple[str, Case]] = []
     for chain in CHAIN:
         for placement, schedule in (
             ("fold", "wave"),
@@ -72,13 +68,16 @@ def _all_cases(num_devices: int) -> list[tuple[str, Case]]:
             dtype = "float32" if chain == "conditioned" else "float64"
             for m in (num_devices - 1 or 1, num_devices, 2 * num_devices + 1):
                 cases.append((chain, Case(placement, m, schedule, steps=2, dtype=dtype)))
+    for split in (False, True):
+        schedule = integer_programmed(num_devices, 4, split)
+        cases.append(("nested", Case("fold", 4, schedule, steps=2)))
     return cases
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_every_placement_equals_one_process(num_devices: int) -> None:
     cases = _all_cases(num_devices)
-    expected = reference(cases)
+    expected = references(run_cases, [(chain, case.alone) for chain, case in cases])
     ranks = run_ranks(num_devices, run_cases, cases)
     for i, (chain, case) in enumerate(cases):
         got = merge([outcomes[i] for outcomes in ranks])
@@ -221,7 +220,7 @@ def test_skips_that_travel_under_a_fold_equal_one_process(num_devices: int) -> N
         for name, cuts in SOFT.items()
         for m in (num_devices - 1, num_devices, 2 * num_devices + 1)
     ]
-    expected = reference(cases)
+    expected = references(run_cases, [(chain, case.alone) for chain, case in cases])
     ranks = run_ranks(num_devices, run_cases, cases)
     for i, (name, case) in enumerate(cases):
         got = merge([outcomes[i] for outcomes in ranks])
