@@ -8,6 +8,13 @@ pulse_setup dev
 export OMP_NUM_THREADS=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-.venv/bin/mypy
-exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
-    --no-loadscope-reorder "$@"
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+.venv/bin/mypy >"$types" 2>&1 & # beside the first tests, which wait for processes that start
+mypy=$!
+failed=0
+.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
+    --no-loadscope-reorder "$@" || failed=$?
+wait "$mypy" || failed=1
+cat "$types"
+exit "$failed"

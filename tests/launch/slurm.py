@@ -132,7 +132,7 @@ class SlurmCluster:
         while not condition():
             if time.monotonic() > deadline:
                 raise SlurmError(f"waited {timeout_s:g} s for {what}\n{self.logs()}")
-            time.sleep(0.1)
+            time.sleep(0.5)  # every look at a job is a process of its own
 
     def processes(self, *, of: str | None = None) -> list[int]:
         """Processes of this cluster (daemons and jobs), or only those of job ``of``."""
@@ -174,6 +174,7 @@ def slurm_cluster(num_nodes: int) -> Iterator[SlurmCluster]:
         )
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
         environment |= {"SLURM_CONF": f"{folder}/slurm.conf", "PATH": _PATH}
+        environment["OMP_NUM_THREADS"] = "1"  # as of other ranks, so that sums are alike
         cluster = SlurmCluster(folder, environment)
         stack.callback(_kill, cluster)
         stack.enter_context(_watchdog(folder))
