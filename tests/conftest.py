@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 warnings.filterwarnings("ignore")
 
@@ -14,7 +14,10 @@ from megatron_pulse.integration import compat  # noqa: E402
 from tests.process import unchanged  # noqa: E402
 
 compat.install()
-settings.register_profile("any machine", deadline=None)  # how long an example takes is no fault
+# How long an example takes is no fault of it: a machine may have other work
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 from tests.remembered import FOLDER, remember_analyses, remember_flags  # noqa: E402
