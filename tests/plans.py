@@ -17,11 +17,11 @@ from megatron_pulse.planner.observe.trace import (
     merge_step,
 )
 from megatron_pulse.planner.partition.find import Goal, find_partition
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, Times
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.problem import stage_problem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.step.replay import edges_of
+from megatron_pulse.planner.step.replay import edges_of, lags
 from megatron_pulse.profile.profile import (
     LayerTimes,
     Profile,
@@ -71,38 +71,20 @@ def small_plan(
     partition = find_partition(costs, placement, Goal(collocate=kind == "fold", link=link))
     held = [partition.layers_of_stage(s) for s in range(placement.num_stages)]
 
-    def total(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(sum(values[i] for i in layers) for layers in held)
-
     edges = edges_of(costs, partition, lambda a, b: link)
-    lags = {(e.source, e.destination): e.seconds for e in edges}
-    weight = total(costs.weight_grad_s) if split else None
-    backward = total(costs.backward_s)
-    if weight is not None:
-        backward = tuple(b - w for b, w in zip(backward, weight, strict=True))
-    saved = total(tuple(map(float, costs.saved_bytes)))
-    room = tuple(
-        pipeline * sum(saved[s] for s in placement.stages_of_device(d)) for d in range(pipeline)
-    )
-    problem = ScheduleProblem(
-        placement,
+    saved = tuple(map(float, partition.per_stage(costs.saved_bytes)))
+    problem = stage_problem(
+        costs,
+        partition,
         MICROBATCHES,
-        total(costs.forward_s),
-        backward,
-        weight,
-        tuple(lags.get((s, s + 1), 0.0) for s in range(placement.num_stages - 1)),
-        saved,
-        room,
+        lags(edges, placement.num_stages),
+        split=split,
+        activation=saved,
+        cap=tuple(
+            pipeline * sum(saved[s] for s in placement.stages_of_device(d)) for d in range(pipeline)
+        ),
     )
     found = synthesize(problem, effort=4)
-    times = Times(
-        problem.forward,
-        backward,
-        weight,
-        tuple((e.source, e.destination, e.seconds) for e in edges),
-        saved,
-        room,
-    )
     certificate = found.certificate
     crossing = 2 * sum(costs.boundary_bytes[held[e.destination][0]] for e in edges)
     return PlanFile(
@@ -118,11 +100,10 @@ def small_plan(
         recompute,
         False,
         True,
-        kind,
-        chunks,
         tuple(tuple(costs.names[i] for i in layers) for layers in held),
         found.schedule,
-        times,
+        problem,
+        edges,
         {
             "step_s": certificate.makespan,
             "samples_per_s": 16 / certificate.makespan,
@@ -173,7 +154,7 @@ def trace_of(plan: PlanFile, lines: list[Timeline]) -> Trace:
         "abc",
         plan.backbone,
         plan.schedule.name,
-        plan.placement,
+        str(plan.placement.kind),
         plan.schedule.placement.device_of_stage,
         plan.num_microbatches,
         "one machine",

@@ -17,8 +17,12 @@ from megatron_pulse.planner.layout.placement import (
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
 from megatron_pulse.planner.partition.volume import relayed, volume
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.problem import (
+    ScheduleProblem,
+    boundary_s,
+    stage_problem,
+)
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.step.replay import edges_of, replay
@@ -256,27 +260,17 @@ class _Planner:
     def problem(self, costs: ChainCosts, partition: Partition, split: bool) -> ScheduleProblem:
         """Emulated seconds of each stage; activations up to what 1F1B holds on the device."""
         placement = partition.placement
-        stages = [partition.layers_of_stage(s) for s in range(placement.num_stages)]
-
-        def total(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(max(LEAST_S, sum(values[i] for i in stage)) for stage in stages)
-
-        backward, weight = total(costs.backward_s), None
-        if split:
-            weight = total(costs.weight_grad_s)
-            backward = tuple(max(LEAST_S, b - w) for b, w in zip(backward, weight, strict=True))
-        home = placement.device_of_stage
-        links = tuple(
-            self.link.time_s(costs.boundary_bytes[partition.cuts[s]])
-            if home[s - 1] != home[s]
-            else 0.0
-            for s in range(1, placement.num_stages)
-        )
         saved = self.saved(partition, passing=False)
-        cap = tuple(
-            self.num_devices * sum(saved[s] for s in placement.stages_of_device(d))
-            for d in range(self.num_devices)
-        )
-        return ScheduleProblem(
-            placement, self.count, total(costs.forward_s), backward, weight, links, saved, cap
+        return stage_problem(
+            costs,
+            partition,
+            self.count,
+            boundary_s(costs, partition, self.link),
+            split=split,
+            activation=saved,
+            cap=tuple(
+                self.num_devices * sum(saved[s] for s in placement.stages_of_device(d))
+                for d in range(self.num_devices)
+            ),
+            least_s=LEAST_S,
         )

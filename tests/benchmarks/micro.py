@@ -24,7 +24,7 @@ from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.schedule.check.simulate import run
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.problem import stage_problem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.communication import compile_communication
 from megatron_pulse.planner.step.program import compile_program
@@ -64,14 +64,7 @@ def planning(emulation: Emulation, devices: int, count: int) -> Planning:
         return result, 1e3 * (time.process_time() - began)
 
     cut, partition_ms = timed(lambda: find_partition(costs, placement, Goal(link=LINK)))
-    layers = [cut.layers_of_stage(s) for s in range(placement.num_stages)]
-    problem = ScheduleProblem(
-        placement,
-        count,
-        tuple(sum(costs.forward_s[i] for i in stage) for stage in layers),
-        tuple(sum(costs.backward_s[i] for i in stage) for stage in layers),
-        cap=(2.0 * devices,) * devices,
-    )
+    problem = stage_problem(costs, cut, count, cap=(2.0 * devices,) * devices)
     found, synthesize_ms = timed(lambda: synthesize(problem, float("inf"), SYNTHESIS_EFFORT))
     schedule = found.schedule
     _, simulate_ms = timed(lambda: run(problem, schedule))

@@ -24,8 +24,8 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.partition.volume import volume
-from megatron_pulse.planner.schedule.check.simulate import simulate
-from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.problem import stage_problem
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
 LINK = Link(5e-6, 10e9)
 NUM_MICROBATCHES = 32
@@ -132,23 +132,15 @@ def predicted_iteration(costs: ChainCosts, partition: Partition) -> float:
     """Seconds of an iteration under the wave schedule."""
     placement = partition.placement
 
-    def per_stage(column: tuple[float, ...]) -> list[float]:
-        return [
-            sum(column[i] for i in partition.layers_of_stage(s))
-            for s in range(placement.num_stages)
-        ]
-
-    forward, backward = per_stage(costs.forward_s), per_stage(costs.backward_s)
     sent = [
         LINK.time_s(costs.boundary_bytes[partition.cuts[s]])
         for s in range(1, placement.num_stages)
         if placement.device_of_stage[s] != placement.device_of_stage[s - 1]
     ]
     link = sum(sent) / len(sent)
-    schedule = make_schedule(
-        "wave", placement, NUM_MICROBATCHES, forward=forward, backward=backward, link=link
-    )
-    return simulate(schedule, forward, backward, link).makespan
+    cap = (float(placement.num_stages),) * placement.num_devices
+    problem = stage_problem(costs, partition, NUM_MICROBATCHES, link, cap=cap)
+    return synthesize(problem).certificate.makespan
 
 
 def main() -> None:

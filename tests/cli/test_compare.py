@@ -12,7 +12,7 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.layout.routes import Payload
-from megatron_pulse.planner.observe.compare import stage_times
+from megatron_pulse.planner.observe.compare import measured_problem
 from megatron_pulse.planner.observe.trace import TimedWait, save_trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
@@ -37,7 +37,7 @@ def of_class(svg: ElementTree.Element, name: str) -> list[ElementTree.Element]:
 
 def measured(plan: PlanFile, forward: float, backward: float, weight: float) -> Timeline:
     """A run whose operations take these multiples of what was planned, more on later stages."""
-    problem = plan.problem()
+    problem = plan.problem
     grow = [1 + 0.1 * s for s in range(len(plan.stages))]
 
     def scaled(values: tuple[float, ...], by: float) -> tuple[float, ...]:
@@ -68,7 +68,7 @@ def test_compare_finds_what_differs(
     assert len(rows) == 4 * (3 if split else 2)
     for stage in range(4):
         seconds = rows["forward", stage]["seconds"]
-        assert seconds["predicted"] == pytest.approx(plan.times.forward[stage])
+        assert seconds["predicted"] == pytest.approx(plan.problem.forward[stage])
         assert seconds["measured"] == pytest.approx((2 + 0.2 * stage) * seconds["predicted"])
     makespan = record["makespan_s"]
     assert makespan["predicted"] == pytest.approx(plan.replay().timeline.makespan)
@@ -106,7 +106,7 @@ def test_a_profile_learns_from_a_run(
     assert "written to new.json" in capsys.readouterr().out
     assert (here / "profile.json").read_bytes() == before
     old, new = small_profile(), load_profile("new.json")
-    costs, took = new.at(MICRO_BATCH, recompute), stage_times(trace)
+    costs, took = new.at(MICRO_BATCH, recompute), measured_problem(plan.problem, trace)
     for stage in range(len(plan.stages)):
         held = plan.partition.layers_of_stage(stage)
         weight = took.weight_grad[stage] if took.weight_grad is not None else 0.0

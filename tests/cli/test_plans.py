@@ -61,7 +61,7 @@ def test_check_says_what_it_looked_at(
     numbers = [int(word) for word in checked["skips"].split() if word.isdigit()]
     assert (numbers[0], sum(numbers[1:])) == (sum(stay), stay.count(False))
     assert all(stay) == (kind == "fold" or pipeline == 1)
-    at_least = 2 * plan.num_microbatches * len(plan.times.edges)
+    at_least = 2 * plan.num_microbatches * len(plan.edges)
     assert int(checked["messages"].split()[0]) >= at_least
     if pipeline == 1:
         assert checked["messages"].startswith("0 ")
@@ -122,8 +122,10 @@ BROKEN: dict[str, tuple[Callable[[PlanFile], PlanFile], list[str]]] = {
         ["F0:0 is missing on device 0", "the plan is for 4 ranks", "device 0 needs 3 GB"],
     ),
     "shape": (
-        lambda p: change(crowded(p), times=replace(p.times, cap_bytes=(1e6,))),
-        ["times.cap_bytes: 1 values for 2 device(s)", "the plan is for 4 ranks; cpu has 2"],
+        lambda p: change(
+            crowded(p), predicted={**crowded(p).predicted, "memory_bytes": [3e9, 1e6, 1e6]}
+        ),
+        ["predicted.memory_bytes: 3 values for 2 device(s)", "the plan is for 4 ranks; cpu has 2"],
     ),
     "cluster": (
         lambda p: change(p, provenance={**p.provenance, "cluster": {"name": "x"}}),

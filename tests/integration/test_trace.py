@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.planner.observe.compare import stage_times
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.observe.compare import measured_problem
 from megatron_pulse.planner.observe.trace import load_trace
+from megatron_pulse.planner.schedule.problem import equal_stages
 from tests.integration.runs import STEPS, alone, assert_same, pipeline, run
 
 
@@ -34,7 +36,7 @@ def test_a_run_with_a_trace(tmp_path: Path, wanted: str, traced: list[int], repl
     }
     assert trace.backbone["name"] == "uvit-tiny" and len(trace.plan_digest) == 64
     assert trace.num_microbatches == 4 // replicas and trace.device_of_stage == (0, 1, 1, 0)
-    times = stage_times(trace)
+    times = measured_problem(equal_stages(fold(2), trace.num_microbatches), trace)
     assert times.weight_grad is not None and min(times.forward + times.weight_grad) > 0
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.schedule.registry import make_schedule, pick
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import make_schedule
+from tests.planner.schedules import wave
 
 
 @st.composite
@@ -33,15 +34,14 @@ def schedules(draw: st.DrawFn) -> Schedule:
     placement = draw(placements())
     num_microbatches = draw(st.integers(1, 9))
     name = draw(st.sampled_from(["auto", "gpipe", "wave", "wave"]))
-    if name != "wave":
-        return make_schedule(name, placement, num_microbatches, effort=2)
+    if pick(name, placement) != "wave":
+        return make_schedule(name, placement, num_microbatches)
     num = placement.num_stages
     durations = st.lists(st.floats(0.1, 5.0), min_size=num, max_size=num)
-    return make_schedule(
-        name,
+    return wave(
         placement,
         num_microbatches,
-        cap=draw(st.none() | st.integers(placement.num_chunks, num + 2)),
+        draw(st.none() | st.integers(placement.num_chunks, num + 2)),
         forward=draw(st.none() | durations),
         backward=draw(st.none() | durations),
         link=draw(st.sampled_from([0.0, 0.5, 3.0])),

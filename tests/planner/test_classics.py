@@ -17,7 +17,7 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, run, simulate
+from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, run
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.chimera import chimera
 from megatron_pulse.planner.schedule.classic.clocked import hanayo
@@ -26,6 +26,7 @@ from megatron_pulse.planner.schedule.classic.split import dualpipe_v
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
+from tests.planner.schedules import simulate
 
 HOMES = {
     "gpipe": [sequential, interleaved, fold],

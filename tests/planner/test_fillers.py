@@ -24,6 +24,7 @@ from megatron_pulse.planner.step.communication import compile_communication, mes
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Run, compile_program
 from tests.planner.chains import chain
+from tests.planner.schedules import wave
 from tests.planner.strategies import equal, with_order
 
 CASES = [
@@ -45,10 +46,9 @@ def uneven(name: str, placement, num_microbatches: int) -> tuple[ScheduleProblem
     problem = ScheduleProblem(placement, num_microbatches, times[0], times[1], weight, 0.2)
     if name in CLASSICS:
         return problem, CLASSICS[name](placement, num_microbatches)
-    schedule = make_schedule(
-        name, placement, num_microbatches,
-        forward=times[0], backward=times[1], link=0.2, effort=2,
-    )  # fmt: skip
+    schedule = wave(
+        placement, num_microbatches, forward=times[0], backward=times[1], link=0.2, effort=2
+    )
     return problem, schedule
 
 

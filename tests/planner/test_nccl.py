@@ -20,6 +20,7 @@ from megatron_pulse.planner.step.communication import CommunicationPlan, compile
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Event, Issue, Run, Wait, compile_program
 from tests.planner.chains import chain
+from tests.planner.schedules import wave
 from tests.planner.strategies import schedules
 
 Programs = list[list[Event]]
@@ -87,7 +88,7 @@ def test_compiled_plans_complete(schedule: Schedule, seed: int) -> None:
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_on_demand_groups_deadlock_where_rounds_do_not(num_devices: int) -> None:
     """Measured on NCCL semantics: a fold's unbatched sends and receives block each other."""
-    schedule = make_schedule("wave", fold(num_devices), 2 * num_devices, effort=2)
+    schedule = wave(fold(num_devices), 2 * num_devices, effort=2)
     plan = compiled(schedule)
     assert check_events(programs(schedule, plan)) == []
     faults = check_events(on_demand(schedule, plan))

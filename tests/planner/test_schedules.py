@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import (
     Placement,
     fold,
@@ -12,18 +13,22 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
+from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,
     dependency,
     grid,
     logical_times,
-    simulate,
 )
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.names import SPLIT
 from megatron_pulse.planner.schedule.classic.one_f_one_b import interleaved_1f1b, one_f_one_b
+from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule, pick
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule
+from megatron_pulse.planner.step.plan import Plan, PlanError, make_plan
+from tests.planner.chains import chain
+from tests.planner.schedules import simulate
+from tests.planner.schedules import wave as synthesized
 from tests.planner.strategies import schedules
 
 # PULSE (arXiv 2606.19163), figure 9: P = M = 4, one column per slot, stage then microbatch.
@@ -48,10 +53,9 @@ def wave(
     effort: int | None = None,
 ) -> Schedule:
     forward, backward = ([t] * placement.num_stages for t in times)
-    return make_schedule(
-        "wave", placement, num_microbatches,
-        cap=cap, forward=forward, backward=backward, effort=effort,
-    )  # fmt: skip
+    return synthesized(
+        placement, num_microbatches, cap, forward=forward, backward=backward, effort=effort
+    )
 
 
 def golden_wave(p: int, m: int, cap: int | None, forward: float = 1, backward: float = 2) -> float:
@@ -172,7 +176,9 @@ def test_one_stage_alternates() -> None:
     [(sequential(3), "1f1b"), (interleaved(3), "interleaved"), (fold(3), "wave")],
 )
 def test_auto_picks_by_placement(placement: Placement, name: str) -> None:
-    assert make_schedule("auto", placement, 4).name == name
+    assert pick("auto", placement) == name
+    plan = Plan(chain(9), find_partition(weighted_costs(chain(9), [1.0] * 9), placement))
+    assert plan.step(4).schedule.name == name and plan.is_synthesized == (name == "wave")
 
 
 def test_schedules_that_cannot_work_say_why() -> None:
@@ -188,14 +194,17 @@ def test_schedules_that_cannot_work_say_why() -> None:
         make_schedule("zero-bubble", fold(2), 4)
     with pytest.raises(ValueError, match="at least one microbatch"):
         make_schedule("auto", fold(2), 0)
+    with pytest.raises(ValueError, match="wave is synthesized for the times of its stages"):
+        make_schedule("auto", fold(2), 4)
+    costs = weighted_costs(chain(4), [1.0] * 4)
     with pytest.raises(ValueError, match="device 0 holds 2 for one microbatch, its cap is 1"):
-        make_schedule("wave", fold(2), 4, cap=1)
-    with pytest.raises(ValueError, match="a cap needs schedule wave"):
-        make_schedule("gpipe", fold(2), 4, cap=4)
+        make_plan(chain(4), costs, fold(2), "wave", cap=1)
+    with pytest.raises(PlanError, match="gpipe has a fixed peak.*a cap needs schedule wave"):
+        make_plan(chain(4), costs, fold(2), "gpipe", cap=4)
     with pytest.raises(ValueError, match="forward: need 4 values, got 1"):
-        make_schedule("wave", fold(2), 4, forward=[1.0])
+        synthesized(fold(2), 4, forward=[1.0])
     with pytest.raises(ValueError, match="positive"):
-        make_schedule("wave", fold(2), 4, forward=[1.0, 0.0, 1.0, 1.0])
+        synthesized(fold(2), 4, forward=[1.0, 0.0, 1.0, 1.0])
 
 
 @settings(max_examples=250, derandomize=True)

@@ -14,7 +14,6 @@ from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,
     grid,
     logical_times,
-    simulate,
 )
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
@@ -25,6 +24,7 @@ from megatron_pulse.planner.step.communication import compile_communication, mes
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import compile_program
 from tests.planner.chains import chain
+from tests.planner.schedules import simulate, wave
 from tests.planner.strategies import with_order
 
 TWO = ("F0:0 F0:1 I0:0 W0:0 I0:1 W0:1", "F1:0 I1:0 F1:1 I1:1 W1:0 W1:1")
@@ -74,12 +74,10 @@ def test_other_placements_are_refused() -> None:
     for placement in (sequential(2), interleaved(2), fold(2, 2)):
         with pytest.raises(ValueError, match="zb-v needs placement fold with 2 stages per device"):
             make_schedule("zb-v", placement, 4)
-    with pytest.raises(ValueError, match="zb-v has a fixed peak"):
-        make_schedule("zb-v", fold(2), 4, cap=8)
 
 
 def test_wave_splits_when_weight_gradients_have_a_time() -> None:
-    schedule = make_schedule("wave", fold(3), 4, weight_grad=[1.0] * 6)
+    schedule = wave(fold(3), 4, weight_grad=[1.0] * 6)
     assert schedule.kinds == (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
     assert schedule.name == "wave" and validate(schedule, cap=6) == []
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.layout.routes import trace_routes
-from megatron_pulse.planner.observe.compare import compare, stage_times
+from megatron_pulse.planner.observe.compare import compare, measured_problem
 from megatron_pulse.planner.observe.trace import (
     DeviceStep,
     TimedOperation,
@@ -25,9 +25,9 @@ from megatron_pulse.planner.observe.trace import (
 )
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
 from megatron_pulse.planner.step.communication import compile_communication
+from tests.planner.schedules import wave
 from tests.toys import nested, toy_backbone
 
 PLACEMENT, M = fold(2), 4
@@ -38,9 +38,7 @@ def timeline(slower: float = 1.0, split: bool = False) -> Timeline:
     forward = tuple(slower * t if s == 1 else t for s, t in enumerate(FORWARD))
     weight = (0.5, 0.75, 1.0, 1.25) if split else None
     problem = ScheduleProblem(PLACEMENT, M, forward, BACKWARD, weight)
-    schedule = make_schedule(
-        "wave", PLACEMENT, M, forward=FORWARD, backward=BACKWARD, weight_grad=weight
-    )
+    schedule = wave(PLACEMENT, M, forward=FORWARD, backward=BACKWARD, weight_grad=weight)
     return run(problem, schedule)
 
 
@@ -173,12 +171,12 @@ def test_a_trace_of_another_schedule_is_refused() -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_measured_times_make_the_same_problem(split: bool) -> None:
     """Backwards or input gradients as they were, from the trace alone."""
-    times = stage_times(trace_of([timeline(split=split)]))
+    unknown = equal_stages(PLACEMENT, M)
+    times = measured_problem(unknown, trace_of([timeline(split=split)]))
     assert times.forward == pytest.approx(FORWARD)
     assert times.backward == pytest.approx(BACKWARD)
     assert times.weight_grad == (pytest.approx((0.5, 0.75, 1.0, 1.25)) if split else None)
-    problem = ScheduleProblem(PLACEMENT, M, times.forward, times.backward, times.weight_grad)
-    again = run(problem, timeline(split=split).schedule)
+    again = run(times, timeline(split=split).schedule)
     assert again.makespan == pytest.approx(timeline(split=split).makespan)
 
 
@@ -191,4 +189,4 @@ def test_evaluations_have_no_backward_times() -> None:
     trace = trace_of([forwards])
     assert Operation(Kind.FORWARD, 0, 0) in {t.operation for t in trace.steps[0].operations}
     with pytest.raises(TraceError, match="no backward"):
-        stage_times(trace)
+        measured_problem(equal_stages(PLACEMENT, M), trace)

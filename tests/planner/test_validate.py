@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from megatron_pulse.planner.layout.placement import Partition, fold, sequential
 from megatron_pulse.planner.layout.routes import Payload
-from megatron_pulse.planner.schedule.check.simulate import DeadlockError, simulate
+from megatron_pulse.planner.schedule.check.simulate import DeadlockError
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.schedule.registry import make_schedule
+from tests.planner.schedules import simulate, wave
 from tests.planner.strategies import schedules, with_order
 
 many = settings(max_examples=100, derandomize=True)
@@ -158,7 +158,7 @@ def test_peak_and_cap() -> None:
 
 
 def test_partition_must_fit() -> None:
-    schedule = make_schedule("wave", fold(2), 2)
+    schedule = wave(fold(2), 2)
     assert validate(schedule, Partition(fold(2), (0, 1, 2, 3, 4))) == []
     faults = validate(schedule, Partition(sequential(4), (0, 2, 2, 3)))
     assert any("partition for (0, 1, 2, 3)" in fault for fault in faults)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
-from megatron_pulse.planner.observe.compare import compare, stage_times
+from megatron_pulse.planner.observe.compare import compare, measured_problem
 from megatron_pulse.planner.observe.trace import Trace
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -101,7 +101,7 @@ def measure(num_devices: int, cases: dict[str, Case]) -> tuple[dict[str, float],
         assert not trace.faults(), name
         predicted[name] = compare(run(problem, schedule), trace).predicted_makespan_s
         measured[name] = min(step.makespan_s for step in trace.steps)
-        times = stage_times(trace)
+        times = measured_problem(problem, trace)
         # Sleeping cannot be too short; how long it is depends on what else runs here.
         assert measured[name] >= 0.99 * predicted[name], name
         assert min(t / p for t, p in zip(times.forward, problem.forward, strict=True)) > 0.99

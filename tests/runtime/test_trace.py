@@ -17,6 +17,7 @@ from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.runtime.measure.clock import SharedClock, compare_clocks, share_clock
+from tests.planner.schedules import wave
 from tests.ranks import run_ranks
 from tests.toys import TOKENS, nested, toy_backbone
 
@@ -34,7 +35,7 @@ def trace_fold() -> Trace:
     return run_emulated(
         backbone,
         trace_routes(backbone, Partition(placement, tuple(range(num + 1)))),
-        make_schedule("wave", placement, M),
+        wave(placement, M),
         problem,
         dist.group.WORLD,
         micro_batch_size=BATCH,

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     compared = _compared(args)
     wrote = []
     if args.write_profile is not None:
-        from megatron_pulse.planner.observe.compare import stage_times
+        from megatron_pulse.planner.observe.compare import measured_problem
         from megatron_pulse.planner.observe.measured import rescale
         from megatron_pulse.planner.observe.trace import TraceError
         from megatron_pulse.profile.files import load_profile, save_profile
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> None:
 
         with mending(ProfileError, TraceError):
             profile = load_profile(args.profile)
-            scaled = rescale(profile, compared.plan, stage_times(compared.trace))
+            measured = measured_problem(compared.plan.problem, compared.trace)
+            scaled = rescale(profile, compared.plan, measured)
             save_profile(scaled, args.write_profile)
         wrote.append(f"profile with the measured times written to {args.write_profile}")
     if args.output is not None:

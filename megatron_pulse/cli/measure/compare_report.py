@@ -191,7 +191,7 @@ def _amount(seconds: float) -> str:
 def write_drawing(compared: Compared, path: Path) -> str:
     """Both timelines as a picture, a page or events, by the ending of ``path``."""
     plan, step = compared.plan, typical_step(compared.trace)
-    problem = plan.problem()
+    problem = plan.problem
     panels = [
         Panel("predicted", compared.replayed.timeline, sent(compared.replayed.transfers)),
         Panel(f"measured, step {step.step}", timeline_of(plan.schedule, step), waited(step.waits)),

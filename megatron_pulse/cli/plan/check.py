@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.errors import add_parser, mending, require, warn
 from megatron_pulse.cli.output import add_json, answer, columns
@@ -45,14 +46,14 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.profile.cautions import plan_cautions
 
     with mending(PlanFileError):
-        plan, faults = read_plan(args.plan)
+        record, plan, faults = read_plan(args.plan)
     fine: dict[str, str] = {}
-    if plan is not None:
-        warn(*plan_cautions(plan.provenance, 0))
-    if plan is not None:
-        if not faults:
-            fine = {"form": "as it should be", "schedule": _schedule(plan)}
-        more, found = _against_the_world(plan, legal=not faults)
+    if record is not None:
+        warn(*plan_cautions(record["provenance"], 0))
+        legal = None if faults else plan
+        if legal is not None:
+            fine = {"form": "as it should be", "schedule": _schedule(legal)}
+        more, found = _against_the_world(record, legal)
         faults, fine = faults + more, {**fine, **found}
     lines = []
     if plan is not None and not faults:
@@ -63,9 +64,9 @@ def run(args: argparse.Namespace) -> None:
             "",
             f"it can run: --pulse-plan {args.plan}",
         ]
-    record = {"plan": str(args.plan), "can_run": not faults, "faults": faults, "checked": fine}
+    said = {"plan": str(args.plan), "can_run": not faults, "faults": faults, "checked": fine}
     if lines or args.json:
-        answer(args, lines, lambda: record)
+        answer(args, lines, lambda: said)
     require([f"{args.plan}: {fault}" for fault in faults])
 
 
@@ -77,20 +78,23 @@ def _schedule(plan: PlanFile) -> str:
     )
 
 
-def _against_the_world(plan: PlanFile, legal: bool) -> tuple[list[str], dict[str, str]]:
-    """The plan and its backbone, if the plan is legal in itself, and its machines."""
-    from megatron_pulse.planner.plan_file.check import check_backbone, check_machines
+def _against_the_world(
+    record: Mapping[str, Any], plan: PlanFile | None
+) -> tuple[list[str], dict[str, str]]:
+    """The plan, if it is legal in itself, and its backbone, and the machines of its record."""
+    from megatron_pulse.planner.plan_file.check import check_backbone, machine_faults, on_machines
     from model_specs import load_backbone
 
-    name, options = plan.backbone["name"], plan.backbone["options"]
     faults: list[str] = []
     fine: dict[str, str] = {}
     try:
-        backbone = load_backbone(name, options)
+        backbone = load_backbone(record["backbone"]["name"], record["backbone"]["options"])
     except (ValueError, TypeError) as error:
         faults.append(f"backbone: {error}")
     else:
-        if legal:
+        if plan is not None:
             faults, fine = check_backbone(plan, backbone)
-    more, found = check_machines(plan)
-    return faults + more, {**fine, **found}
+    more = machine_faults(record)
+    if plan is not None and not more:
+        fine |= on_machines(plan)
+    return faults + more, fine

@@ -25,7 +25,7 @@ def write_page(
     plan: PlanFile, replayed: Replay, costs: ChainCosts | None, path: Path, at: Path
 ) -> str:
     """A picture, a page or a trace of the plan of file ``path``, by the ending of ``at``."""
-    problem = plan.problem()
+    problem = plan.problem
     panels = [Panel("predicted", replayed.timeline, sent(replayed.transfers))]
     return draw(
         at,
@@ -65,10 +65,10 @@ def _page(
 
 
 def _partition(plan: PlanFile, costs: ChainCosts) -> str:
-    slowest = max((seconds for _, _, seconds in plan.times.edges), default=0.0)
+    slowest = max((edge.seconds for edge in plan.edges), default=0.0)
     found = evaluate(costs, plan.partition, Link(slowest))
     what = f"microbatch of {plan.micro_batch_size}; loads with {1e3 * slowest:.3g} ms a message"
-    title = f"{plan.backbone['name']}: {plan.placement} on P = {plan.pipeline}"
+    title = f"{plan.backbone['name']}: {plan.placement.kind} on P = {plan.pipeline}"
     return draw_partition(costs, plan.partition, found, title, what)
 
 
@@ -79,7 +79,7 @@ def _memory(plan: PlanFile) -> str:
     limit = 1e9 * cluster.get("memory_gb", 0) * cluster.get("usable_memory", 1.0)
     whole = max(limit, *held) if max(held) > limit / 5 else max(held)
     rows = []
-    peaks = peak_activations(plan.schedule, plan.times.saved_bytes)
+    peaks = peak_activations(plan.schedule, plan.problem.activation)
     for device, (size, peak) in enumerate(zip(held, peaks, strict=True)):
         rest = max(0.0, size - peak)
         bars = "".join(

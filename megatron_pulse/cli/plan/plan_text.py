@@ -22,7 +22,7 @@ def batch(plan: PlanFile) -> str:
         f"batch {plan.global_batch_size} = {plan.data} replica(s) x {plan.num_microbatches} "
         f"microbatch(es) of {plan.micro_batch_size}",
         plan.dtype,
-        "split backwards" if plan.times.weight_grad is not None else "whole backwards",
+        "split backwards" if plan.problem.weight_grad is not None else "whole backwards",
     ]
     for name in ("sequence_parallel", "recompute", "distributed_optimizer"):
         parts += [name.replace("_", " ")] * getattr(plan, name)
@@ -130,7 +130,7 @@ DEVICE_COLUMNS = ("device", "ranks", "busy", "idle", "sends", "activations", "me
 def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
     """A row of ``DEVICE_COLUMNS`` for each device; stages with the layers that they hold."""
     line, placement = replayed.timeline, plan.partition.placement
-    peaks = peak_activations(plan.schedule, plan.times.saved_bytes)
+    peaks = peak_activations(plan.schedule, plan.problem.activation)
     rows: list[tuple[str, ...]] = []
     for device in range(plan.pipeline):
         held = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.errors import mending, require, warn
@@ -76,8 +77,7 @@ def from_profile(args: argparse.Namespace) -> Task:
     from megatron_pulse.planner.layout.layouts import best_known, layout_of
     from megatron_pulse.planner.partition.best import best
     from megatron_pulse.planner.partition.find import Goal, PartitionError
-    from megatron_pulse.planner.schedule.problem import ScheduleProblem
-    from megatron_pulse.planner.step.plan import stage_times
+    from megatron_pulse.planner.schedule.problem import boundary_s, stage_problem
     from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import load_profile
     from megatron_pulse.profile.profile import ProfileError
@@ -96,26 +96,16 @@ def from_profile(args: argparse.Namespace) -> Task:
     with mending(PartitionError):
         found = best(layout, costs, args.num_devices, Goal(link=link))
     partition = found.partition
-    times = stage_times(costs, partition, link)
-    if times is None:
+    took = (partition.per_stage(costs.forward_s), partition.per_stage(costs.backward_s))
+    if min(map(min, took)) <= 0:
         require([f"{args.profile}: a stage takes no time, so there is nothing to schedule"])
-    assert times is not None
-    stages = [partition.layers_of_stage(s) for s in range(partition.placement.num_stages)]
-    layers = profile.times_at(size)
-    weight = tuple(sum(layers[i].weight_grad_s for i in held) for held in stages)
-    whole = ScheduleProblem(
-        partition.placement, args.microbatches, times.forward, times.backward, None, times.link
-    )
+    sent = boundary_s(costs, partition, link)
+    make = partial(stage_problem, costs, partition, args.microbatches, sent)
+    limit = cap(args, partition.placement, (1.0,) * partition.placement.num_stages)
     with mending(ValueError):
-        limit = cap(args, partition.placement, (1.0,) * len(stages))
-        whole = replace(whole, cap=limit)
+        whole = make(cap=limit)
     # A stage without parameters has a weight gradient too, though it does next to nothing.
-    least = 1e-6 * max(times.backward)
-    split = replace(
-        whole,
-        backward=tuple(max(least, b - w) for b, w in zip(times.backward, weight, strict=True)),
-        weight_grad=tuple(max(least, w) for w in weight),
-    )
+    split = make(cap=limit, split=True, least_s=1e-6 * max(whole.backward))
     record = profile.backbone
     name = str(record.get("name") or record.get("table") or args.profile.stem)
     return Task(name, whole, split, "ms", 1e3, size)

@@ -24,8 +24,8 @@ def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> Pul
         options,
         backbone=plan.backbone["name"],
         options=dict(plan.backbone["options"]),
-        placement=plan.placement,
-        num_chunks=plan.num_chunks,
+        placement=str(plan.placement.kind),
+        num_chunks=plan.placement.num_chunks,
     )
 
 

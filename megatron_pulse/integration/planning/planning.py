@@ -22,7 +22,7 @@ from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flig
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.step.find_schedules import find_schedules
-from megatron_pulse.planner.step.plan import Plan, PlanError, StageTimes, make_plan
+from megatron_pulse.planner.step.plan import Plan, PlanError, make_plan
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import (
     ELEMENT_BYTES,
@@ -64,7 +64,7 @@ def plan_run(
         options.conditioning,
     )
     plan = replace(plan, embedders=choices)
-    if plan.problem(num_microbatches(args)) is None:
+    if not plan.is_synthesized:
         plan.step(num_microbatches(args))
     return plan
 
@@ -96,7 +96,7 @@ def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions)
     counts = {num_microbatches(args)}
     if args.eval_iters:
         counts.add(_num_eval_microbatches(args))
-    if all(plan.problem(count) is None for count in counts):
+    if not plan.is_synthesized:
         return plan
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -121,14 +121,8 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
             f"--pulse-plan: the plan is of another backbone ({given.backbone['name']}, "
             f"{len(names)} layers) than {backbone.name} ({len(backbone.layers)} layers)"
         )
-    problem = given.problem()
-    links = tuple(problem.lag(s, s + 1) for s in range(problem.placement.num_stages - 1))
-    backward, weight = problem.backward, problem.weight_grad
-    if weight is not None:
-        backward = tuple(map(sum, zip(backward, weight, strict=True)))
-    times = StageTimes(problem.forward, backward, links, weight, problem.activation, problem.cap)
-    name = "wave" if weight is None else "wave-split"
-    return Plan(backbone, given.partition, name, times=times, schedules=(given.schedule,))
+    name = "wave" if given.problem.weight_grad is None else "wave-split"
+    return Plan(backbone, given.partition, name, problem=given.problem, schedules=(given.schedule,))
 
 
 def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:

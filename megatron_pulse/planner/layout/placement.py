@@ -15,7 +15,7 @@ What each kind of placement means is a row of ``PLACEMENTS``, which everything e
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -106,6 +106,10 @@ class Partition:
     def layers_of_stage(self, stage: int) -> range:
         """Indices of the layers in ``stage``."""
         return range(self.cuts[stage], self.cuts[stage + 1])
+
+    def per_stage(self, values: Sequence[float]) -> tuple[float, ...]:
+        """Values of layers, summed over each stage's."""
+        return tuple(sum(values[a:b]) for a, b in zip(self.cuts, self.cuts[1:], strict=False))
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that holds the layer at index ``layer``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from megatron_pulse.faults import told
@@ -10,6 +10,7 @@ from megatron_pulse.planner.observe.trace import StepTrace, Trace, TraceError
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.problem import LEAST_S, ScheduleProblem
 from megatron_pulse.profile.cautions import plan_cautions
 
 
@@ -143,34 +144,27 @@ def doubts(plan: PlanFile, trace: Trace) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
-class MeasuredTimes:
-    """Median seconds of each stage on one microbatch, as a ``ScheduleProblem`` takes them.
-
-    ``backward`` is the input gradient alone where there is a ``weight_grad``.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight_grad: tuple[float, ...] | None
-
-
-def stage_times(trace: Trace) -> MeasuredTimes:
-    """What each stage took; raises TraceError if the trace has faults, or no backwards."""
+def measured_problem(problem: ScheduleProblem, trace: Trace) -> ScheduleProblem:
+    """``problem`` with the median seconds that each stage took; raises TraceError if the trace has
+    faults, or no backwards."""
     if faults := trace.faults():
         raise TraceError(told("the trace", faults))
     measured = _measured(trace)
     stages = range(len(trace.device_of_stage))
 
     def of(kind: Kind) -> tuple[float, ...]:
-        return tuple(median(measured[kind, stage]) for stage in stages)
+        return tuple(max(LEAST_S, median(measured[kind, stage])) for stage in stages)
 
     kinds = {kind for kind, _ in measured}
-    if Kind.WEIGHT_GRAD in kinds:
-        return MeasuredTimes(of(Kind.FORWARD), of(Kind.INPUT_GRAD), of(Kind.WEIGHT_GRAD))
-    if Kind.BACKWARD not in kinds:
+    split = Kind.WEIGHT_GRAD in kinds
+    if not split and Kind.BACKWARD not in kinds:
         raise TraceError("the traced steps have no backward pass: trace training steps")
-    return MeasuredTimes(of(Kind.FORWARD), of(Kind.BACKWARD), None)
+    return replace(
+        problem,
+        forward=of(Kind.FORWARD),
+        backward=of(Kind.INPUT_GRAD if split else Kind.BACKWARD),
+        weight_grad=of(Kind.WEIGHT_GRAD) if split else None,
+    )
 
 
 def _mismatches(timeline: Timeline, trace: Trace) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pulse.faults import told
-from megatron_pulse.planner.observe.compare import MeasuredTimes
 from megatron_pulse.planner.observe.trace import StepTrace, Trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError
 
 
@@ -28,7 +28,7 @@ def timeline_of(schedule: Schedule, step: StepTrace) -> Timeline:
     return Timeline(schedule, start, end, step.makespan_s, busy, bubble)
 
 
-def rescale(profile: Profile, plan: PlanFile, measured: MeasuredTimes) -> Profile:
+def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Profile:
     """``profile`` with layers that take as long as their stages did in a run of ``plan``.
 
     Each stage's forwards, input gradients and weight gradients are scaled by what was measured

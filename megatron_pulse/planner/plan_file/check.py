@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.planner.cluster.cluster import ClusterError, from_record
@@ -54,31 +55,38 @@ def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict
     return faults, fine
 
 
-def check_machines(given: PlanFile) -> tuple[list[str], dict[str, str]]:
-    """Every fault of the plan's ranks and memory on the cluster that it was made for."""
+def machine_faults(record: Mapping[str, Any]) -> list[str]:
+    """Why what a plan's file says cannot run on the cluster that it was made for."""
     try:
-        cluster = from_record(given.provenance["cluster"], "provenance.cluster")
+        cluster = from_record(record["provenance"]["cluster"], "provenance.cluster")
     except ClusterError as error:
-        return [str(error)], {}
-    world, faults = given.world_size, []
+        return [str(error)]
+    world, faults = record["pipeline"] * record["data"] * record["tensor"], []
     if world > cluster.num_devices:
         faults.append(f"the plan is for {world} ranks; {cluster.name} has {cluster.num_devices}")
-    if cluster.devices_per_node % given.tensor:
+    if cluster.devices_per_node % record["tensor"]:
         faults.append(
-            f"tensor: {given.tensor} ranks do not fill nodes of {cluster.devices_per_node} evenly"
+            f"tensor: {record['tensor']} ranks do not fill nodes of {cluster.devices_per_node} "
+            "evenly"
         )
-    limit, held = cluster.usable_bytes, given.predicted["memory_bytes"]
-    faults += [
+    limit = cluster.usable_bytes
+    return faults + [
         f"memory: device {device} needs {size / 1e9:.3g} GB of {limit / 1e9:.3g} GB"
-        for device, size in enumerate(held)
+        for device, size in enumerate(record["predicted"]["memory_bytes"])
         if size > limit * (1 + 1e-9)
     ]
-    peaks = peak_activations(given.schedule, given.times.saved_bytes)
-    filled = zip(peaks, given.times.cap_bytes, strict=False)
+
+
+def on_machines(given: PlanFile) -> dict[str, str]:
+    """The plan's ranks and memory on the cluster that it was made for, where they fit."""
+    cluster = from_record(given.provenance["cluster"], "provenance.cluster")
+    limit, held = cluster.usable_bytes, given.predicted["memory_bytes"]
+    peaks = peak_activations(given.schedule, given.problem.activation)
+    filled = zip(peaks, given.problem.cap or (), strict=True)
     peak, cap = max(filled, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
     degrees = f"pipeline {given.pipeline} x data {given.data} x tensor {given.tensor}"
-    return faults, {
-        "ranks": f"{world} ({degrees}); {cluster.name} has {cluster.num_devices}",
+    return {
+        "ranks": f"{given.world_size} ({degrees}); {cluster.name} has {cluster.num_devices}",
         "memory": f"activations of the schedule at their peak {peak / 1e9:.3g} GB of "
         f"{cap / 1e9:.3g} GB, on the fullest device; all in all at most {max(held) / 1e9:.3g} of "
         f"{limit / 1e9:.3g} GB",

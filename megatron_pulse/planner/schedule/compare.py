@@ -11,7 +11,7 @@ counted in the same stage activations.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
@@ -19,7 +19,7 @@ from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.chimera import chimera
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.operations import Schedule
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, whole
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,6 @@ def merged(problem: ScheduleProblem, placement: Placement) -> ScheduleProblem:
         problem.link[each - 1 :: each] if isinstance(problem.link, tuple) else problem.link,
         together(tuple(map(problem.activation_of, range(problem.placement.num_stages)))),
     )
-
-
-def whole(problem: ScheduleProblem) -> ScheduleProblem:
-    """``problem`` with each input and weight gradient as one backward."""
-    if problem.weight_grad is None:
-        return problem
-    both = zip(problem.backward, problem.weight_grad, strict=True)
-    return replace(problem, backward=tuple(i + w for i, w in both), weight_grad=None)
 
 
 def _variants(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.faults import Faults
-from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
+
+LEAST_S = 1e-12
+"""Seconds that an operation takes at the least, where costs say none."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +73,9 @@ class ScheduleProblem:
         if self.num_microbatches < 1:
             faults.append(f"{self.num_microbatches} microbatches: there must be one or more")
         for name, count, least in (
-            ("forward", stages, 1e-12),
-            ("backward", stages, 1e-12),
-            ("weight_grad", stages, 1e-12),
+            ("forward", stages, LEAST_S),
+            ("backward", stages, LEAST_S),
+            ("weight_grad", stages, LEAST_S),
             ("activation", stages, 0.0),
             ("cap", devices, 0.0),
         ):
@@ -96,6 +101,67 @@ class ScheduleProblem:
                         f"device {device} holds {held:g} for one microbatch, its cap is {cap:g}"
                     )
         return faults
+
+
+def stage_problem(
+    costs: ChainCosts,
+    partition: Partition,
+    num_microbatches: int,
+    link: float | tuple[float, ...] = 0.0,
+    *,
+    split: bool = False,
+    activation: tuple[float, ...] | None = None,
+    cap: tuple[float, ...] | None = None,
+    least_s: float = LEAST_S,
+) -> ScheduleProblem:
+    """The problem of a chain that is cut: every stage takes what its layers take, in seconds.
+
+    With ``split`` the weight gradients are apart. An operation takes ``least_s`` or more. The rest
+    is as ScheduleProblem has it, and so are the errors.
+    """
+
+    def total(values: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(max(least_s, seconds) for seconds in partition.per_stage(values))
+
+    backward, weight = total(costs.backward_s), None
+    if split:
+        weight = total(costs.weight_grad_s)
+        backward = tuple(max(least_s, b - w) for b, w in zip(backward, weight, strict=True))
+    forward = total(costs.forward_s)
+    return ScheduleProblem(
+        partition.placement, num_microbatches, forward, backward, weight, link, activation, cap
+    )
+
+
+def boundary_s(costs: ChainCosts, partition: Partition, link: Link) -> tuple[float, ...]:
+    """Seconds of the tensor between each stage and the next over ``link``, alone."""
+    return tuple(link.time_s(costs.boundary_bytes[cut]) for cut in partition.cuts[1:-1])
+
+
+def equal_stages(
+    placement: Placement, num_microbatches: int, split: bool = False, cap: float | None = None
+) -> ScheduleProblem:
+    """The problem where nothing is known of stages: forward 1, backward 2, in halves with
+    ``split``; ``cap`` activations on a device, by default as many as there are stages."""
+    num = placement.num_stages
+    one = (1.0,) * num
+    caps = (float(num if cap is None else cap),) * placement.num_devices
+    return ScheduleProblem(
+        placement,
+        num_microbatches,
+        one,
+        one if split else (2.0,) * num,
+        one if split else None,
+        cap=caps,
+    )
+
+
+def whole(problem: ScheduleProblem) -> ScheduleProblem:
+    """``problem`` with each input and weight gradient as one backward."""
+    if problem.weight_grad is None:
+        return problem
+    both = zip(problem.backward, problem.weight_grad, strict=True)
+    return replace(problem, backward=tuple(i + w for i, w in both), weight_grad=None)
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,9 @@ def find_schedules(
     """
     schedules, certificates = list(plan.schedules), []
     known = {schedule.num_microbatches for schedule in schedules}
-    for count in sorted(set(counts) - known):
-        problem = plan.problem(count)
-        if problem is not None:
-            found = cached(problem, seconds, solver, solve)
-            name = pick(plan.schedule_name, plan.placement)
-            schedules.append(replace(found.schedule, name=name))
-            certificates.append(found.certificate)
+    for count in sorted(set(counts) - known) if plan.is_synthesized else ():
+        found = cached(plan.problem_of(count), seconds, solver, solve)
+        name = pick(plan.schedule_name, plan.placement)
+        schedules.append(replace(found.schedule, name=name))
+        certificates.append(found.certificate)
     return replace(plan, schedules=tuple(schedules)), tuple(certificates)

@@ -16,24 +16,25 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
-from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.layout.routes import Routes, trace_routes
-from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, find_partition
-from megatron_pulse.planner.schedule.check.simulate import simulate
+from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import validate
+from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick, splits
 from megatron_pulse.planner.schedule.files import from_csv
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick
+from megatron_pulse.planner.schedule.problem import (
+    ScheduleProblem,
+    boundary_s,
+    equal_stages,
+    stage_problem,
+)
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.communication import CommunicationPlan, compile_communication
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Event, compile_program
-
-_Times = tuple[float, ...]
 
 
 class PlanError(ValueError):
@@ -49,39 +50,20 @@ class StepPlan:
     programs: tuple[tuple[Event, ...], ...]
 
 
-@dataclass(frozen=True)
-class StageTimes:
-    """What a schedule is synthesized for, of every stage on one microbatch.
-
-    Seconds; ``link[s]`` is of the boundary after stage s, and ``weight_grad`` the part of
-    ``backward`` that may be put off (None: unknown). ``saved_bytes`` is what a forward keeps, and
-    ``room_bytes`` what each device has for that (both None: no limit is known).
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    link: tuple[float, ...]
-    weight_grad: tuple[float, ...] | None = None
-    saved_bytes: tuple[float, ...] | None = None
-    room_bytes: tuple[float, ...] | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A partitioned backbone and the schedule that runs it, for any number of microbatches.
 
-    ``cap`` bounds the live stage activations of a device (None: the schedule's own default).
-    ``embedders`` says of each embedder whether it is replicated. The schedule is made for
-    ``times``; without them every backward takes twice a forward. ``schedules`` are used for as many
-    microbatches as they have, whatever ``schedule_name`` says.
+    ``embedders`` says of each embedder whether it is replicated. ``problem`` is what schedules are
+    made for, but for the number of microbatches (None: stages are equal). ``schedules`` are used
+    for as many microbatches as they have, whatever ``schedule_name`` says.
     """
 
     backbone: Backbone
     partition: Partition
     schedule_name: str = "auto"
-    cap: int | None = None
     embedders: tuple[EmbedderChoice, ...] = ()
-    times: StageTimes | None = None
+    problem: ScheduleProblem | None = None
     schedules: tuple[Schedule, ...] = ()
 
     @cached_property
@@ -99,64 +81,21 @@ class Plan:
         """The compiled and proven step for that many microbatches."""
         return _compile_step(self, num_microbatches, forward_only)
 
-    def problem(self, num_microbatches: int) -> ScheduleProblem | None:
-        """What a wave is synthesized for; None where the schedule is not synthesized.
+    @property
+    def is_synthesized(self) -> bool:
+        """Whether schedules are searched for."""
+        return _is_synthesized(self.schedule_name, self.placement)
 
-        A device holds as many activations as 1F1B would, and no more than it has room for.
-        """
-        placement, times, num = self.placement, self.times, self.placement.num_stages
-        if self.schedule_name.endswith(".csv") or num == 1:
-            return None
-        if (name := pick(self.schedule_name, placement)) not in WAVES:
-            return None
-        split = name == "wave-split"
-        if split and times is not None and times.weight_grad is None:
-            raise PlanError("wave-split needs a profile with weight gradients apart")
-        forward, backward, weight = self._times(split)
-        activation, cap = (
-            None,
-            (float(num if self.cap is None else self.cap),) * placement.num_devices,
-        )
-        if self.cap is None and times is not None and times.room_bytes is not None:
-            activation = times.saved_bytes
-            cap = tuple(map(min, times.room_bytes, self._as_1f1b(activation or ())))
-        return ScheduleProblem(
-            placement,
-            num_microbatches,
-            forward,
-            backward,
-            weight,
-            0.0 if times is None else times.link,
-            activation,
-            cap,
-        )
-
-    def _times(self, split: bool) -> tuple[_Times, _Times, _Times | None]:
-        """Of each stage's forward, backward, and weight gradient if that is apart.
-
-        Where it is not known, it is half of a backward.
-        """
-        times, num = self.times, self.placement.num_stages
-        forward, backward = (1.0,) * num, (2.0,) * num
-        weight = None
-        if times is not None:
-            forward, backward, weight = times.forward, times.backward, times.weight_grad
-        if not split:
-            return forward, backward, None
-        weight = weight or tuple(b / 2 for b in backward)
-        return forward, tuple(b - w for b, w in zip(backward, weight, strict=True)), weight
+    def problem_of(self, num_microbatches: int) -> ScheduleProblem:
+        """What a schedule of that many microbatches is made for."""
+        if self.problem is None:
+            return equal_stages(self.placement, num_microbatches, splits(self.schedule_name))
+        return replace(self.problem, num_microbatches=num_microbatches)
 
     def idle_share(self, num_microbatches: int) -> float:
-        """The part of all devices' time that the step's schedule leaves idle, by ``times``."""
+        """The part of all devices' time that the step's schedule leaves idle, by ``problem``."""
         schedule = self.step(num_microbatches).schedule
-        forward, backward, weight = self._times(Kind.WEIGHT_GRAD in schedule.kinds)
-        link = 0.0 if self.times is None else self.times.link
-        return simulate(schedule, forward, backward, link, weight).idle_share
-
-    def _as_1f1b(self, saved_bytes: tuple[float, ...]) -> tuple[float, ...]:
-        """What each device would hold under 1F1B: P microbatches."""
-        devices, stages = self.placement.num_devices, self.placement.stages_of_device
-        return tuple(devices * sum(saved_bytes[s] for s in stages(d)) for d in range(devices))
+        return run(self.problem_of(num_microbatches), schedule).idle_share
 
     def summary(self) -> dict[str, Any]:
         """What defines the plan, as JSON-able values; equal on all ranks of a job."""
@@ -169,7 +108,6 @@ class Plan:
                 for s in range(self.placement.num_stages)
             ],
             "schedule": self.schedule_name,
-            "cap": self.cap,
             "embedders": [asdict(choice) for choice in self.embedders],
         }
 
@@ -224,36 +162,78 @@ def make_plan(
     if goal is None:
         goal = Goal(collocate=placement.kind.mirrored)
     partition = find_partition(costs, placement, goal)
+    schedules: tuple[Schedule, ...] = ()
+    split = splits(schedule_name)
+    if is_file(schedule_name):
+        schedules = (_read_schedule(Path(schedule_name), placement),)
+        split = Kind.WEIGHT_GRAD in schedules[0].kinds
+    problem = _problem(costs, partition, schedule_name, split, cap, goal)
+    return Plan(backbone, partition, schedule_name, problem=problem, schedules=schedules)
+
+
+def is_file(schedule_name: str) -> bool:
+    """Whether a schedule's name is that of a file."""
+    return schedule_name.endswith(".csv")
+
+
+def _is_synthesized(schedule_name: str, placement: Placement) -> bool:
+    known = is_file(schedule_name) or placement.num_stages == 1
+    return not known and pick(schedule_name, placement) in WAVES
+
+
+def _problem(
+    costs: ChainCosts, partition: Partition, name: str, split: bool, cap: int | None, goal: Goal
+) -> ScheduleProblem:
+    """What the plan's schedules are made for; equal stages where one takes no time.
+
+    A weight gradient that is not known is half of a backward.
+    """
+    placement = partition.placement
+    synthesized = _is_synthesized(name, placement)
+    if cap is not None and not synthesized and placement.num_stages > 1 and not is_file(name):
+        name = pick(name, placement)
+        raise PlanError(f"{name} has a fixed peak of activations; a cap needs schedule wave")
+    backward = partition.per_stage(costs.backward_s)
+    if min(*partition.per_stage(costs.forward_s), *backward) <= 0:
+        return equal_stages(placement, 1, split, cap)
+    if split:
+        weight = partition.per_stage(costs.weight_grad_s) or (0.0,) * placement.num_stages
+        if not all(0 < w < b for w, b in zip(weight, backward, strict=True)):
+            if synthesized:
+                raise PlanError("wave-split needs a profile with weight gradients apart")
+            costs = replace(costs, weight_grad_s=tuple(b / 2 for b in costs.backward_s))
+    activation = caps = None
+    if synthesized:
+        activation, caps = _memory(costs, partition, cap, goal)
+    link = boundary_s(costs, partition, goal.link)
+    return stage_problem(costs, partition, 1, link, split=split, activation=activation, cap=caps)
+
+
+def _memory(
+    costs: ChainCosts, partition: Partition, cap: int | None, goal: Goal
+) -> tuple[tuple[float, ...] | None, tuple[float, ...]]:
+    """What a forward of each stage keeps, and what a device has for that.
+
+    ``cap`` activations, or as many as 1F1B would hold: P microbatches, and of bytes no more than
+    there is room for beside the parameters.
+    """
+    placement = partition.placement
     rule = goal.memory(placement) if goal.memory is not None else None
-    times = stage_times(costs, partition, goal.link, rule)
-    return Plan(backbone, partition, schedule_name, cap, times=times)
-
-
-def stage_times(
-    costs: ChainCosts, partition: Partition, link: Link, rule: MemoryRule | None = None
-) -> StageTimes | None:
-    """What each stage takes; None where a stage takes no time: no schedule is made for that."""
-    stages = [partition.layers_of_stage(s) for s in range(partition.placement.num_stages)]
-
-    def total(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(sum(values[i] for i in layers) for layers in stages)
-
-    forward, backward = total(costs.forward_s), total(costs.backward_s)
-    if min(*forward, *backward) <= 0:
-        return None
-    weight = total(costs.weight_grad_s) if costs.weight_grad_s else None
-    if weight is not None and not all(0 < w < b for w, b in zip(weight, backward, strict=True)):
-        weight = None
-    sent = tuple(link.time_s(costs.boundary_bytes[layers[0]]) for layers in stages[1:])
-    times = StageTimes(forward, backward, sent, weight)
-    if rule is None or math.isinf(rule.limit_bytes):
-        return times
-    saved = tuple(float(sum(costs.saved_bytes[i] for i in layers)) for layers in stages)
-    held = [0.0] * partition.placement.num_devices
-    for layers, device in zip(stages, partition.placement.device_of_stage, strict=True):
-        held[device] += rule.bytes_per_parameter * sum(costs.parameters[i] for i in layers)
-    room = tuple(rule.limit_bytes - h for h in held)
-    return replace(times, saved_bytes=saved, room_bytes=room)
+    if cap is not None or rule is None or math.isinf(rule.limit_bytes):
+        most = placement.num_stages if cap is None else cap
+        return None, (float(most),) * placement.num_devices
+    saved = tuple(map(float, partition.per_stage(costs.saved_bytes)))
+    held = [0.0] * placement.num_devices
+    count = partition.per_stage(costs.parameters)
+    for device, parameters in zip(placement.device_of_stage, count, strict=True):
+        held[device] += rule.bytes_per_parameter * parameters
+    return saved, tuple(
+        min(
+            rule.limit_bytes - held[device],
+            placement.num_devices * sum(saved[s] for s in placement.stages_of_device(device)),
+        )
+        for device in range(placement.num_devices)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -262,26 +242,24 @@ def _schedule(plan: Plan, num_microbatches: int) -> Schedule:
         if schedule.num_microbatches == num_microbatches:
             return schedule
     name, placement = plan.schedule_name, plan.placement
-    if name.endswith(".csv"):
-        return _read_schedule(Path(name), placement, num_microbatches)
-    problem = plan.problem(num_microbatches)
-    if problem is None:
-        return make_schedule(name, placement, num_microbatches, cap=plan.cap)
+    if is_file(name):
+        counts = ", ".join(str(schedule.num_microbatches) for schedule in plan.schedules)
+        raise PlanError(
+            f"schedule {name} is for {counts} microbatches, but a step has {num_microbatches}: "
+            "change --global-batch-size (or --eval-global-batch-size)"
+        )
+    if not plan.is_synthesized:
+        return make_schedule(name, placement, num_microbatches)
     # Without a limit of time: whoever makes it comes to the same.
-    return replace(synthesize(problem, seconds=math.inf).schedule, name=pick(name, placement))
+    found = synthesize(plan.problem_of(num_microbatches), seconds=math.inf)
+    return replace(found.schedule, name=pick(name, placement))
 
 
-def _read_schedule(path: Path, placement: Placement, num_microbatches: int) -> Schedule:
+def _read_schedule(path: Path, placement: Placement) -> Schedule:
     try:
-        schedule = from_csv(read_text(path, FileKind.SCHEDULE), placement, path.stem)
+        return from_csv(read_text(path, FileKind.SCHEDULE), placement, path.stem)
     except ValueError as error:
         raise PlanError(f"schedule {path}: {error}") from error
-    if schedule.num_microbatches != num_microbatches:
-        raise PlanError(
-            f"schedule {path} is for {schedule.num_microbatches} microbatches, but a step has "
-            f"{num_microbatches}: change --global-batch-size (or --eval-global-batch-size)"
-        )
-    return schedule
 
 
 @lru_cache(maxsize=64)

@@ -72,6 +72,12 @@ def edges_of(
     )
 
 
+def lags(edges: Sequence[Edge], num_stages: int) -> tuple[float, ...]:
+    """Seconds of every boundary, as a ``ScheduleProblem`` has them; none where nothing is sent."""
+    known = {(edge.source, edge.destination): edge.seconds for edge in edges}
+    return tuple(known.get((s, s + 1), 0.0) for s in range(num_stages - 1))
+
+
 def link_bound(problem: ScheduleProblem, edges: Sequence[Edge]) -> float:
     """No step is shorter: the longest that one device must send, or receive."""
     home = problem.placement.device_of_stage

@@ -13,13 +13,11 @@ from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.step.replay import Edge, edges_of
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, stage_problem
+from megatron_pulse.planner.step.replay import Edge, edges_of, lags
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.ranks import Ranks
 from megatron_pulse.profile.profile import Profile
-
-_LEAST_S = 1e-12  # a schedule's operations take some time
 
 
 class Unfit(StrEnum):
@@ -141,26 +139,14 @@ class Chain:
     def problem(self, config: Config, num_microbatches: int) -> ScheduleProblem:
         """The schedule to find; its memory is bytes. Raises UnfitError."""
         stages = self.stages(config)
-        placement, costs = stages.partition.placement, stages.costs
-        layers = [stages.partition.layers_of_stage(s) for s in range(placement.num_stages)]
-
-        def total(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(max(_LEAST_S, sum(values[i] for i in stage)) for stage in layers)
-
-        backward, weight = total(costs.backward_s), None
-        if config.split:
-            weight = total(costs.weight_grad_s)
-            backward = tuple(max(_LEAST_S, b - w) for b, w in zip(backward, weight, strict=True))
-        lags = {(e.source, e.destination): e.seconds for e in stages.edges}
-        return ScheduleProblem(
-            placement,
+        return stage_problem(
+            stages.costs,
+            stages.partition,
             num_microbatches,
-            total(costs.forward_s),
-            backward,
-            weight,
-            tuple(lags.get((s, s + 1), 0.0) for s in range(placement.num_stages - 1)),
-            stages.saved_bytes,
-            self._room(config, stages, num_microbatches),
+            lags(stages.edges, stages.partition.placement.num_stages),
+            split=config.split,
+            activation=stages.saved_bytes,
+            cap=self._room(config, stages, num_microbatches),
         )
 
     def _room(self, config: Config, stages: Stages, num_microbatches: int) -> tuple[float, ...]:
@@ -279,8 +265,8 @@ class Chain:
             partition,
             costs,
             edges_of(costs, partition, self.ranks(config).link),
-            tuple(float(sum(costs.saved_bytes[i] for i in stage)) for stage in layers),
-            tuple(float(sum(costs.parameters[i] for i in stage)) for stage in layers),
+            tuple(map(float, partition.per_stage(costs.saved_bytes))),
+            tuple(map(float, partition.per_stage(costs.parameters))),
             (),
             tuple(most + travelling for most in transient),
         )

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_pulse.planner.cluster.cluster import Cluster, to_record
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, Times
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.tune.evaluate import Outcome
 from megatron_pulse.profile.cautions import spread_caution
 from megatron_pulse.profile.profile import Profile
@@ -22,8 +22,6 @@ def plan_of(
     config, stages = outcome.config, outcome.stages
     partition, certificate = stages.partition, outcome.synthesis.certificate
     names = stages.costs.names
-    problem = outcome.problem
-    assert problem.activation is not None and problem.cap is not None
     return PlanFile(
         backbone=dict(profile.backbone),
         dtype=profile.dtype,
@@ -37,21 +35,13 @@ def plan_of(
         recompute=config.recompute,
         distributed_optimizer=config.distributed_optimizer,
         overlap_grad_reduce=config.data > 1,
-        placement=partition.placement.kind.name,
-        num_chunks=config.layout.num_chunks,
         stages=tuple(
             tuple(names[i] for i in partition.layers_of_stage(s))
             for s in range(partition.placement.num_stages)
         ),
         schedule=outcome.synthesis.schedule,
-        times=Times(
-            problem.forward,
-            problem.backward,
-            problem.weight_grad,
-            tuple((e.source, e.destination, e.seconds) for e in stages.edges),
-            problem.activation,
-            problem.cap,
-        ),
+        problem=outcome.problem,
+        edges=stages.edges,
         predicted=outcome.figures(),
         provenance={
             "profile_sha256": hashlib.sha256(repr(profile).encode()).hexdigest(),

@@ -101,30 +101,6 @@ def play(
     return start, end, stuck
 
 
-def simulate(
-    schedule: Schedule,
-    forward: Sequence[float],
-    backward: Sequence[float],
-    link: float | tuple[float, ...] = 0.0,
-    weight_grad: Sequence[float] | None = None,
-) -> Timeline:
-    """Run the schedule's orders with the times that ``ScheduleProblem`` describes.
-
-    Raises DeadlockError naming the waiting operations, and ValueError when an operation has no
-    duration.
-    """
-    split = None if weight_grad is None else tuple(weight_grad)
-    problem = ScheduleProblem(
-        schedule.placement,
-        schedule.num_microbatches,
-        tuple(forward),
-        tuple(backward),
-        split,
-        link,
-    )
-    return run(problem, schedule)
-
-
 def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
     """Run the schedule's orders as early as data and devices allow, with ``problem``'s times.
 

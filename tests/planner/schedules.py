@@ -1,0 +1,56 @@
+"""Schedules of stages whose times are given as plain lists."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.schedule.check.simulate import Timeline, run
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+
+
+def wave(
+    placement: Placement,
+    num_microbatches: int,
+    cap: float | None = None,
+    *,
+    forward: Sequence[float] | None = None,
+    backward: Sequence[float] | None = None,
+    weight_grad: Sequence[float] | None = None,
+    link: float = 0.0,
+    effort: int | None = None,
+) -> Schedule:
+    """What is synthesized, as it is for a plan; equal stages where no times are given."""
+    base = equal_stages(placement, num_microbatches, weight_grad is not None, cap)
+    problem = replace(
+        base,
+        forward=tuple(forward or base.forward),
+        backward=tuple(backward or base.backward),
+        weight_grad=None if weight_grad is None else tuple(weight_grad),
+        link=link,
+    )
+    found = synthesize(problem, seconds=math.inf, effort=effort)
+    return replace(found.schedule, name="wave")
+
+
+def simulate(
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    link: float | tuple[float, ...] = 0.0,
+    weight_grad: Sequence[float] | None = None,
+) -> Timeline:
+    """The schedule's orders run with these times."""
+    problem = ScheduleProblem(
+        schedule.placement,
+        schedule.num_microbatches,
+        tuple(forward),
+        tuple(backward),
+        None if weight_grad is None else tuple(weight_grad),
+        link,
+    )
+    return run(problem, schedule)
