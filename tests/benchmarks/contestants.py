@@ -17,12 +17,12 @@ from megatron_pulse.planner.layout.placement import (
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
 from megatron_pulse.planner.partition.volume import relayed, volume
-from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.problem import (
     ScheduleProblem,
     boundary_s,
     stage_problem,
 )
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.step.replay import edges_of, replay

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
-from megatron_pulse.planner.schedule.registry import make_schedule, pick
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import make_schedule, pick
 from tests.planner.schedules import wave
 
 

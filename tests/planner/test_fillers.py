@@ -222,9 +222,7 @@ def test_unknown_fillers_and_slices() -> None:
 
 
 def test_fillers_that_cannot_be() -> None:
-    with pytest.raises(
-        ValueError, match=r"2 faults\):\n  - it has no slices\n  - there is"
-    ):
+    with pytest.raises(ValueError, match=r"2 faults\):\n  - it has no slices\n  - there is"):
         Filler("x", (), ())
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="must be finite and positive"):

@@ -15,7 +15,6 @@ from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
-from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import CommunicationPlan, compile_communication
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Event, Issue, Run, Wait, compile_program

@@ -23,8 +23,8 @@ from megatron_pulse.planner.schedule.check.simulate import (
 from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
 from megatron_pulse.planner.schedule.classic.names import SPLIT
 from megatron_pulse.planner.schedule.classic.one_f_one_b import interleaved_1f1b, one_f_one_b
-from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule, pick
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule, pick
 from megatron_pulse.planner.step.plan import Plan, PlanError, make_plan
 from tests.planner.chains import chain
 from tests.planner.schedules import simulate

@@ -26,6 +26,7 @@ from megatron_pulse.planner.observe.trace import (
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import compile_communication
 from tests.planner.schedules import wave
 from tests.toys import nested, toy_backbone

@@ -15,7 +15,6 @@ from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.observe.trace import Trace, load_trace, save_trace
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.runtime.measure.clock import SharedClock, compare_clocks, share_clock
 from tests.planner.schedules import wave
 from tests.ranks import run_ranks

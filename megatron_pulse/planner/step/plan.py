@@ -22,7 +22,6 @@ from megatron_pulse.planner.layout.routes import Routes, trace_routes
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import validate
-from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick, splits
 from megatron_pulse.planner.schedule.files import from_csv
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
 from megatron_pulse.planner.schedule.problem import (
@@ -31,6 +30,7 @@ from megatron_pulse.planner.schedule.problem import (
     equal_stages,
     stage_problem,
 )
+from megatron_pulse.planner.schedule.registry import WAVES, make_schedule, pick, splits
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.communication import CommunicationPlan, compile_communication
 from megatron_pulse.planner.step.nccl_check import check_events
