@@ -16,7 +16,7 @@ STOP.listen()  # before the long imports: whoever is told to stop then says so
 if "TORCHELASTIC_RUN_ID" in os.environ:
     end_with_parent(signal.SIGTERM)  # without torchrun there is no job
 
-from megatron_pulse.integration import compat  # noqa: E402
+from megatron_pulse.integration.megatron import compat  # noqa: E402
 
 compat.install()  # before anything imports Megatron
 

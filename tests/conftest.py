@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 warnings.filterwarnings("ignore")
 
-from megatron_pulse.integration import compat  # noqa: E402
+from megatron_pulse.integration.megatron import compat  # noqa: E402
 from tests.process import unchanged  # noqa: E402
 
 compat.install()

@@ -4,7 +4,7 @@ import warnings
 
 warnings.filterwarnings("ignore")
 
-from megatron_pulse.integration import compat  # noqa: E402
+from megatron_pulse.integration.megatron import compat  # noqa: E402
 
 compat.install()
 

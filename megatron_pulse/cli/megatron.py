@@ -14,7 +14,7 @@ def prepare_megatron() -> None:
     os.environ.setdefault("WANDB_MODE", "disabled")
     warnings.filterwarnings("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    from megatron_pulse.integration import compat
+    from megatron_pulse.integration.megatron import compat
 
     with mending(compat.UnsupportedMegatron):
         compat.install()

@@ -33,8 +33,8 @@ from megatron_pulse.integration.checkpoint.checkpoints import newest
 from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.masters import with_fp32_weights, with_masters
-from megatron_pulse.integration.checkpoint.resume import Wanted, describe, faults_of
-from megatron_pulse.integration.checkpoint.saving import wrap_save
+from megatron_pulse.integration.checkpoint.resume import Wanted, describe, faults_of, process_of
+from megatron_pulse.integration.checkpoint.saving import patch_saving, wrap_save
 from megatron_pulse.integration.checkpoint.start import (
     Start,
     enter,
@@ -43,7 +43,6 @@ from megatron_pulse.integration.checkpoint.start import (
     lock_for_job,
     no_step_elsewhere,
 )
-from megatron_pulse.integration.compat import patch_megatron
 from megatron_pulse.integration.data import DiffusionData, can_drop
 from megatron_pulse.integration.flags.arguments import (
     PREFIX,
@@ -73,7 +72,8 @@ from megatron_pulse.integration.loop.schedule import PulseSchedule, TraceOptions
 from megatron_pulse.integration.loop.step import wrap_train_step
 from megatron_pulse.integration.loop.stop_hooks import cut_short, stopping_hooks
 from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
-from megatron_pulse.integration.model import StageFloat16Module, make_model_provider
+from megatron_pulse.integration.megatron.compat import patch_megatron
+from megatron_pulse.integration.megatron.model import StageFloat16Module, make_model_provider
 from megatron_pulse.integration.planning.auto import plan_here
 from megatron_pulse.integration.planning.planning import (
     compute_dtype,
@@ -82,7 +82,6 @@ from megatron_pulse.integration.planning.planning import (
     plan_run,
     share_schedules,
 )
-from megatron_pulse.integration.process import process_of
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, load_plan
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.profile.cautions import plan_cautions
@@ -330,6 +329,7 @@ def _train(
     validate_args(args, {})
     set_global_variables(args, build_tokenizer=False)
     patch_megatron()
+    patch_saving()
     # It compares flags that follow the layout here; faults_of compares the backbones.
     checkpointing.check_checkpoint_args = lambda *a, **k: None
     checkpointing.generate_state_dict = with_fp32_weights(checkpointing.generate_state_dict)

@@ -90,7 +90,7 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
     import megatron.training.training as training
 
     from megatron_pulse.integration import pretrain
-    from megatron_pulse.integration.model import unwrap
+    from megatron_pulse.integration.megatron.model import unwrap
 
     seen: dict[str, Any] = {"losses": [], "norms": [], "validation": [], "steps": []}
     original_step, original_evaluate = training.train_step, training.evaluate
@@ -168,7 +168,7 @@ def _settings(optimizer: Any) -> dict[str, Any]:
 
 def _watch() -> Executed:
     """Fills while this rank runs."""
-    from megatron_pulse.integration.model import unwrap
+    from megatron_pulse.integration.megatron.model import unwrap
     from megatron_pulse.runtime.executor import Executor
 
     executed = Executed(set(), "", frozenset(), False)

@@ -18,8 +18,8 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.published import write_folder
 from megatron_pulse.diffusion.scheduler import process_of_scheduler
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
 from megatron_pulse.integration.flags.checks import FlagError
-from megatron_pulse.integration.process import continued_process, saved_process
 from model_specs import image_tokens, load_backbone, published_form
 from tests.diffusion.schedulers import PUBLISHED
 from tests.integration.runs import BASE, run

@@ -175,7 +175,7 @@ def megatron_waits() -> Iterator[None]:
     """Megatron's linear layers as the integration leaves them, within only."""
     import megatron.core.tensor_parallel.layers as layers
 
-    from megatron_pulse.integration.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
 
     before = layers.linear_with_grad_accumulation_and_async_allreduce
     wait_for_weight_gradients()

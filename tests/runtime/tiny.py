@@ -43,7 +43,7 @@ def backbone(family: str) -> Backbone:
 
 def run_cases(cases: list[tuple[str, Case]]) -> list[Outcome]:
     """(family, case) after (family, case) on this rank."""
-    from megatron_pulse.integration.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
 
     config, group = join_pipeline()
     wait_for_weight_gradients()

@@ -17,9 +17,9 @@ from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.published import find_component
 from megatron_pulse.faults import told
+from megatron_pulse.integration.checkpoint.process import saved_process
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
-from megatron_pulse.integration.process import saved_process
-from megatron_pulse.integration.stage import MegatronStage
+from megatron_pulse.integration.megatron.stage import MegatronStage
 from model_specs import compare_models, continue_model
 
 LATEST = "latest_checkpointed_iteration.txt"

@@ -17,7 +17,7 @@ import megatron.core.optimizer.optimizer as plain
 
 from megatron_pulse.integration.checkpoint.masters import begin_averages
 from megatron_pulse.integration.checkpoint.start import Start, steps_left
-from megatron_pulse.integration.model import unwrap
+from megatron_pulse.integration.megatron.model import unwrap
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What a parameter group knows of the schedules of learning rate and weight decay."""

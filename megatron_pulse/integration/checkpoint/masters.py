@@ -11,8 +11,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
-from megatron_pulse.integration.model import unwrap
-from megatron_pulse.integration.stage import MegatronStage
+from megatron_pulse.integration.megatron.model import unwrap
+from megatron_pulse.integration.megatron.stage import MegatronStage
 from megatron_pulse.runtime.parameters.masters import Masters, Share
 
 

@@ -1,4 +1,4 @@
-"""Whether a run can begin with a saved one, and what it changes."""
+"""Whether a run can begin with a saved one, as which process, and what it changes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.faults import told
+from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, flag_name, pulse_flags
-from megatron_pulse.integration.process import saved_process
 from model_specs import compare_models
 
 
@@ -27,6 +28,26 @@ class Wanted:
     def process(self) -> DiffusionProcess:
         """The diffusion process that it is to be trained as."""
         return saved_process(self.arguments)
+
+
+def process_of(start: Start | None, options: PulseOptions) -> DiffusionProcess:
+    """The diffusion process of a run that begins with ``start``: its own, or what flags say.
+
+    Raises ValueError for flags that contradict it.
+    """
+    if start is None:
+        if options.new_process:
+            raise ValueError("--pulse-new-process: there are no weights to begin with")
+        return chosen_process(options.process)
+    try:
+        return continued_process(
+            start.saved.process,
+            options.process,
+            continued=start.continued,
+            new=options.new_process,
+        )
+    except ValueError as error:
+        raise ValueError(f"{start.given}: {error}") from error
 
 
 def faults_of(start: Start, wanted: Wanted) -> list[str]:

@@ -78,8 +78,9 @@ def _what_is_left(folder: Path, iteration: int) -> str:
     return f"of whole checkpoints {newest}; delete {half}, make room, and start again"
 
 
+@functools.cache
 def patch_saving() -> None:
-    """Make Megatron's saving use these."""
+    """Make Megatron's saving use these; once per process."""
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
     import megatron.core.dist_checkpointing.strategies.torch as strategy
 

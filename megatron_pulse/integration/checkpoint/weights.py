@@ -36,10 +36,11 @@ from megatron_pulse.integration.checkpoint.checkpoints import (
     SavedRun,
     load_weights,
 )
-from megatron_pulse.integration.checkpoint.sharded_state import like_parameters
-from megatron_pulse.integration.compat import patch_megatron
+from megatron_pulse.integration.checkpoint.saving import patch_saving
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
-from megatron_pulse.integration.stage import MegatronStage
+from megatron_pulse.integration.megatron.compat import patch_megatron
+from megatron_pulse.integration.megatron.sharded_state import like_parameters
+from megatron_pulse.integration.megatron.stage import MegatronStage
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.profile.parameters import meta_weights
@@ -62,6 +63,7 @@ def one_process_groups() -> None:
 def whole_stage(backbone: Backbone, *, initialise: bool = False) -> MegatronStage:
     """The backbone as one stage in fp32 on the CPU, in a world of one process."""
     patch_megatron()
+    patch_saving()
     one_process_groups()
     whole = Partition(sequential(1), (0, len(backbone.layers)))
     config = TransformerConfig(

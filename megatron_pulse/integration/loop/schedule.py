@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.integration.model import unwrap
+from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.exchange import message_spec

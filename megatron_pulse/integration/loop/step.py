@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.integration.model import unwrap
+from megatron_pulse.integration.megatron.model import unwrap
 
 
 def wrap_train_step(

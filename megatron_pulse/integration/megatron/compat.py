@@ -148,7 +148,7 @@ def install() -> None:
     if _redirect is not None or torch.cuda.is_available():
         return
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron_pulse.integration.compat.install() must run before megatron")
+        raise RuntimeError("compat.install() must run before megatron is imported")
     # Every rank would warn once that a CUDA toolkit is there and no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _replace_torch_cuda()
@@ -233,8 +233,7 @@ def patch_megatron() -> None:
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.optimizer.distrib_optimizer as distributed
 
-    from megatron_pulse.integration.checkpoint.saving import patch_saving
-    from megatron_pulse.integration.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
 
     # The wheel ships compiled dataset helpers but no Makefile, and `make` failing exits.
     if not os.path.exists(os.path.join(os.path.dirname(dataset_utils.__file__), "Makefile")):
@@ -244,7 +243,6 @@ def patch_megatron() -> None:
     optimizer_class._set_main_param_and_optimizer_states = torch.no_grad()(
         optimizer_class._set_main_param_and_optimizer_states
     )
-    patch_saving()
     _use_fused_adam()
     wait_for_weight_gradients()
     if _redirect is None:

@@ -12,7 +12,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
-from megatron_pulse.integration.stage import MegatronStage
+from megatron_pulse.integration.megatron.stage import MegatronStage
 from megatron_pulse.planner.step.plan import Plan
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.faults import told
 from megatron_pulse.flag_fields import read_flags
-
-if TYPE_CHECKING:
-    from megatron_pulse.integration.checkpoint.start import Start
-    from megatron_pulse.integration.flags.arguments import PulseOptions
 
 
 def saved_process(args: argparse.Namespace) -> DiffusionProcess:
@@ -60,23 +55,3 @@ def continued_process(
             )
         )
     return process
-
-
-def process_of(start: Start | None, options: PulseOptions) -> DiffusionProcess:
-    """The diffusion process of a run that begins with ``start``: its own, or what flags say.
-
-    Raises ValueError for flags that contradict it.
-    """
-    if start is None:
-        if options.new_process:
-            raise ValueError("--pulse-new-process: there are no weights to begin with")
-        return chosen_process(options.process)
-    try:
-        return continued_process(
-            start.saved.process,
-            options.process,
-            continued=start.continued,
-            new=options.new_process,
-        )
-    except ValueError as error:
-        raise ValueError(f"{start.given}: {error}") from error

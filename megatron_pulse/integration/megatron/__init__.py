@@ -1,0 +1,1 @@
+"""What Megatron needs to run here, and our stages as its modules."""
