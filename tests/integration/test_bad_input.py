@@ -135,7 +135,7 @@ SEVERAL: dict[str, tuple[list[str], list[str]]] = {
     ),
     "layout and training": (
         ["--pulse-activation-cap", "0", "--pulse-ema-decay", "2", "--load", "nowhere"],
-        ["--pulse-activation-cap 0", "--pulse-ema-decay", "nowhere"],
+        ["--pulse-activation-cap is 0", "--pulse-ema-decay", "nowhere"],
     ),
     "planning and training": (
         ["--pulse-memory-gb", "0.0001", "--lr", "0"],
