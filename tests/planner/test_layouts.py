@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_pulse.planner.schedule.classic.registry import SCHEDULES, make_schedule
+from megatron_pulse.planner.schedule.classic.one_f_one_b.registry import SCHEDULES, make_schedule
 
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.cluster.link import Link
