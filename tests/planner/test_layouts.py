@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron_pulse.planner.schedule.classic.one_f_one_b.registry import SCHEDULES, make_schedule
 
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.cluster.link import Link
@@ -31,6 +30,7 @@ from megatron_pulse.planner.schedule.compare import rivals
 from megatron_pulse.planner.schedule.files import from_csv, from_json, to_csv, to_json
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule
 from megatron_pulse.planner.step.communication import messages_of
 from megatron_pulse.planner.step.plan import make_plan
 from megatron_pulse.planner.tune.config import Choices, configs
