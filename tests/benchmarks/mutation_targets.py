@@ -498,6 +498,8 @@ def obey_plan(path: str) -> int:
     sys.argv = ["pretrain_diffusion.py", "--pulse-plan", path, *flags]
     line, options, given = pretrain._parse()
     args = line.args
+    if line.faults:
+        raise FlagError([*line.faults])
     try:
         backbone = load_backbone(options.backbone, options.options)
         plan_run(args, options, backbone, given).step(num_microbatches(args))
