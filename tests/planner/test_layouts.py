@@ -31,6 +31,7 @@ from megatron_pulse.planner.schedule.files import from_csv, from_json, to_csv, t
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import SCHEDULES, make_schedule
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.communication import messages_of
 from megatron_pulse.planner.step.plan import make_plan
 from megatron_pulse.planner.tune.config import Choices, configs
@@ -116,7 +117,7 @@ def test_one_row_is_all_that_a_placement_needs(further: Layout) -> None:
 
     num = placement.num_stages
     problem = ScheduleProblem(placement, 5, (1.0,) * num, (2.0,) * num, link=0.5)
-    schedule = make_schedule("auto", placement, 5, link=0.5, effort=2)
+    schedule = synthesize(problem, effort=2).schedule
     assert schedule.name == "wave" and faults_for(problem, schedule) == []
     assert run(problem, schedule).makespan >= 15 * further.num_chunks
     with pytest.raises(ValueError, match=f"this is {further.kind} with {further.num_chunks}"):
