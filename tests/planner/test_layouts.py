@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import weighted_costs
+from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LAYOUTS, Layout, Skips, modes
@@ -131,6 +134,26 @@ def test_one_row_is_all_that_a_placement_needs(further: Layout) -> None:
     tried = configs(3, 3, 12, True, Choices(layouts=(further,), pipeline=(3,)))
     assert {config.placement for config in tried} == {placement}
     assert further in best_of_each(costs, 3, goal, further.num_chunks)
+
+
+def test_a_row_is_a_choice_of_the_commands(
+    further: Layout,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PULSE_CACHE_DIR", str(tmp_path))
+    num, kind = 3 * further.num_chunks, further.kind.name
+    times = tmp_path / "times.json"
+    times.write_text(json.dumps({"forward": [1.0] * num, "backward": [2.0] * num}))
+    argv = ["schedule", "--times", str(times), "-p", "3", "-m", "2", "--placement", kind]
+    assert main([*argv, "--solver", "none", "--seconds", "0.1"]) == 0
+    assert f"{kind} of {num} stages on P = 3, M = 2" in capsys.readouterr().out
+    assert main([*argv, "--waves", "2"]) == 2
+    assert f"{kind} on 3 device(s) takes {2 * num}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["partition", "--help"])
+    assert f"{kind:13s} {further.help}" in capsys.readouterr().out
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -17,6 +17,7 @@ from enum import StrEnum
 from megatron_pulse.planner.layout.placement import (
     FOLD,
     INTERLEAVED,
+    PLACEMENTS,
     SEQUENTIAL,
     Placement,
     PlacementKind,
@@ -102,10 +103,8 @@ def modes() -> dict[str, Layout]:
 
 
 def layout_of(kind: str) -> Layout:
-    """The layout of a kind of placement whose skips go where the cuts leave them."""
-    return next(
-        layout for layout in modes().values() if layout.kind.name == kind and not layout.collocates
-    )
+    """A kind of placement with the fewest stages, whose skips go where the cuts leave them."""
+    return Layout(kind, PLACEMENTS[kind], PLACEMENTS[kind].least_chunks)
 
 
 def best_known(has_skips: bool) -> Layout:
