@@ -21,9 +21,9 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
 from megatron_pulse.faults import raised, told, unknown
-from model_specs._identity import Comparison, compare, left_open
+from model_specs._identity import Comparison, compare_configs, left_open
 from model_specs._options import (
-    Config,
+    FamilyConfig,
     OptionError,
     Value,
     require_config,
@@ -80,7 +80,7 @@ def unusable_families() -> tuple[str, ...]:
     return _find_families()[1]
 
 
-def available() -> dict[str, Config]:
+def available() -> dict[str, FamilyConfig]:
     """The named configurations of all families."""
     return {name: family.CONFIGS[name] for name, family in _families().items()}
 
@@ -141,7 +141,7 @@ def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Compari
         config, unknown = _recorded(family, there)
     except ValueError as error:
         return Comparison((str(error),))
-    return compare(config, ours, unknown)
+    return compare_configs(config, ours, unknown)
 
 
 def continue_model(
@@ -165,7 +165,7 @@ def continue_model(
     return dataclasses.replace(backbone, kept=there.get("kept", {}))
 
 
-def _recorded(family: ModuleType, record: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
+def _recorded(family: ModuleType, record: Mapping[str, Any]) -> tuple[FamilyConfig, dict[str, Any]]:
     """The config of a record, and its options that no field names; may raise ValueError."""
     named = family.CONFIGS.get(record["name"]) or next(iter(family.CONFIGS.values()))
     known = {key: value for key, value in record["options"].items() if key in vars(named)}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model_specs._options import CHOICE, REASON, SETTLED_BY, Config, Value, to_text
+from model_specs._options import CHOICE, REASON, SETTLED_BY, FamilyConfig, Value, to_text
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Comparison:
     changed: tuple[str, ...] = ()
 
 
-def settle[C: Config](config: C) -> C:
+def settle[C: FamilyConfig](config: C) -> C:
     """``config`` with the value of every field that was left open."""
     return dataclasses.replace(
         config,
@@ -33,7 +33,7 @@ def settle[C: Config](config: C) -> C:
     )
 
 
-def left_open[C: Config](there: C, here: C) -> dict[str, Value]:
+def left_open[C: FamilyConfig](there: C, here: C) -> dict[str, Value]:
     """What ``here`` leaves open and ``there`` settles: options that continue the same model."""
     settled = settle(there)
     return {
@@ -43,7 +43,7 @@ def left_open[C: Config](there: C, here: C) -> dict[str, Value]:
     }
 
 
-def compare[C: Config](there: C, here: C, unknown: Mapping[str, Any]) -> Comparison:
+def compare_configs[C: FamilyConfig](there: C, here: C, unknown: Mapping[str, Any]) -> Comparison:
     """``here`` beside the model ``there``, whose options ``unknown`` no field of ours names."""
     there, here = settle(there), settle(here)
     different = [f"{key} {to_text(value)} there, no option here" for key, value in unknown.items()]

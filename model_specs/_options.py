@@ -49,7 +49,7 @@ def fixed(default: Any, reason: str) -> Any:
     return dataclasses.field(default=default, metadata={REASON: reason})
 
 
-class Config(Protocol):
+class FamilyConfig(Protocol):
     """A family's configuration: a frozen dataclass of ints, bools, strings and tuples of ints."""
 
     __dataclass_fields__: typing.ClassVar[dict[str, Any]]
@@ -91,7 +91,7 @@ class OptionError(ValueError):
         super().__init__(message)
 
 
-def resolve[C: Config](name: str, default: C, options: Mapping[str, Value]) -> C:
+def resolve[C: FamilyConfig](name: str, default: C, options: Mapping[str, Value]) -> C:
     """``default`` with ``options`` applied; raises one OptionError that lists every fault."""
     kinds = typing.get_type_hints(type(default))
     values: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def resolve[C: Config](name: str, default: C, options: Mapping[str, Value]) -> C
     return config
 
 
-def to_record(config: Config) -> dict[str, Any]:
+def to_record(config: FamilyConfig) -> dict[str, Any]:
     """All fields as JSON values (tuples become lists); ``resolve`` takes them back."""
     return {
         key: list(value) if isinstance(value, tuple) else value

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Layout(Protocol):
+class WeightLayout(Protocol):
     """How the values of our tensors and of the published ones correspond."""
 
     def publish(self, ours: Sequence[Tensor], count: int) -> list[Tensor]:
@@ -127,7 +127,7 @@ class Rule:
 
     ours: str | tuple[str, ...]
     theirs: str | tuple[str, ...]
-    layout: Layout = field(default_factory=Same)
+    layout: WeightLayout = field(default_factory=Same)
 
     def match(self, name: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """(our names, published names) of the group that ``name`` is in, None if no ours is."""
@@ -251,7 +251,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(bool(extreme.float().isfinite()) for extreme in torch.aminmax(tensor))
 
 
-_Group = tuple[tuple[str, ...], tuple[str, ...], Layout]
+_Group = tuple[tuple[str, ...], tuple[str, ...], WeightLayout]
 
 
 def _groups(published: Published, names: Mapping[str, Any]) -> list[_Group]:

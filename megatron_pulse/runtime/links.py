@@ -27,7 +27,7 @@ class _Transfer:
 
 
 @dataclass
-class Traffic:
+class LinkCounts:
     """What a device has sent: bytes of messages (forward and gradients apart), and beside them
     those of replicated embedders; and the bytes of the messages that it was sent."""
 
@@ -60,7 +60,7 @@ class Links:
         self._blocking = dist.get_backend(group) == "gloo"
         self._sends: list[_Transfer] = []
         self._receives: dict[Message, _Transfer] = {}
-        self.traffic = Traffic()
+        self.traffic = LinkCounts()
 
     def issue(
         self, ops: Sequence[tuple[bool, Message]], outgoing: dict[Message, torch.Tensor]

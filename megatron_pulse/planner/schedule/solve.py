@@ -61,7 +61,7 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
     ``solver``: ``auto``, ``highs``, ``glpk``, ``cp-sat`` or ``none``; the certificate's ``solver``
     names the path that produced the answer. Raises ValueError for a solver that is not there.
     """
-    search = _Search(problem, choose(solver), seconds)
+    search = _Solving(problem, choose(solver), seconds)
     if search.solver is Solver.NONE:
         search.notes.append("no solver: constructive alone")
     elif not search.proved:
@@ -70,7 +70,7 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
     return search.result()
 
 
-class _Search:
+class _Solving:
     """The best schedule so far, what was proved, and how each way fared."""
 
     def __init__(self, problem: ScheduleProblem, solver: Solver, seconds: float) -> None:

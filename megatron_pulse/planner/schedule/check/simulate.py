@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
@@ -64,41 +64,52 @@ class Waiting:
         return f"device {self.device} is at {self.operation}, which waits for {missing}"
 
 
-def play(
-    schedule: Schedule,
-    needs: Callable[[Operation], Iterable[Operation]],
-    duration: Callable[[Operation], float],
-    lag: Callable[[Operation, Operation], float] = lambda _, __: 0.0,
-) -> tuple[dict[Operation, float], dict[Operation, float], list[Waiting]]:
-    """Execute every device's order; return starts, ends, and who is stuck at the end.
+def play[T](
+    lines: Sequence[Sequence[T]],
+    before: Callable[[T], Iterable[tuple[T, float]]],
+    duration: Callable[[T], float],
+) -> tuple[dict[T, float], dict[T, float], list[tuple[int, T]]]:
+    """Execute what every device has in line, each as early as the others allow.
 
-    ``needs(op)`` are the operations whose results ``op`` takes; ``lag(r, op)`` is the time
-    that the result of r takes to where op runs.
+    ``before(i)`` are the pairs of what must have ended and how long after that i can start. Returns
+    starts, ends, and the device and operation of who waits for ever.
     """
-    start: dict[Operation, float] = {}
-    end: dict[Operation, float] = {}
-    position = [0] * len(schedule.order)
-    clock = [0.0] * len(schedule.order)
+    start: dict[T, float] = {}
+    end: dict[T, float] = {}
+    position = [0] * len(lines)
+    clock: list[float] = [0] * len(lines)
     progress = True
     while progress:
         progress = False
-        for device, order in enumerate(schedule.order):
-            while position[device] < len(order):
-                operation = order[position[device]]
-                required = tuple(needs(operation))
-                if any(r not in end for r in required):
-                    break
-                arrivals = (end[r] + lag(r, operation) for r in required)
-                start[operation] = max(clock[device], *arrivals, 0.0)
-                clock[device] = end[operation] = start[operation] + duration(operation)
-                position[device] += 1
-                progress = True
+        for device, line in enumerate(lines):
+            now, at = clock[device], position[device]
+            while at < len(line):
+                operation = line[at]
+                begin = now
+                for required, lag in before(operation):
+                    if required not in end:
+                        break
+                    begin = max(begin, end[required] + lag)
+                else:
+                    start[operation] = begin
+                    now = end[operation] = begin + duration(operation)
+                    at += 1
+                    progress = True
+                    continue
+                break
+            clock[device], position[device] = now, at
     stuck = [
-        Waiting(d, order[p], tuple(r for r in needs(order[p]) if r not in end))
-        for d, (order, p) in enumerate(zip(schedule.order, position, strict=True))
-        if p < len(order)
+        (d, line[p])
+        for d, (line, p) in enumerate(zip(lines, position, strict=True))
+        if p < len(line)
     ]
     return start, end, stuck
+
+
+def waiting(schedule: Schedule, needs: Callable[[Operation], Iterable[Operation]]) -> list[Waiting]:
+    """Who waits for ever where ``needs(op)`` are the operations whose results ``op`` takes."""
+    _, end, stuck = play(schedule.order, lambda op: ((r, 0.0) for r in needs(op)), lambda _: 1.0)
+    return [Waiting(d, op, tuple(r for r in needs(op) if r not in end)) for d, op in stuck]
 
 
 def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
@@ -148,9 +159,12 @@ def _play_all(
         required = dependency(operation, num_stages)
         return () if required is None else (required,)
 
-    start, end, stuck = play(schedule, needs, duration, lag)
+    def before(operation: Operation) -> Iterator[tuple[Operation, float]]:
+        return ((required, lag(required, operation)) for required in needs(operation))
+
+    start, end, stuck = play(schedule.order, before, duration)
     if stuck:
-        lines = "\n".join(f"  {waiting}" for waiting in stuck)
+        lines = "\n".join(f"  {stays}" for stays in waiting(schedule, needs))
         raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")
     return start, end
 

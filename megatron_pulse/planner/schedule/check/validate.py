@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.schedule.check.simulate import dependency, grid, play
+from megatron_pulse.planner.schedule.check.simulate import dependency, grid, waiting
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -238,7 +238,7 @@ def _deadlock_faults(schedule: Schedule, messages: list[Message]) -> Iterator[st
         required = arrivals.get(operation, set()) | ({first} if first is not None else set())
         return sorted(required & present)
 
-    stuck = play(schedule, needs, lambda _: 1.0)[2]
+    stuck = waiting(schedule, needs)
     if stuck:
         waits = "; ".join(map(str, stuck))
         yield f"deadlock: {waits}\n{grid(schedule)}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.schedule.check.simulate import play
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
@@ -129,32 +130,8 @@ class JobShop:
 
     def timed(self, lines: Sequence[Sequence[int]]) -> list[int]:
         """Start times of the operations of every device in an order without circular waits."""
-        duration, before = self.duration, self.before
-        end = [-1] * len(duration)
-        position = [0] * len(lines)
-        waiting: dict[int, list[int]] = {}
-        pending = list(range(len(lines)))
-        while pending:
-            device = pending.pop()
-            line, at = lines[device], position[device]
-            now = end[line[at - 1]] if at else 0
-            while at < len(line):
-                i = line[at]
-                ready = now
-                for j, lag in before[i]:
-                    if end[j] < 0:
-                        waiting.setdefault(j, []).append(device)
-                        break
-                    if end[j] + lag > ready:
-                        ready = end[j] + lag
-                else:
-                    end[i] = now = ready + duration[i]
-                    pending += waiting.pop(i, ())
-                    at += 1
-                    continue
-                break
-            position[device] = at
-        return [e - p for e, p in zip(end, duration, strict=True)]
+        start, _, _ = play(lines, self.before.__getitem__, self.duration.__getitem__)
+        return [int(start[i]) for i in range(len(self.duration))]
 
 
 def job_shop(problem: ScheduleProblem) -> JobShop:

@@ -20,7 +20,7 @@ STEADY_PERIODS = (1.0, 1.02, 1.04, 1.06, 1.08, 1.1, 1.15, 1.2, 1.25, 1.3)
 
 
 @dataclass(frozen=True)
-class Rule:
+class PriorityRule:
     """Which of the ready operations of a device comes first: the one of the lowest rank.
 
     rank = direction * (earliest possible start of the stage in a microbatch)
@@ -34,14 +34,14 @@ class Rule:
 
 
 RULES = (
-    Rule(-1, 0.0, True),
-    Rule(1, 0.5, False),
-    Rule(1, 1.0, True),
-    Rule(-1, 0.0, False),
-    Rule(1, 0.5, True),
-    Rule(1, 0.25, False),
-    Rule(1, 0.0, False),
-    Rule(1, 1.0, False),
+    PriorityRule(-1, 0.0, True),
+    PriorityRule(1, 0.5, False),
+    PriorityRule(1, 1.0, True),
+    PriorityRule(-1, 0.0, False),
+    PriorityRule(1, 0.5, True),
+    PriorityRule(1, 0.25, False),
+    PriorityRule(1, 0.0, False),
+    PriorityRule(1, 1.0, False),
 )
 
 PACES = (0.0, 7 / 6, 13 / 12, 1.0, 1.25, 1.5, 5 / 3)
@@ -88,7 +88,7 @@ def _by_beam(shop: JobShop) -> Iterator[list[int]]:
             yield from from_template(shop, template)
 
 
-def _ways(shop: JobShop) -> Iterator[tuple[Rule, float, int]]:
+def _ways(shop: JobShop) -> Iterator[tuple[PriorityRule, float, int]]:
     """Rules, paces and numbers of microbatches injected at once, the most promising first."""
     half = shop.placement.num_devices // 2
     for burst in sorted({1, 2, 3, half, half + 1}):
@@ -97,7 +97,7 @@ def _ways(shop: JobShop) -> Iterator[tuple[Rule, float, int]]:
                 yield rule, pace, max(1, burst)
 
 
-def _by_rule(shop: JobShop, rule: Rule, pace: float, burst: int) -> list[int]:
+def _by_rule(shop: JobShop, rule: PriorityRule, pace: float, burst: int) -> list[int]:
     """Microbatch m enters the first stage at ``pace * load * (m - burst + 1)`` or later."""
     num, count, heads = shop.placement.num_stages, shop.num_microbatches, shop.heads()
     load = shop.most_load
