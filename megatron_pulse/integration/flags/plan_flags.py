@@ -72,8 +72,10 @@ def contradictions(
                 f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"
             )
     default = PulseOptions()
-    for name in ("placement", "num_chunks"):
-        given, planned = getattr(options, name), getattr(plan, name)
+    placement = plan.placement
+    layout = {"placement": str(placement.kind), "num_chunks": placement.num_chunks}
+    for name, planned in layout.items():
+        given = getattr(options, name)
         if given not in (getattr(default, name), planned):
             flag = flag_name(f"pulse_{name}")
             yield f"{flag} {given}, but --pulse-plan says {planned}: leave the flag out"
