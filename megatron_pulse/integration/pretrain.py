@@ -57,7 +57,7 @@ from megatron_pulse.integration.flags.checks import (
     check_world,
 )
 from megatron_pulse.integration.flags.parse import CommandLine, parse
-from megatron_pulse.integration.flags.plan_flags import contradictions, obey
+from megatron_pulse.integration.flags.plan_flags import contradictions, decided_by, obey
 from megatron_pulse.integration.flags.together import check_megatron
 from megatron_pulse.integration.loop.ending import (
     end,
@@ -184,6 +184,7 @@ def _check_auto(args: argparse.Namespace, options: PulseOptions) -> Iterator[str
             load_backbone(options.backbone, options.options)
         except ValueError as error:
             yield str(error)
+    yield from decided_by("--pulse-auto", options)
     if args.global_batch_size is None:
         yield "--pulse-auto needs --global-batch-size, which it divides"
     if args.pulse_data is None:

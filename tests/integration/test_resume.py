@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import shutil
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from tests.integration.runs import BASE, TINY, Run, pipeline, run
 from tests.integration.test_bad_input import GOOD, refuse
+from tests.ranks import run_ranks
 
 BATCH, ITERATIONS, LR = 8, 6, 1e-3
 COSINE = ["--lr-decay-style", "cosine"]
@@ -152,23 +155,33 @@ def test_a_new_optimizer_goes_on_with_the_schedule(
     assert "goes on from iteration 8" in said(monkeypatch, *further, "--no-load-optim")
 
 
-def test_finished(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finished(saved: Path) -> None:
     """The same command again: no error, no step, and how to go on."""
+    before = sorted(saved.rglob("*"))
+    ends = {
+        "--train-iters 6": "iteration 6 of --train-iters 6. Raise --train-iters",
+        "--train-iters 4": "iteration 6 of --train-iters 4. Raise --train-iters",
+        "--train-samples 55": "48 samples of --train-samples 55. Raise --train-samples",
+    }
+    for text, done in zip(
+        run_ranks(1, said_at_end, saved, list(ends))[0], ends.values(), strict=True
+    ):
+        assert f"{saved} is finished: it holds {done}" in text
+    assert sorted(saved.rglob("*")) == before
+
+
+def said_at_end(saved: Path, ends: list[str]) -> list[str]:
+    """What the training of ``saved`` says with each of these flags."""
     from megatron_pulse.integration import pretrain
 
-    before = sorted(saved.rglob("*"))
-    for end, done in (
-        (["--train-iters", "6"], "iteration 6 of --train-iters 6. Raise --train-iters"),
-        (["--train-iters", "4"], "iteration 6 of --train-iters 4. Raise --train-iters"),
-        (["--train-samples", "55"], "48 samples of --train-samples 55. Raise --train-samples"),
-    ):
-        flags = [*TINY["uvit"], *BASE, *SEED, "--global-batch-size", str(BATCH), *end]
-        monkeypatch.setattr(sys, "argv", ["x", *flags, "--save", str(saved)])
-        pretrain.main()
-        assert f"{saved} is finished: it holds {done}" in capsys.readouterr().out
-    assert sorted(saved.rglob("*")) == before
+    said = []
+    for end in ends:
+        flags = [*TINY["uvit"], *BASE, *SEED, "--global-batch-size", str(BATCH), *end.split()]
+        sys.argv = ["x", *flags, "--save", str(saved)]
+        with redirect_stdout(io.StringIO()) as output:
+            pretrain.main()
+        said.append(output.getvalue())
+    return said
 
 
 def test_folders_that_are_no_place_to_begin(

@@ -35,6 +35,7 @@ class Mark(Enum):
     """What else is to be known of a flag."""
 
     PLAN = "a plan file decides it: given beside one it is refused"
+    AUTO = "what --pulse-auto goes by in making its plan"
     STEPS = "it makes the steps to come others than those that a continued run would have made"
     FOLDER = "a folder that is written to"
 
@@ -136,24 +137,28 @@ class PulseOptions:
         "under fold: exact keeps both ends of every skip on one device (default); soft lets those "
         "travel, directly, for which that is cheaper over the given links",
         "exact",
+        marks=[Mark.PLAN],
     )
     link_gbs: float = flag(
         "bandwidth between pipeline devices, each way (default 12.5, 100 Gbit/s)",
         12.5,
         metavar="GB/S",
         within=ABOVE_ZERO,
+        marks=[Mark.PLAN],
     )
     link_us: float = flag(
         "latency of a message between pipeline devices (default 5)",
         5.0,
         metavar="US",
         within=FROM_ZERO,
+        marks=[Mark.PLAN],
     )
     memory_gb: float | None = flag(
         "what a device may hold of weights, gradients, optimizer and activations (default: the "
         "GPU's memory; without a GPU there is no limit)",
         metavar="GB",
         within=ABOVE_ZERO,
+        marks=[Mark.PLAN, Mark.AUTO],
     )
     solver: str = flag(
         "integer programming beside the constructive search for waves (default auto: the best "

@@ -79,7 +79,15 @@ def contradictions(
         if given not in (getattr(default, name), planned):
             flag = flag_name(f"pulse_{name}")
             yield f"{flag} {given}, but --pulse-plan says {planned}: leave the flag out"
+    yield from decided_by("--pulse-plan", options)
+
+
+def decided_by(flag: str, options: PulseOptions) -> Iterator[str]:
+    """Each of ``options`` that is given although ``flag`` (--pulse-plan or -auto) decides it."""
+    default = PulseOptions()
+    kept = marked(PulseOptions, Mark.AUTO) if flag == "--pulse-auto" else ()
     for name in marked(PulseOptions, Mark.PLAN):
-        if (given := getattr(options, name)) != getattr(default, name):
-            flag = flag_name(f"pulse_{name}")
-            yield f"{flag} {given} together with --pulse-plan, which decides that: leave one out"
+        given = getattr(options, name)
+        if name not in kept and given != getattr(default, name):
+            ours = flag_name(f"pulse_{name}")
+            yield f"{ours} {given} together with {flag}, which decides that: leave one out"

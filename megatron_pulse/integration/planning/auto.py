@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ def plan_here(args: argparse.Namespace, options: PulseOptions) -> PlanFile:
         cluster = _cluster(args)
         if dist.get_rank() == 0:
             assert cluster is not None
+            if options.memory_gb is not None:
+                cluster = replace(cluster, memory_gb=options.memory_gb)
             try:
                 answer = [_tune(args, options, cluster, path)]
             except ValueError as error:
