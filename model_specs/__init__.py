@@ -1,10 +1,24 @@
 """Backbone families, found by name. Neither torch nor Megatron is imported until a layer builds.
 
-A family is one module of this package with two names: ``CONFIGS``, its named configurations, and
-``build_backbone(name, config)``, which returns the chain. Dropping such a file here is all it
-takes to add one. A family whose weights others publish has three names more: ``PUBLISHED_AS``, the
-publishing class, ``published(config)``, which says how it stores them, and
-``config_from_published(config)``, which reads its ``config.json``.
+A family is a file of this package, as ``example.py``, or a folder, as ``dit/``; being here is all
+that it takes. It has two names:
+
+- ``CONFIGS``: its named configurations, frozen dataclasses with a method ``faults()``. Their fields
+  are the options that users give. A field is part of a model's identity unless it is made by
+  ``run_choice`` or ``settled_by`` of ``common/options.py``.
+- ``build_backbone(name, config)``, which returns the chain. Nothing is guessed from the names of
+  options; a ``Backbone`` says what others need to know and cannot see in its layers:
+  ``num_classes`` (wherever the batch has ``labels``), ``null_label`` (for classifier-free
+  guidance), ``num_heads`` (which tensor-parallel ranks share), ``patch_size`` (if its tokens are
+  patches).
+
+A family whose weights others publish has three names more: ``PUBLISHED_AS``, the publishing class,
+``published(config)``, which says how it stores them, and ``config_from_published(config)``, which
+reads its ``config.json``.
+
+The folders here are cut alike: ``config.py`` (on the ground), ``chain.py`` (``build_backbone``),
+``modules.py`` (torch, imported when a layer builds), ``published.py``; ``common/`` is what they
+share. A folder's name is the family's in checkpoints.
 """
 
 from __future__ import annotations
@@ -21,8 +35,8 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
 from megatron_pulse.faults import raised, told, unknown
-from model_specs._identity import Comparison, compare_configs, left_open
-from model_specs._options import (
+from model_specs.common.identity import Comparison, compare_configs, left_open
+from model_specs.common.options import (
     FamilyConfig,
     OptionError,
     Value,
@@ -53,8 +67,9 @@ def _find_families() -> tuple[dict[str, ModuleType], tuple[str, ...]]:
     found: dict[str, ModuleType] = {}
     faults = []
     for info in pkgutil.iter_modules(__path__):
-        if info.ispkg or info.name.startswith("_"):
+        if info.name == "common" or info.name.startswith("_"):
             continue
+        where = f"model_specs/{info.name}" + ("" if info.ispkg else ".py")
         try:
             family = importlib.import_module(f"{__name__}.{info.name}")
             configs = family.CONFIGS
@@ -63,14 +78,11 @@ def _find_families() -> tuple[dict[str, ModuleType], tuple[str, ...]]:
             for config in configs.values():
                 require_config(config)
         except Exception as error:  # a family of one's own may raise anything
-            faults.append(f"model_specs/{info.name}.py is no family: {raised(error)}")
+            faults.append(f"{where} is no family: {raised(error)}")
             continue
         for name in configs:
             if name in found:
-                faults.append(
-                    f"model_specs/{info.name}.py: {name!r} is already defined by "
-                    f"{found[name].__name__}"
-                )
+                faults.append(f"{where}: {name!r} is already defined by {found[name].__name__}")
             found.setdefault(name, family)
     return found, tuple(faults)
 
@@ -181,18 +193,6 @@ def changed_options(backbone: Backbone) -> dict[str, str]:
         for key, value in backbone.record["options"].items()
         if named[key] != value
     }
-
-
-def image_tokens(backbone: Backbone) -> int:
-    """How many tokens the picture has: its patches, or its places where there are none.
-
-    As diffusers' pipelines count them for a shift that depends on the picture.
-    """
-    family = _families()[backbone.record["name"]]
-    options = backbone.record["options"]
-    patch = getattr(family, "PACKED", None) or options.get("patch_size", 1)
-    _, height, width = backbone.input_spec.shape
-    return int((height // patch) * (width // patch))
 
 
 def published_form(backbone: Backbone) -> Published | None:

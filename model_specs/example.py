@@ -54,6 +54,7 @@ def build_backbone(name: str, config: ExampleConfig) -> Backbone:
     stem = Layer("stem", build("conv", 1, config.width), (image,), (hidden,))
     head = Layer("head", build("conv", config.width, 1), (hidden,), (image,))
     fields = {"timesteps": TensorSpec((), dtype="float32")}
+    # Labels, heads, patches: num_classes=, null_label=, num_heads=, patch_size= (see Backbone).
     return Backbone(name, (time, stem, *blocks, head), fields)
 
 

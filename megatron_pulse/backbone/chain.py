@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 COMPUTE = "compute"
@@ -102,6 +102,14 @@ class Backbone:
     ``record`` is what rebuilds this backbone (``{"name": ..., "options": {...}}``); it is stored
     in checkpoints and compared on load. ``kept`` are settings of the ``config.json`` that it was
     read from which make no difference here, for writing them again.
+
+    What others must know of the model and cannot see in its layers, it says:
+    ``num_classes``, how many classes the batch field ``labels`` tells apart (0 to
+    ``num_classes`` - 1), and ``null_label``, the label of samples that lose theirs (None: there is
+    none), as classifier-free guidance needs; ``num_heads``, the numbers of heads of its attentions,
+    which tensor-parallel ranks share (a number of ranks must divide each); ``patch_size``, the side
+    of the squares of the sample that its tokens are, which tells a shift of the diffusion process
+    how large the picture is.
     """
 
     name: str
@@ -109,6 +117,11 @@ class Backbone:
     batch_fields: Mapping[str, TensorSpec] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
     kept: Mapping[str, Any] = field(default_factory=dict)
+    _: KW_ONLY
+    num_classes: int | None = None
+    null_label: int | None = None
+    num_heads: tuple[int, ...] = ()
+    patch_size: int = 1
 
     @property
     def saved_record(self) -> dict[str, Any]:
@@ -124,6 +137,15 @@ class Backbone:
     def output_spec(self) -> TensorSpec:
         """The prediction that the last layer returns."""
         return self.layers[-1].outputs[0]
+
+    @property
+    def image_tokens(self) -> int:
+        """How many tokens the sample has: its patches, or its places where there are none.
+
+        As diffusers' pipelines count them for a shift that depends on the picture.
+        """
+        _, height, width = self.input_spec.shape
+        return (height // self.patch_size) * (width // self.patch_size)
 
     @property
     def divides_sequences(self) -> bool:

@@ -42,6 +42,7 @@ def check_backbone(backbone: Backbone) -> list[str]:
         *_skips(backbone.layers),
         *_conditioning(backbone),
         *_embedders(backbone),
+        *_said(backbone),
     ]
 
 
@@ -51,6 +52,15 @@ def _forms(backbone: Backbone) -> Iterator[str]:
         yield f"layers: must be a tuple of Layer, is {_kind(backbone.layers)}"
         return
     yield from _spec_map("batch_fields", backbone.batch_fields)
+    for name, least in (("num_classes", 1), ("null_label", 0), ("patch_size", 1)):
+        value = getattr(backbone, name)
+        if value is None and name != "patch_size":
+            continue
+        if type(value) is not int or value < least:
+            yield f"{name}: must be a whole number from {least} on, is {value!r}"
+    heads = backbone.num_heads
+    if not isinstance(heads, tuple) or not all(type(n) is int and n > 0 for n in heads):
+        yield f"num_heads: must be a tuple of whole numbers from 1 on, is {heads!r}"
     for i, layer in enumerate(backbone.layers):
         if not isinstance(layer, Layer):
             yield f"layer {i}: must be a Layer, is {_kind(layer)}"
@@ -259,3 +269,25 @@ def _embedders(backbone: Backbone) -> Iterator[str]:
             yield f"{where}: must hand its inputs on unchanged, without skips"
         if foreign := [name for name in layer.uses if name not in backbone.batch_fields]:
             yield f"{where}: uses {', '.join(foreign)}; an embedder reads only batch fields"
+
+
+def _said(backbone: Backbone) -> Iterator[str]:
+    """What the backbone says of itself beside what its fields and sample show."""
+    classes, null, patch = backbone.num_classes, backbone.null_label, backbone.patch_size
+    if "labels" in backbone.batch_fields and classes is None:
+        yield (
+            "batch field 'labels': the backbone must say how many classes it tells apart: "
+            "Backbone(..., num_classes=N), and null_label=N if label N means none of them"
+        )
+    if classes is not None and "labels" not in backbone.batch_fields:
+        yield f"num_classes: is {classes}, but no batch field is called 'labels'"
+    if null is not None and (classes is None or null < classes):
+        count = f"one of the {classes} classes" if classes else "of no classes (num_classes)"
+        yield f"null_label: label {null} is {count}; it must stand for none of them"
+    shape = backbone.input_spec.shape if backbone.layers[0].inputs else ()
+    if (
+        isinstance(shape, tuple)
+        and len(shape) == 3
+        and any(type(side) is int and side % patch for side in shape[1:])
+    ):
+        yield f"patch_size: {patch} does not divide the sample's {shape[1]} x {shape[2]}"

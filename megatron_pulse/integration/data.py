@@ -17,28 +17,14 @@ from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.placement import Placement
-from model_specs import image_tokens
 
 _MOST_NAMED = 20
 """So many corrupt files are named in a run's log; then they are only counted."""
 
 
-def num_classes_of(backbone: Backbone) -> int | None:
-    """How many classes the backbone knows; None where it reads no labels."""
-    if "labels" not in backbone.batch_fields:
-        return None
-    return int(backbone.record["options"].get("num_classes") or 0)
-
-
-def null_label_of(backbone: Backbone) -> int | None:
-    """The label that stands for "no class", one beyond the classes; None where there is none."""
-    has_one = backbone.record["options"].get("null_class", True)
-    return num_classes_of(backbone) if has_one else None
-
-
 def can_drop(backbone: Backbone) -> bool:
     """Whether there is a label for a sample that loses its own, where there are labels."""
-    return num_classes_of(backbone) is None or null_label_of(backbone) is not None
+    return backbone.num_classes is None or backbone.null_label is not None
 
 
 def makes_pixels(data: str | None) -> bool:
@@ -55,7 +41,7 @@ def wanted_by(backbone: Backbone) -> Wanted:
             for name, spec in backbone.batch_fields.items()
             if name not in ("timesteps", "labels")
         },
-        num_classes=num_classes_of(backbone),
+        num_classes=backbone.num_classes,
     )
 
 
@@ -69,7 +55,7 @@ class DiffusionData:
     def __init__(
         self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
     ) -> None:
-        num_tokens = image_tokens(backbone)
+        num_tokens = backbone.image_tokens
         self.process = process.for_tokens(num_tokens)
         self.description = process.describe(num_tokens)
         self._seed = seed
@@ -77,7 +63,7 @@ class DiffusionData:
         self._skip_corrupt = options.skip_corrupt
         self.num_corrupt = 0
         """How often a sample of training was replaced in this process, its image being corrupt."""
-        self._null_label = null_label_of(backbone)
+        self._null_label = backbone.null_label
         self._num_channels = backbone.input_spec.shape[0]
         self._require_prediction(backbone)
         if options.data is None:

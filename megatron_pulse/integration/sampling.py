@@ -25,12 +25,10 @@ from megatron_pulse.integration.data import (
     DiffusionData,
     can_drop,
     makes_pixels,
-    null_label_of,
-    num_classes_of,
     wanted_by,
 )
 from megatron_pulse.integration.flags.arguments import pulse_options
-from model_specs import compare_models, image_tokens
+from model_specs import compare_models
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class TrainedModel:
     @property
     def num_classes(self) -> int | None:
         """How many classes it knows; None if it is not class-conditional."""
-        return num_classes_of(self.backbone) or None
+        return self.backbone.num_classes
 
     @property
     def can_be_guided(self) -> bool:
@@ -150,7 +148,7 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
             f"{model.backbone.name} also reads {', '.join(sorted(lacking))}: say what to draw "
             "with --prompt or --from-data"
         )
-    if (no_class := null_label_of(model.backbone)) is not None:
+    if (no_class := model.backbone.null_label) is not None:
         null = {**null, "labels": torch.tensor(no_class)}
     return Request(
         count,
@@ -191,7 +189,7 @@ def load_model(
 
     changes = compare_models(saved.record, backbone.record).changed
     process = chosen_process(choice or ProcessChoice(), saved.process)
-    at_size = process.for_tokens(image_tokens(backbone))
+    at_size = process.for_tokens(backbone.image_tokens)
     return TrainedModel(backbone, at_size, predict, args, saved.folder, changes)
 
 

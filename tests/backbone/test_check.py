@@ -147,3 +147,43 @@ def test_sequences_divide():
     assert divided.conditioning[0].spec.shape == (5, 4)
     with pytest.raises(ValueError, match=r"over 5 ranks: 12 tokens of . do not divide"):
         Backbone("b", layers).divide_sequences(5)
+
+
+LABELS = {**sound().batch_fields, "labels": TensorSpec((), dtype="int64")}
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"batch_fields": LABELS}, ["'labels': the backbone must say how many classes"]),
+        ({"num_classes": 10}, ["num_classes: is 10, but no batch field is called 'labels'"]),
+        ({"null_label": 3}, ["null_label: label 3 is of no classes"]),
+        (
+            {"batch_fields": LABELS, "num_classes": 10, "null_label": 9, "patch_size": 3},
+            ["label 9 is one of the 10 classes", "3 does not divide the sample's 8 x 8"],
+        ),
+        (
+            {"num_classes": 0, "null_label": -1, "patch_size": None, "num_heads": [8]},
+            [
+                "num_classes: must be a whole number from 1 on, is 0",
+                "null_label: must be a whole number from 0 on, is -1",
+                "patch_size: must be a whole number from 1 on, is None",
+                "num_heads: must be a tuple of whole numbers from 1 on, is [8]",
+            ],
+        ),
+        ({"num_heads": (8, 0)}, ["num_heads: must be a tuple of whole numbers from 1"]),
+    ],
+)
+def test_what_a_backbone_says_of_itself(said, words):
+    faults = check_backbone(replace(sound(), **said))
+    assert len(faults) == len(words)
+    for word in words:
+        assert any(word in fault for fault in faults), faults
+
+
+def test_classes_with_and_without_a_null_label():
+    for null in (None, 10, 1000):
+        said = {"batch_fields": LABELS, "num_classes": 10, "null_label": null, "patch_size": 2}
+        backbone = replace(sound(), **said)
+        assert check_backbone(backbone) == []
+        assert backbone.image_tokens == 16

@@ -398,17 +398,17 @@ def there_and_back(tmp_path, name, *flags):
 
 
 def test_class_unets_keep_their_last_class(classes, tmp_path):
-    from megatron_pulse.integration.data import can_drop, null_label_of, num_classes_of
+    from megatron_pulse.integration.data import can_drop
 
     backbone, back = there_and_back(tmp_path, "as-published")
-    assert (num_classes_of(backbone), null_label_of(backbone)) == (3, None)
+    assert (backbone.num_classes, backbone.null_label) == (3, None)
     assert not can_drop(backbone)
     assert back.config.num_class_embeds == 3 and back.config.upcast_attention
     table = back.class_embedding.weight
     assert torch.equal(table, classes.class_embedding.weight)
 
     backbone, back = there_and_back(tmp_path, "with-null", "--null-class")
-    assert (num_classes_of(backbone), null_label_of(backbone)) == (3, 3) and can_drop(backbone)
+    assert (backbone.num_classes, backbone.null_label) == (3, 3) and can_drop(backbone)
     assert torch.equal(back.class_embedding.weight[:3], table)
     assert back.config.num_class_embeds == 4 and not back.class_embedding.weight[3].any()
     assert back.config.upcast_attention

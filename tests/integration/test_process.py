@@ -20,7 +20,7 @@ from megatron_pulse.diffusion.scheduler import process_of_scheduler
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
 from megatron_pulse.integration.flags.checks import FlagError
-from model_specs import image_tokens, load_backbone, published_form
+from model_specs import load_backbone, published_form
 from tests.diffusion.schedulers import PUBLISHED
 from tests.integration.runs import BASE, run
 from tests.integration.test_families import FAMILIES, write_latents
@@ -80,7 +80,7 @@ def test_through_import_training_sampling_and_export(
     process = process_of_scheduler(PUBLISHED[SCHEDULERS[name]])
     saved = read_saved_run(imported)
     assert saved.process == process
-    assert f"process: {process.describe(image_tokens(saved.load_backbone()))}\n" in said
+    assert f"process: {process.describe(saved.load_backbone().image_tokens)}\n" in said
     backbone = load_backbone(FAMILIES[name].backbone, options_of(name))
 
     write_latents(tmp_path / "latents", FAMILIES[name])
@@ -99,7 +99,7 @@ def test_through_import_training_sampling_and_export(
     from megatron_pulse.integration.sampling import load_model, request_from_data, sample_images
 
     model = load_model(trained, averaged=True)
-    assert model.process == process.for_tokens(image_tokens(backbone))
+    assert model.process == process.for_tokens(backbone.image_tokens)
     latents = sample_images(
         model, request_from_data(model, [0]), num_steps=2, guidance=1.0, seed=0, progress=False
     )
@@ -234,9 +234,9 @@ def test_checkpoints_from_before_it_was_kept(flags: tuple[str, str, str], expect
 
 def test_tokens_of_the_picture() -> None:
     """As diffusers' pipelines count them: Flux packs 2 x 2, SD3 has patches of 2, at 1024 px."""
-    assert image_tokens(load_backbone("flux-dev")) == 4096
-    assert image_tokens(load_backbone("sd3-medium")) == 4096
-    assert image_tokens(load_backbone("sd-v1.5")) == 4096
-    assert image_tokens(load_backbone("uvit-tiny", {"image_size": 8, "patch_size": 2})) == 16
+    assert load_backbone("flux-dev").image_tokens == 4096
+    assert load_backbone("sd3-medium").image_tokens == 4096
+    assert load_backbone("sd-v1.5").image_tokens == 4096
+    assert load_backbone("uvit-tiny", {"image_size": 8, "patch_size": 2}).image_tokens == 16
     dynamic = chosen_process(ProcessChoice(flow_shift="dynamic"))
     assert "(3.158 at 4096 tokens)" in dynamic.describe(4096)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model_specs.modules import attention
-from model_specs.modules.config import transformer_config, uniform_init
+from model_specs.common import attention
+from model_specs.common.megatron_config import transformer_config, uniform_init
 from tests.model_specs.chains import make_context
 
 SIZES = {"hidden_size": 48, "num_attention_heads": 3, "ffn_hidden_size": 96}

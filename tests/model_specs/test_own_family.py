@@ -98,8 +98,9 @@ def family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield folder
     for cache in caches:
         cache.cache_clear()
-    for name in ("own", "broken", "odd"):
-        sys.modules.pop(f"model_specs.{name}", None)
+    for name in [name for name in sys.modules if name.startswith("model_specs.")]:
+        if name.split(".")[1] in ("own", "broken", "odd", "grown", "torn"):
+            del sys.modules[name]
 
 
 @pytest.mark.parametrize("kind", [*CHAIN, *MODULES])
@@ -160,3 +161,66 @@ def test_a_file_that_is_no_family_takes_none_of_the_others_away(
     assert "model_specs/odd.py is no family: TypeError: width is of type dict, options" in said.err
     with pytest.raises(ValueError, match=r"called 'broken';[\s\S]*broken\.py is no family: Syntax"):
         model_specs.load_backbone("broken")
+
+
+CONFIG = """
+from dataclasses import dataclass
+
+from model_specs.common.limits import below
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 4
+    num_classes: int = 3
+
+    def faults(self):
+        return below(self, 1)
+
+
+CONFIGS = {"grown-tiny": Config()}
+"""
+CHAIN_FILE = """
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from model_specs.common.builder import builder
+
+
+def build_backbone(name, config):
+    image, build = TensorSpec((1, 8, 8)), builder("model_specs.grown.modules", config)
+    fields = {"timesteps": TensorSpec((), dtype="float32"), "labels": TensorSpec((), dtype="int64")}
+    layers = [Layer(n, build("make", of=n), (image,), (image,), uses=(*fields,)) for n in "ab"]
+    classes = config.num_classes
+    return Backbone(name, tuple(layers), fields, num_classes=classes, null_label=classes)
+"""
+MODULES_FILE = """
+def make(config, context, of):
+    return config, context, of
+"""
+
+
+def test_a_family_may_be_a_folder(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grown, torn = family / "grown", family / "torn"
+    for folder in (grown, torn):
+        folder.mkdir()
+    (grown / "config.py").write_text(CONFIG)
+    (grown / "chain.py").write_text(CHAIN_FILE)
+    (grown / "modules.py").write_text(MODULES_FILE)
+    (grown / "__init__.py").write_text(
+        "from model_specs.grown.chain import build_backbone\n"
+        "from model_specs.grown.config import CONFIGS\n"
+    )
+    (torn / "__init__.py").write_text("from model_specs.torn.config import CONFIGS\n")
+    backbone = model_specs.load_backbone("grown-tiny", {"width": "6"})
+    assert backbone.record == {
+        "name": "grown-tiny", "family": "grown", "options": {"width": 6, "num_classes": 3}
+    }  # fmt: skip
+    assert (backbone.num_classes, backbone.null_label) == (3, 3)
+    assert "model_specs.grown.modules" not in sys.modules
+    config, context, of = backbone.layers[1].build("the context")
+    assert (config.width, context, of) == (6, "the context", "b")
+    with pytest.raises(ValueError, match="width: must be at least 1, is 0"):
+        model_specs.load_backbone("grown-tiny", {"width": 0})
+    assert main(["backbones", "grown-tiny"]) == 2  # its layers are no modules
+    assert "Traceback" not in capsys.readouterr().err
+    (fault,) = [f for f in model_specs.unusable_families() if "torn" in f]
+    assert "model_specs/torn is no family: ModuleNotFoundError" in fault

@@ -197,7 +197,7 @@ def test_same_numbers_as_diffusers_without_cross_attention(linear, one_rank):
     from diffusers import Transformer2DModel
 
     from megatron_pulse.backbone.published import Published, to_published
-    from model_specs._unet_published import parameter_rules
+    from model_specs.unet.published import parameter_rules
 
     backbone = model_specs.load_backbone("unet-tiny", {"use_linear_projection": linear})
     assert model_specs.published_form(backbone) is None
@@ -274,7 +274,7 @@ def test_what_leaves_a_layer_is_contiguous(linear, micro_batch_size, channels_la
 
 def test_convolutions_hide_their_memory_format():
     """Outside, the output and the input's gradient are contiguous; inside, the input is not."""
-    from model_specs.modules.unet_convolution import Convolution
+    from model_specs.unet.convolution import Convolution
 
     plain, other = (Convolution(3, 4, stride=2, channels_last=flag) for flag in (False, True))
     other.load_state_dict(plain.state_dict())

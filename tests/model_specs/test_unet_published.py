@@ -6,7 +6,7 @@ import pytest
 
 import model_specs
 from megatron_pulse.backbone.check import check_backbone
-from model_specs._unet_published import options_from
+from model_specs.unet.published import config_from_published
 
 # What is in the config.json files of the published folders; older ones lack what was added since.
 COMMON = {
@@ -109,6 +109,6 @@ def test_every_setting_of_diffusers_is_read_or_refused():
         for key, parameter in inspect.signature(UNet2DConditionModel.__init__).parameters.items()
         if key != "self"
     }
-    options = options_from({**defaults, "sample_size": 64})
-    assert options == options_from({"sample_size": 64})
-    assert options["cross_attention_dim"] == 1280
+    config = config_from_published({**defaults, "sample_size": 64})
+    assert config == config_from_published({"sample_size": 64})
+    assert config.cross_attention_dim == 1280

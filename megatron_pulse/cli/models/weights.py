@@ -106,7 +106,6 @@ def run_import(args: argparse.Namespace) -> None:
     from megatron_pulse.diffusion.scheduler import read_process
     from megatron_pulse.integration.checkpoint.checkpoints import CheckpointError
     from megatron_pulse.integration.checkpoint.weights import import_weights
-    from model_specs import image_tokens
 
     with mending(PublishedError, CheckpointError, ValueError):
         read = _open_file if args.source.is_file() else _open_folder
@@ -116,7 +115,7 @@ def run_import(args: argparse.Namespace) -> None:
     count = sum(tensor.numel() for tensor in tensors.values())
     print(
         f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
-        f"process: {process.describe(image_tokens(backbone))}\n"
+        f"process: {process.describe(backbone.image_tokens)}\n"
         + (f"{remark}\n" if remark else "")
         + f"train it with --pretrained-checkpoint {args.to} --pulse-backbone {backbone.name}"
         + _option_flags(backbone)
@@ -186,7 +185,7 @@ def _with_null_class(
     from model_specs import load_backbone
 
     table, record = "class_embedding.weight", backbone.record
-    if table not in tensors or record["options"].get("null_class", True):
+    if table not in tensors or backbone.null_label is not None:
         raise UserError(f"--null-class: {backbone.name} has no classes, or a null class already")
     rows = tensors[table]
     grown = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])

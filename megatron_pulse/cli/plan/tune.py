@@ -21,6 +21,7 @@ from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE
 
 if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.planner.cluster.cluster import Cluster
     from megatron_pulse.planner.tune.config import Choices
     from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -133,8 +134,10 @@ def run(args: argparse.Namespace) -> None:
         thread_caution(profile.threads, rank_threads()),
     )
     choices = _choices(args)
-    divides = _divides_sequences(profile) if any(t > 1 for t in choices.tensor) else False
-    evaluator = Evaluator(profile, where, args.global_batch_size, divides)
+    of = profile, where, args.global_batch_size
+    backbone = _backbone_of(profile) if any(t > 1 for t in choices.tensor) else None
+    divides = backbone is not None and backbone.divides_sequences
+    evaluator = Evaluator(*of, divides, backbone.num_heads if backbone else ())
     found = _tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
     if args.output is not None:
@@ -204,17 +207,17 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
     return analyse(backbone, _PROFILED, Roofline(device, dtype), progress=True)
 
 
-def _divides_sequences(profile: Profile) -> bool:
-    """Whether the backbone's boundaries can be divided with its tensors."""
+def _backbone_of(profile: Profile) -> Backbone | None:
+    """What was profiled, which says how tensor parallelism can divide it; None if not known."""
     from model_specs import available, load_backbone
 
     record = profile.backbone
     if record.get("name") not in available():
-        return False
+        return None
     try:
-        return load_backbone(str(record["name"]), dict(record.get("options", {}))).divides_sequences
+        return load_backbone(str(record["name"]), dict(record.get("options", {})))
     except ValueError:
-        return False
+        return None
 
 
 def _choices(args: argparse.Namespace) -> Choices:

@@ -95,7 +95,8 @@ def _tune(
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
     profile = _measure(args, backbone)
     divided = backbone.divides_sequences
-    evaluator = Evaluator(profile, cluster, args.global_batch_size, divided)
+    of = profile, cluster, args.global_batch_size
+    evaluator = Evaluator(*of, divided, backbone.num_heads)
     try:
         found = tune(
             evaluator,

@@ -95,9 +95,15 @@ class Evaluator(Estimator):
         cluster: Cluster,
         global_batch_size: int,
         sequence_parallel: bool = False,
+        num_heads: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(profile, cluster, global_batch_size, sequence_parallel)
+        super().__init__(profile, cluster, global_batch_size, sequence_parallel, num_heads)
         self._simulated = lru_cache(maxsize=128)(self._simulate)
+
+    def on(self, cluster: Cluster) -> Evaluator:
+        """The same backbone and batch on another cluster."""
+        of = self.profile, cluster, self.global_batch_size
+        return Evaluator(*of, self.sequence_parallel, self.num_heads)
 
     def candidates(self, choices: Choices) -> list[Config]:
         """Every config of ``choices`` that uses all devices and divides the batch."""

@@ -112,9 +112,7 @@ def nothing_fits(evaluator: Evaluator, choices: Choices, candidates: Iterable[Co
     while not remedies and cluster.inter_node and nodes < MOST_NODES * cluster.nodes:
         nodes *= 2
         larger = replace(cluster, nodes=nodes)
-        grown = Evaluator(
-            evaluator.profile, larger, evaluator.global_batch_size, evaluator.sequence_parallel
-        )
+        grown = evaluator.on(larger)
         fits = _first_fit(grown, grown.candidates(choices))
         if fits is not None:
             remedies.append(f"{larger.num_devices} devices ({nodes} nodes): {fits} fits")
@@ -164,12 +162,7 @@ def _least_memory(
 ) -> tuple[float, Config] | None:
     """The least that the fullest device of one of the closest configs would need, for one
     microbatch at a time."""
-    ample = Evaluator(
-        evaluator.profile,
-        replace(evaluator.cluster, memory_gb=1e6),
-        evaluator.global_batch_size,
-        evaluator.sequence_parallel,
-    )
+    ample = evaluator.on(replace(evaluator.cluster, memory_gb=1e6))
     found = []
     for config in _by_need(ample, candidates)[:CLOSEST]:
         try:

@@ -67,7 +67,8 @@ class Chain:
     """One backbone's chain on one cluster: the stages and schedule problems of configs.
 
     ``profile`` is of whole layers on one of the cluster's devices. ``sequence_parallel`` says
-    whether the backbone's boundaries can be divided with its tensors (not a UNet's).
+    whether the backbone's boundaries can be divided with its tensors (not a UNet's), ``num_heads``
+    are the numbers of attention heads that tensor-parallel ranks share.
     """
 
     def __init__(
@@ -76,11 +77,12 @@ class Chain:
         cluster: Cluster,
         global_batch_size: int,
         sequence_parallel: bool = False,
+        num_heads: tuple[int, ...] = (),
     ) -> None:
         self.profile, self.cluster = profile, cluster
         self.global_batch_size = global_batch_size
         self.sequence_parallel = sequence_parallel
-        self.heads = _heads(profile)
+        self.num_heads = num_heads
         self._costs_of = lru_cache(maxsize=512)(self._make_costs)
         self._stages_of = lru_cache(maxsize=4096)(self._make_stages)
         self._partition_of = lru_cache(maxsize=1024)(self._find_partition)
@@ -114,7 +116,7 @@ class Chain:
         sharded = [layer.sharded_parameters for layer in self.profile.layers]
         if config.tensor > 1 and (not any(sharded) or any(n % config.tensor for n in sharded)):
             raise UnfitError(Unfit.SHARDS, f"T = {config.tensor} divides no or not all parameters")
-        if odd := [n for n in self.heads if n % config.tensor]:
+        if odd := [n for n in self.num_heads if n % config.tensor]:
             raise UnfitError(Unfit.SHARDS, f"T = {config.tensor} does not divide {odd[0]} heads")
         num_stages = config.pipeline * config.layout.num_chunks
         if num_stages > len(sharded):
@@ -272,10 +274,3 @@ class Chain:
         )
         held, each = stages.per_device(stages.parameters), self.per_parameter(config)
         return replace(stages, state_bytes=tuple(count * each for count in held))
-
-
-def _heads(profile: Profile) -> tuple[int, ...]:
-    """The numbers of attention heads that the backbone's options name; tensor ranks share them."""
-    options = profile.backbone.get("options", {})
-    named = options.get("num_attention_heads", options.get("num_heads", ()))
-    return (named,) if isinstance(named, int) else tuple(named)

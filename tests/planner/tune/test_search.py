@@ -127,8 +127,7 @@ def test_no_fold_without_skips_unless_it_is_sooner() -> None:
 
 def test_tensor_degree_must_divide_heads() -> None:
     chain = profile(random.Random(5), 8, 3)
-    chain = replace(chain, backbone={"name": "x", "options": {"num_heads": [6, 12]}})
-    evaluator = Evaluator(chain, cluster(1, 4), 8)
+    evaluator = Evaluator(chain, cluster(1, 4), 8, num_heads=(6, 12)).on(cluster(1, 4))
     for config in configs(4, 4, 8, True, Choices(tensor=(4,))):
         with pytest.raises(UnfitError, match="does not divide 6 heads") as error:
             evaluator.refuse(config)

@@ -1,0 +1,61 @@
+"""Which options make two backbones different models, and which each run may choose."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from model_specs.common.options import CHOICE, REASON, SETTLED_BY, FamilyConfig, Value, to_text
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A backbone here beside one there: ``different`` makes another model, ``changed`` does not.
+
+    Both are texts ("sample_size 64 there, 128 here: ...") that say what follows.
+    """
+
+    different: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+
+
+def settle[C: FamilyConfig](config: C) -> C:
+    """``config`` with the value of every field that was left open."""
+    return dataclasses.replace(
+        config,
+        **{
+            field.name: getattr(config, field.metadata[SETTLED_BY])
+            for field in dataclasses.fields(config)
+            if SETTLED_BY in field.metadata and getattr(config, field.name) is None
+        },
+    )
+
+
+def left_open[C: FamilyConfig](there: C, here: C) -> dict[str, Value]:
+    """What ``here`` leaves open and ``there`` settles: options that continue the same model."""
+    settled = settle(there)
+    return {
+        field.name: getattr(settled, field.name)
+        for field in dataclasses.fields(here)
+        if SETTLED_BY in field.metadata and getattr(here, field.name) is None
+    }
+
+
+def compare_configs[C: FamilyConfig](there: C, here: C, unknown: Mapping[str, Any]) -> Comparison:
+    """``here`` beside the model ``there``, whose options ``unknown`` no field of ours names."""
+    there, here = settle(there), settle(here)
+    different = [f"{key} {to_text(value)} there, no option here" for key, value in unknown.items()]
+    changed = []
+    for field in dataclasses.fields(here):
+        theirs, ours = getattr(there, field.name), getattr(here, field.name)
+        if theirs == ours:
+            continue
+        text = f"{field.name} {to_text(theirs)} there, {to_text(ours)} here"
+        if CHOICE in field.metadata:
+            changed.append(f"{text}: {field.metadata[CHOICE].format(here)}")
+        else:
+            reason = field.metadata.get(REASON)
+            different.append(f"{text} ({reason})" if reason else text)
+    return Comparison(tuple(different), tuple(changed))

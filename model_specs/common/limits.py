@@ -1,0 +1,52 @@
+"""Faults that configurations of several families can have, in the same words."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from model_specs.common.options import Config
+
+
+def below(config: Config, least: int, *keys: str, **others: int) -> list[str]:
+    """Ints that are less than ``least``, or than a least of their own in ``others``: those of the
+    fields ``keys``, or of all."""
+    return [
+        f"{key}: must be at least {others.get(key, least)}, is {value}"
+        for key in keys or config.__dataclass_fields__
+        if type(value := getattr(config, key)) is int and value < others.get(key, least)
+    ]
+
+
+def indivisible(config: Config, **divisors: int | str) -> list[str]:
+    """Fields that their divisor, a number or another field, does not divide."""
+    found = []
+    for key, divisor in divisors.items():
+        value, named = getattr(config, key), ""
+        if isinstance(divisor, str):
+            divisor, named = getattr(config, divisor), f"{divisor}="
+        if value is not None and value % divisor:
+            found.append(f"{key}: must be divisible by {named}{divisor}, is {value}")
+    return found
+
+
+class _Patched(Config, Protocol):
+    @property
+    def dim(self) -> int: ...
+    @property
+    def sample_size(self) -> int: ...
+    @property
+    def base_sample_size(self) -> int | None: ...
+
+
+def unfit_for_patches(config: _Patched, divisor: int = 4) -> list[str]:
+    """Of tokens that are patches at places given by sines: a width that ``divisor`` does not
+    divide, sizes that the patches do not."""
+    found = []
+    if config.dim % divisor:
+        found.append(
+            "attention_head_dim: num_attention_heads * attention_head_dim must be divisible "
+            f"by {divisor}, is {config.dim}"
+        )
+    if config.base_sample_size != config.sample_size:
+        found += indivisible(config, base_sample_size="patch_size")
+    return [*found, *indivisible(config, sample_size="patch_size")]

@@ -1,0 +1,12 @@
+"""Flux (Black Forest Labs 2024): blocks of two streams, then blocks whose weights both share.
+
+Structure of diffusers' ``FluxTransformer2DModel``. Between blocks pass the image's tokens and the
+text's; the last block drops the text. The chain takes and gives latents [c, h, w], which its
+first layer packs and its last unpacks as diffusers' ``FluxPipeline``. There are no long skips.
+"""
+
+from model_specs.flux.chain import build_backbone
+from model_specs.flux.config import CONFIGS
+from model_specs.flux.published import PUBLISHED_AS, config_from_published, published
+
+__all__ = ["CONFIGS", "PUBLISHED_AS", "build_backbone", "config_from_published", "published"]

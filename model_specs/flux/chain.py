@@ -1,0 +1,68 @@
+"""Flux's chain of layers. Imports no torch until a layer builds."""
+
+from __future__ import annotations
+
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from model_specs.common.builder import builder, embedder
+from model_specs.flux.config import PACKED, FluxConfig
+
+
+def build_backbone(name: str, config: FluxConfig) -> Backbone:
+    """``time_text_embed``, ``x_embedder``, ``context_embedder``, both kinds of blocks, head."""
+    latent = TensorSpec((config.in_channels, config.sample_size, config.sample_size))
+    image = TensorSpec((config.side**2, config.dim), batch_dim=1, sequence=True)
+    text = TensorSpec((config.context_length, config.dim), batch_dim=1, sequence=True)
+    scalars = ("timesteps", "guidance") if config.guidance_embeds else ("timesteps",)
+    fields = {
+        **{key: TensorSpec((), dtype="float32") for key in scalars},
+        "context": TensorSpec((config.context_length, config.joint_attention_dim)),
+        "pooled": TensorSpec((config.pooled_projection_dim,)),
+    }
+    build = builder("model_specs.flux.modules", config)
+
+    last = config.num_single_layers - 1
+    layers = (
+        embedder(
+            "time_text_embed",
+            build("TimeTextGuidanceEmbed"),
+            latent,
+            {"temb": TensorSpec((config.dim,))},
+            (*scalars, "pooled"),
+        ),
+        Layer("x_embedder", build("PackedEmbed"), (latent,), (image,)),
+        Layer(
+            "context_embedder",
+            build("context_embedder"),
+            (image,),
+            (image, text),
+            uses=("context",),
+        ),
+        *(
+            Layer(
+                f"transformer_blocks.{i}",
+                build("double_block"),
+                (image, text),
+                (image, text),
+                uses=("temb",),
+            )
+            for i in range(config.num_layers)
+        ),
+        *(
+            Layer(
+                f"single_transformer_blocks.{i}",
+                build("single_block", text_ends=i == last),
+                (image, text),
+                (image, text) if i < last else (image,),
+                uses=("temb",),
+            )
+            for i in range(config.num_single_layers)
+        ),
+        Layer("head", build("head"), (image,), (latent,), uses=("temb",)),
+    )
+    return Backbone(
+        name,
+        layers,
+        fields,
+        num_heads=(config.num_attention_heads,),
+        patch_size=PACKED,
+    )

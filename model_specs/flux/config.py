@@ -1,0 +1,75 @@
+"""Flux's sizes and named configurations. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from model_specs.common.limits import below, indivisible
+from model_specs.common.options import run_choice
+
+PACKED = 2
+"""A token is a square of this many latent pixels along each side."""
+
+
+@dataclass(frozen=True)
+class FluxConfig:
+    """Sizes of a Flux; latents have ``in_channels`` and the side ``sample_size``.
+
+    ``num_layers`` blocks have two streams, ``num_single_layers`` follow. ``axes_dims_rope`` are
+    the features of each head that turn with a token's three coordinates: (0, row, column), and 0
+    for text. With ``guidance_embeds`` the batch holds a scale of guidance (3.5, say).
+    """
+
+    num_layers: int = 19
+    num_single_layers: int = 38
+    num_attention_heads: int = 24
+    attention_head_dim: int = 128
+    sample_size: int = run_choice(128, "tokens are at the places of {0.side} rows and columns")
+    in_channels: int = 16
+    joint_attention_dim: int = 4096
+    pooled_projection_dim: int = 768
+    context_length: int = run_choice(512, "text has no positions")
+    guidance_embeds: bool = True
+    axes_dims_rope: tuple[int, ...] = (16, 56, 56)
+
+    @property
+    def dim(self) -> int:
+        """Width of the tokens."""
+        return self.num_attention_heads * self.attention_head_dim
+
+    @property
+    def side(self) -> int:
+        """Tokens along one side of the latent."""
+        return self.sample_size // PACKED
+
+    def faults(self) -> list[str]:
+        """What is inconsistent between the fields."""
+        found = [*below(self, 1), *indivisible(self, sample_size=PACKED)]
+        axes = self.axes_dims_rope
+        if len(axes) != 3 or any(axis < 2 or axis % 2 for axis in axes):
+            found.append(f"axes_dims_rope: must be three even numbers from 2 on, is {axes}")
+        elif sum(axes) != self.attention_head_dim:
+            found.append(
+                f"axes_dims_rope: must add up to attention_head_dim={self.attention_head_dim}, "
+                f"is {axes}"
+            )
+        return found
+
+
+# Sizes as in the config.json files of black-forest-labs/FLUX.1-dev and FLUX.1-schnell.
+CONFIGS: dict[str, FluxConfig] = {
+    "flux-tiny": FluxConfig(
+        num_layers=2,
+        num_single_layers=2,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        sample_size=8,
+        in_channels=4,
+        joint_attention_dim=24,
+        pooled_projection_dim=20,
+        context_length=6,
+        axes_dims_rope=(2, 2, 4),
+    ),
+    "flux-dev": FluxConfig(),
+    "flux-schnell": FluxConfig(guidance_embeds=False, context_length=256),
+}

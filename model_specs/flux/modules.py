@@ -1,0 +1,273 @@
+"""Flux's own modules: packed latents, rotary positions, single blocks, embedded guidance."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_pulse.backbone.context import LayerContext
+from model_specs.common.attention import Builder, Rotary, parts
+from model_specs.common.joint_attention import (
+    StreamProjections,
+    StreamSubmodules,
+    attend,
+    core_attention_builder,
+    head_rms_norm,
+)
+from model_specs.common.layers import LayerModule, Table, enter_sequence, works_on_shards
+from model_specs.common.megatron_config import dit_config, xavier_init
+from model_specs.common.mmdit import (
+    ContextEmbedder,
+    Head,
+    JointBlock,
+    Modulation,
+    Named,
+    Tensors,
+    TimeTextEmbed,
+    drawn_linear,
+    joint_block_spec,
+    normed,
+)
+from model_specs.flux.config import PACKED, FluxConfig
+
+_THETA = 10000
+_SCALE = 1000  # of guidance in the model
+
+
+def _config(sizes: FluxConfig, context: LayerContext) -> TransformerConfig:
+    return dit_config(sizes.dim, sizes.num_attention_heads, context.config)
+
+
+def pack(latents: torch.Tensor) -> torch.Tensor:
+    """Latents [b, c, h, w] to tokens [h/2 * w/2, b, 4c]; features are (channel, row, column)."""
+    b, c, h, w = latents.shape
+    squares = latents.reshape(b, c, h // PACKED, PACKED, w // PACKED, PACKED)
+    return squares.permute(2, 4, 0, 1, 3, 5).reshape(-1, b, c * PACKED**2)
+
+
+def unpack(tokens: torch.Tensor, side: int) -> torch.Tensor:
+    """The inverse of ``pack`` for ``side`` tokens along each side."""
+    squares = tokens.reshape(side, side, tokens.shape[1], -1, PACKED, PACKED)
+    return squares.permute(2, 3, 0, 4, 1, 5).reshape(
+        tokens.shape[1], -1, side * PACKED, side * PACKED
+    )
+
+
+class PairRotary:
+    """Turns features 2i and 2i+1 of every head by a token's angle i, in fp32."""
+
+    def __init__(self, sizes: FluxConfig) -> None:
+        self.cosines = Table(lambda: _angles(sizes).cos())
+        self.sines = Table(lambda: _angles(sizes).sin())
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """[s, b, heads, d] to the same; s is text, then image."""
+        cos = self.cosines.on(heads.device)[:, None, None]
+        sin = self.sines.on(heads.device)[:, None, None]
+        even, odd = heads.float().unflatten(-1, (-1, 2)).unbind(-1)
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+        return turned.flatten(-2).to(heads.dtype)
+
+
+def _angles(sizes: FluxConfig) -> torch.Tensor:
+    """Of every token and pair of features, in fp64: [s, d / 2] (diffusers' ``FluxPosEmbed``)."""
+    rows, columns = torch.meshgrid(
+        torch.arange(sizes.side), torch.arange(sizes.side), indexing="ij"
+    )
+    image = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).flatten(0, 1)
+    coordinates = torch.cat([image.new_zeros(sizes.context_length, 3), image]).double()
+
+    def turned(axis: int, width: int) -> torch.Tensor:
+        exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+        return torch.outer(coordinates[:, axis], 1.0 / _THETA**exponents)
+
+    return torch.cat([turned(*axis) for axis in enumerate(sizes.axes_dims_rope)], dim=1)
+
+
+@functools.cache
+def _rotary(sizes: FluxConfig) -> Rotary:
+    """One for all blocks, so that there is one table on each device."""
+    return PairRotary(sizes)
+
+
+class PackedEmbed(LayerModule):
+    """First layer: packed latents through one linear map."""
+
+    def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
+        config = _config(sizes, context)
+        super().__init__(config, context.pg_collection)
+        self.groups = context.pg_collection
+        self.linear = drawn_linear(sizes.in_channels * PACKED**2, sizes.dim, config, xavier_init)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Latents [b, c, h, w] to this rank's tokens [s, b, D]."""
+        return (enter_sequence(self.linear(pack(inputs[0])), self.config, self.groups),)
+
+
+class TimeTextGuidanceEmbed(TimeTextEmbed):
+    """Provides temb [b, D]: embedded timestep, guidance (if the model has it) and pooled text.
+
+    Both scalars are embedded in fp32. diffusers rounds them to the weights' dtype first, so that
+    in bf16 a guidance of 3.5 becomes 3504 and neighbouring timesteps become one.
+    """
+
+    def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
+        super().__init__(_config(sizes, context), context, sizes.pooled_projection_dim)
+        if sizes.guidance_embeds:
+            self.guidance_embedder = self._of_scalar().to(dtype=self.config.params_dtype)
+            works_on_shards(self.guidance_embedder, self.config)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: timesteps [b] in [0, 1000] and guidance [b] in fp32, and pooled."""
+        embedded = self.timestep_embedder(conditioning["timesteps"])
+        if "guidance" in conditioning:
+            embedded = embedded + self.guidance_embedder(conditioning["guidance"] * _SCALE)
+        return (*inputs, embedded + self.text_embedder(conditioning["pooled"]))
+
+
+def within_half(tokens: torch.Tensor) -> torch.Tensor:
+    """fp16 tokens with infinities replaced by the largest number, as diffusers does here."""
+    limit = torch.finfo(torch.float16).max
+    return tokens.clip(-limit, limit) if tokens.dtype == torch.float16 else tokens
+
+
+class DoubleBlock(JointBlock):
+    """MMDiT's block whose text stays within fp16."""
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """(image, text) tokens to the same; ``conditioning``: temb [b, D]."""
+        image, text = super().forward(inputs, skips, conditioning)
+        return image, within_half(text)
+
+
+@dataclass
+class SingleBlockSubmodules:
+    """The replaceable parts of ``SingleBlock``."""
+
+    attn: ModuleSpec
+    core_attention: Builder
+    proj_mlp: Builder
+    proj_out_attn: Builder
+    proj_out_mlp: Builder
+
+
+class SingleBlock(LayerModule):
+    """Attention and MLP side by side on one modulated norm; both streams share all weights.
+
+    The streams stay apart where each is this rank's shard, and are joined only for attention.
+    The last projection, of [attention, MLP], is two row-parallel ones with one bias. Where the
+    text ends it is not carried further than to its keys and values.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SingleBlockSubmodules,
+        pg_collection: ProcessGroupCollection | None,
+        text_ends: bool,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.text_ends = text_ends
+        groups: dict[str, Any] = {"config": config, "pg_collection": pg_collection}
+        linear: dict[str, Any] = {
+            "config": config,
+            "is_expert": False,
+            "tp_group": pg_collection.tp if pg_collection is not None else None,
+        }
+        width, hidden = config.hidden_size, config.ffn_hidden_size
+        self.norm = Modulation(config, 3)
+        self.attn = build_module(submodules.attn, **groups)
+        self.core_attention = submodules.core_attention(**groups)
+        self.proj_mlp = submodules.proj_mlp(
+            width,
+            hidden,
+            init_method=config.init_method,
+            bias=True,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **linear,
+        )
+        bound = (6 / (width + hidden + width)) ** 0.5  # Xavier's, of the two parts together
+        linear |= {
+            "init_method": functools.partial(torch.nn.init.uniform_, a=-bound, b=bound),
+            "input_is_parallel": True,
+            "skip_bias_add": True,
+        }
+        self.proj_out_attn = submodules.proj_out_attn(
+            width, width, bias=True, tp_comm_buffer_name="proj", **linear
+        )
+        self.proj_out_mlp = submodules.proj_out_mlp(
+            hidden, width, bias=False, tp_comm_buffer_name="fc2", **linear
+        )
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """(image, text) tokens to the same, or to (image,); ``conditioning``: temb [b, D]."""
+        image, text = inputs
+        shift, scale, gate = self.norm(conditioning["temb"])
+        hidden, text_hidden = normed(image, shift, scale), normed(text, shift, scale)
+        text_attended, attended = attend(
+            self.core_attention, self.attn.heads(text_hidden), self.attn.heads(hidden)
+        )
+        image = within_half(image + gate * self._out(attended, hidden))
+        if self.text_ends:
+            return (image,)
+        return image, within_half(text + gate * self._out(text_attended, text_hidden))
+
+    def _out(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        activated = self.config.activation_func(self.proj_mlp(hidden)[0])
+        out, bias = self.proj_out_attn(attended)
+        return out + self.proj_out_mlp(activated)[0] + bias
+
+
+def single_block_spec(config: TransformerConfig, rotary: Rotary, text_ends: bool) -> ModuleSpec:
+    """The block of Megatron's linears and core attention (local or Transformer Engine's)."""
+    part = parts(config)
+    stream = StreamSubmodules(part.column, head_rms_norm(config), None)
+    return ModuleSpec(
+        SingleBlock,
+        params={"text_ends": text_ends},
+        submodules=SingleBlockSubmodules(
+            attn=ModuleSpec(StreamProjections, submodules=stream),
+            core_attention=core_attention_builder(config, rotary),
+            proj_mlp=part.column,
+            proj_out_attn=part.row,
+            proj_out_mlp=part.row,
+        ),
+    )
+
+
+def context_embedder(sizes: FluxConfig, context: LayerContext) -> ContextEmbedder:
+    """The beginning of the text's stream."""
+    return ContextEmbedder(_config(sizes, context), context, sizes.joint_attention_dim)
+
+
+def double_block(sizes: FluxConfig, context: LayerContext) -> JointBlock:
+    """A block of two streams; the text comes first in its attention."""
+    config = _config(sizes, context)
+    spec = joint_block_spec(
+        config, head_norm=True, text_first=True, rotary=_rotary(sizes), block=DoubleBlock
+    )
+    built: JointBlock = build_module(spec, config=config, pg_collection=context.pg_collection)
+    return built
+
+
+def single_block(sizes: FluxConfig, context: LayerContext, text_ends: bool) -> SingleBlock:
+    """A block whose weights both streams share."""
+    config = _config(sizes, context)
+    spec = single_block_spec(config, _rotary(sizes), text_ends)
+    built: SingleBlock = build_module(spec, config=config, pg_collection=context.pg_collection)
+    return built
+
+
+def head(sizes: FluxConfig, context: LayerContext) -> Head:
+    """The last layer; a token's features are unpacked as they are packed."""
+    features = sizes.in_channels * PACKED**2
+    to_image = functools.partial(unpack, side=sizes.side)
+    return Head(_config(sizes, context), context, features, to_image)

@@ -1,0 +1,11 @@
+"""Hunyuan-DiT: a text-to-image DiT with long skips (Li et al., arXiv:2405.08748; diffusers).
+
+Of n blocks, block i < n/2 - 1 hands its output to block n - 1 - i; the two in the middle have no
+skip. A block is three layers: self-attention, cross-attention to the text, and feed-forward.
+"""
+
+from model_specs.hunyuan_dit.chain import build_backbone
+from model_specs.hunyuan_dit.config import CONFIGS
+from model_specs.hunyuan_dit.published import PUBLISHED_AS, config_from_published, published
+
+__all__ = ["CONFIGS", "PUBLISHED_AS", "build_backbone", "config_from_published", "published"]

@@ -1,0 +1,230 @@
+"""Hunyuan-DiT's modules (arXiv:2405.08748, section 2.1; diffusers' HunyuanDiT2DModel).
+
+Tokens are [s, b, D], the text of cross-attention is [length, b, width]. Initialised as the
+authors' code does: Xavier in linears, zeros in the modulations and the last linear.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_pulse.backbone.context import LayerContext
+from model_specs.common.attention import cross_attention_spec, mlp_spec, self_attention_spec
+from model_specs.common.layers import (
+    LayerModule,
+    LayerNorm,
+    Table,
+    leave_sequence,
+    works_on_shards,
+)
+from model_specs.common.megatron_config import tanh_gelu, transformer_config, xavier_init
+from model_specs.common.patches import Named, PatchEmbed, Tensors, modulate, unpatchify
+from model_specs.hunyuan_dit.config import HunyuanDiTConfig
+from model_specs.hunyuan_dit.embedders import TextEmbedding, TimeEmbedding, linear, silu_fp32
+
+__all__ = [
+    "CrossAttentionLayer",
+    "FeedForwardLayer",
+    "Head",
+    "Patches",
+    "SelfAttentionLayer",
+    "TextEmbedding",
+    "TimeEmbedding",
+]
+
+_NORM_EPS = 1e-6
+_BASE_SIDE = 512 // 8  # side of the latent whose positions run from 0 to its number of patches
+
+
+def hunyuan_transformer_config(
+    sizes: HunyuanDiTConfig, base: TransformerConfig
+) -> TransformerConfig:
+    """The Megatron configuration of every block of this Hunyuan-DiT."""
+    return transformer_config(
+        base,
+        hidden_size=sizes.hidden_size,
+        num_attention_heads=sizes.num_attention_heads,
+        ffn_hidden_size=sizes.ffn_dim,
+        init_method=xavier_init,
+        activation_func=tanh_gelu,
+        layernorm_epsilon=_NORM_EPS,
+    )
+
+
+@functools.cache
+def _rotary_table(side: int, base: int, width: int) -> Table:
+    """Cosines and sines [2, side^2, width] of the patches' places, one table for all blocks.
+
+    The first half of the features turns with the column, the second with the row, in pairs of
+    neighbours. Places are scaled so that any number of patches spans ``base``.
+    """
+
+    def make() -> torch.Tensor:
+        places = torch.linspace(0, base * (side - 1) / side, side)
+        exponents = torch.arange(0, width // 2, 2, dtype=torch.float32) / (width // 2)
+        angles = torch.outer(places, 1.0 / 10000**exponents).repeat_interleave(2, dim=1)
+        column, row = angles.expand(side, -1, -1), angles[:, None].expand(-1, side, -1)
+        both = torch.cat([column, row], dim=2).flatten(0, 1)
+        return torch.stack([both.cos(), both.sin()])
+
+    return Table(make)
+
+
+def _turn(table: Table, heads: torch.Tensor) -> torch.Tensor:
+    """Queries or keys [s, b, heads, d] turned by their places, in fp32."""
+    cos, sin = table.on(heads.device)[:, :, None, None]
+    real, imaginary = heads.unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
+    return (heads.float() * cos + turned.float() * sin).to(heads.dtype)
+
+
+def _rotary(sizes: HunyuanDiTConfig) -> functools.partial[torch.Tensor]:
+    base = _BASE_SIDE // sizes.patch_size
+    return functools.partial(_turn, _rotary_table(sizes.side, base, sizes.attention_head_dim))
+
+
+class Patches(PatchEmbed):
+    """Patches without positions: attention has rotary ones."""
+
+    def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
+        super().__init__(context, sizes.in_channels, sizes.hidden_size, sizes.patch_size)
+
+
+class ShiftedNorm(torch.nn.Module):
+    """Norm of tokens plus Linear(SiLU(temb))."""
+
+    def __init__(self, dim: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.linear = linear(dim, dim, config, std=0.0)
+        self.norm = LayerNorm(config, dim, _NORM_EPS)
+
+    def forward(self, tokens: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        """Tokens [s, b, D], temb [b, D]."""
+        shifted: torch.Tensor = self.norm(tokens) + self.linear(silu_fp32(temb))
+        return shifted
+
+
+class SelfAttentionLayer(LayerModule):
+    """x + attention(norm(x) + shift); with ``pop``, x is Linear(2D -> D) of norm([x, skip]).
+
+    ``skip_linear`` is replicated over tensor-parallel ranks; under sequence parallelism each
+    multiplies its own tokens.
+    """
+
+    def __init__(
+        self, sizes: HunyuanDiTConfig, context: LayerContext, pop: str | None = None
+    ) -> None:
+        config = hunyuan_transformer_config(sizes, context.config)
+        super().__init__(config, context.pg_collection)
+        self.pop = pop
+        dim = sizes.hidden_size
+        if pop is not None:
+            self.skip_norm = LayerNorm(config, 2 * dim, _NORM_EPS)
+            self.skip_linear = linear(2 * dim, dim, config)
+        self.norm1 = ShiftedNorm(dim, config)
+        self.to(dtype=config.params_dtype)
+        works_on_shards(self, config)
+        spec = self_attention_spec(
+            config, qkv_bias=True, head_norm=_head_norm(config), rotary=_rotary(sizes)
+        )
+        self.attention = build_module(spec, config=config, pg_collection=context.pg_collection)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: temb."""
+        (tokens,) = inputs
+        if self.pop is not None:
+            both = torch.cat([tokens, skips[self.pop]], dim=-1)
+            tokens = self.skip_linear(self.skip_norm(both))
+        out, bias = self.attention(self.norm1(tokens, conditioning["temb"]), attention_mask=None)
+        return (tokens + (out + bias),)
+
+
+class CrossAttentionLayer(LayerModule):
+    """x + attention of norm(x) over the text; queries are turned by their places."""
+
+    def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
+        config = hunyuan_transformer_config(sizes, context.config)
+        super().__init__(config, context.pg_collection)
+        self.norm2 = LayerNorm(config, sizes.hidden_size, _NORM_EPS)
+        spec = cross_attention_spec(
+            config,
+            sizes.cross_attention_dim,
+            context.pg_collection,
+            qkv_bias=True,
+            head_norm=_head_norm(config),
+            rotary=_rotary(sizes),
+        )
+        self.attention = build_module(spec, config=config, pg_collection=context.pg_collection)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: text."""
+        (tokens,) = inputs
+        out, bias = self.attention(
+            self.norm2(tokens), attention_mask=None, key_value_states=conditioning["text"]
+        )
+        return (tokens + (out + bias),)
+
+
+def _head_norm(config: TransformerConfig) -> functools.partial[torch.nn.LayerNorm]:
+    return functools.partial(torch.nn.LayerNorm, eps=_NORM_EPS, dtype=config.params_dtype)
+
+
+class FeedForwardLayer(LayerModule):
+    """x + MLP(norm(x)), GELU approximated with tanh."""
+
+    def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
+        config = hunyuan_transformer_config(sizes, context.config)
+        super().__init__(config, context.pg_collection)
+        groups = context.pg_collection
+        self.norm3 = LayerNorm(config, sizes.hidden_size, _NORM_EPS)
+        self.mlp = build_module(
+            mlp_spec(config),
+            config=config,
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=groups.tp if groups is not None else None,
+        )
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Tokens [s, b, D] to tokens."""
+        (tokens,) = inputs
+        out, bias = self.mlp(self.norm3(tokens))
+        return (tokens + (out + bias),)
+
+
+class ModulatedNorm(torch.nn.Module):
+    """Norm of tokens, scaled and shifted by Linear(SiLU(temb))."""
+
+    def __init__(self, dim: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.linear = linear(dim, 2 * dim, config, std=0.0)
+        self.norm = LayerNorm(config, dim, _NORM_EPS, elementwise_affine=False)
+
+    def forward(self, tokens: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
+        """Tokens [s, b, D], temb [b, D]; the linear gives scale, then shift."""
+        scale, shift = self.linear(silu_fp32(temb)).chunk(2, dim=1)
+        return modulate(self.norm(tokens), shift, scale)
+
+
+class Head(LayerModule):
+    """Modulated norm, linear to patches, and the prediction [b, c, h, w]."""
+
+    def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
+        config = context.config
+        super().__init__(config, context.pg_collection)
+        self.sizes, self.groups = sizes, context.pg_collection
+        dim, features = sizes.hidden_size, sizes.patch_size**2 * sizes.out_channels
+        self.norm_out = ModulatedNorm(dim, config)
+        self.proj_out = linear(dim, features, config, std=0.0)
+        self.to(dtype=config.params_dtype)
+        works_on_shards(self, config)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: temb."""
+        patches = self.proj_out(self.norm_out(inputs[0], conditioning["temb"]))
+        patches = leave_sequence(patches, self.config, self.groups)
+        side = self.sizes.side
+        return (unpatchify(patches, side, side, self.sizes.patch_size),)

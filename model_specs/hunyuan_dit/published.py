@@ -1,0 +1,82 @@
+"""How diffusers stores a Hunyuan-DiT. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_pulse.backbone.published import Published, Rule
+from model_specs.common.published import attention_rules, mlp_rules, require_settings
+from model_specs.hunyuan_dit.config import HunyuanDiTConfig
+
+PUBLISHED_AS = "HunyuanDiT2DModel"
+
+
+def published(config: HunyuanDiTConfig) -> Published:
+    """As diffusers stores it."""
+    same = (
+        "sample_size", "patch_size", "in_channels", "learn_sigma", "num_layers",
+        "num_attention_heads", "attention_head_dim", "hidden_size", "cross_attention_dim",
+        "cross_attention_dim_t5", "pooled_projection_dim", "text_len", "text_len_t5",
+    )  # fmt: skip
+    settings = {key: getattr(config, key) for key in same} | {
+        "mlp_ratio": _ratio(config.ffn_dim, config.hidden_size),
+        "use_style_cond_and_image_meta_size": config.style_and_size,
+        "activation_fn": "gelu-approximate",
+        "norm_type": "layer_norm",
+    }
+    rules = (
+        Rule("text.*", "*"),
+        Rule("head.*", "*"),
+        *attention_rules("*.attention", "*", config.num_attention_heads),
+        *mlp_rules("*.ff.mlp", "*.ff"),
+        Rule("*.attn1.*", "*.*"),
+        Rule("*.attn2.*", "*.*"),
+        Rule("*.ff.*", "*.*"),
+    )
+    return Published("diffusers", PUBLISHED_AS, settings, rules)
+
+
+def _ratio(ffn_dim: int, width: int) -> float:
+    """By what diffusers multiplies ``width``, and rounds down, to get ``ffn_dim``.
+
+    Rounded up to four digits as v1.2's is, or to more where four give another width.
+    """
+    ratios = (math.ceil(ffn_dim / width * 10**digits) / 10**digits for digits in range(4, 16))
+    exact = (ratio for ratio in ratios if int(width * ratio) == ffn_dim)
+    return next(exact, math.nextafter(ffn_dim / width, math.inf))
+
+
+# What diffusers takes for settings that config.json leaves out.
+_DEFAULTS: dict[str, Any] = {
+    "sample_size": 32,
+    "learn_sigma": True,
+    "num_layers": 28,
+    "num_attention_heads": 16,
+    "attention_head_dim": 88,
+    "hidden_size": 1152,
+    "mlp_ratio": 4.0,
+    "cross_attention_dim": 1024,
+    "cross_attention_dim_t5": 2048,
+    "pooled_projection_dim": 1024,
+    "text_len": 77,
+    "text_len_t5": 256,
+    "use_style_cond_and_image_meta_size": True,
+}
+
+
+def config_from_published(config: Mapping[str, Any]) -> HunyuanDiTConfig:
+    """The sizes in a ``config.json``; raises ValueError for settings that this family lacks."""
+    settings = {**_DEFAULTS, **config}
+    width = settings["num_attention_heads"] * settings["attention_head_dim"]
+    require_settings(
+        settings,
+        {"activation_fn": "gelu-approximate", "norm_type": "layer_norm", "hidden_size": width},
+    )
+    same = {key: settings[key] for key in HunyuanDiTConfig.__dataclass_fields__ if key in settings}
+    return HunyuanDiTConfig(
+        **same,
+        ffn_dim=int(width * settings["mlp_ratio"]),
+        style_and_size=settings["use_style_cond_and_image_meta_size"],
+    )

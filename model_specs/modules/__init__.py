@@ -1,1 +1,0 @@
-"""The torch modules behind the families, composed from Megatron-Core parts by ``ModuleSpec``."""

@@ -1,0 +1,218 @@
+"""PixArt's modules (diffusers' ``PixArtTransformer2DModel``): tokens are [s, b, D].
+
+Initialised as PixArt is: Xavier in blocks, N(0, 0.02) in embeddings and projections of captions,
+zeros at the end of cross-attention and in the head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.spec_utils import build_module
+
+from megatron_pulse.backbone.context import LayerContext
+from model_specs.common.attention import (
+    cross_attention_spec,
+    left_out,
+    mlp_spec,
+    self_attention_spec,
+)
+from model_specs.common.layers import (
+    LayerModule,
+    LayerNorm,
+    Table,
+    TimestepEmbedder,
+    leave_sequence,
+    works_on_shards,
+)
+from model_specs.common.megatron_config import dit_config, tanh_gelu
+from model_specs.common.patches import (
+    Named,
+    PatchEmbed,
+    Tensors,
+    modulate,
+    sincos_positions,
+    unpatchify,
+)
+from model_specs.pixart.config import PixArtConfig
+
+_NORM_EPS = 1e-6
+
+
+def _linear(inputs: int, outputs: int, std: float, initialize: bool) -> torch.nn.Linear:
+    linear = torch.nn.Linear(inputs, outputs)
+    if initialize:
+        torch.nn.init.normal_(linear.weight, std=std)
+        torch.nn.init.zeros_(linear.bias)
+    return linear
+
+
+def _table(rows: int, dim: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.randn(rows, dim) / dim**0.5)
+
+
+class PatchLayer(PatchEmbed):
+    """Patches plus fixed positions."""
+
+    def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
+        dim, side, scale = sizes.dim, sizes.side, sizes.position_scale
+        base = sizes.base_size // sizes.patch_size
+        positions = Table(
+            lambda: sincos_positions(dim, side, side, base_size=base, interpolation_scale=scale)
+        )
+        super().__init__(context, sizes.in_channels, dim, sizes.patch_size, positions)
+
+
+class AdalnSingle(LayerModule):
+    """Provides t6 [b, 6 * D], which modulates every block, and embedded_timestep [b, D].
+
+    With additional conditions, the embeddings of height and width and of the aspect ratio, D / 3
+    each, are added to the timestep's.
+    """
+
+    def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
+        config = context.config
+        super().__init__(config, context.pg_collection)
+        initialize, dim = config.perform_initialization, sizes.dim
+        self.emb = torch.nn.ModuleDict()
+        self.emb["timestep_embedder"] = TimestepEmbedder(dim, initialize=initialize)
+        if sizes.use_additional_conditions:
+            for name in ("resolution_embedder", "aspect_ratio_embedder"):
+                self.emb[name] = TimestepEmbedder(dim // 3, initialize=initialize)
+        self.linear = _linear(dim, 6 * dim, 0.02, initialize)
+        self.to(dtype=config.params_dtype)
+        works_on_shards(self, config)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: timesteps, and resolution and aspect_ratio if embedded; in fp32."""
+        embedded = self.emb["timestep_embedder"](conditioning["timesteps"])
+        if "resolution" in conditioning:
+            conditions = [
+                self.emb[f"{name}_embedder"](conditioning[name].flatten()).view(len(embedded), -1)
+                for name in ("resolution", "aspect_ratio")
+            ]
+            embedded = embedded + torch.cat(conditions, dim=1)
+        return (*inputs, self.linear(F.silu(embedded)), embedded)
+
+
+class CaptionProjection(LayerModule):
+    """Provides the caption [length, b, D] that every block attends to.
+
+    Whole on every rank under sequence parallelism, as its gradient is.
+    """
+
+    def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
+        super().__init__(context.config, context.pg_collection)
+        initialize = context.config.perform_initialization
+        self.linear_1 = _linear(sizes.caption_channels, sizes.dim, 0.02, initialize)
+        self.linear_2 = _linear(sizes.dim, sizes.dim, 0.02, initialize)
+        self.to(dtype=context.config.params_dtype)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: context [b, length, caption_channels]."""
+        states = conditioning["context"].to(self.linear_1.weight.dtype).transpose(0, 1)
+        caption = self.linear_2(tanh_gelu(self.linear_1(states)))
+        return (*inputs, caption.contiguous())
+
+
+class SelfAttention(LayerModule):
+    """Tokens + gate * self-attention(modulated norm of tokens)."""
+
+    def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
+        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
+        super().__init__(config, context.pg_collection)
+        self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
+        self.scale_shift_table = _table(3, sizes.dim)
+        self.to(dtype=config.params_dtype)
+        works_on_shards(self, config)
+        self.attention = build_module(
+            self_attention_spec(config, qkv_bias=True),
+            config=config,
+            pg_collection=context.pg_collection,
+        )
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: t6, whose first half this layer adds to its table."""
+        (tokens,) = inputs
+        first, _ = conditioning["t6"].chunk(2, dim=1)
+        shift, scale, gate = (self.scale_shift_table + first.unflatten(1, (3, -1))).unbind(1)
+        out, bias = self.attention(modulate(self.norm(tokens), shift, scale), attention_mask=None)
+        return (tokens + gate * (out + bias),)
+
+
+class CrossAttention(LayerModule):
+    """Tokens + attention to the caption, without norm or modulation."""
+
+    def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
+        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
+        super().__init__(config, context.pg_collection)
+        self.attention = build_module(
+            cross_attention_spec(
+                config, sizes.dim, context.pg_collection, qkv_bias=True, key_mask=True
+            ),
+            config=config,
+            pg_collection=context.pg_collection,
+        )
+        if config.perform_initialization:
+            torch.nn.init.zeros_(self.attention.linear_proj.weight)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: caption [length, b, D] and context_mask [b, length], 1 for words."""
+        (tokens,) = inputs
+        out, bias = self.attention(
+            tokens,
+            attention_mask=left_out(conditioning["context_mask"]),
+            key_value_states=conditioning["caption"],
+        )
+        return (tokens + (out + bias),)
+
+
+class FeedForward(LayerModule):
+    """Tokens + gate * MLP(modulated norm of tokens)."""
+
+    def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
+        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
+        super().__init__(config, context.pg_collection)
+        groups = context.pg_collection
+        self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
+        self.scale_shift_table = _table(3, sizes.dim)
+        self.to(dtype=config.params_dtype)
+        works_on_shards(self, config)
+        self.mlp = build_module(
+            mlp_spec(config),
+            config=config,
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=groups.tp if groups is not None else None,
+        )
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: t6, whose second half this layer adds to its table."""
+        (tokens,) = inputs
+        _, second = conditioning["t6"].chunk(2, dim=1)
+        shift, scale, gate = (self.scale_shift_table + second.unflatten(1, (3, -1))).unbind(1)
+        out, bias = self.mlp(modulate(self.norm(tokens), shift, scale))
+        return (tokens + gate * (out + bias),)
+
+
+class Head(LayerModule):
+    """Modulated norm, linear to patches, and the prediction [b, c, h, w]."""
+
+    def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
+        config = context.config
+        super().__init__(config, context.pg_collection)
+        self.sizes, self.groups = sizes, context.pg_collection
+        self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
+        self.scale_shift_table = _table(2, sizes.dim)
+        features = sizes.patch_size**2 * sizes.out_channels
+        self.proj_out = _linear(sizes.dim, features, 0.0, config.perform_initialization)
+        self.to(dtype=config.params_dtype)
+        works_on_shards(self, config)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: embedded_timestep."""
+        embedded = conditioning["embedded_timestep"]
+        shift, scale = (self.scale_shift_table + embedded[:, None]).unbind(1)
+        patches = self.proj_out(modulate(self.norm(inputs[0]), shift, scale))
+        patches = leave_sequence(patches, self.config, self.groups)
+        side = self.sizes.side
+        return (unpatchify(patches, side, side, self.sizes.patch_size),)

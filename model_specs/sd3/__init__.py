@@ -1,0 +1,11 @@
+"""Stable Diffusion 3 and 3.5: MMDiT (Esser et al. 2024, arXiv:2403.03206).
+
+Structure of diffusers' ``SD3Transformer2DModel``. Between blocks pass the image's tokens and the
+text's; the last block drops the text. There are no long skips.
+"""
+
+from model_specs.sd3.chain import build_backbone
+from model_specs.sd3.config import CONFIGS
+from model_specs.sd3.published import PUBLISHED_AS, config_from_published, published
+
+__all__ = ["CONFIGS", "PUBLISHED_AS", "build_backbone", "config_from_published", "published"]

@@ -1,0 +1,59 @@
+"""SD3's chain of layers. Imports no torch until a layer builds."""
+
+from __future__ import annotations
+
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from model_specs.common.builder import builder, embedder
+from model_specs.sd3.config import SD3Config
+
+
+def build_backbone(name: str, config: SD3Config) -> Backbone:
+    """``time_text_embed``, ``pos_embed``, ``context_embedder``, ``transformer_blocks.*``, head."""
+    latent = (config.sample_size, config.sample_size)
+    sample = TensorSpec((config.in_channels, *latent))
+    prediction = TensorSpec((config.out_channels, *latent))
+    image = TensorSpec((config.side**2, config.dim), batch_dim=1, sequence=True)
+    text = TensorSpec((config.context_length, config.dim), batch_dim=1, sequence=True)
+    fields = {
+        "timesteps": TensorSpec((), dtype="float32"),
+        "context": TensorSpec((config.context_length, config.joint_attention_dim)),
+        "pooled": TensorSpec((config.pooled_projection_dim,)),
+    }
+    build = builder("model_specs.sd3.modules", config)
+
+    last = config.num_layers - 1
+    layers = (
+        embedder(
+            "time_text_embed",
+            build("time_text_embed"),
+            sample,
+            {"temb": TensorSpec((config.dim,))},
+            ("timesteps", "pooled"),
+        ),
+        Layer("pos_embed", build("PositionedPatches"), (sample,), (image,)),
+        Layer(
+            "context_embedder",
+            build("context_embedder"),
+            (image,),
+            (image, text),
+            uses=("context",),
+        ),
+        *(
+            Layer(
+                f"transformer_blocks.{i}",
+                build("block", index=i),
+                (image, text),
+                (image, text) if i < last else (image,),
+                uses=("temb",),
+            )
+            for i in range(config.num_layers)
+        ),
+        Layer("head", build("head"), (image,), (prediction,), uses=("temb",)),
+    )
+    return Backbone(
+        name,
+        layers,
+        fields,
+        num_heads=(config.num_attention_heads,),
+        patch_size=config.patch_size,
+    )

@@ -1,0 +1,183 @@
+"""The UNet's layers on images [b, c, h, w], replicated over tensor-parallel ranks.
+
+Same arithmetic as diffusers' ``UNet2DConditionModel`` with its defaults (SiLU, no dropout).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+
+from megatron_pulse.backbone.context import LayerContext
+from model_specs.common.layers import LayerModule, timestep_embedding
+from model_specs.unet.config import UNetConfig
+from model_specs.unet.convolution import Convolution, contiguous
+
+Tensors = tuple[torch.Tensor, ...]
+Named = Mapping[str, torch.Tensor]
+
+_RESNET_EPS = 1e-5
+
+
+class _UNetLayer(LayerModule):
+    """Base of all layers; ``finish`` casts what was drawn in fp32 to the run's dtype."""
+
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(context.config, context.pg_collection)
+
+    def finish(self) -> None:
+        self.to(dtype=self.config.params_dtype)
+
+
+class _Mlp(torch.nn.Module):
+    """Linear, SiLU, linear: [b, inputs] to [b, width]."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.linear_1 = torch.nn.Linear(inputs, width)
+        self.linear_2 = torch.nn.Linear(width, width)
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.linear_2(F.silu(self.linear_1(vectors)))
+        return hidden
+
+
+class TimeEmbedding(_UNetLayer):
+    """Provides temb [b, 4 * first width]: MLP(sinusoids of the timestep), plus, where there are
+    any, a class embedding and SDXL's MLP(pooled text, sinusoids of the time ids).
+
+    SDXL's time ids (Podell et al. 2023, section 2.2) are original size, crop and target size. The
+    SiLU that follows in SD is done by every resnet.
+    """
+
+    def __init__(self, sizes: UNetConfig, context: LayerContext) -> None:
+        super().__init__(context)
+        self.width, self.time_id_dim = sizes.block_out_channels[0], sizes.time_id_dim
+        self.time = _Mlp(self.width, sizes.temb_dim)
+        if sizes.num_classes:
+            rows = sizes.num_classes + sizes.null_class
+            self.class_embedding = torch.nn.Embedding(rows, sizes.temb_dim)
+        if sizes.pooled_dim:
+            added = sizes.pooled_dim + sizes.num_time_ids * sizes.time_id_dim
+            self.add_embedding = _Mlp(added, sizes.temb_dim)
+        self.finish()
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: timesteps [b] in fp32; labels [b]; pooled [b, pooled_dim] and time_ids
+        [b, num_time_ids] in fp32."""
+        dtype = self.time.linear_1.weight.dtype
+        temb = self.time(timestep_embedding(conditioning["timesteps"], self.width).to(dtype))
+        if "labels" in conditioning:
+            temb = temb + self.class_embedding(conditioning["labels"])
+        if "pooled" in conditioning:
+            pooled, time_ids = conditioning["pooled"], conditioning["time_ids"]
+            ids = timestep_embedding(time_ids.flatten(), self.time_id_dim)
+            ids = ids.view(pooled.shape[0], -1)
+            temb = temb + self.add_embedding(torch.cat([pooled.to(dtype), ids.to(dtype)], dim=-1))
+        return (*inputs, temb)
+
+
+class ConvIn(_UNetLayer):
+    """The first 3x3 convolution."""
+
+    def __init__(
+        self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
+    ) -> None:
+        super().__init__(context)
+        self.conv = Convolution(in_channels, out_channels, channels_last=sizes.channels_last)
+        self.finish()
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """[b, in, h, w] to [b, out, h, w]."""
+        return (self.conv(inputs[0]),)
+
+
+class ConvOut(_UNetLayer):
+    """GroupNorm, SiLU and the last 3x3 convolution."""
+
+    def __init__(
+        self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
+    ) -> None:
+        super().__init__(context)
+        self.norm = torch.nn.GroupNorm(sizes.norm_num_groups, in_channels, eps=_RESNET_EPS)
+        self.conv = Convolution(in_channels, out_channels, channels_last=sizes.channels_last)
+        self.finish()
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """[b, in, h, w] to [b, out, h, w]."""
+        return (self.conv(F.silu(self.norm(inputs[0]))),)
+
+
+class Downsample(_UNetLayer):
+    """3x3 convolution of stride 2: [b, c, h, w] to [b, c, h/2, w/2]."""
+
+    def __init__(
+        self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
+    ) -> None:
+        super().__init__(context)
+        self.conv = Convolution(
+            in_channels, out_channels, stride=2, channels_last=sizes.channels_last
+        )
+        self.finish()
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Halves the resolution."""
+        return (self.conv(inputs[0]),)
+
+
+class Upsample(_UNetLayer):
+    """Nearest-neighbour doubling and a 3x3 convolution: [b, c, h, w] to [b, c, 2h, 2w]."""
+
+    def __init__(
+        self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
+    ) -> None:
+        super().__init__(context)
+        self.conv = Convolution(in_channels, out_channels, channels_last=sizes.channels_last)
+        self.finish()
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Doubles the resolution."""
+        return (self.conv(F.interpolate(inputs[0], scale_factor=2.0, mode="nearest")),)
+
+
+class Resnet(_UNetLayer):
+    """Residual block: norm, SiLU, conv, + Linear(SiLU(temb)), norm, SiLU, conv; 1x1 shortcut.
+
+    With ``pop`` it works on [x, skip] along channels; ``in_channels`` counts the skip's too.
+    """
+
+    def __init__(
+        self,
+        sizes: UNetConfig,
+        context: LayerContext,
+        in_channels: int,
+        out_channels: int,
+        pop: str | None = None,
+    ) -> None:
+        super().__init__(context)
+        self.pop = pop
+        groups, channels_last = sizes.norm_num_groups, sizes.channels_last
+        self.norm1 = torch.nn.GroupNorm(groups, in_channels, eps=_RESNET_EPS)
+        self.conv1 = Convolution(in_channels, out_channels, channels_last=channels_last)
+        self.time_emb_proj = torch.nn.Linear(sizes.temb_dim, out_channels)
+        self.norm2 = torch.nn.GroupNorm(groups, out_channels, eps=_RESNET_EPS)
+        self.conv2 = Convolution(out_channels, out_channels, channels_last=channels_last)
+        self.conv_shortcut: Convolution | None = None
+        if in_channels != out_channels:
+            self.conv_shortcut = Convolution(
+                in_channels, out_channels, kernel_size=1, channels_last=channels_last
+            )
+        self.finish()
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """[b, in, h, w] (a part of it popped) and temb [b, d] to [b, out, h, w]."""
+        image = inputs[0]
+        if self.pop is not None:
+            image = torch.cat([contiguous(image), contiguous(skips[self.pop])], dim=1)
+        hidden = self.conv1(F.silu(self.norm1(image)))
+        hidden = hidden + self.time_emb_proj(F.silu(conditioning["temb"]))[:, :, None, None]
+        hidden = self.conv2(F.silu(self.norm2(hidden)))
+        shortcut = image if self.conv_shortcut is None else self.conv_shortcut(image)
+        return (shortcut + hidden,)

@@ -1,0 +1,187 @@
+"""The UNet's transformer on pixels (diffusers' Transformer2DModel), tensor-parallel.
+
+Its layers hand on the pair (tokens [h*w, b, c], image [b, c, h, w]); the image waits for the
+residual sum of ``ProjectOut``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_pulse.backbone.context import LayerContext
+from model_specs.common.attention import (
+    Builder,
+    cross_attention_spec,
+    mlp_spec,
+    self_attention_spec,
+)
+from model_specs.common.layers import LayerModule, LayerNorm
+from model_specs.common.megatron_config import transformer_config, uniform_init
+from model_specs.unet.config import UNetConfig
+from model_specs.unet.convolution import Convolution, contiguous
+
+Tensors = tuple[torch.Tensor, ...]
+Named = Mapping[str, torch.Tensor]
+
+_GROUP_NORM_EPS = 1e-6
+
+
+def unet_transformer_config(
+    channels: int, num_heads: int, base: TransformerConfig
+) -> TransformerConfig:
+    """The Megatron configuration of the transformer blocks at one level: GEGLU of width 4c.
+
+    Sequence parallelism is off: beside the tokens, layers hand on images, and convolutions and
+    GroupNorms need them whole.
+    """
+    return transformer_config(
+        base,
+        hidden_size=channels,
+        num_attention_heads=num_heads,
+        ffn_hidden_size=4 * channels,
+        init_method=uniform_init,
+        gated_linear_unit=True,
+        sequence_parallel=False,
+    )
+
+
+def _projection(sizes: UNetConfig, channels: int) -> torch.nn.Module:
+    """SD 1.5 projects images, by 1x1 convolutions; SD 2 and SDXL project tokens."""
+    if sizes.use_linear_projection:
+        return torch.nn.Linear(channels, channels)
+    return Convolution(channels, channels, kernel_size=1, channels_last=sizes.channels_last)
+
+
+class ProjectIn(LayerModule):
+    """GroupNorm and projection: the image [b, c, h, w] to the pair."""
+
+    def __init__(self, sizes: UNetConfig, context: LayerContext, channels: int) -> None:
+        super().__init__(context.config, context.pg_collection)
+        self.on_tokens = sizes.use_linear_projection
+        self.norm = torch.nn.GroupNorm(sizes.norm_num_groups, channels, eps=_GROUP_NORM_EPS)
+        self.linear = _projection(sizes, channels)
+        self.to(dtype=self.config.params_dtype)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Pixels become tokens row by row."""
+        (image,) = inputs
+        hidden = self.norm(image)
+        if not self.on_tokens:
+            hidden = self.linear(hidden)
+        tokens = hidden.flatten(2).permute(2, 0, 1).contiguous()
+        if self.on_tokens:
+            tokens = self.linear(tokens)
+        return (tokens, image)
+
+
+class ProjectOut(LayerModule):
+    """Projection and residual sum: the pair to the image [b, c, h, w]."""
+
+    def __init__(self, sizes: UNetConfig, context: LayerContext, channels: int) -> None:
+        super().__init__(context.config, context.pg_collection)
+        self.on_tokens = sizes.use_linear_projection
+        self.linear = _projection(sizes, channels)
+        self.to(dtype=self.config.params_dtype)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Tokens become pixels again."""
+        tokens, image = inputs
+        tokens = contiguous(tokens)
+        if self.on_tokens:
+            tokens = self.linear(tokens)
+        hidden = tokens.permute(1, 2, 0).contiguous().view(image.shape)
+        if not self.on_tokens:
+            hidden = self.linear(hidden)
+        return (hidden + image,)
+
+
+@dataclass
+class TransformerBlockSubmodules:
+    """The replaceable parts of a transformer block; ``attn2`` is None without cross-attention."""
+
+    norm1: Builder
+    attn1: ModuleSpec
+    norm2: Builder
+    attn2: ModuleSpec | None
+    norm3: Builder
+    ff: ModuleSpec
+
+
+class TransformerBlock(LayerModule):
+    """Pre-norm self-attention, cross-attention (if any) and feed-forward, each with a residual."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerBlockSubmodules,
+        pg_collection: ProcessGroupCollection | None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        width, eps = config.hidden_size, config.layernorm_epsilon
+        groups = {"config": config, "pg_collection": pg_collection}
+        self.norm1 = submodules.norm1(config, width, eps=eps)
+        self.attn1 = build_module(submodules.attn1, **groups)
+        self.attn2 = None
+        if submodules.attn2 is not None:
+            self.norm2 = submodules.norm2(config, width, eps=eps)
+            self.attn2 = build_module(submodules.attn2, **groups)
+        self.norm3 = submodules.norm3(config, width, eps=eps)
+        self.ff = build_module(
+            submodules.ff,
+            config=config,
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=pg_collection.tp if pg_collection is not None else None,
+        )
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """The pair to the pair; ``conditioning``: context [b, length, dim], if it is read."""
+        tokens, image = inputs
+        out, bias = self.attn1(self.norm1(tokens), attention_mask=None)
+        tokens = tokens + (out + bias)
+        if self.attn2 is not None:
+            context = conditioning["context"].to(tokens.dtype).transpose(0, 1).contiguous()
+            out, bias = self.attn2(
+                self.norm2(tokens), attention_mask=None, key_value_states=context
+            )
+            tokens = tokens + (out + bias)
+        out, bias = self.ff(self.norm3(tokens))
+        return (tokens + (out + bias), image)
+
+
+def transformer_block_spec(
+    config: TransformerConfig,
+    cross_attention_dim: int | None,
+    pg_collection: ProcessGroupCollection | None,
+) -> ModuleSpec:
+    """The block with Megatron-Core's attention and MLP."""
+    attn2 = None
+    if cross_attention_dim is not None:
+        attn2 = cross_attention_spec(config, cross_attention_dim, pg_collection)
+    return ModuleSpec(
+        TransformerBlock,
+        submodules=TransformerBlockSubmodules(
+            norm1=LayerNorm,
+            attn1=self_attention_spec(config),
+            norm2=LayerNorm,
+            attn2=attn2,
+            norm3=LayerNorm,
+            ff=mlp_spec(config),
+        ),
+    )
+
+
+def build_transformer_block(
+    sizes: UNetConfig, context: LayerContext, channels: int, num_heads: int
+) -> TransformerBlock:
+    """One block at a level of ``channels``."""
+    config = unet_transformer_config(channels, num_heads, context.config)
+    groups = context.pg_collection
+    spec = transformer_block_spec(config, sizes.cross_attention_dim, groups)
+    block: TransformerBlock = build_module(spec, config=config, pg_collection=groups)
+    return block

@@ -1,0 +1,12 @@
+"""U-ViT: a ViT on latents with long skips (Bao et al., CVPR 2023, arXiv:2209.12152).
+
+Depth d is d/2 in-blocks, one mid block and d/2 out-blocks; out-block i takes the output of
+in-block d/2-1-i. Time, class and text are tokens of the sequence: no conditioning leaves ``embed``.
+A block is two layers, attention and MLP.
+"""
+
+from model_specs.uvit.chain import build_backbone
+from model_specs.uvit.config import CONFIGS
+from model_specs.uvit.published import published
+
+__all__ = ["CONFIGS", "build_backbone", "published"]

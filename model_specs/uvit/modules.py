@@ -1,0 +1,207 @@
+"""U-ViT's modules (arXiv:2209.12152, section 3): tokens are [s, b, D] in Megatron's order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_pulse.backbone.context import LayerContext
+from model_specs.common.attention import Builder, mlp_spec, self_attention_spec
+from model_specs.common.layers import (
+    LayerModule,
+    LayerNorm,
+    enter_sequence,
+    leave_sequence,
+    timestep_embedding,
+    works_on_shards,
+)
+from model_specs.common.megatron_config import transformer_config, truncated_normal_init
+from model_specs.common.patches import unpatchify
+from model_specs.uvit.config import UViTConfig
+
+Tensors = tuple[torch.Tensor, ...]
+Named = Mapping[str, torch.Tensor]
+
+
+def uvit_transformer_config(sizes: UViTConfig, base: TransformerConfig) -> TransformerConfig:
+    """The Megatron configuration of every block of this U-ViT."""
+    return transformer_config(
+        base,
+        hidden_size=sizes.embed_dim,
+        num_attention_heads=sizes.num_heads,
+        ffn_hidden_size=sizes.mlp_ratio * sizes.embed_dim,
+        init_method=truncated_normal_init,
+    )
+
+
+def _linear(inputs: int, outputs: int, config: TransformerConfig) -> torch.nn.Linear:
+    linear = torch.nn.Linear(inputs, outputs, dtype=config.params_dtype)
+    if config.perform_initialization:
+        linear.weight.data.copy_(truncated_normal_init(torch.empty(outputs, inputs)))
+        torch.nn.init.zeros_(linear.bias)
+    return linear
+
+
+class Embed(LayerModule):
+    """Image [b, c, h, w] to tokens [s, b, D]: (class,) time, (text,) patches; learned positions."""
+
+    def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
+        config = uvit_transformer_config(sizes, context.config)
+        super().__init__(config, context.pg_collection)
+        self.groups = context.pg_collection
+        dim, patch = sizes.embed_dim, sizes.patch_size
+        self.patch_embed = torch.nn.Conv2d(sizes.in_channels, dim, patch, stride=patch)
+        if sizes.num_classes:
+            self.label_emb = torch.nn.Embedding(sizes.num_classes + 1, dim)
+        if sizes.context_length:
+            self.context_embed = _linear(sizes.context_dim, dim, config)
+        self.pos_embed = torch.nn.Parameter(torch.zeros(1, sizes.sequence_length, dim))
+        if config.perform_initialization:
+            truncated_normal_init(self.pos_embed)
+        self.to(dtype=config.params_dtype)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """``conditioning``: timesteps [b] in fp32; labels [b] or context [b, length, width]."""
+        (image,) = inputs
+        dtype = self.pos_embed.dtype
+        time = timestep_embedding(conditioning["timesteps"], self.pos_embed.shape[-1])
+        tokens = [time.to(dtype)[:, None], self.patch_embed(image).flatten(2).transpose(1, 2)]
+        if "labels" in conditioning:
+            tokens.insert(0, self.label_emb(conditioning["labels"])[:, None])
+        if "context" in conditioning:
+            tokens.insert(1, self.context_embed(conditioning["context"]))
+        sequence = (torch.cat(tokens, dim=1) + self.pos_embed).transpose(0, 1).contiguous()
+        return (enter_sequence(sequence, self.config, self.groups),)
+
+
+@dataclass
+class AttentionSubmodules:
+    """The replaceable parts of a block's first half."""
+
+    norm: Builder
+    attention: ModuleSpec
+
+
+class Attention(LayerModule):
+    """x + attention(norm(x)); with ``pop``, x is Linear(2D -> D) of [x, skip].
+
+    ``skip_linear`` is replicated over tensor-parallel ranks, not split: the sums are those of one
+    process, and a seventh of an out-block's weights is multiplied on every rank. Under sequence
+    parallelism each rank multiplies its own tokens.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: AttentionSubmodules,
+        pop: str | None,
+        pg_collection: ProcessGroupCollection | None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.pop = pop
+        dim = config.hidden_size
+        if pop is not None:
+            self.skip_linear = _linear(2 * dim, dim, config)
+            works_on_shards(self.skip_linear, config)
+        self.norm1 = submodules.norm(config, dim, eps=config.layernorm_epsilon)
+        self.attention = build_module(
+            submodules.attention, config=config, pg_collection=pg_collection
+        )
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Tokens [s, b, D] to tokens [s, b, D]."""
+        (tokens,) = inputs
+        if self.pop is not None:
+            tokens = self.skip_linear(torch.cat([tokens, skips[self.pop]], dim=-1))
+        out, bias = self.attention(self.norm1(tokens), attention_mask=None)
+        return (tokens + (out + bias),)
+
+
+@dataclass
+class MlpSubmodules:
+    """The replaceable parts of a block's second half."""
+
+    norm: Builder
+    mlp: ModuleSpec
+
+
+class Mlp(LayerModule):
+    """x + MLP(norm(x))."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MlpSubmodules,
+        pg_collection: ProcessGroupCollection | None,
+    ) -> None:
+        super().__init__(config, pg_collection)
+        self.norm2 = submodules.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.mlp = build_module(
+            submodules.mlp,
+            config=config,
+            ffn_hidden_size=config.ffn_hidden_size,
+            tp_group=pg_collection.tp if pg_collection is not None else None,
+        )
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Tokens [s, b, D] to tokens [s, b, D]."""
+        (tokens,) = inputs
+        out, bias = self.mlp(self.norm2(tokens))
+        return (tokens + (out + bias),)
+
+
+def build_attention(sizes: UViTConfig, context: LayerContext, pop: str | None = None) -> Attention:
+    """The first half of a block, which takes the skip ``pop``, if any."""
+    config = uvit_transformer_config(sizes, context.config)
+    submodules = AttentionSubmodules(norm=LayerNorm, attention=self_attention_spec(config))
+    layer: Attention = build_module(
+        ModuleSpec(Attention, submodules=submodules),
+        config=config,
+        pop=pop,
+        pg_collection=context.pg_collection,
+    )
+    return layer
+
+
+def build_mlp(sizes: UViTConfig, context: LayerContext) -> Mlp:
+    """The second half of a block."""
+    config = uvit_transformer_config(sizes, context.config)
+    layer: Mlp = build_module(
+        ModuleSpec(Mlp, submodules=MlpSubmodules(norm=LayerNorm, mlp=mlp_spec(config))),
+        config=config,
+        pg_collection=context.pg_collection,
+    )
+    return layer
+
+
+class Head(LayerModule):
+    """Tokens [s, b, D] to the prediction [b, c, h, w]: norm, linear, unpatchify, (conv)."""
+
+    def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
+        config = uvit_transformer_config(sizes, context.config)
+        super().__init__(config, context.pg_collection)
+        self.groups = context.pg_collection
+        self.sizes = sizes
+        channels = sizes.in_channels
+        self.norm = LayerNorm(config, sizes.embed_dim, eps=config.layernorm_epsilon)
+        self.decoder_pred = _linear(sizes.embed_dim, sizes.patch_size**2 * channels, config)
+        works_on_shards(self.decoder_pred, config)
+        self.final_layer = (
+            torch.nn.Conv2d(channels, channels, 3, padding=1)
+            if sizes.final_conv
+            else torch.nn.Identity()
+        )
+        self.to(dtype=config.params_dtype)
+
+    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
+        """Drops the extra tokens; each patch's features are ordered (row, column, channel)."""
+        tokens = leave_sequence(self.decoder_pred(self.norm(inputs[0])), self.config, self.groups)
+        side = self.sizes.image_size // self.sizes.patch_size
+        patches = tokens[self.sizes.num_extra_tokens :]
+        image = unpatchify(patches, side, side, self.sizes.patch_size)
+        return (self.final_layer(image),)
