@@ -219,7 +219,7 @@ def config_from_published(config: Mapping[str, Any]) -> UNetConfig:
     )
 
 
-def _text_time(settings: Mapping[str, Any], faults: list[str]) -> dict[str, int]:
+def _text_time(settings: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
     """SDXL's added embedding. The file gives the width of pooled text and time ids together."""
     kind = settings["addition_embed_type"]
     width = settings["addition_time_embed_dim"]
