@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_pulse.backbone.chain import Layer, TensorSpec
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.options import Config
+from model_specs.common.options import FamilyConfig
 
 
-def builder(modules: str, config: Config) -> Callable[..., Callable[[LayerContext], Any]]:
+def builder(modules: str, config: FamilyConfig) -> Callable[..., Callable[[LayerContext], Any]]:
     """``build`` of layers: ``build(kind, **arguments)`` is a ``Layer.build``.
 
     It calls ``kind``, a class or function of the Python module ``modules``, as
@@ -26,7 +26,11 @@ def builder(modules: str, config: Config) -> Callable[..., Callable[[LayerContex
 
 
 def _make(
-    modules: str, config: Config, kind: str, arguments: Mapping[str, Any], context: LayerContext
+    modules: str,
+    config: FamilyConfig,
+    kind: str,
+    arguments: Mapping[str, Any],
+    context: LayerContext,
 ) -> Any:
     return getattr(importlib.import_module(modules), kind)(config, context, **arguments)
 

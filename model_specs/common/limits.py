@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from model_specs.common.options import Config
+from model_specs.common.options import FamilyConfig
 
 
-def below(config: Config, least: int, *keys: str, **others: int) -> list[str]:
+def below(config: FamilyConfig, least: int, *keys: str, **others: int) -> list[str]:
     """Ints that are less than ``least``, or than a least of their own in ``others``: those of the
     fields ``keys``, or of all."""
     return [
@@ -17,7 +17,7 @@ def below(config: Config, least: int, *keys: str, **others: int) -> list[str]:
     ]
 
 
-def indivisible(config: Config, **divisors: int | str) -> list[str]:
+def indivisible(config: FamilyConfig, **divisors: int | str) -> list[str]:
     """Fields that their divisor, a number or another field, does not divide."""
     found = []
     for key, divisor in divisors.items():
@@ -29,7 +29,7 @@ def indivisible(config: Config, **divisors: int | str) -> list[str]:
     return found
 
 
-class _Patched(Config, Protocol):
+class _Patched(FamilyConfig, Protocol):
     @property
     def dim(self) -> int: ...
     @property

@@ -101,7 +101,7 @@ def published(config: UNetConfig) -> Published | None:
         "norm_num_groups": config.norm_num_groups,
         "cross_attention_dim": config.cross_attention_dim,
         "transformer_layers_per_block": [*(d or 1 for d in depth[:-1]), mid],
-        "attention_head_dim": heads[0] if len(heads) == 1 else list(heads),
+        "attention_head_dim": heads[0] if len({*heads}) == 1 else list(heads),
         "use_linear_projection": config.use_linear_projection,
         "num_class_embeds": config.num_classes + config.null_class if config.num_classes else None,
     }
