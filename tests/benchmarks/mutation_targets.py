@@ -488,15 +488,15 @@ def obey_plan(path: str) -> int:
     """What a rank does with ``--pulse-plan`` before it builds anything."""
     import sys
 
-    from megatron_pulse.integration import pretrain
     from megatron_pulse.integration.flags.checks import FlagError
     from megatron_pulse.integration.planning.planning import num_microbatches, plan_run
+    from megatron_pulse.integration.preparing import read_command_line
     from model_specs import load_backbone
 
     os.environ |= {"WORLD_SIZE": "4", "RANK": "0"}
     flags = ("--pulse-data", "digits8", "--train-iters", "1", "--lr", "1e-3")
     sys.argv = ["pretrain_diffusion.py", "--pulse-plan", path, *flags]
-    line, options, given = pretrain._parse()
+    line, options, given = read_command_line()
     args = line.args
     if line.faults:
         raise FlagError([*line.faults])

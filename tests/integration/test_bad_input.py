@@ -70,13 +70,13 @@ def refuse(
     monkeypatch: pytest.MonkeyPatch, num_ranks: int, flags: list[str], good: list[str] = GOOD
 ) -> list[str]:
     """The faults that a run with these flags is refused for, before any process group exists."""
-    from megatron_pulse.integration import pretrain
+    from megatron_pulse.integration.preparing import prepare, read_command_line
 
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *good, *flags])
     with pytest.raises(FlagError) as error:
-        pretrain._prepare(*pretrain._parse())
+        prepare(*read_command_line())
     return error.value.faults
 
 
@@ -223,7 +223,7 @@ def test_ranks_that_plan_differently() -> None:
 
 
 def test_sequence_parallelism_needs_a_sequence() -> None:
-    from megatron_pulse.integration.pretrain import _divide
+    from megatron_pulse.integration.preparing import _divide
     from model_specs import load_backbone
 
     with pytest.raises(ValueError, match="unet-tiny has no token sequence"):

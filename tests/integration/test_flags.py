@@ -37,13 +37,13 @@ def of_megatron() -> dict[str, tuple[str, argparse.Action]]:
 
 def refused(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[str]:
     """Why a run with these flags does not start."""
-    from megatron_pulse.integration import pretrain
+    from megatron_pulse.integration.preparing import prepare, read_command_line
 
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *flags])
     with pytest.raises(FlagError) as error:
-        pretrain._prepare(*pretrain._parse())
+        prepare(*read_command_line())
     return error.value.faults
 
 

@@ -138,7 +138,7 @@ def prepare(imported: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     """A run of the Hunyuan-DiT up to where ranks would meet: its arguments and data."""
 
     def up_to_the_start(*flags: str) -> Any:
-        from megatron_pulse.integration import pretrain
+        from megatron_pulse.integration.preparing import prepare, read_command_line
 
         base = [*BASE, "--global-batch-size", "4", "--train-iters", "1"]
         base += ["--pulse-backbone", FAMILIES["hunyuan"].backbone]
@@ -146,8 +146,8 @@ def prepare(imported: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
         monkeypatch.setenv("WORLD_SIZE", "1")
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *base, *flags])
-        line, options, given = pretrain._parse()
-        _, data, _ = pretrain._prepare(line, options, given)
+        line, options, given = read_command_line()
+        _, data, _ = prepare(line, options, given)
         return line.args, data
 
     return up_to_the_start

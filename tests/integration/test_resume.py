@@ -59,13 +59,13 @@ def column(result: Run, name: str) -> list[float]:
 
 def said(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
     """The line that a run with these flags begins with."""
-    from megatron_pulse.integration import pretrain
     from megatron_pulse.integration.checkpoint.resume import Wanted, describe
+    from megatron_pulse.integration.preparing import prepare, read_command_line
 
     monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *SEED, *COSINE, *flags])
-    line, options, given = pretrain._parse()
+    line, options, given = read_command_line()
     args = line.args
-    _, _, start = pretrain._prepare(line, options, given)
+    _, _, start = prepare(line, options, given)
     assert start is not None
     return describe(start, Wanted(args, options, args.pulse_record))
 

@@ -1,0 +1,1 @@
+"""What was and will be: layers measured, links measured, a run beside its plan."""

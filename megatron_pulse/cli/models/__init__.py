@@ -1,0 +1,1 @@
+"""Backbones, their weights, samples and data."""

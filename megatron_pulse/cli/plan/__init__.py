@@ -1,0 +1,1 @@
+"""Cuts, schedules, ways to train, and plans: found, checked, shown."""

@@ -1,0 +1,1 @@
+"""Datasets of images: digits, emoji, folders."""

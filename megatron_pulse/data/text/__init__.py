@@ -1,0 +1,1 @@
+"""Captions, and a small encoder of their words."""

@@ -1,0 +1,1 @@
+"""Devices and links: what there is to train on."""

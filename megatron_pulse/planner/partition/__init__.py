@@ -1,0 +1,1 @@
+"""Where the chain is cut, and what a partition costs."""

@@ -1,0 +1,1 @@
+"""A plan as JSON: written, read, checked."""

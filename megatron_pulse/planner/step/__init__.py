@@ -1,0 +1,1 @@
+"""A step compiled: messages, events, proven free of deadlock, replayed as it will run."""

@@ -1,0 +1,1 @@
+"""Layers built and run alone, and what is counted of them."""

@@ -1,0 +1,1 @@
+"""Clocks, traces and probes of a run on devices."""

@@ -1,0 +1,1 @@
+"""Weights and gradients: replicas, fp32 masters, gradients that wait."""

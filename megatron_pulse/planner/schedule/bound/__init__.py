@@ -1,0 +1,1 @@
+"""No schedule is shorter: lower bounds."""

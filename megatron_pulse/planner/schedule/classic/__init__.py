@@ -1,0 +1,1 @@
+"""Schedules of fixed order, by their published names."""

@@ -1,0 +1,1 @@
+"""Schedules found: list scheduling, templates, annealing."""

@@ -1,0 +1,199 @@
+"""From the command line to what a run needs: plan, data and start, or every fault at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.data.build import check_dataset
+from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.diffusion.chosen import chosen_process
+from megatron_pulse.faults import faults_in, told
+from megatron_pulse.flag_fields import flag_faults
+from megatron_pulse.integration.checkpoint.resume import Wanted, faults_of, process_of
+from megatron_pulse.integration.checkpoint.start import (
+    Start,
+    enter,
+    find_start,
+    no_step_elsewhere,
+)
+from megatron_pulse.integration.data import DiffusionData, can_drop
+from megatron_pulse.integration.flags.arguments import (
+    PREFIX,
+    PulseOptions,
+    pulse_options,
+    set_model_arguments,
+)
+from megatron_pulse.integration.flags.checks import (
+    FlagError,
+    check_flags,
+    check_layout,
+)
+from megatron_pulse.integration.flags.parse import CommandLine, parse
+from megatron_pulse.integration.flags.plan_flags import contradictions, decided_by, obey
+from megatron_pulse.integration.flags.together import check_megatron
+from megatron_pulse.integration.planning.auto import plan_here
+from megatron_pulse.integration.planning.planning import (
+    global_batch_size,
+    num_microbatches,
+    plan_run,
+    share_schedules,
+)
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, load_plan
+from megatron_pulse.planner.step.plan import Plan
+from model_specs import continue_model, load_backbone
+
+
+def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
+    """The flags, and the plan that they name if they agree with it; faults are in the line."""
+    line = parse()
+    args = line.args
+    faults = list(line.faults)
+    if not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
+        if not {"--pulse-backbone", "--pulse-plan"} & set(line.unread):
+            faults.append(
+                "--pulse-backbone must name a backbone ('pulse backbones' lists them), or "
+                "--pulse-plan a plan of one"
+            )
+    if args.save is not None and args.save_interval is None:
+        args.save_interval = 1000  # Megatron has no default and stops without one
+    given = None
+    try:
+        options = pulse_options(args)
+    except ValueError as error:
+        faults += faults_in(error)
+        args.pulse_option = [text for text in args.pulse_option if "=" in text]
+        options = pulse_options(args)
+    if options.plan is not None:
+        try:
+            given = load_plan(options.plan)
+        except ValueError as error:
+            faults += faults_in(error)
+    if given is not None:
+        contrary = list(contradictions(given, args, options))
+        options = obey(given, args, options)
+        if contrary:
+            faults, given = [*faults, *contrary], None
+    line = replace(line, faults=tuple(faults))
+    if options.auto and (faults := [*check_flags(line, options), *_check_auto(args, options)]):
+        raise FlagError(faults)  # before anything is measured
+    return line, options, given
+
+
+def _check_auto(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+    if options.plan is not None:
+        yield "--pulse-auto makes a plan, --pulse-plan brings one: leave one out"
+    if not args.pulse_backbone:
+        yield "--pulse-auto needs --pulse-backbone"
+    elif options.plan is None:
+        try:
+            load_backbone(options.backbone, options.options)
+        except ValueError as error:
+            yield str(error)
+    yield from decided_by("--pulse-auto", options)
+    if args.global_batch_size is None:
+        yield "--pulse-auto needs --global-batch-size, which it divides"
+    if args.pulse_data is None:
+        yield "--pulse-auto needs --pulse-data, what to train on"
+    else:
+        yield from check_dataset(args.pulse_data)
+    try:
+        process_of(find_start(args), options)
+    except ValueError as error:
+        yield str(error)
+
+
+def prepare(
+    line: CommandLine, options: PulseOptions, given: PlanFile | None
+) -> tuple[Plan, DiffusionData, Start | None]:
+    """Plan, data and what to begin with; raises FlagError with every fault found."""
+    args = line.args
+    faults = check_flags(line, options)
+    can_plan = not line.unread and not any(flag_faults(options, PREFIX))
+    if options.plan is not None and given is None:
+        can_plan = False  # what the plan says of sizes is not known, or contradicted
+    elif layout := check_layout(line, options):
+        can_plan, faults = False, [*faults, *layout]
+    if can_plan and args.global_batch_size is None:
+        args.global_batch_size = global_batch_size(args)
+    backbone = plan = data = start = None
+    process = chosen_process(ProcessChoice())
+    try:
+        start = find_start(args)
+        process = process_of(start, options)
+    except ValueError as error:  # the other faults are found all the same
+        faults += faults_in(error)
+    try:
+        there = {} if start is None else start.saved.record
+        if options.backbone:
+            backbone = continue_model(there, options.backbone, options.options)
+        if backbone is not None and args.sequence_parallel:
+            backbone = _divide(backbone, args.tensor_model_parallel_size)
+    except ValueError as error:
+        faults += faults_in(error)
+        can_plan = False
+    if backbone is None:
+        faults += check_dataset(options.data)
+    else:
+        args.pulse_record = backbone.saved_record
+        args.pulse_process = process.to_dict()
+        if start is not None:
+            faults += faults_of(start, Wanted(args, options, backbone.record))
+        if options.class_dropout and not can_drop(backbone):
+            faults.append(
+                f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null "
+                "class that a dropped sample could get: give 0, or import with --null-class"
+            )
+        try:
+            data = DiffusionData(options, backbone, process, args.seed)
+        except (ValueError, OSError) as error:
+            faults += faults_in(error)
+        if can_plan:
+            try:
+                plan = plan_run(args, options, backbone, given)
+            except ValueError as error:
+                faults.append(told("no plan can be made", faults_in(error)))
+    if faults := faults or no_step_elsewhere(start, args):
+        raise FlagError(faults)
+    assert plan is not None and data is not None
+    enter(args, start)
+    set_model_arguments(args, plan.placement)
+    if args.recompute_granularity == "full":
+        args.recompute_method, args.recompute_num_layers = "uniform", 1
+    if faults := check_megatron(args):
+        raise FlagError(faults)
+    return plan, data, start
+
+
+def tune_here(args: argparse.Namespace, options: PulseOptions) -> tuple[PlanFile, PulseOptions]:
+    """The plan of ``--pulse-auto``, and the options that follow from it (collective)."""
+    try:
+        given = plan_here(args, options)
+    except ValueError as error:
+        raise FlagError(faults_in(error)) from error
+    if faults := list(contradictions(given, args, options)):
+        raise FlagError(faults)
+    return given, obey(given, args, options)
+
+
+def with_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:
+    """``plan`` with the schedules that its steps need, alike on all ranks (collective)."""
+    try:
+        plan = share_schedules(plan, args, options)
+        plan.step(num_microbatches(args))
+    except ValueError as error:
+        raise FlagError([str(error)]) from error
+    return plan
+
+
+def _divide(backbone: Backbone, tensor_parallel: int) -> Backbone:
+    """``backbone`` under sequence parallelism; raises ValueError where it cannot be."""
+    divided = backbone.divide_sequences(tensor_parallel)
+    if tensor_parallel > 1 and divided.layers == backbone.layers:
+        raise ValueError(
+            f"--sequence-parallel: {backbone.name} has no token sequence between its layers; "
+            "leave it out"
+        )
+    return divided

@@ -1,0 +1,127 @@
+"""Megatron's training loop with the plan's schedule, and our hooks in it."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import megatron.training.checkpointing as checkpointing
+import megatron.training.training as training
+from megatron.core.enums import ModelType
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.arguments import validate_args
+from megatron.training.global_vars import set_global_variables
+
+from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
+from megatron_pulse.integration.checkpoint.masters import with_fp32_weights, with_masters
+from megatron_pulse.integration.checkpoint.saving import patch_saving, wrap_save
+from megatron_pulse.integration.checkpoint.start import (
+    Start,
+)
+from megatron_pulse.integration.data import DiffusionData
+from megatron_pulse.integration.flags.arguments import (
+    PulseOptions,
+)
+from megatron_pulse.integration.loop.grad_norm import use_layout_independent_grad_norm
+from megatron_pulse.integration.loop.schedule import PulseSchedule, TraceOptions
+from megatron_pulse.integration.loop.step import wrap_train_step
+from megatron_pulse.integration.loop.stop_hooks import cut_short, stopping_hooks
+from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
+from megatron_pulse.integration.megatron.compat import patch_megatron
+from megatron_pulse.integration.megatron.model import StageFloat16Module, make_model_provider
+from megatron_pulse.integration.planning.planning import (
+    compute_dtype,
+    num_microbatches,
+)
+from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.runtime.failures import FailureBoard, PulseError
+from model_specs import load_backbone
+
+
+def train(
+    args: argparse.Namespace,
+    options: PulseOptions,
+    plan: Plan,
+    data: DiffusionData,
+    board: FailureBoard,
+    start: Start | None,
+    begin: float,
+) -> None:
+    """Train as ``plan`` says until a last step, or an order to stop; ``begin`` is when it started."""
+    stopping = stopping_hooks(args)
+    validate_args(args, {})
+    set_global_variables(args, build_tokenizer=False)
+    patch_megatron()
+    patch_saving()
+    # It compares flags that follow the layout here; faults_of compares the backbones.
+    checkpointing.check_checkpoint_args = lambda *a, **k: None
+    checkpointing.generate_state_dict = with_fp32_weights(checkpointing.generate_state_dict)
+    use_layout_independent_grad_norm()
+    tracing = None
+    if options.trace is not None:
+        first, last = options.trace_steps
+        tracing = TraceOptions(Path(options.trace), range(first, last + 1))
+    schedule = PulseSchedule(plan, data.loss, board, options.timeout_s, tracing=tracing)
+    whole = load_backbone(plan.backbone.record["name"], plan.backbone.record["options"])
+    idle = plan.idle_share(num_microbatches(args))
+    work = describe_work(args, whole, compute_dtype(args), idle)
+    throughput = ThroughputLog(work, lambda: schedule.step_time, lambda: data.num_corrupt)
+    args.log_throughput = False  # Megatron's line; ours is always there
+    if args.rank == 0:
+        print(plan.describe())
+        print(f"process: {data.description}", flush=True)
+    training.set_startup_timestamps(program_start=begin, main_entry=time.time())
+    with _hooks(
+        get_forward_backward_func=lambda *a, **k: cut_short(schedule),
+        Float16Module=StageFloat16Module,
+        num_floating_point_operations=lambda *a, **k: 0,
+        report_theoretical_memory=lambda *a, **k: None,  # it knows language models only
+        train_step=throughput.timed(wrap_train_step(training.train_step, args, options), args),
+        training_log=throughput.logged(training.training_log, args),
+        get_megatron_optimizer=with_masters(training.get_megatron_optimizer, options.ema_decay),
+        save_checkpoint=wrap_save(training.save_checkpoint),
+        load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start),
+        **stopping,
+    ):
+        training.pretrain(
+            pretrain_cfg_container_from_args(args, None),
+            _make_dataset_provider(args, plan, data),
+            ModelType.encoder_or_decoder,
+            _forward_step,
+            model_provider=make_model_provider(plan, args),
+            get_embedding_ranks=lambda ranks, *rest: [ranks[0]],
+            get_position_embedding_ranks=lambda ranks, *rest: [ranks[0]],
+        )
+    schedule.close()
+
+
+def _forward_step(*args: Any) -> None:
+    """Megatron wants a forward step; the executor runs the stages itself."""
+    raise PulseError("Megatron called forward_step: its own schedule is running, not the plan's")
+
+
+@contextmanager
+def _hooks(**replacements: Any) -> Iterator[None]:
+    """Replace names that Megatron's training loop looks up in its own module."""
+    originals = {name: getattr(training, name) for name in replacements}
+    try:
+        for name, value in replacements.items():
+            setattr(training, name, value)
+        yield
+    finally:
+        for name, value in originals.items():
+            setattr(training, name, value)
+
+
+def _make_dataset_provider(
+    args: argparse.Namespace, plan: Plan, data: DiffusionData
+) -> Callable[..., tuple[Any, Any, Any]]:
+    def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+        return (*data.iterators(args, plan.placement), None)
+
+    provide.is_distributed = True  # type: ignore[attr-defined]
+    return provide
