@@ -51,7 +51,7 @@ def train(
     start: Start | None,
     begin: float,
 ) -> None:
-    """Train as ``plan`` says until a last step, or an order to stop; ``begin`` is when it started."""
+    """Train as ``plan`` says until a last step or an order to stop; ``begin``: when it started."""
     stopping = stopping_hooks(args)
     validate_args(args, {})
     set_global_variables(args, build_tokenizer=False)
