@@ -29,7 +29,7 @@ from megatron.core.transformer.attention import (
 )
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 Builder = Callable[..., Any]
@@ -250,3 +250,15 @@ def mlp_spec(config: TransformerConfig) -> ModuleSpec:
     """GELU MLP, or GEGLU if ``config.gated_linear_unit``; both linears with bias."""
     part = parts(config)
     return ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=part.column, linear_fc2=part.row))
+
+
+def make_mlp(
+    spec: ModuleSpec, config: TransformerConfig, groups: ProcessGroupCollection | None
+) -> Any:
+    """The MLP of ``spec`` at the sizes of ``config``."""
+    return build_module(
+        spec,
+        config=config,
+        ffn_hidden_size=config.ffn_hidden_size,
+        tp_group=groups.tp if groups is not None else None,
+    )

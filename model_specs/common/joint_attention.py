@@ -17,9 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from model_specs.common.attention import Builder, PreparedCoreAttention, Rotary, parts
-from model_specs.common.layers import LayerModule
-
-Tensors = tuple[torch.Tensor, ...]
+from model_specs.common.layers import LayerModule, Tensors
 
 
 def head_rms_norm(config: TransformerConfig) -> Builder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from model_specs.common.megatron_config import InitMethod
+
+Tensors = tuple[torch.Tensor, ...]
+"""What passes from layer to layer."""
+Named = Mapping[str, torch.Tensor]
+"""A layer's skips, or its conditioning."""
 
 
 class LayerModule(MegatronModule):
@@ -78,6 +85,28 @@ def leave_sequence(
     return gather_from_sequence_parallel_region(
         tokens, tensor_parallel_output_grad=False, group=group
     )
+
+
+def drawn_linear(
+    inputs: int, outputs: int, config: TransformerConfig, draw: InitMethod
+) -> torch.nn.Linear:
+    """A replicated linear whose weight is drawn by ``draw`` in fp32; bias 0."""
+    linear = torch.nn.Linear(inputs, outputs, dtype=config.params_dtype)
+    if config.perform_initialization:
+        linear.weight.data.copy_(draw(torch.empty(outputs, inputs)))
+        torch.nn.init.zeros_(linear.bias)
+    return linear
+
+
+def linear(
+    inputs: int, outputs: int, config: TransformerConfig, draw: InitMethod
+) -> torch.nn.Linear:
+    """A linear in fp32, whose module is cast as a whole; drawn by ``draw``, bias 0."""
+    made = torch.nn.Linear(inputs, outputs)
+    if config.perform_initialization:
+        draw(made.weight)
+        torch.nn.init.zeros_(made.bias)
+    return made
 
 
 class Table:

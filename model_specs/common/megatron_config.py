@@ -21,6 +21,11 @@ def truncated_normal_init(weight: torch.Tensor) -> torch.Tensor:
     return torch.nn.init.trunc_normal_(weight, std=0.02)
 
 
+def normal_init(weight: torch.Tensor) -> torch.Tensor:
+    """N(0, 0.02)."""
+    return torch.nn.init.normal_(weight, std=0.02)
+
+
 def uniform_init(weight: torch.Tensor) -> torch.Tensor:
     """PyTorch's default for linears, U(-1/sqrt(fan_in), 1/sqrt(fan_in)), as diffusers' UNets."""
     return torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))

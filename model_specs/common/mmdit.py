@@ -6,7 +6,7 @@ Xavier, biases 0; N(0, 0.02) in what embeds vectors; 0 in all modulations and th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,41 +16,25 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import Rotary, mlp_spec, self_attention_spec
+from model_specs.common.attention import Rotary, make_mlp, mlp_spec, self_attention_spec
 from model_specs.common.joint_attention import head_rms_norm, joint_attention_spec
 from model_specs.common.layers import (
     LayerModule,
+    Named,
+    Tensors,
     TimestepEmbedder,
+    drawn_linear,
     enter_sequence,
     leave_sequence,
     works_on_shards,
 )
 from model_specs.common.megatron_config import (
-    InitMethod,
+    normal_init,
     xavier_init,
 )
 from model_specs.common.patches import modulate
 
-Tensors = tuple[torch.Tensor, ...]
-Named = Mapping[str, torch.Tensor]
-
 EPS = 1e-6
-
-
-def drawn_linear(
-    inputs: int, outputs: int, config: TransformerConfig, draw: InitMethod
-) -> torch.nn.Linear:
-    """A replicated linear whose weight is drawn by ``draw`` in fp32; bias 0."""
-    linear = torch.nn.Linear(inputs, outputs, dtype=config.params_dtype)
-    if config.perform_initialization:
-        linear.weight.data.copy_(draw(torch.empty(outputs, inputs)))
-        torch.nn.init.zeros_(linear.bias)
-    return linear
-
-
-def normal_init(weight: torch.Tensor) -> torch.Tensor:
-    """N(0, 0.02)."""
-    return torch.nn.init.normal_(weight, std=0.02)
 
 
 class Modulation(torch.nn.Module):
@@ -98,17 +82,14 @@ class JointBlock(LayerModule):
     ) -> None:
         super().__init__(config, pg_collection)
         groups = {"config": config, "pg_collection": pg_collection}
-        mlp = {
-            "config": config,
-            "ffn_hidden_size": config.ffn_hidden_size,
-            "tp_group": pg_collection.tp if pg_collection is not None else None,
-        }
         self.norm1 = Modulation(config, 6 if submodules.attn2 is None else 9)
         self.norm1_context = Modulation(config, 2 if submodules.ff_context is None else 6)
         self.attn = build_module(submodules.attn, **groups)
         self.attn2 = submodules.attn2 and build_module(submodules.attn2, **groups)
-        self.ff = build_module(submodules.ff, **mlp)
-        self.ff_context = submodules.ff_context and build_module(submodules.ff_context, **mlp)
+        self.ff = make_mlp(submodules.ff, config, pg_collection)
+        self.ff_context = submodules.ff_context and make_mlp(
+            submodules.ff_context, config, pg_collection
+        )
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """(image, text) tokens to the same, or to (image,); ``conditioning``: temb [b, D]."""

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.layers import LayerModule, Table, enter_sequence
-
-Tensors = tuple[torch.Tensor, ...]
-Named = Mapping[str, torch.Tensor]
+from model_specs.common.layers import LayerModule, Named, Table, Tensors, enter_sequence
 
 
 def sincos_positions(

@@ -12,24 +12,20 @@ import torch.nn.functional as F
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import mlp_spec, self_attention_spec
+from model_specs.common.attention import make_mlp, mlp_spec, self_attention_spec
 from model_specs.common.layers import (
     LayerModule,
     LayerNorm,
+    Named,
     Table,
+    Tensors,
     TimestepEmbedder,
     leave_sequence,
+    linear,
     works_on_shards,
 )
 from model_specs.common.megatron_config import dit_config
-from model_specs.common.patches import (
-    Named,
-    PatchEmbed,
-    Tensors,
-    modulate,
-    sincos_positions,
-    unpatchify,
-)
+from model_specs.common.patches import PatchEmbed, modulate, sincos_positions, unpatchify
 from model_specs.dit.config import DiTConfig
 
 _FEED_FORWARD_NORM_EPS = 1e-5
@@ -43,14 +39,6 @@ class PatchLayer(PatchEmbed):
         dim, side, base = sizes.dim, sizes.side, sizes.base_size // sizes.patch_size
         positions = Table(lambda: sincos_positions(dim, side, side, base_size=base))
         super().__init__(context, sizes.in_channels, dim, sizes.patch_size, positions)
-
-
-def _zero_linear(inputs: int, outputs: int, initialize: bool) -> torch.nn.Linear:
-    linear = torch.nn.Linear(inputs, outputs)
-    if initialize:
-        torch.nn.init.zeros_(linear.weight)
-        torch.nn.init.zeros_(linear.bias)
-    return linear
 
 
 class TimeClassEmbedder(torch.nn.Module):
@@ -98,9 +86,10 @@ class Attention(LayerModule):
     def __init__(self, sizes: DiTConfig, context: LayerContext, own_embedder: bool = True) -> None:
         config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
         super().__init__(config, context.pg_collection)
-        initialize = config.perform_initialization
-        self.emb = TimeClassEmbedder(sizes, initialize) if own_embedder else None
-        self.modulation = _zero_linear(sizes.dim, 6 * sizes.dim, initialize)
+        self.emb = None
+        if own_embedder:
+            self.emb = TimeClassEmbedder(sizes, config.perform_initialization)
+        self.modulation = linear(sizes.dim, 6 * sizes.dim, config, torch.nn.init.zeros_)
         self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
@@ -128,12 +117,7 @@ class FeedForward(LayerModule):
         super().__init__(config, context.pg_collection)
         groups = context.pg_collection
         self.norm = LayerNorm(config, sizes.dim, _FEED_FORWARD_NORM_EPS, elementwise_affine=False)
-        self.mlp = build_module(
-            mlp_spec(config),
-            config=config,
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=groups.tp if groups is not None else None,
-        )
+        self.mlp = make_mlp(mlp_spec(config), config, groups)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] and modulation [b, 3 * D] to tokens."""
@@ -150,11 +134,10 @@ class Head(LayerModule):
         config = context.config
         super().__init__(config, context.pg_collection)
         self.sizes, self.groups = sizes, context.pg_collection
-        initialize = config.perform_initialization
         self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
-        self.proj_out_1 = _zero_linear(sizes.dim, 2 * sizes.dim, initialize)
+        self.proj_out_1 = linear(sizes.dim, 2 * sizes.dim, config, torch.nn.init.zeros_)
         features = sizes.patch_size**2 * sizes.out_channels
-        self.proj_out_2 = _zero_linear(sizes.dim, features, initialize)
+        self.proj_out_2 = linear(sizes.dim, features, config, torch.nn.init.zeros_)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
 

@@ -20,17 +20,22 @@ from model_specs.common.joint_attention import (
     core_attention_builder,
     head_rms_norm,
 )
-from model_specs.common.layers import LayerModule, Table, enter_sequence, works_on_shards
+from model_specs.common.layers import (
+    LayerModule,
+    Named,
+    Table,
+    Tensors,
+    drawn_linear,
+    enter_sequence,
+    works_on_shards,
+)
 from model_specs.common.megatron_config import dit_config, xavier_init
 from model_specs.common.mmdit import (
     ContextEmbedder,
     Head,
     JointBlock,
     Modulation,
-    Named,
-    Tensors,
     TimeTextEmbed,
-    drawn_linear,
     joint_block_spec,
     normed,
 )

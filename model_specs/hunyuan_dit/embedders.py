@@ -13,11 +13,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_pulse.backbone.context import LayerContext
 from model_specs.common.layers import (
     LayerModule,
+    Named,
+    Tensors,
     TimestepEmbedder,
     timestep_embedding,
     works_on_shards,
 )
-from model_specs.common.patches import Named, Tensors
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 
 _SIZE_FEATURES = 256  # sinusoids for each of the six numbers of image_meta_size

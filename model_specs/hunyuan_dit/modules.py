@@ -13,16 +13,23 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import cross_attention_spec, mlp_spec, self_attention_spec
+from model_specs.common.attention import (
+    cross_attention_spec,
+    make_mlp,
+    mlp_spec,
+    self_attention_spec,
+)
 from model_specs.common.layers import (
     LayerModule,
     LayerNorm,
+    Named,
     Table,
+    Tensors,
     leave_sequence,
     works_on_shards,
 )
 from model_specs.common.megatron_config import tanh_gelu, transformer_config, xavier_init
-from model_specs.common.patches import Named, PatchEmbed, Tensors, modulate, unpatchify
+from model_specs.common.patches import PatchEmbed, modulate, unpatchify
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 from model_specs.hunyuan_dit.embedders import TextEmbedding, TimeEmbedding, linear, silu_fp32
 
@@ -181,12 +188,7 @@ class FeedForwardLayer(LayerModule):
         super().__init__(config, context.pg_collection)
         groups = context.pg_collection
         self.norm3 = LayerNorm(config, sizes.hidden_size, _NORM_EPS)
-        self.mlp = build_module(
-            mlp_spec(config),
-            config=config,
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=groups.tp if groups is not None else None,
-        )
+        self.mlp = make_mlp(mlp_spec(config), config, groups)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] to tokens."""

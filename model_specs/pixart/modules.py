@@ -14,37 +14,26 @@ from megatron_pulse.backbone.context import LayerContext
 from model_specs.common.attention import (
     cross_attention_spec,
     left_out,
+    make_mlp,
     mlp_spec,
     self_attention_spec,
 )
 from model_specs.common.layers import (
     LayerModule,
     LayerNorm,
+    Named,
     Table,
+    Tensors,
     TimestepEmbedder,
     leave_sequence,
+    linear,
     works_on_shards,
 )
-from model_specs.common.megatron_config import dit_config, tanh_gelu
-from model_specs.common.patches import (
-    Named,
-    PatchEmbed,
-    Tensors,
-    modulate,
-    sincos_positions,
-    unpatchify,
-)
+from model_specs.common.megatron_config import dit_config, normal_init, tanh_gelu
+from model_specs.common.patches import PatchEmbed, modulate, sincos_positions, unpatchify
 from model_specs.pixart.config import PixArtConfig
 
 _NORM_EPS = 1e-6
-
-
-def _linear(inputs: int, outputs: int, std: float, initialize: bool) -> torch.nn.Linear:
-    linear = torch.nn.Linear(inputs, outputs)
-    if initialize:
-        torch.nn.init.normal_(linear.weight, std=std)
-        torch.nn.init.zeros_(linear.bias)
-    return linear
 
 
 def _table(rows: int, dim: int) -> torch.nn.Parameter:
@@ -79,7 +68,7 @@ class AdalnSingle(LayerModule):
         if sizes.use_additional_conditions:
             for name in ("resolution_embedder", "aspect_ratio_embedder"):
                 self.emb[name] = TimestepEmbedder(dim // 3, initialize=initialize)
-        self.linear = _linear(dim, 6 * dim, 0.02, initialize)
+        self.linear = linear(dim, 6 * dim, config, normal_init)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
 
@@ -103,9 +92,9 @@ class CaptionProjection(LayerModule):
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
         super().__init__(context.config, context.pg_collection)
-        initialize = context.config.perform_initialization
-        self.linear_1 = _linear(sizes.caption_channels, sizes.dim, 0.02, initialize)
-        self.linear_2 = _linear(sizes.dim, sizes.dim, 0.02, initialize)
+        config = context.config
+        self.linear_1 = linear(sizes.caption_channels, sizes.dim, config, normal_init)
+        self.linear_2 = linear(sizes.dim, sizes.dim, config, normal_init)
         self.to(dtype=context.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
@@ -178,12 +167,7 @@ class FeedForward(LayerModule):
         self.scale_shift_table = _table(3, sizes.dim)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
-        self.mlp = build_module(
-            mlp_spec(config),
-            config=config,
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=groups.tp if groups is not None else None,
-        )
+        self.mlp = make_mlp(mlp_spec(config), config, groups)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: t6, whose second half this layer adds to its table."""
@@ -204,7 +188,7 @@ class Head(LayerModule):
         self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
         self.scale_shift_table = _table(2, sizes.dim)
         features = sizes.patch_size**2 * sizes.out_channels
-        self.proj_out = _linear(sizes.dim, features, 0.0, config.perform_initialization)
+        self.proj_out = linear(sizes.dim, features, config, torch.nn.init.zeros_)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
 

@@ -5,18 +5,13 @@ Same arithmetic as diffusers' ``UNet2DConditionModel`` with its defaults (SiLU, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.layers import LayerModule, timestep_embedding
+from model_specs.common.layers import LayerModule, Named, Tensors, timestep_embedding
 from model_specs.unet.config import UNetConfig
 from model_specs.unet.convolution import Convolution, contiguous
-
-Tensors = tuple[torch.Tensor, ...]
-Named = Mapping[str, torch.Tensor]
 
 _RESNET_EPS = 1e-5
 

@@ -6,7 +6,6 @@ residual sum of ``ProjectOut``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,16 +17,14 @@ from megatron_pulse.backbone.context import LayerContext
 from model_specs.common.attention import (
     Builder,
     cross_attention_spec,
+    make_mlp,
     mlp_spec,
     self_attention_spec,
 )
-from model_specs.common.layers import LayerModule, LayerNorm
+from model_specs.common.layers import LayerModule, LayerNorm, Named, Tensors
 from model_specs.common.megatron_config import transformer_config, uniform_init
 from model_specs.unet.config import UNetConfig
 from model_specs.unet.convolution import Convolution, contiguous
-
-Tensors = tuple[torch.Tensor, ...]
-Named = Mapping[str, torch.Tensor]
 
 _GROUP_NORM_EPS = 1e-6
 
@@ -132,12 +129,7 @@ class TransformerBlock(LayerModule):
             self.norm2 = submodules.norm2(config, width, eps=eps)
             self.attn2 = build_module(submodules.attn2, **groups)
         self.norm3 = submodules.norm3(config, width, eps=eps)
-        self.ff = build_module(
-            submodules.ff,
-            config=config,
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=pg_collection.tp if pg_collection is not None else None,
-        )
+        self.ff = make_mlp(submodules.ff, config, pg_collection)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """The pair to the pair; ``conditioning``: context [b, length, dim], if it is read."""

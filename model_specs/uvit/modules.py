@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +10,13 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import Builder, mlp_spec, self_attention_spec
+from model_specs.common.attention import Builder, make_mlp, mlp_spec, self_attention_spec
 from model_specs.common.layers import (
     LayerModule,
     LayerNorm,
+    Named,
+    Tensors,
+    drawn_linear,
     enter_sequence,
     leave_sequence,
     timestep_embedding,
@@ -23,9 +25,6 @@ from model_specs.common.layers import (
 from model_specs.common.megatron_config import transformer_config, truncated_normal_init
 from model_specs.common.patches import unpatchify
 from model_specs.uvit.config import UViTConfig
-
-Tensors = tuple[torch.Tensor, ...]
-Named = Mapping[str, torch.Tensor]
 
 
 def uvit_transformer_config(sizes: UViTConfig, base: TransformerConfig) -> TransformerConfig:
@@ -37,14 +36,6 @@ def uvit_transformer_config(sizes: UViTConfig, base: TransformerConfig) -> Trans
         ffn_hidden_size=sizes.mlp_ratio * sizes.embed_dim,
         init_method=truncated_normal_init,
     )
-
-
-def _linear(inputs: int, outputs: int, config: TransformerConfig) -> torch.nn.Linear:
-    linear = torch.nn.Linear(inputs, outputs, dtype=config.params_dtype)
-    if config.perform_initialization:
-        linear.weight.data.copy_(truncated_normal_init(torch.empty(outputs, inputs)))
-        torch.nn.init.zeros_(linear.bias)
-    return linear
 
 
 class Embed(LayerModule):
@@ -59,7 +50,7 @@ class Embed(LayerModule):
         if sizes.num_classes:
             self.label_emb = torch.nn.Embedding(sizes.num_classes + 1, dim)
         if sizes.context_length:
-            self.context_embed = _linear(sizes.context_dim, dim, config)
+            self.context_embed = drawn_linear(sizes.context_dim, dim, config, truncated_normal_init)
         self.pos_embed = torch.nn.Parameter(torch.zeros(1, sizes.sequence_length, dim))
         if config.perform_initialization:
             truncated_normal_init(self.pos_embed)
@@ -106,7 +97,7 @@ class Attention(LayerModule):
         self.pop = pop
         dim = config.hidden_size
         if pop is not None:
-            self.skip_linear = _linear(2 * dim, dim, config)
+            self.skip_linear = drawn_linear(2 * dim, dim, config, truncated_normal_init)
             works_on_shards(self.skip_linear, config)
         self.norm1 = submodules.norm(config, dim, eps=config.layernorm_epsilon)
         self.attention = build_module(
@@ -141,12 +132,7 @@ class Mlp(LayerModule):
     ) -> None:
         super().__init__(config, pg_collection)
         self.norm2 = submodules.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-        self.mlp = build_module(
-            submodules.mlp,
-            config=config,
-            ffn_hidden_size=config.ffn_hidden_size,
-            tp_group=pg_collection.tp if pg_collection is not None else None,
-        )
+        self.mlp = make_mlp(submodules.mlp, config, pg_collection)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] to tokens [s, b, D]."""
@@ -189,7 +175,9 @@ class Head(LayerModule):
         self.sizes = sizes
         channels = sizes.in_channels
         self.norm = LayerNorm(config, sizes.embed_dim, eps=config.layernorm_epsilon)
-        self.decoder_pred = _linear(sizes.embed_dim, sizes.patch_size**2 * channels, config)
+        self.decoder_pred = drawn_linear(
+            sizes.embed_dim, sizes.patch_size**2 * channels, config, truncated_normal_init
+        )
         works_on_shards(self.decoder_pred, config)
         self.final_layer = (
             torch.nn.Conv2d(channels, channels, 3, padding=1)
