@@ -14,7 +14,7 @@ from typing import Any
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
-from megatron_pulse.profile.profile import Profile, ProfiledLayer, ProfileError
+from megatron_pulse.profile.profile import Profile, ProfileError
 
 _FORMAT = "megatron_pulse profile 1"
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -83,10 +83,8 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
         return None
     kinds = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""
-    # Fields that older profiles do not have.
-    fields = dataclasses.fields(kind) if kind in (Profile, ProfiledLayer) else ()
-    optional = {f.name for f in fields if isinstance(f.default, int)}
-    missing = [name for name in kinds if name not in {*value, *optional}]
+    older = {"threads"} if kind is Profile else set()  # which old profiles do not have
+    missing = [name for name in kinds if name not in {*value, *older}]
     faults += [f"{prefix}{name} is missing" for name in missing]
     faults += [f"{prefix}{name} is unknown" for name in value if name not in kinds]
     before = len(faults)

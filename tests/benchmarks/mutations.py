@@ -34,7 +34,8 @@ from tqdm import tqdm
 from megatron_pulse.cli.main import main
 from megatron_pulse.faults import listed
 from tests.benchmarks.mutate import dump, mutate_bytes, mutate_cells, mutate_tree, tree
-from tests.benchmarks.mutation_targets import TARGETS, make, obey_plan
+from tests.benchmarks.mutation_files import make
+from tests.benchmarks.mutation_targets import TARGETS, obey_plan
 
 LIMIT_S = 20.0
 LIMIT_BYTES = 2 << 30
