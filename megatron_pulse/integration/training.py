@@ -27,6 +27,7 @@ from megatron_pulse.integration.flags.arguments import (
     PulseOptions,
 )
 from megatron_pulse.integration.loop.grad_norm import use_layout_independent_grad_norm
+from megatron_pulse.integration.loop.log import with_whole_intervals
 from megatron_pulse.integration.loop.schedule import PulseSchedule, TraceOptions
 from megatron_pulse.integration.loop.step import wrap_train_step
 from megatron_pulse.integration.loop.stop_hooks import cut_short, stopping_hooks
@@ -81,7 +82,7 @@ def train(
         num_floating_point_operations=lambda *a, **k: 0,
         report_theoretical_memory=lambda *a, **k: None,  # it knows language models only
         train_step=throughput.timed(wrap_train_step(training.train_step, args, options), args),
-        training_log=throughput.logged(training.training_log, args),
+        training_log=throughput.logged(with_whole_intervals(training.training_log, args), args),
         get_megatron_optimizer=with_masters(training.get_megatron_optimizer, options.ema_decay),
         save_checkpoint=wrap_save(training.save_checkpoint),
         load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import re
 from pathlib import Path
 
-from megatron_pulse.integration.loop.log import LineFilter
+import pytest
+
+from megatron_pulse.integration.loop.log import LineFilter, with_whole_intervals
 from tests.integration.runs import BASE, TINY, train
 from tests.ranks import run_ranks
 
@@ -27,14 +30,25 @@ def logs(*runs: list[str]) -> list[tuple[str, str]]:
     return [run_ranks(1, said, argv)[0] for argv in runs]
 
 
+def scalars(folder: Path, tag: str) -> list[float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [event.value for event in events.Scalars(tag)]
+
+
 def test_the_log_of_twenty_steps_is_short_and_whole(tmp_path: Path) -> None:
-    save = tmp_path / "run"
+    save, board = tmp_path / "run", tmp_path / "tensorboard"
     steps = ["--train-iters", str(NUM_STEPS), "--eval-interval", "10"]
-    ((out, err),) = logs([*steps, "--save", str(save), "--seed", "77"])
+    ((out, err),) = logs([*steps, "--save", str(save), "--seed", "77",
+                          "--tensorboard-dir", str(board)])  # fmt: skip
     lines = out.splitlines()
     assert len(lines) < 2 * NUM_STEPS + 25, out
     logged = re.findall(r"\] iteration +(\d+)/ +20 \|", out)
     assert [int(step) for step in logged] == list(range(1, NUM_STEPS + 1))
+    losses = [float(loss) for loss in re.findall(r" \| loss: (\S+) \|", out)]
+    assert losses == pytest.approx(scalars(board, "loss"), rel=1e-5)  # each of its own step
     assert "PPL" not in out and out.count("validation loss at iteration") >= 2
     assert "successfully saved checkpoint from iteration      20" in out
     assert f"arguments: {save / 'arguments.txt'}" in out
@@ -64,3 +78,20 @@ def test_only_whole_lines_of_noise_are_left_out() -> None:
     assert stream.getvalue().endswith("loss value: 1.2 | \n")
     log.finish()
     assert stream.getvalue().endswith("\nnot \n")
+
+
+@pytest.mark.parametrize(("interval", "apart"), [(1, []), (2, [3]), (3, []), (5, [3])])
+def test_sums_go_on_after_the_first_step_only_within_an_interval(
+    interval: int, apart: list[int]
+) -> None:
+    """Megatron keeps a first step that it says apart, of a run that was resumed at step 2 too."""
+    kept = []
+
+    def training_log(*args: object, is_first_iteration: bool) -> None:
+        if is_first_iteration:
+            kept.append(args[3])
+
+    log = with_whole_intervals(training_log, argparse.Namespace(log_interval=interval))
+    for iteration in range(3, 12):
+        log({}, {}, 0.0, iteration, 1.0, is_first_iteration=iteration == 3)
+    assert kept == apart

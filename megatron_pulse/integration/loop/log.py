@@ -14,10 +14,10 @@ import logging
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import megatron.training.arguments as arguments
 from megatron.training.log_handler import CustomHandler
@@ -137,6 +137,23 @@ def quiet(args: argparse.Namespace) -> Iterator[None]:
         timers.setLevel(levels[1])
         for handler, stream in streams:
             handler.setStream(stream)
+
+
+def with_whole_intervals(
+    training_log: Callable[..., Any], args: argparse.Namespace
+) -> Callable[..., Any]:
+    """Megatron's ``training_log``, whose sums begin anew after every end of an interval.
+
+    Megatron says a run's first step apart and keeps it in its sums, also where it ends an interval:
+    the next line would then be the mean of both.
+    """
+
+    def log(losses: Any, totals: Any, rate: Any, iteration: int, *rest: Any, **named: Any) -> Any:
+        if iteration % args.log_interval == 0:
+            named["is_first_iteration"] = False
+        return training_log(losses, totals, rate, iteration, *rest, **named)
+
+    return log
 
 
 def _write_arguments(title: str, args: argparse.Namespace) -> None:
