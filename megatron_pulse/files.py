@@ -86,13 +86,20 @@ def read_lines(path: str | Path, kind: FileKind) -> Iterator[str]:
 
 
 @contextmanager
+def open_regular(path: str | Path) -> Iterator[BinaryIO]:
+    """A regular file, opened; raises OSError, without a number where it is something else."""
+    # Opening a pipe that nobody writes to would wait for ever.
+    with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        yield file
+
+
+@contextmanager
 def _opened(path: str | Path, kind: FileKind) -> Iterator[BinaryIO]:
     """A regular file, opened; what goes wrong with it is told as FileError."""
     try:
-        # Opening a pipe that nobody writes to would wait for ever.
-        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise FileError(f"{path} cannot be read as {kind}: it is no regular file")
+        with open_regular(path) as file:
             yield file
     except FileError:
         raise

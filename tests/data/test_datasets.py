@@ -1,3 +1,5 @@
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -78,6 +80,17 @@ def test_all_unreadable_files_are_listed_at_once(folder):
     with pytest.raises(DataError, match="No such file") as error:
         dataset.check(dataset.files.index(folder / "dog/d.png"))
     assert not isinstance(error.value, CorruptSample)
+
+
+def test_pipes_are_no_images_and_are_not_waited_for(folder):
+    for name in ("cat/pipe.png", "dog/pipe.png"):
+        os.mkfifo(folder / name)
+    with pytest.raises(DataError) as error:
+        ImageFolder(folder, 10, verify=True)
+    assert [fault.split(": ")[1] for fault in error.value.faults] == ["it is no regular file"] * 2
+    with pytest.raises(CorruptSample, match="cat/pipe.png: it is no regular file"):
+        flat = ImageFolder(folder / "cat", 10)
+        flat.image(flat.files.index(folder / "cat/pipe.png"))
 
 
 def test_folders_that_make_no_dataset(folder, tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, Framing
+from megatron_pulse.files import open_regular
 
 METADATA = "metadata.jsonl"
 """Beside the images: a line of JSON for each, with what is said of it."""
@@ -94,7 +95,7 @@ class ImageFiles(DiffusionDataset):
         """The file, of which only the beginning was read; what is wrong with it is a DataError."""
         channels, size, _ = self.image_shape
         try:
-            with Image.open(self.files[index]) as file:
+            with open_regular(self.files[index]) as content, Image.open(content) as file:
                 yield file
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             # What storage does not give has a number; it may be there for others, or later.
@@ -140,7 +141,7 @@ def _scan(root: Path) -> tuple[list[str], list[Path], list[int]]:
     wanted = f"{', '.join(SUFFIXES)} files in it, or in one subfolder per class"
     if not root.is_dir():
         raise DataError(what, ["it is not a folder"], f"Give a folder with {wanted}.")
-    flat = sorted(p for p in root.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
+    flat = sorted(p for p in root.iterdir() if not p.is_dir() and p.suffix.lower() in SUFFIXES)
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     by_class = {
         folder.name: sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
