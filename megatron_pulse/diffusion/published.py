@@ -7,7 +7,7 @@ import os
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +156,12 @@ def write_state_dict(
 ) -> None:
     """One file, whole or not at all: safetensors, or torch.save for any other suffix.
 
-    The configuration of a ``scheduler`` goes into a file beside it.
+    The configuration of a ``scheduler`` goes into a file beside it, with it or not at all.
     """
-    if scheduler is not None:
-        with replacing(file_beside(path)) as beside:
-            _write_json(beside, scheduler)
-    with replacing(path) as beside:
+    with ExitStack() as files:  # the first named appears last
+        if scheduler is not None:
+            _write_json(files.enter_context(replacing(file_beside(path))), scheduler)
+        beside = files.enter_context(replacing(path))
         if path.suffix == ".safetensors":
             save_file(_own(tensors), beside, {"format": "pt"})
         else:

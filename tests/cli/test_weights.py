@@ -1,6 +1,8 @@
 """``pulse import`` and ``pulse export``: diffusers folders and U-ViT's files, there and back."""
 
+import errno
 import json
+import os
 import shutil
 import time
 from unittest.mock import patch
@@ -383,6 +385,24 @@ def classes(tmp_path):
     model = UNet2DConditionModel(**TINY, num_class_embeds=3, upcast_attention=True)
     model.save_pretrained(tmp_path / "classes")
     return model
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_file_of_weights_and_its_scheduler_appear_together(suffix, tmp_path, monkeypatch):
+    from megatron_pulse.diffusion import published
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(published, "save_file", full)
+    monkeypatch.setattr(published.torch, "save", full)
+    path, tensors = tmp_path / f"model{suffix}", {"a": torch.ones(2)}
+    with pytest.raises(OSError, match="No space left"):
+        published.write_state_dict(path, tensors, {"_class_name": "DDIMScheduler"})
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    published.write_state_dict(path, tensors, {"_class_name": "DDIMScheduler"})
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def there_and_back(tmp_path, name, *flags):
