@@ -134,9 +134,16 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
     return dataclasses.replace(backbone, record=record)
 
 
-def complete_record(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A record with the options that are newer than it; raises ValueError as ``load_backbone``."""
-    return load_backbone(record["name"], record["options"]).record
+def load_recorded(record: Mapping[str, Any]) -> Backbone:
+    """The backbone of a record, with the options that are newer than it.
+
+    Raises ValueError as ``load_backbone``, and where it says another family than its name's.
+    """
+    backbone = load_backbone(record["name"], record["options"])
+    family = backbone.record["family"]
+    if (said := record.get("family", family)) != family:
+        raise ValueError(f"{record['name']} is of the family {family}, not {said!r}")
+    return backbone
 
 
 def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Comparison:

@@ -107,6 +107,10 @@ BROKEN: dict[str, tuple[Callable[[PlanFile], PlanFile], list[str]]] = {
         lambda p: change(p, backbone={"name": "uvit-tinny", "options": {}}),
         ["no backbone is called 'uvit-tinny'; did you mean uvit-tiny"],
     ),
+    "family": (
+        lambda p: change(p, backbone={**p.backbone, "family": "dit"}),
+        ["backbone: uvit-tiny is of the family uvit, not 'dit'"],
+    ),
     "bad options": (lambda p: with_options(p, colour=1), ["backbone: ", "colour"]),
     "machines": (
         crowded,

@@ -78,6 +78,7 @@ def test_a_given_placement_is_kept_and_checked_by_validate() -> None:
         ("0F0,0B0\n1F0,1G0", "row 2, cell 2: not an operation: '1G0'; expected"),
         ("0F0,1F0\n1B0,0B0", "stage 0 is in rows 1, 2"),
         ("0F0,0B0\n2F0,2B0", "no row runs stage 1"),
+        ("0F0,00B0\n1F0,1B0", "row 1, cell 2: not an operation: '00B0'"),
         ("0F0\n1F0\n2F0,3F0", r"stages on devices \(0, 1, 2, 2\) are none of the placements"),
     ],
 )

@@ -106,6 +106,7 @@ FORM: dict[str, Callable[[Record], None]] = {
     "schedule.order.0.1 is 'Q0:1'; allowed is an operation": put(
         "schedule", "order", 0, 1, value="Q0:1"
     ),
+    "schedule.order.1.0 is 'F01:0'": put("schedule", "order", 1, 0, value="F01:0"),
     "schedule.num_microbatches is -1": put("schedule", "num_microbatches", value=-1),
     "times.forward.0 is -1": put("times", "forward", 0, value=-1.0),
     "times.backward.1 is 10000000000.0": put("times", "backward", 1, value=1e10),

@@ -83,12 +83,12 @@ def _against_the_world(
 ) -> tuple[list[str], dict[str, str]]:
     """The plan, if it is legal in itself, and its backbone, and the machines of its record."""
     from megatron_pulse.planner.plan_file.check import check_backbone, machine_faults, on_machines
-    from model_specs import load_backbone
+    from model_specs import load_recorded
 
     faults: list[str] = []
     fine: dict[str, str] = {}
     try:
-        backbone = load_backbone(record["backbone"]["name"], record["backbone"]["options"])
+        backbone = load_recorded(record["backbone"])
     except (ValueError, TypeError) as error:
         faults.append(f"backbone: {error}")
     else:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_pulse.flag_fields import marked
 from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, flag_name
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from model_specs import complete_record, load_backbone
+from model_specs import load_backbone, load_recorded
 
 
 def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> PulseOptions:
@@ -62,7 +62,8 @@ def contradictions(
     if options.backbone or options.options:
         name = options.backbone or plan.backbone["name"]
         try:
-            same = load_backbone(name, options.options).record == complete_record(plan.backbone)
+            planned = load_recorded(plan.backbone).record
+            same = load_backbone(name, options.options).record == planned
         except ValueError as error:
             yield str(error)
             same = True  # that is said

@@ -22,7 +22,7 @@ from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
-from model_specs import complete_record, load_backbone
+from model_specs import load_backbone, load_recorded
 
 SIZES = (1, 4)
 """Microbatch sizes that are measured; others are interpolated."""
@@ -62,7 +62,7 @@ def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFi
     except PlanFileError as error:
         return error
     record = load_backbone(options.backbone, options.options).record
-    if plan.world_size != args.world_size or complete_record(plan.backbone) != record:
+    if plan.world_size != args.world_size or load_recorded(plan.backbone).record != record:
         return ValueError(
             f"--pulse-auto: {path} is the plan of another job ({plan.backbone['name']} on "
             f"{plan.world_size} ranks): move it away, or use another --save"

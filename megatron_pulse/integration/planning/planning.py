@@ -38,7 +38,7 @@ from megatron_pulse.profile.measuring.layer_call import describe_chain
 from megatron_pulse.profile.measuring.machine import device_memory
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import Profile
-from model_specs import load_backbone
+from model_specs import load_backbone, load_recorded
 
 
 def plan_run(
@@ -115,6 +115,7 @@ def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions)
 
 def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
     """The plan of a file, for this backbone."""
+    load_recorded(given.backbone)
     names = [name for stage in given.stages for name in stage]
     if names != [layer.name for layer in backbone.layers]:
         raise ValueError(

@@ -49,7 +49,7 @@ class Operation(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Operation:
         """The operation written as ``F2:7``; raises ValueError for anything else."""
-        match = re.fullmatch(r"([FBIWX])([0-9]{1,9}):([0-9]{1,9})", text.strip())
+        match = re.fullmatch(r"([FBIWX])(0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})", text.strip())
         if match is None:
             raise ValueError(f"not an operation: {text[:60]!r}; expected for example F2:7")
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
