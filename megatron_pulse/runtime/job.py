@@ -31,6 +31,16 @@ class Job:
         self._meeting: dist.Store | None = None
         self._store: dist.Store | None = None
 
+    @property
+    def has_launcher(self) -> bool:
+        """Whether the ranks meet in torchrun's store, which ends with torchrun."""
+        return self.world_size > 1 and _is_the_agents()
+
+    @property
+    def is_first_of_node(self) -> bool:
+        """Whether this rank speaks where the others of its node cannot be asked."""
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+
     def board(self, limit_s: float = 5.0) -> FailureBoard | None:
         """Where ranks say what failed; None where the others cannot be reached in that time."""
         if self._meeting is None:

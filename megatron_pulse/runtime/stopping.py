@@ -26,6 +26,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.told: signal.Signals | None = None
+        self._parent = os.getppid()
         self.is_leaving = False
         """All ranks have agreed to end: who is gone by now has not failed."""
         self._leave: Callable[[signal.Signals], None] | None = None
@@ -33,6 +34,11 @@ class StopSignals:
         """Steps run: orders are obeyed at the end of one."""
         self._is_listening = False
         self._lock = threading.Lock()
+
+    @property
+    def is_orphan(self) -> bool:
+        """Told to stop by the kernel: who started this process has ended (``end_with_parent``)."""
+        return self.told is signal.SIGTERM and os.getppid() != self._parent
 
     def listen(self) -> None:
         """Note signals from now on; processes that this one forks do not inherit that."""
@@ -81,7 +87,8 @@ class StopSignals:
     def _receive(self, number: signal.Signals) -> None:
         with self._lock:
             again = self.told is signal.SIGINT and not self.is_leaving
-            self.told = self.told or number
+            if self.told is None:
+                self.told = number
             leave = self._leave if again or not self.is_deferring else None
         drop_unread_output()
         if leave is not None:
@@ -94,6 +101,11 @@ class StopSignals:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
         end_with_parent()
+
+
+def order(number: signal.Signals, is_orphan: bool) -> str:
+    """An order in words."""
+    return number.name + ": the launcher has ended" * is_orphan
 
 
 def drop_unread_output() -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -21,7 +22,7 @@ from megatron_pulse.full_disk import why_full
 from megatron_pulse.integration.flags.checks import FlagError
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.job import Job, leave_word
-from megatron_pulse.runtime.stopping import STOP, end_process
+from megatron_pulse.runtime.stopping import STOP, end_process, order
 
 FAILURES = "failures"
 """Under ``--save``: the tracebacks of a failed run, one file for each rank that met something."""
@@ -59,11 +60,18 @@ def parser_speaks_once(job: Job) -> Iterator[None]:
 
 def stop_at_once(job: Job, number: signal.Signals) -> NoReturn:
     """Obey an order at once: one that comes before the first step, or a second Ctrl-C."""
-    text = f"told to stop ({number.name}) before the first step: there was nothing to save"
-    if STOP.is_deferring:
-        text = f"told to stop again ({number.name}): left in the middle of a step, without saving"
 
     def say() -> None:
+        time.sleep(0.05)  # a launcher that is killed has ended a moment after its ranks know
+        is_orphan = STOP.is_orphan
+        told = order(number, is_orphan)
+        text = f"told to stop ({told}) before the first step: there was nothing to save"
+        if STOP.is_deferring:
+            text = f"told to stop again ({told}): left in the middle of a step, without saving"
+        if is_orphan and job.has_launcher:  # the store went with it
+            if job.is_first_of_node:
+                print(text, file=sys.stderr, flush=True)
+            return
         board = job.board(2.0)
         if board is not None and (failure := board.first_failure()) is not None:
             leave_word(failure, is_first=False)  # torchrun ends us because another rank failed

@@ -12,19 +12,20 @@ import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from megatron_pulse.runtime.stopping import STOP
+from megatron_pulse.runtime.stopping import STOP, order
 
 
 class EvaluationCut(Exception):
     """All ranks were told to stop while they evaluated."""
 
 
-def agreed() -> signal.Signals | None:
-    """What any rank was told, if any was (collective)."""
+def agreed() -> str:
+    """What any rank was told, in words; empty if none was (collective)."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    told = torch.tensor([STOP.told or 0], dtype=torch.int32, device=device)
+    told = torch.tensor([STOP.told or 0, STOP.is_orphan], dtype=torch.int32, device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return signal.Signals(told.item()) if told.item() else None
+    number, is_orphan = told.tolist()
+    return order(signal.Signals(number), bool(is_orphan)) if number else ""
 
 
 def cut_short(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,7 +59,7 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         told = agreed()
         if told:
             if args.save:
-                _say(f"told to stop ({told.name}): saving step {iteration}")
+                _say(f"told to stop ({told}): saving step {iteration}")
                 _save(*state)
         elif decide(*state, **kwargs):
             STOP.is_leaving = True
@@ -67,7 +68,7 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
             return False
         STOP.is_leaving = True
         _say(
-            f"stopped ({told.name}) after step {iteration}: "
+            f"stopped ({told}) after step {iteration}: "
             + (f"saved in {args.save}, from where the same command goes on" if args.save else _NOT)
         )
         return True
@@ -103,6 +104,6 @@ def _save(
     )
 
 
-def _told_while_saving(args: argparse.Namespace, iteration: int) -> signal.Signals | None:
+def _told_while_saving(args: argparse.Namespace, iteration: int) -> str:
     """An order that came while this step was saved, which is not saved a second time."""
-    return agreed() if args.save and iteration % args.save_interval == 0 else None
+    return agreed() if args.save and iteration % args.save_interval == 0 else ""
