@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_pulse.profile.devices import PRESETS
+from megatron_pulse.profile.devices import PRESETS, known_device
 from megatron_pulse.profile.profile import SPREAD, Profile, Source
 
 
@@ -49,11 +49,18 @@ def thread_caution(measured: int, run: int) -> str:
 
 
 def device_caution(profile: Profile, device: object) -> str:
-    """That costs were worked out for another device than a cluster's; empty where they were not.
+    """That costs are those of another device than a cluster's; empty where they may be its own.
 
-    ``device`` is what the cluster says of its own: a preset's name, a profile's path, or figures.
+    ``device`` is what the cluster says of its own: a preset's name, a profile's path, or figures,
+    which may be those of whatever was measured.
     """
-    if profile.device not in PRESETS or profile.device == device:
+    name = profile.device
+    if profile.source is Source.MEASURED:
+        name = known.name if (known := known_device(name)) is not None else name
+        differs = device in PRESETS and name != device
+    else:
+        differs = name in PRESETS and name != device
+    if not differs:
         return ""
     theirs = device if isinstance(device, str) else "those of its own figures"
     return (
