@@ -8,10 +8,11 @@ import os
 import signal
 import warnings
 
-from megatron_pulse.processes import end_with_parent
+from megatron_pulse.processes import end_with_parent, open_closed_streams
 from megatron_pulse.runtime.stopping import STOP
 
 warnings.filterwarnings("ignore")
+open_closed_streams()
 STOP.listen()  # before the long imports: whoever is told to stop then says so
 if "TORCHELASTIC_RUN_ID" in os.environ:
     end_with_parent(signal.SIGTERM)  # without torchrun there is no job

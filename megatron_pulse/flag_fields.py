@@ -35,14 +35,18 @@ class Range:
 
     def faults(self, flag: str, value: float | None) -> list[str]:
         """That ``flag`` is given a number outside, if it is."""
-        if value is None or (math.isfinite(value) and self.holds(value)):
+        if value is None or (value != math.inf and self.holds(value)):
             return []
-        return [f"{flag} is {value:g}; it must be {self.must}"]
+        shown = f"{value:g}" if isinstance(value, float) else f"{value:,}"
+        shown = shown if len(shown) <= 40 else f"{shown[:20]}..."
+        return [f"{flag} is {shown}; it must be {self.must}"]
 
 
 ABOVE_ZERO = Range(lambda value: value > 0, "above 0")
 FROM_ZERO = Range(lambda value: value >= 0, "0 or more")
 FROM_ONE = Range(lambda value: value >= 1, "1 or more")
+PIXELS = Range(lambda value: 1 <= value <= 8192, "from 1 to 8,192 pixels of a side")
+COUNT = Range(lambda value: 1 <= value <= 1_000_000, "from 1 to 1,000,000")
 BELOW_ONE = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
 
 

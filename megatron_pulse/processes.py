@@ -1,5 +1,6 @@
-"""Processes that end with the one that started them, however that ends (Linux; nothing elsewhere).
+"""What a process gets from the one that started it: its end, its streams, its folder.
 
+Processes end with the one that started them, however that ends (Linux; nothing elsewhere):
 ``python processes.py PID PROGRAM ARGUMENT...`` becomes PROGRAM, which is killed when PID ends.
 """
 
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+NO_FOLDER = "the working folder is no longer there: change into another"
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -25,6 +28,21 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 def ending_with_us(command: Sequence[str]) -> list[str]:
     """``command`` in a process that is killed when this one ends, by SIGKILL too."""
     return [sys.executable, "-P", "-S", str(Path(__file__)), str(os.getpid()), *command]
+
+
+def open_closed_streams() -> None:
+    """Give standard output and error that were closed (``>&-``) a place: nowhere.
+
+    Files that are opened later would otherwise take their numbers, and what is printed.
+    """
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from megatron_pulse.cli.models import backbones, curve, data, sample, weights
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, tune
 from megatron_pulse.faults import unknown
 from megatron_pulse.full_disk import why_full
+from megatron_pulse.processes import NO_FOLDER, open_closed_streams
 
 _EPILOG = """\
 Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first tour:
@@ -107,11 +108,31 @@ def _no_command(parser: argparse.ArgumentParser, name: str) -> str:
     return unknown("command", name, commands)
 
 
+def _unprinted() -> str:
+    """Why what is printed cannot be written; empty, and a line is printed, where it can."""
+    try:
+        print(flush=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _drop_output() -> None:
+    """What is still to be printed goes nowhere, so that the interpreter's end says nothing."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for what the user can mend, 130 when interrupted."""
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may not have every letter
             stream.reconfigure(errors="backslashreplace")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print(f"pulse: error: {NO_FOLDER}", file=sys.stderr)
+        return 2
     words = list(sys.argv[1:] if argv is None else argv)
     parser = make_parser()
     if words and not words[0].startswith("-") and (reason := _no_command(parser, words[0])):
@@ -128,12 +149,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\npulse {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141  # as a shell reports SIGPIPE
     except Exception as error:
         places = [value for value in vars(args).values() if isinstance(value, Path)]
         if (full := why_full(error, places)) is None:
             raise
+        if reason := _unprinted():
+            full = f"standard output: {reason}"
+            _drop_output()
         print(f"pulse {args.command}: error: {full}", file=sys.stderr)
         return 2
     return 0

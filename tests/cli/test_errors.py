@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.processes import NO_FOLDER
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +38,16 @@ CASES = {
     ),
     "no image size": (["data", "info", "folder:."], ["needs an image size"]),
     "image size": (["data", "info", "mnist", "--image-size", "0"], ["--image-size is 0"]),
+    "huge images": (
+        ["data", "write-latents", "--from", "mnist", "-o", "b", "--image-size", "1000000"],
+        ["--image-size is 1,000,000; it must be from 1 to 8,192 pixels"],
+    ),
+    "huger images": (
+        ["data", "info", "mnist", "--image-size", "9" * 400],
+        ["--image-size is 9,999,999,999,999,99...; it must be from 1 to 8,192 pixels"],
+    ),
+    "huge emoji": (["data", "emoji", "--to", "e", "--size", "9000"], ["--size is 9,000; it must"]),
+    "endless samples": ([*SAMPLE, "--steps", "10000000"], ["--steps is 10,000,000; it must be"]),
     "latents of latents": (
         ["data", "write-latents", "--from", "latents:a", "-o", "b", "--batch-size", "0"],
         ["latents already", "--batch-size is 0"],
@@ -136,3 +150,36 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         main([*command.split(), "--help"])
     assert stop.value.code == 0
     assert f"pulse {command}".strip() in capsys.readouterr().out.split("\n\n", 1)[1]
+
+
+def pulse(*words: str, streams: str = "") -> tuple[int, str]:
+    """Exit status, and standard error unless ``streams`` (for a shell) close it."""
+    line = f"exec {shlex.join([sys.executable, '-m', 'megatron_pulse.cli', *words])} {streams}"
+    ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+    return ended.returncode, ended.stderr
+
+
+def test_closed_streams_change_nothing(here: Path) -> None:
+    """Files that are written do not take the place of standard output either."""
+    assert pulse("clusters", streams=">&-") == (0, "")
+    assert pulse("flags", "optimizer", "--json", streams=">&- 2>&-") == (0, "")
+    status, said = pulse("check", "none.json", streams=">&-")
+    assert status == 2 and said.startswith("pulse check: error: none.json")
+    assert pulse("check", "none.json", streams="2>&-")[0] == 2
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_cannot_be_written_is_named(
+    unbuffered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    assert pulse("clusters", streams="> /dev/full") == (
+        2, "pulse clusters: error: standard output: No space left on device\n"
+    )  # fmt: skip
+
+
+def test_a_working_folder_that_is_gone(here: Path) -> None:
+    line = f"rmdir {here}; exec {sys.executable} -m megatron_pulse.cli clusters"
+    ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=here)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr == f"pulse: error: {NO_FOLDER}\n"

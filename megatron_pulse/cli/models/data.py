@@ -16,7 +16,7 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.models.emoji import add_emoji
 from megatron_pulse.cli.models.latents import add_write_latents
 from megatron_pulse.cli.output import add_json, answer, columns
-from megatron_pulse.flag_fields import FROM_ONE
+from megatron_pulse.flag_fields import PIXELS
 
 if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset
@@ -67,7 +67,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_info(args: argparse.Namespace) -> None:
     """Open the dataset as training does and print what it holds."""
-    require(out_of(FROM_ONE, args, "image_size"))
+    require(out_of(PIXELS, args, "image_size"))
     from megatron_pulse.data.build import open_dataset
     from megatron_pulse.data.dataset import DataError
 

@@ -13,7 +13,7 @@ from megatron_pulse.cli.errors import (
     out_of,
     require,
 )
-from megatron_pulse.flag_fields import FROM_ONE
+from megatron_pulse.flag_fields import FROM_ONE, PIXELS
 
 _DESCRIPTION = """\
 Renders every emoji of a colour font that has a Unicode name as a PNG file over white, with that
@@ -42,7 +42,7 @@ def add_emoji(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run(args: argparse.Namespace) -> None:
     """Render them all."""
-    faults = out_of(FROM_ONE, args, "size", "limit")
+    faults = out_of(PIXELS, args, "size") + out_of(FROM_ONE, args, "limit")
     require(faults + check_folder(args.to.parent, "--to"))
     from megatron_pulse.data.dataset import DataError
     from megatron_pulse.data.images.emoji import FONT, render_emoji
