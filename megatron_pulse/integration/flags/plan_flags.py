@@ -62,8 +62,8 @@ def contradictions(
     if options.backbone or options.options:
         name = options.backbone or plan.backbone["name"]
         try:
-            planned = load_recorded(plan.backbone).record
-            same = load_backbone(name, options.options).record == planned
+            decided = load_recorded(plan.backbone).record
+            same = load_backbone(name, options.options).record == decided
         except ValueError as error:
             yield str(error)
             same = True  # that is said
