@@ -24,6 +24,8 @@ class FileKind(Enum):
     SCHEDULER = "a scheduler's config"
     BETAS = "a list of betas"
     INDEX = "an index of weights"
+    CHECKPOINT = "the metadata.json of a checkpoint"
+    LATEST = "the name of the newest checkpoint"
 
     def __str__(self) -> str:
         return self.value
@@ -47,6 +49,8 @@ _USES = {
     FileKind.SCHEDULER: "'pulse import --from FOLDER' reads its pipeline's folder",
     FileKind.BETAS: "--pulse-trained-betas {path} trains with it",
     FileKind.INDEX: "'pulse import --from FOLDER' reads its folder",
+    FileKind.CHECKPOINT: "--load FOLDER reads the folder above its own",
+    FileKind.LATEST: "--load FOLDER reads its folder",
 }
 
 
@@ -72,6 +76,7 @@ _KEYS = {
     FileKind.CLUSTER: {"nodes", "devices_per_node", "links"},
     FileKind.LATENTS: {"layout", "shards"},
     FileKind.INDEX: {"weight_map"},
+    FileKind.CHECKPOINT: {"sharded_backend"},
     FileKind.SCHEDULE: {"device_of_stage", "order"},
     FileKind.TIMES: {"forward", "backward"},
 }

@@ -6,19 +6,23 @@ import argparse
 import os
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.integration.checkpoint.checkpoints import newest
+from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume import Wanted, describe
 from megatron_pulse.integration.checkpoint.start import (
+    Start,
     finished,
+    folders_read,
     lock_for_job,
 )
+from megatron_pulse.integration.checkpoint.verify import require_whole
 from megatron_pulse.integration.flags.checks import (
     FlagError,
     check_world,
@@ -49,6 +53,7 @@ def main() -> None:
     begin, job = time.time(), Job()
     args: argparse.Namespace | None = None
     lock: FolderLock | None = None
+    found: str | None = None
     threading.excepthook = pass_over_full_disks
     STOP.listen()
     STOP.leave_at_once(partial(stop_at_once, job))
@@ -56,7 +61,10 @@ def main() -> None:
         with parser_speaks_once(job):
             line, options, given = read_command_line()
         args = line.args
-        found = newest(args.save)
+        with suppress(
+            CheckpointError
+        ):  # it is refused when it is read, with all else that is wrong
+            found = newest(args.save)
         if options.auto:
             _connect(args, job)
             lock = _lock(args, found)
@@ -70,6 +78,8 @@ def main() -> None:
             _connect(args, job)
             lock = _lock(args, found)
         check_world(args, plan.digest())
+        if start is not None:
+            _verify(start, args)
         if start is not None and args.rank == 0:
             print(describe(start, Wanted(args, options, args.pulse_record)), flush=True)
         if given is not None and args.rank == 0:
@@ -96,6 +106,15 @@ def _lock(args: argparse.Namespace, found: str | None) -> FolderLock | None:
         return lock_for_job(args.save, found)
     except FolderInUse as error:
         raise FlagError([str(error)]) from error
+
+
+def _verify(start: Start, args: argparse.Namespace) -> None:
+    """Refuse a damaged checkpoint before anything of it is used (collective)."""
+    try:
+        for folder in folders_read(start, args):
+            require_whole(folder)
+    except CheckpointError as error:
+        raise FlagError([f"{start.given}: {error}"]) from error
 
 
 def _connect(args: argparse.Namespace, job: Job) -> None:

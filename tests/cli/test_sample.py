@@ -158,15 +158,24 @@ def test_texts_that_cannot_be_drawn(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damaged_weights(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    damaged = tmp_path / "damaged"
+@pytest.mark.parametrize("command", ["sample", "export"])
+def test_damaged_weights(
+    command: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Damage that leaves all sizes as they are, in a file that is read for weights alone."""
+    damaged, out = tmp_path / "damaged", tmp_path / "out.pth"
     shutil.copytree(trained / "checkpoints", damaged)
-    for file in damaged.rglob("*.distcp"):
-        file.write_bytes(b"")
-    assert main(["sample", "--load", str(damaged), "-o", str(tmp_path / "grid.png")]) == 2
+    file = damaged / "iter_0000002" / "__1_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:8192] + bytes(4096) + content[12288:])
+    to = ["-o", str(out.with_suffix(".png"))] if command == "sample" else ["--to", str(out)]
+    assert main([command, "--load", str(damaged), *to]) == 2
     err = capsys.readouterr().err
-    assert "cannot be read" in err and "Traceback" not in err
-    assert not (tmp_path / "grid.png").exists()
+    assert "iter_0000002 is damaged: __1_0.distcp: its content is not what was saved" in err
+    assert "no other step there is whole" in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == [damaged]
+    assert main(["export", "--load", str(damaged), "--to", str(out), "--iteration", "-1"]) == 2
+    assert "--iteration" in (err := capsys.readouterr().err) and "latest" not in err
 
 
 def test_curve(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

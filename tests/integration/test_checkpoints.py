@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import Kill, alone, pipeline, run
-from tests.ranks import RanksFailed
+from tests.ranks import RanksFailed, said_once
 
 STEPS = ["--global-batch-size", "8", "--train-iters", "6"]
 
@@ -62,3 +62,21 @@ def test_killed_in_mid_step_resumes_with_the_same_curve(tmp_path: Path) -> None:
     resumed = run(2, *flags)
     assert resumed.losses == uninterrupted.losses[3:]
     assert resumed.validation == uninterrupted.validation
+    _damaged_is_refused_by_all_ranks(tmp_path, flags)
+
+
+def _damaged_is_refused_by_all_ranks(folder: Path, flags: list[str]) -> None:
+    """One bit that only one rank reads; what is whole is named."""
+    file = folder / "iter_0000006" / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RanksFailed) as refused:
+        run(2, *flags, "--train-iters", "7")
+    for text in (
+        f"{file.parent} is damaged: __1_0.distcp: its content is not what was saved",
+        "step 3 there is whole: name it (--ckpt-step 3 beside --load",
+    ):
+        assert said_once(refused.value, text)
+    assert refused.value.exit_codes == [2, 2]
+    assert "Traceback" not in "".join(refused.value.outputs)

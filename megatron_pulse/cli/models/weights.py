@@ -15,10 +15,17 @@ from megatron_pulse.cli.backbone_flags import (
     option_faults,
     options_of,
 )
-from megatron_pulse.cli.errors import UserError, add_parser, check_folder, mending, require
+from megatron_pulse.cli.errors import (
+    UserError,
+    add_parser,
+    check_folder,
+    mending,
+    out_of,
+    require,
+)
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.diffusion.choice import ProcessChoice
-from megatron_pulse.flag_fields import add_flags, read_flags
+from megatron_pulse.flag_fields import FROM_ZERO, add_flags, read_flags
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +111,7 @@ def run_import(args: argparse.Namespace) -> None:
     prepare_megatron()
     from megatron_pulse.backbone.published import PublishedError
     from megatron_pulse.diffusion.scheduler import read_process
-    from megatron_pulse.integration.checkpoint.checkpoints import CheckpointError
+    from megatron_pulse.integration.checkpoint.folders import CheckpointError
     from megatron_pulse.integration.checkpoint.weights import import_weights
 
     with mending(PublishedError, CheckpointError, ValueError):
@@ -124,14 +131,16 @@ def run_import(args: argparse.Namespace) -> None:
 
 def run_export(args: argparse.Namespace) -> None:
     """Load, convert, write."""
-    require([*_check_new(args.to), *_check_beside(args.to)])
+    faults = out_of(FROM_ZERO, args, "iteration")
+    require([*faults, *_check_new(args.to), *_check_beside(args.to)])
     prepare_megatron()
     import torch
 
     from megatron_pulse.backbone.published import PublishedError
     from megatron_pulse.diffusion.published import write_folder, write_state_dict
     from megatron_pulse.diffusion.scheduler_export import scheduler_of_process
-    from megatron_pulse.integration.checkpoint.checkpoints import CheckpointError, read_saved_run
+    from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+    from megatron_pulse.integration.checkpoint.folders import CheckpointError
     from megatron_pulse.integration.checkpoint.weights import export_weights, load_whole
     from megatron_pulse.integration.data import makes_pixels
 

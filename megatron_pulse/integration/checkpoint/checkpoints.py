@@ -13,24 +13,18 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.objectives import DiffusionProcess
-from megatron_pulse.diffusion.published import find_component
 from megatron_pulse.faults import told
+from megatron_pulse.integration.checkpoint.folders import (
+    RELEASE,
+    CheckpointError,
+    checkpoint_folder,
+)
 from megatron_pulse.integration.checkpoint.process import saved_process
+from megatron_pulse.integration.checkpoint.verify import require_readable
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from model_specs import compare_models, continue_model
-
-LATEST = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-"""What Megatron calls a checkpoint without iteration, optimizer and random states."""
-_COMPLETE = "metadata.json"
-"""What is written last into a checkpoint's folder."""
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +92,15 @@ class SavedRun:
 def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
     """What the latest checkpoint (or that of ``iteration``) below ``load`` is.
 
-    Raises CheckpointError if there is none, it is not complete, or another program wrote it.
+    Raises CheckpointError if there is none, it is not complete or damaged as far as this reads it
+    (``require_whole`` reads all), or another program wrote it.
     """
     folder = checkpoint_folder(load, iteration)
+    require_readable(folder)
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        raise CheckpointError(f"{folder} cannot be read: {_last_line(error)}") from error
+        raise CheckpointError(f"{folder} cannot be read: {last_line(error)}") from error
     args = common.get("args")
     if args is None or not hasattr(args, "pulse_record"):
         raise CheckpointError(f"{folder} was not written by megatron_pulse")
@@ -112,57 +108,10 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
     for name, value in known.items():
         if not hasattr(args, name):
             setattr(args, name, value)
-    return SavedRun(folder, args)
-
-
-def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
-    """The folder of the latest checkpoint (or of ``iteration``) below ``load``."""
-    load = Path(load)
-    if not load.is_dir():
-        raise CheckpointError(f"{load} holds no checkpoint: there is no such folder")
-    complete = complete_checkpoints(load)
-    others = f"; complete are {', '.join(map(str, complete))}" if complete else ""
-    latest = newest(load) if iteration is None else str(iteration)
-    if latest is None and is_published(load):
-        raise CheckpointError(
-            f"{load} holds published weights: 'pulse import --from {load} --to DIR' makes a "
-            "checkpoint of them"
-        )
-    if latest is None:
-        raise CheckpointError(
-            f"{load} holds no checkpoint: there is no {LATEST}{others}; give the folder that "
-            "--save named"
-        )
-    if latest != RELEASE and not latest.isdecimal():
-        raise CheckpointError(f"{load / LATEST} does not name an iteration: {latest[:40]!r}")
-    folder = load / (RELEASE if latest == RELEASE else f"iter_{int(latest):07d}")
-    if not (folder / _COMPLETE).exists():
-        raise CheckpointError(f"{folder} is not a complete torch_dist checkpoint{others}")
-    return folder
-
-
-def newest(load: str | Path | None) -> str | None:
-    """What ``load`` names as its latest checkpoint, ``release`` or an iteration, if anything."""
-    if load is None or not (latest := Path(load) / LATEST).exists():
-        return None
-    return latest.read_text().strip()
-
-
-def is_published(folder: Path) -> bool:
-    """Whether ``folder`` is one of diffusers', a pipeline's or a model's."""
-    if (folder / "model_index.json").is_file():
-        return True
-    try:
-        find_component(folder)
-    except PublishedError:
-        return False
-    return True
-
-
-def complete_checkpoints(load: Path) -> list[int]:
-    """The iterations below ``load`` whose checkpoints were written to the end."""
-    names = (path.parent.name for path in load.glob(f"iter_*/{_COMPLETE}"))
-    return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
+    saved = SavedRun(folder, args)
+    if common.get("iteration", saved.iteration) != saved.iteration:
+        raise CheckpointError(f"{folder} holds step {common['iteration']}: it was moved there")
+    return saved
 
 
 def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool) -> None:
@@ -180,13 +129,13 @@ def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool) -> None:
         loaded = dist_checkpointing.load({"model": state}, str(folder))["model"]
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise CheckpointError(
-            f"the weights in {folder} cannot be read: {_last_line(error)}"
+            f"the weights in {folder} cannot be read: {last_line(error)}"
         ) from error
     stage.load_state_dict(loaded, strict=False)
     if missing := names - set(loaded):
         raise CheckpointError(f"{folder} lacks {', '.join(sorted(missing))}")
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """The reason at the end of a message that may hold another rank's traceback."""
     return str(error).strip().rpartition("\n")[2] or type(error).__name__

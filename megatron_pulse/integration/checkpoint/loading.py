@@ -14,10 +14,13 @@ from typing import Any
 
 import megatron.core.optimizer.distrib_optimizer as distributed
 import megatron.core.optimizer.optimizer as plain
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_pulse.integration.checkpoint.checkpoints import last_line
 from megatron_pulse.integration.checkpoint.masters import begin_averages
 from megatron_pulse.integration.checkpoint.start import Start, steps_left
 from megatron_pulse.integration.megatron.model import unwrap
+from megatron_pulse.runtime.failures import PulseError
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What a parameter group knows of the schedules of learning rate and weight decay."""
@@ -36,7 +39,8 @@ def wrap_load_checkpoint(
         model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         if optimizer is None:  # --skip-train
-            return load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
+            with _unreadable(start):
+                return load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
         given = [
             {name: value for name, value in group.items() if name not in _STATE}
             for group in optimizer.param_groups
@@ -46,7 +50,7 @@ def wrap_load_checkpoint(
         if averages_begin:
             for stage in stages:
                 stage.ema = None
-        with _groups_of_any_rate():
+        with _groups_of_any_rate(), _unreadable(start):
             result = load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
         if averages_begin:
             for stage in stages:
@@ -57,6 +61,17 @@ def wrap_load_checkpoint(
         return result
 
     return load
+
+
+@contextmanager
+def _unreadable(start: Start) -> Iterator[None]:
+    """Say in one line what torch says of one that was saved without hashes, and is damaged."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise PulseError(
+            f"{start.given}: {start.saved.folder} cannot be read: {last_line(error)}"
+        ) from error
 
 
 @contextmanager

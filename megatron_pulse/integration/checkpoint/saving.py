@@ -7,6 +7,7 @@ import functools
 import os
 import queue
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.files import replacing
 from megatron_pulse.full_disk import why_full
-from megatron_pulse.integration.checkpoint.checkpoints import LATEST
+from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
+from megatron_pulse.integration.checkpoint.integrity import (
+    METADATA,
+    FileHash,
+    hash_written,
+    sealed,
+)
 from megatron_pulse.runtime.failures import PulseError
 
 
@@ -73,18 +80,44 @@ def wrap_save(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _what_is_left(folder: Path, iteration: int) -> str:
-    half, latest = f"iter_{iteration:07d}", folder / LATEST
+    half, latest = step_folder(iteration), folder / LATEST
     newest = f"the newest is of step {latest.read_text()}" if latest.exists() else "there is none"
     return f"of whole checkpoints {newest}; delete {half}, make room, and start again"
+
+
+def _with_hashes(
+    save: Callable[..., None],
+) -> tuple[Callable[..., None], Callable[[Any, str | Path], None]]:
+    """Megatron's ``save`` of a strategy and ``save_config``, which rank 0 calls after it.
+
+    All ranks hash what they have written; the hashes go into the one file that ends a checkpoint.
+    """
+    written: dict[str, dict[str, FileHash]] = {}
+
+    @functools.wraps(save)
+    def save_hashed(self: Any, state: Any, folder: str | Path) -> None:
+        save(self, state, folder)
+        written[str(folder)] = hash_written(Path(folder))
+
+    def save_config(config: Any, folder: str | Path) -> None:
+        text = sealed(asdict(config), written.pop(str(folder)))
+        with replacing(Path(folder) / METADATA) as beside:
+            beside.write_text(text)
+
+    return save_hashed, save_config
 
 
 @functools.cache
 def patch_saving() -> None:
     """Make Megatron's saving use these; once per process."""
+    import megatron.core.dist_checkpointing.serialization as serialization
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem
     import megatron.core.dist_checkpointing.strategies.torch as strategy
 
     # Its synchronous saving warns of a deprecated asynchronous one, as which it is implemented.
     strategy._logged_mcore_async_deprecation = True
     filesystem.get_write_results_queue = results_queue
+    strategy.TorchDistSaveShardedStrategy.save, serialization.save_config = _with_hashes(
+        strategy.TorchDistSaveShardedStrategy.save
+    )
     checkpointing.maybe_msc = WholeTracker(checkpointing.maybe_msc)

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_pulse.integration.checkpoint.checkpoints import (
+from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, read_saved_run
+from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
+    RELEASE,
     CheckpointError,
-    SavedRun,
+    checkpoint_folder,
     complete_checkpoints,
     is_published,
     newest,
-    read_saved_run,
 )
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.flags.arguments import flag_name
@@ -138,6 +139,18 @@ def enter(args: argparse.Namespace, start: Start | None) -> None:
     if start.continued:
         # Flags say what the schedule is from here on (see loading.py).
         args.override_opt_param_scheduler = not args.use_checkpoint_opt_param_scheduler
+
+
+def folders_read(start: Start, args: argparse.Namespace) -> list[Path]:
+    """The checkpoints that Megatron reads: of non-persistent ones a newer one than ``start``."""
+    folder = start.saved.folder
+    if args.non_persistent_ckpt_type is None:
+        return [folder]
+    below = Path(args.non_persistent_global_ckpt_dir or folder.parent / "non_persistent")
+    latest = newest(below)
+    if latest is None or latest == RELEASE or int(latest) < start.saved.iteration:
+        return [folder]
+    return [folder, checkpoint_folder(below)]
 
 
 def finished(start: Start | None, args: argparse.Namespace) -> str | None:

@@ -29,14 +29,10 @@ from megatron_pulse.backbone.published import (
 )
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.files import replacing
-from megatron_pulse.integration.checkpoint.checkpoints import (
-    LATEST,
-    RELEASE,
-    CheckpointError,
-    SavedRun,
-    load_weights,
-)
+from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, load_weights
+from megatron_pulse.integration.checkpoint.folders import LATEST, RELEASE, CheckpointError
 from megatron_pulse.integration.checkpoint.saving import patch_saving
+from megatron_pulse.integration.checkpoint.verify import require_whole
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.megatron.compat import patch_megatron
 from megatron_pulse.integration.megatron.sharded_state import like_parameters
@@ -83,12 +79,13 @@ def load_whole(
 ) -> tuple[Backbone, MegatronStage]:
     """The backbone of a saved run (with other ``options``) as one stage with its weights.
 
-    Raises CheckpointError when they cannot be read, there are no averaged ones, or the options
-    make another model.
+    Raises CheckpointError when they are damaged or cannot be read, there are no averaged ones, or
+    the options make another model.
     """
     if averaged and not saved.has_averages:
         raise CheckpointError(f"{saved.folder} holds no averaged weights: use --raw")
     backbone = saved.load_backbone(options)
+    require_whole(saved.folder)
     stage = whole_stage(backbone)
     load_weights(stage, saved.folder, averaged=averaged)
     return backbone, stage

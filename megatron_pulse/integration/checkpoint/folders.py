@@ -1,0 +1,84 @@
+"""Where checkpoints are below the folder that ``--save`` named, and which is the newest."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.diffusion.published import find_component
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_text
+from megatron_pulse.integration.checkpoint.integrity import METADATA
+
+LATEST = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What Megatron calls a checkpoint without iteration, optimizer and random states."""
+_ITERATION = re.compile(r"[0-9]{1,18}")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message says why and what to do."""
+
+
+def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
+    """The folder of the latest checkpoint (or of ``iteration``) below ``load``."""
+    load = Path(load)
+    if not load.is_dir():
+        raise CheckpointError(f"{load} holds no checkpoint: there is no such folder")
+    complete = complete_checkpoints(load)
+    others = f"; complete are {', '.join(map(str, complete))}" if complete else ""
+    latest = newest(load) if iteration is None else str(iteration)
+    if latest is None and is_published(load):
+        raise CheckpointError(
+            f"{load} holds published weights: 'pulse import --from {load} --to DIR' makes a "
+            "checkpoint of them"
+        )
+    if latest is None:
+        raise CheckpointError(
+            f"{load} holds no checkpoint: there is no {LATEST}{others}; give the folder that "
+            "--save named"
+        )
+    folder = load / (RELEASE if latest == RELEASE else step_folder(int(latest)))
+    if not (folder / METADATA).exists():
+        raise CheckpointError(f"{folder} is not a complete torch_dist checkpoint{others}")
+    return folder
+
+
+def step_folder(iteration: int) -> str:
+    """The name of a step's folder."""
+    return f"iter_{iteration:07d}"
+
+
+def newest(load: str | Path | None) -> str | None:
+    """What ``load`` names as its latest checkpoint, ``release`` or an iteration, if anything.
+
+    Raises CheckpointError if the file that names it says something else.
+    """
+    if load is None or not os.path.lexists(path := Path(load) / LATEST):
+        return None
+    try:
+        latest = read_text(path, FileKind.LATEST).strip()
+    except FileError as error:
+        raise CheckpointError(str(error)) from error
+    if latest != RELEASE and not _ITERATION.fullmatch(latest):
+        raise CheckpointError(f"{path} does not name an iteration: {ascii(latest[:40])}")
+    return latest
+
+
+def is_published(folder: Path) -> bool:
+    """Whether ``folder`` is one of diffusers', a pipeline's or a model's."""
+    if (folder / "model_index.json").is_file():
+        return True
+    try:
+        find_component(folder)
+    except PublishedError:
+        return False
+    return True
+
+
+def complete_checkpoints(load: Path) -> list[int]:
+    """The iterations below ``load`` whose checkpoints were written to the end."""
+    names = (path.parent.name for path in load.glob(f"iter_*/{METADATA}"))
+    return sorted(int(name[5:]) for name in names if _ITERATION.fullmatch(name[5:]))

@@ -1,0 +1,181 @@
+"""Sizes and SHA-256 of a checkpoint's files, which its ``metadata.json`` keeps, and what differs.
+
+They stand in the file that Megatron writes last, so that a checkpoint cannot lose them and still
+look complete. Files are hashed in chunks: many ranks share the work evenly, whatever the number of
+files, and what is read first can be verified without the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_pulse.faults import Faults
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json, read_text
+
+METADATA = "metadata.json"
+"""What is written last into a checkpoint's folder."""
+INDEX = ".metadata"
+"""Which tensor is where."""
+CHUNK_BYTES = 64 << 20
+"""How much is hashed as one."""
+
+_HASHES, _DIGEST = "pulse_files", "pulse_sha256"
+_LEGACY = "common.pt"
+_MEGATRONS = {
+    "sharded_backend",
+    "sharded_backend_version",
+    "common_backend",
+    "common_backend_version",
+}
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileHash:
+    """What a file holds: its bytes, and the SHA-256 of each ``CHUNK_BYTES`` of them."""
+
+    num_bytes: int
+    chunks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The ``index``-th ``CHUNK_BYTES`` of the file ``name``."""
+
+    name: str
+    index: int
+
+
+def hash_written(folder: Path) -> dict[str, FileHash]:
+    """What this job has just written into ``folder`` (collective): each rank hashes its own."""
+    rank = dist.get_rank()
+    mine = sorted(path.name for path in folder.glob(f"__{rank}_*.distcp"))
+    if rank == 0:
+        mine.append(INDEX)
+    told: list[dict[str, FileHash]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, {name: _hash_file(folder / name) for name in mine})
+    return {name: hashed for part in told for name, hashed in sorted(part.items())}
+
+
+def sealed(config: Mapping[str, Any], hashes: Mapping[str, FileHash]) -> str:
+    """The text of ``metadata.json``: Megatron's ``config``, the hashes, and that of both."""
+    files = {
+        name: {"bytes": hashed.num_bytes, "sha256": list(hashed.chunks)}
+        for name, hashed in hashes.items()
+    }
+    record = {**config, _HASHES: {"chunk_bytes": CHUNK_BYTES, "files": files}}
+    digest = hashlib.sha256(_text(record).encode()).hexdigest()
+    return _text({**record, _DIGEST: digest})
+
+
+def read_hashes(folder: Path) -> dict[str, FileHash] | None:
+    """What the checkpoint's files were when it was saved; None of one that was saved without.
+
+    Raises Faults if the file that says it is damaged.
+    """
+    path = folder / METADATA
+    try:
+        record = read_json(path, FileKind.CHECKPOINT)
+        text = read_text(path, FileKind.CHECKPOINT)
+    except FileError as error:
+        raise Faults([str(error)]) from error
+    if record.keys() <= _MEGATRONS:
+        return None
+    config = {name: value for name, value in record.items() if name in _MEGATRONS}
+    try:
+        if record[_HASHES]["chunk_bytes"] != CHUNK_BYTES:
+            raise ValueError
+        hashes = {
+            name: FileHash(hashed["bytes"], tuple(hashed["sha256"]))
+            for name, hashed in record[_HASHES]["files"].items()
+        }
+        if text != sealed(config, hashes):
+            raise ValueError
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise Faults([f"{METADATA}: its content is not what was saved"]) from None
+    return hashes
+
+
+def all_chunks(hashes: Mapping[str, FileHash]) -> list[Chunk]:
+    """Everything that was hashed, in one order on all ranks."""
+    return [
+        Chunk(name, i) for name, hashed in sorted(hashes.items()) for i in range(len(hashed.chunks))
+    ]
+
+
+def chunks_of(name: str, first: int, num_bytes: int) -> list[Chunk]:
+    """Where these bytes of the file ``name`` are."""
+    last = max(first, first + num_bytes - 1)
+    return [Chunk(name, i) for i in range(first // CHUNK_BYTES, last // CHUNK_BYTES + 1)]
+
+
+def find_size_faults(folder: Path, hashes: Mapping[str, FileHash] | None) -> Iterator[str]:
+    """What can be seen without reading: files that are missing, too many, or of another size."""
+    if hashes is None:
+        for path in [folder / INDEX, folder / _LEGACY, *folder.glob("*.distcp")]:
+            if os.path.lexists(path) and not path.is_file():
+                yield f"{path.name}: it is no regular file"
+        return
+    if os.path.lexists(folder / _LEGACY):
+        yield f"{_LEGACY}: it was not saved with the others, and would be read"
+    for name, hashed in hashes.items():
+        try:
+            found = (folder / name).stat()
+        except OSError as error:
+            yield f"{name}: {error.strerror}"
+            continue
+        if not stat.S_ISREG(found.st_mode):
+            yield f"{name}: it is no regular file"
+        elif found.st_size != hashed.num_bytes:
+            yield f"{name}: it has {found.st_size:,} bytes, {hashed.num_bytes:,} were saved"
+
+
+def find_hash_faults(
+    folder: Path, hashes: Mapping[str, FileHash], chunks: Iterable[Chunk]
+) -> Iterator[str]:
+    """Files of which some of these ``chunks`` are others than those saved, each once."""
+    damaged: set[str] = set()
+    for chunk in chunks:
+        hashed = hashes.get(chunk.name)
+        if chunk.name in damaged:
+            continue
+        if hashed is None or _differs(folder, chunk, hashed):
+            damaged.add(chunk.name)
+            yield f"{chunk.name}: its content is not what was saved"
+
+
+def _differs(folder: Path, chunk: Chunk, hashed: FileHash) -> bool:
+    try:
+        return _hash_chunk(folder / chunk.name, chunk.index) != hashed.chunks[chunk.index]
+    except (OSError, IndexError):  # what a disk cannot read; beyond what was saved
+        return True
+
+
+def _hash_file(path: Path) -> FileHash:
+    num_bytes = path.stat().st_size
+    num_chunks = max(1, -(-num_bytes // CHUNK_BYTES))
+    return FileHash(num_bytes, tuple(_hash_chunk(path, i) for i in range(num_chunks)))
+
+
+def _hash_chunk(path: Path, index: int) -> str:
+    digest, left = hashlib.sha256(), CHUNK_BYTES
+    with path.open("rb", buffering=0) as file:
+        file.seek(index * CHUNK_BYTES)
+        while left and (part := file.read(min(left, _READ_BYTES))):
+            digest.update(part)
+            left -= len(part)
+    return digest.hexdigest()
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=1)

@@ -1,0 +1,150 @@
+"""Whether a checkpoint is what was saved, before anything of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint import FileSystemReader
+
+from megatron_pulse.faults import Faults, told
+from megatron_pulse.integration.checkpoint.folders import (
+    CheckpointError,
+    complete_checkpoints,
+    step_folder,
+)
+from megatron_pulse.integration.checkpoint.integrity import (
+    INDEX,
+    Chunk,
+    FileHash,
+    all_chunks,
+    chunks_of,
+    find_hash_faults,
+    find_size_faults,
+    read_hashes,
+)
+from megatron_pulse.integration.checkpoint.unpickling import patch_reading
+
+_COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
+"""What holds the flags of the run."""
+
+
+def require_readable(folder: Path) -> None:
+    """Raise CheckpointError unless sizes are as saved, and so is what holds the run's flags.
+
+    That reads little, so every rank does it alone, before the ranks have met.
+    """
+    patch_reading()
+    try:
+        faults = _first_faults(folder, read_hashes(folder))
+    except Faults as error:
+        faults = error.faults
+    if faults:
+        sound = next(
+            (step for step in _other_steps(folder) if not _size_faults(_sibling(folder, step))),
+            None,
+        )
+        remedy = "" if sound is None else f"step {sound} there has its sizes: {_use(sound)}"
+        raise CheckpointError(told(f"{folder} is damaged", faults, remedy))
+
+
+def require_whole(folder: Path) -> None:
+    """Raise CheckpointError unless every file is as it was saved.
+
+    Collective where ranks have met: each reads its share of the bytes, and all raise alike. The
+    message names the damaged files and the newest other step that is whole. One that was saved
+    without hashes is accepted, and rank 0 says so.
+    """
+    if not (faults := _shared_faults(folder)):
+        if _rank() == 0 and read_hashes(folder) is None:
+            print(
+                f"warning: {folder} was saved without hashes of its files, so whether they are "
+                "damaged cannot be verified",
+                flush=True,
+            )
+        return
+    steps = _gathered(_other_steps(folder))[0]
+    whole = next((step for step in steps if _is_whole(_sibling(folder, step))), None)
+    remedy = "no other step there is whole"
+    if whole is not None:
+        remedy = f"step {whole} there is whole: {_use(whole)}"
+    raise CheckpointError(told(f"{folder} is damaged", faults, remedy))
+
+
+def _use(step: int) -> str:
+    return f"name it (--ckpt-step {step} beside --load in training, --iteration {step} in commands)"
+
+
+def _first_faults(folder: Path, hashes: Mapping[str, FileHash] | None) -> list[str]:
+    faults = list(find_size_faults(folder, hashes))
+    if faults or hashes is None:
+        return faults
+    index = [chunk for chunk in all_chunks(hashes) if chunk.name == INDEX]
+    return list(find_hash_faults(folder, hashes, index)) or list(
+        find_hash_faults(folder, hashes, _common_chunks(folder))
+    )
+
+
+def _common_chunks(folder: Path) -> list[Chunk]:
+    stored = FileSystemReader(folder).read_metadata().storage_data
+    return [
+        chunk
+        for index, place in stored.items()
+        if index.fqn == _COMMON
+        for chunk in chunks_of(place.relative_path, place.offset, place.length)
+    ]
+
+
+def _size_faults(folder: Path) -> list[str]:
+    """What can be seen without reading; one without hashes is not known to be whole."""
+    try:
+        hashes = read_hashes(folder)
+    except Faults as error:
+        return error.faults
+    return ["no hashes"] if hashes is None else list(find_size_faults(folder, hashes))
+
+
+def _shared_faults(folder: Path) -> list[str]:
+    """What is damaged, found by all ranks together (collective) and told to all."""
+    try:
+        hashes = read_hashes(folder)
+        faults = list(find_size_faults(folder, hashes))
+        if not faults and hashes is not None:
+            share = all_chunks(hashes)[_rank() :: _world_size()]
+            faults = list(find_hash_faults(folder, hashes, share))
+    except Faults as error:
+        faults = error.faults
+    return list(dict.fromkeys(fault for part in _gathered(faults) for fault in part))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether it is known that nothing is damaged (collective)."""
+    return not any(_gathered(bool(_size_faults(folder)))) and not _shared_faults(folder)
+
+
+def _other_steps(folder: Path) -> list[int]:
+    """The other steps beside ``folder``, newest first."""
+    steps = reversed(complete_checkpoints(folder.parent))
+    return [step for step in steps if step_folder(step) != folder.name]
+
+
+def _sibling(folder: Path, step: int) -> Path:
+    return folder.parent / step_folder(step)
+
+
+def _gathered[T](value: T) -> list[T]:
+    """What each rank has, in rank order (collective)."""
+    values = [value] * _world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

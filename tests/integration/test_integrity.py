@@ -1,0 +1,201 @@
+"""Damaged checkpoints are refused, whatever the damage, and nothing that they say is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_pulse.integration.checkpoint import integrity
+from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError
+from megatron_pulse.integration.checkpoint.integrity import METADATA
+from megatron_pulse.integration.checkpoint.unpickling import patch_reading
+from megatron_pulse.integration.checkpoint.verify import require_readable, require_whole
+from tests.integration.test_bad_input import refuse
+
+STEP, OTHER = "iter_0000006", "iter_0000003"
+CHANCE = random.Random(20)
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[CHANCE.randrange(len(content))] ^= 1 << CHANCE.randrange(8)
+    file.write_bytes(content)
+
+
+def zero_page(file: Path) -> None:
+    content = file.read_bytes()
+    first = CHANCE.randrange(max(1, len(content) - 4096))
+    file.write_bytes(
+        content[:first] + bytes(len(content[first : first + 4096])) + content[first + 4096 :]
+    )
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, CHANCE.randrange(file.stat().st_size))
+
+
+def append(file: Path) -> None:
+    with file.open("ab") as opened:
+        opened.write(CHANCE.randbytes(CHANCE.randint(1, 5000)))
+
+
+def swap(file: Path) -> None:
+    shutil.copy(file.parent.parent / OTHER / file.name, file)
+
+
+def delete(file: Path) -> None:
+    file.unlink()
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+DAMAGES = [flip, flip, flip, zero_page, cut, append, swap, delete, pipe]
+
+
+def unsealed(folder: Path) -> None:
+    """As it was before hashes were kept."""
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / METADATA).write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("optimizer", ["saved", "sharded"])
+def test_any_damage_of_any_file(
+    optimizer: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is named, and so is the step that is left."""
+    run: Path = request.getfixturevalue(optimizer)
+    names = sorted(file.name for file in (run / STEP).iterdir())
+    assert names == [".metadata", "__0_0.distcp", METADATA]
+    require_readable(run / STEP)
+    require_whole(run / STEP)
+    for name in names:
+        for damage in DAMAGES:
+            copy = Path(shutil.copytree(run, tmp_path / "copy"))
+            damage(copy / STEP / name)
+            with pytest.raises(CheckpointError) as error:
+                require_whole(copy / STEP)
+            said = str(error.value)
+            assert said.startswith(f"{copy / STEP} is damaged"), (name, damage)
+            assert "step 3 there is whole" in said and "--ckpt-step 3" in said
+            assert name in said or (name, damage) == (METADATA, swap)
+            shutil.rmtree(copy)
+
+
+def test_shares_cover_everything(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several ranks each reads its own chunks; together they find damage anywhere."""
+    monkeypatch.setattr(integrity, "CHUNK_BYTES", 4096)
+    folder = copy / STEP
+    hashes = {name: integrity._hash_file(folder / name) for name in (".metadata", "__0_0.distcp")}
+    chunks = integrity.all_chunks(hashes)
+    assert len(chunks) == sum(-(-hashed.num_bytes // 4096) for hashed in hashes.values())
+    flip(folder / "__0_0.distcp")
+    found = [list(integrity.find_hash_faults(folder, hashes, chunks[rank::3])) for rank in range(3)]
+    assert sorted(map(len, found)) == [0, 0, 1]
+    assert integrity.chunks_of("a", 4095, 2) == [integrity.Chunk("a", 0), integrity.Chunk("a", 1)]
+    assert integrity.chunks_of("a", 4096, 0) == [integrity.Chunk("a", 1)]
+
+
+def test_what_is_read_first_is_verified_first(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags are not taken from a damaged file, and a moved step is none."""
+    (copy / STEP / "__0_0.distcp").write_bytes(
+        (copy / STEP / "__0_0.distcp").read_bytes().replace(b"uvit-tiny", b"uvit-tinz")
+    )
+    (fault,) = refuse(monkeypatch, 1, ["--seed", "5", "--load", str(copy)])
+    assert fault.startswith(f"--load: {copy / STEP} is damaged: __0_0.distcp: its content")
+    assert "step 3 there has its sizes" in fault
+    shutil.rmtree(copy / STEP)
+    (copy / OTHER).rename(copy / STEP)
+    with pytest.raises(CheckpointError, match="holds step 3: it was moved there"):
+        read_saved_run(copy)
+
+
+def test_saved_without_hashes(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Read as before, with a line that says what is not known; it is no step to go back to."""
+    unsealed(copy / OTHER)
+    assert read_saved_run(copy, 3).iteration == 3
+    require_whole(copy / OTHER)
+    assert capsys.readouterr().out.count("cannot be verified") == 1
+    flip(copy / STEP / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="no other step there is whole"):
+        require_whole(copy / STEP)
+    pipe(copy / OTHER / "__0_0.distcp")
+    for read in (read_saved_run, lambda folder, step: require_whole(folder / OTHER)):
+        with pytest.raises(CheckpointError, match="__0_0.distcp: it is no regular file"):
+            read(copy, 3)
+
+
+def digits(path: Path) -> None:
+    path.write_text("9" * 5000)
+
+
+def wide_digit(path: Path) -> None:
+    path.write_text("\N{FULLWIDTH DIGIT SIX}")
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (pipe, "it is no regular file"),
+        (directory, "Is a directory"),
+        (digits, "does not name an iteration: '9999"),
+        (wide_digit, "does not name an iteration: '\\uff16'"),
+    ],
+)
+@pytest.mark.parametrize("door", ["--load", "--save", "--pretrained-checkpoint"])
+def test_the_name_of_the_newest(
+    door: str,
+    damage: Callable[[Path], None],
+    reason: str,
+    copy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    damage(copy / LATEST)
+    (fault,) = refuse(monkeypatch, 1, ["--seed", "5", door, str(copy)])
+    assert LATEST in fault and reason in fault and "\n" not in fault
+
+
+class Code:
+    """A pickle that makes a folder when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+def test_no_code_is_run(copy: Path, tmp_path: Path) -> None:
+    """Neither of the index nor of an object, even where there are no hashes."""
+    made = tmp_path / "made"
+    unsealed(copy / STEP)
+    (copy / STEP / ".metadata").write_bytes(pickle.dumps(Code(made)))
+    with pytest.raises(CheckpointError, match="mkdir, which no checkpoint needs"):
+        read_saved_run(copy)
+    patch_reading()
+    dcp.save({"x": Code(made)}, checkpoint_id=str(tmp_path / "objects"), no_dist=True)
+    with pytest.raises(CheckpointException, match="mkdir"):
+        dcp.load({"x": None}, checkpoint_id=str(tmp_path / "objects"), no_dist=True)
+    assert not made.exists()
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=str(tmp_path / "tensors"), no_dist=True)
+    read = {"x": torch.zeros(2)}
+    dcp.load(read, checkpoint_id=str(tmp_path / "tensors"), no_dist=True)
+    assert read["x"].tolist() == [1, 1]
