@@ -109,7 +109,7 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
         if not hasattr(args, name):
             setattr(args, name, value)
     saved = SavedRun(folder, args)
-    if common.get("iteration", saved.iteration) != saved.iteration:
+    if not saved.released and common.get("iteration", saved.iteration) != saved.iteration:
         raise CheckpointError(f"{folder} holds step {common['iteration']}: it was moved there")
     return saved
 
