@@ -61,9 +61,7 @@ def main() -> None:
         with parser_speaks_once(job):
             line, options, given = read_command_line()
         args = line.args
-        with suppress(
-            CheckpointError
-        ):  # it is refused when it is read, with all else that is wrong
+        with suppress(CheckpointError):  # refused below, with all else that is wrong
             found = newest(args.save)
         if options.auto:
             _connect(args, job)
