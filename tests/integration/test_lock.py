@@ -101,7 +101,7 @@ def test_every_rank_is_told(tmp_path: Path, holder: Holder) -> None:
     before = (tmp_path / LOCK).read_text()
     with pytest.raises(RanksFailed) as error:
         run_ranks(2, begin, str(tmp_path))
-    assert error.value.exit_codes == [1, 1]
+    assert error.value.exit_codes == [2, 2]
     assert any(f"process {pid}" in output for output in error.value.outputs)
     assert "Traceback" not in "".join(error.value.outputs)
     assert (tmp_path / LOCK).read_text() == before and len(list(tmp_path.iterdir())) == 1
