@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
 from megatron_pulse.cli.errors import UserError, add_parser
@@ -52,7 +53,11 @@ def run(args: argparse.Namespace) -> None:
     logging.disable(logging.ERROR)  # of the launcher: ranks speak for themselves
     processes._terminate_process_handler = _Orders()
     try:
-        torchrun.run(torchrun.parse_args(args.command_line))
+        line = torchrun.parse_args(args.command_line)
+        is_file = not (line.no_python or line.module or line.run_path)
+        if is_file and not Path(line.training_script).is_file():
+            raise UserError(f"{line.training_script}: there is no such script")
+        torchrun.run(line)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             if failure.exitcode < 0:  # it could not say anything
@@ -62,8 +67,9 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(1)
     except processes.SignalException as told:
         sys.exit(128 + told.sigval)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"the ranks cannot be started: {error}") from error
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:
+        reason = str(error) or "their number must be 1 or more"
+        raise UserError(f"the ranks cannot be started: {reason}") from error
 
 
 class _Orders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -144,6 +145,9 @@ def read_state_dict(path: Path) -> Mapping[str, Tensor]:
     try:
         mapped = zipfile.is_zipfile(path)  # not of files that torch wrote before version 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        fault = "it is no state dict that torch.save wrote, or holds more than tensors"
+        raise PublishedError(f"{path}", [fault]) from error
     except Exception as error:  # torch raises many kinds for a damaged file
         raise PublishedError(f"{path}", [str(error).splitlines()[0]]) from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):

@@ -48,6 +48,33 @@ CASES = {
     ),
     "huge emoji": (["data", "emoji", "--to", "e", "--size", "9000"], ["--size is 9,000; it must"]),
     "endless samples": ([*SAMPLE, "--steps", "10000000"], ["--steps is 10,000,000; it must be"]),
+    "more devices than there are": (
+        ["partition", "--profile", "p.json", "-p", "1000000", "--microbatches", "10000000"],
+        ["--num-devices is 1,000,000; it must be", "--microbatches is 10,000,000; it must be"],
+    ),
+    "endless batches": (
+        ["tune", "--profile", "p.json", "--cluster", "cpu", "--global-batch-size", "1000000000"],
+        ["--global-batch-size is 1,000,000,000; it must be from 1 to 1,000,000"],
+    ),
+    "endless threads": (
+        [
+            "profile",
+            "--backbone",
+            "uvit-tiny",
+            "--threads",
+            "100000",
+            "-o",
+            "p.json",
+            "--micro-batch-size",
+            "1,9999999",
+        ],
+        ["--threads is 100,000; it must be", "--micro-batch-size is 9,999,999; it must be"],
+    ),
+    "nameless export": (["export", "--load", ".", "--to", ""], ["--to . is no name"]),
+    "endless schedule": (
+        ["schedule", "--profile", "p.json", "-p", "2", "-m", "20000"],
+        ["--microbatches is 20,000; it must be from 1 to 4,096"],
+    ),
     "latents of latents": (
         ["data", "write-latents", "--from", "latents:a", "-o", "b", "--batch-size", "0"],
         ["latents already", "--batch-size is 0"],
@@ -183,3 +210,15 @@ def test_a_working_folder_that_is_gone(here: Path) -> None:
     ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, cwd=here)
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr == f"pulse: error: {NO_FOLDER}\n"
+
+
+@pytest.mark.parametrize(
+    ("count", "script", "said"),
+    [
+        ("1", "mine.py", "mine.py: there is no such script"),
+        ("0", __file__, "the ranks cannot be started: their number must be 1 or more"),
+    ],
+)
+def test_ranks_that_cannot_be_started(count: str, script: str, said: str) -> None:
+    status, err = pulse("run", "--nproc-per-node", count, script)
+    assert (status, err) == (2, f"pulse run: error: {said}\n")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import model_specs
+from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.cli.main import main
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from tests.ranks import run_ranks
@@ -385,6 +386,14 @@ def classes(tmp_path):
     model = UNet2DConditionModel(**TINY, num_class_embeds=3, upcast_attention=True)
     model.save_pretrained(tmp_path / "classes")
     return model
+
+
+def test_what_torch_did_not_write_is_no_state_dict(tmp_path):
+    from megatron_pulse.diffusion.published import read_state_dict
+
+    (tmp_path / "model.pth").write_text("{}")
+    with pytest.raises(PublishedError, match="no state dict that torch.save wrote"):
+        read_state_dict(tmp_path / "model.pth")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

@@ -19,7 +19,7 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import table
 from megatron_pulse.faults import unknown
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION
 
 if TYPE_CHECKING:
     from megatron_pulse.profile.devices import Roofline
@@ -118,7 +118,8 @@ def run(args: argparse.Namespace) -> None:
     """Find the costs, write them, list the largest."""
     sizes, faults = _sizes(args.micro_batch_size)
     faults += check_file(args.output, "--output", ".json")
-    faults += out_of(FROM_ONE, args, "top", "threads")
+    faults += out_of(FROM_ONE, args, "top") + out_of(TO_4096, args, "threads")
+    faults += out_of(TO_MILLION, args, micro_batch_size=max(sizes, default=None))
     faults += [*_what_faults(args), *_device_faults(args)]
     require(faults)
     from megatron_pulse.profile.cautions import spread_caution

@@ -15,7 +15,7 @@ from megatron_pulse.cli.errors import (
     out_of,
     require,
 )
-from megatron_pulse.flag_fields import COUNT, PIXELS
+from megatron_pulse.flag_fields import PIXELS, TO_MILLION
 
 if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset
@@ -145,7 +145,7 @@ def _write(
 def _check(args: argparse.Namespace) -> list[str]:
     faults = check_folder(args.output, "--output")
     faults += out_of(PIXELS, args, "image_size")
-    faults += out_of(COUNT, args, "batch_size", "shard_size")
+    faults += out_of(TO_MILLION, args, "batch_size", "shard_size")
     if args.source.startswith("latents:"):
         faults.append(f"--from {args.source}: these are latents already")
     captions = args.source.startswith("captions:")

@@ -21,8 +21,8 @@ from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.diffusion.choice import OF_TRAINING, ProcessChoice
 from megatron_pulse.flag_fields import (
-    COUNT,
     FROM_ZERO,
+    TO_MILLION,
     add_flags,
     read_flags,
 )
@@ -168,7 +168,7 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults = check_file(args.output, "--output", ".png")
     faults += json_faults(args)
     faults += option_faults(args)
-    faults += out_of(COUNT, args, "per_class", "steps", "from_data")
+    faults += out_of(TO_MILLION, args, "per_class", "steps", "from_data")
     faults += out_of(FROM_ZERO, args, "seed", "iteration", "guidance")
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")

@@ -132,7 +132,7 @@ def run_import(args: argparse.Namespace) -> None:
 def run_export(args: argparse.Namespace) -> None:
     """Load, convert, write."""
     faults = out_of(FROM_ZERO, args, "iteration")
-    require([*faults, *_check_new(args.to), *_check_beside(args.to)])
+    require([*faults, *(_check_new(args.to) or _check_beside(args.to))])
     prepare_megatron()
     import torch
 
@@ -215,6 +215,8 @@ def _open_file(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tensor]
 
 
 def _check_new(path: Path) -> list[str]:
+    if not path.name:
+        return [f"--to {path} is no name: name a new file or folder"]
     if path.is_dir() and any(path.iterdir()):
         return [f"--to {path} is a folder with something in it: name a new one"]
     if path.is_file():

@@ -20,7 +20,7 @@ from megatron_pulse.cli.errors import (
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults, write
 from megatron_pulse.faults import unknown
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, FROM_ZERO
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import Placement
@@ -237,9 +237,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.layout.layouts import best_known, modes
     from megatron_pulse.profile.devices import PRESETS
 
-    faults = out_of(
-        FROM_ONE, args, "num_devices", "micro_batch_size", "microbatches", "data_parallel"
-    )
+    faults = out_of(TO_4096, args, "num_devices")
+    faults += out_of(TO_MILLION, args, "micro_batch_size", "microbatches", "data_parallel")
     faults += no_file(profile=args.profile, from_table=args.from_table)
     if args.from_table is None and args.preset is not None:
         faults.append("--preset is for --from-table; a profile knows its device")

@@ -22,7 +22,7 @@ from megatron_pulse.cli.errors import (
     require,
 )
 from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, write
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, FROM_ZERO
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import Task
@@ -287,7 +287,8 @@ def _cap(text: str) -> float:
 def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.layout.placement import PLACEMENTS
 
-    faults = out_of(FROM_ONE, args, "num_devices", "microbatches", "waves", "micro_batch_size")
+    faults = out_of(TO_4096, args, "num_devices", "microbatches", "waves")
+    faults += out_of(TO_MILLION, args, "micro_batch_size")
     faults += no_file(profile=args.profile, times=args.times, schedule=args.schedule)
     if args.times is not None:
         for flag, value, instead in (

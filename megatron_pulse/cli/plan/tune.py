@@ -18,7 +18,7 @@ from megatron_pulse.cli.errors import (
     warn,
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE
+from megatron_pulse.flag_fields import ABOVE_ZERO, TO_MILLION
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -255,7 +255,7 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
 def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.layout.layouts import LAYOUTS
 
-    faults = out_of(FROM_ONE, args, "global_batch_size", "top")
+    faults = out_of(TO_MILLION, args, "global_batch_size", "top")
     for name in ("pipeline", "tensor", "micro_batch_size"):
         try:
             _numbers(getattr(args, name))
