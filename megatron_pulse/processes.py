@@ -25,6 +25,20 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number))
 
 
+def parent_has_ended(pid: int) -> bool:
+    """Whether ``pid``, which started this process, has ended, or has begun to.
+
+    Its first thread, at whose end the kernel speaks, may be gone well before the last.
+    """
+    if os.getppid() != pid:
+        return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "ZX"
+
+
 def ending_with_us(command: Sequence[str]) -> list[str]:
     """``command`` in a process that is killed when this one ends, by SIGKILL too."""
     return [sys.executable, "-P", "-S", str(Path(__file__)), str(os.getpid()), *command]

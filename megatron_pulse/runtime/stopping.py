@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron_pulse.processes import end_with_parent
+from megatron_pulse.processes import end_with_parent, parent_has_ended
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -38,7 +38,7 @@ class StopSignals:
     @property
     def is_orphan(self) -> bool:
         """Told to stop by the kernel: who started this process has ended (``end_with_parent``)."""
-        return self.told is signal.SIGTERM and os.getppid() != self._parent
+        return self.told is signal.SIGTERM and parent_has_ended(self._parent)
 
     def listen(self) -> None:
         """Note signals from now on; processes that this one forks do not inherit that."""
