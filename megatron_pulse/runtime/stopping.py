@@ -26,7 +26,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.told: signal.Signals | None = None
-        self._parent = os.getppid()
+        self._parent: int | None = None
         self.is_leaving = False
         """All ranks have agreed to end: who is gone by now has not failed."""
         self._leave: Callable[[signal.Signals], None] | None = None
@@ -38,13 +38,16 @@ class StopSignals:
     @property
     def is_orphan(self) -> bool:
         """Told to stop by the kernel: who started this process has ended (``end_with_parent``)."""
-        return self.told is signal.SIGTERM and parent_has_ended(self._parent)
+        if self._parent is None or self.told is not signal.SIGTERM:
+            return False
+        return parent_has_ended(self._parent)
 
     def listen(self) -> None:
         """Note signals from now on; processes that this one forks do not inherit that."""
         if self._is_listening:
             return
         self._is_listening = True
+        self._parent = os.getppid()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
