@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 from tests.runtime.equality import Case, differences, merge, plan_of, references, split
 from tests.runtime.tiny import FAMILIES, backbone, run_cases
 
-P, STEPS = 2, 2
+P, STEPS = 2, 6
 CASES: list[tuple[Case, int | None]] = [
     (Case("fold", 5, dtype="float32"), None),
     (Case("fold", 3, dtype="bfloat16", recompute=True), None),
