@@ -27,9 +27,9 @@ from megatron_pulse.planner.schedule.ilp.time_indexed import shortest
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.schedule.search.synthesize import BOUND_WORK, LONG_S, synthesize
 from megatron_pulse.planner.schedule.search.template import faults, steady_peak
-from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.planner.schedule.solve import CONSTRUCTIVE_SHARE, solve
 from tests.planner.exact import optimum
 from tests.planner.paper import paper_model, paper_schedule
 from tests.planner.strategies import equal, problems
@@ -292,6 +292,7 @@ def test_any_problem_has_a_valid_answer(problem: ScheduleProblem) -> None:
     found = solve(problem, 2)
     assert faults_for(problem, found.schedule) == []
     made = found.certificate
-    quick = lower_bound(problem, work=0.0)  # two seconds leave the rest of it little work, or none
-    assert made.lower_bound >= quick * (1 - 1e-9)
+    # The work that a constructive search of its least share of two seconds gives to the bound
+    work = BOUND_WORK * 2 * min(CONSTRUCTIVE_SHARE.values()) / LONG_S
+    assert made.lower_bound >= lower_bound(problem, work) * (1 - 1e-9)
     assert made.lower_bound <= made.makespan == run(problem, found.schedule).makespan
