@@ -17,7 +17,8 @@ from megatron_pulse.planner.layout.placement import (
 )
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
-from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.fillers import fill
+from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound, replay
@@ -59,6 +60,18 @@ def test_sharing_links_never_shortens_a_step(
         assert shared.timeline.makespan == pytest.approx(alone)
     assert set(shared.timeline.end) == {op for order in schedule.order for op in order}
     assert sum(shared.sending_s) == pytest.approx(2 * count * sum(e.seconds for e in edges))
+
+
+@pytest.mark.parametrize("kind", [fold(2), sequential(2)])
+def test_fillers_take_their_own_times_on_their_own_device(kind: Placement) -> None:
+    """Two fillers, numbered as stages are, of slices that no stage's operation lasts."""
+    problem = problem_of(kind, 3)
+    fillers = (Filler("a", (0.25, 7.0), (1,)), Filler("b", (0.5,), (0,)))
+    schedule = fill(problem, gpipe(kind, 3), fillers)
+    alone, shared = run(problem, schedule), replay(problem, schedule, chain_edges(kind, 0.0))
+    assert shared.timeline.start == alone.start and shared.timeline.end == alone.end
+    assert shared.timeline.busy == alone.busy
+    assert sum(alone.busy) == pytest.approx(3 * 3 * kind.num_stages + 7.75)
 
 
 def test_a_slow_link_decides() -> None:

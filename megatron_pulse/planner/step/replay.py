@@ -16,7 +16,7 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.schedule.check.simulate import DeadlockError, Timeline, dependency
+from megatron_pulse.planner.schedule.check.simulate import DeadlockError, Timeline, dependency, durations
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
@@ -92,7 +92,7 @@ def link_bound(problem: ScheduleProblem, edges: Sequence[Edge]) -> float:
 def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> Replay:
     """Run ``schedule`` with ``problem``'s durations and these messages (not its link times).
 
-    Raises DeadlockError when devices wait for each other.
+    Fillers take the times that the schedule gives. Raises DeadlockError when devices wait for each other.
     """
     return _Run(problem, schedule, edges).run()
 
@@ -107,8 +107,10 @@ class _Message:
 
 class _Run:
     def __init__(self, problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> None:
-        self.problem, self.schedule = problem, schedule
+        self.schedule = schedule
         self.home = problem.placement.device_of_stage
+        self.duration = durations(problem, schedule)
+        self.device_of = {op: d for d, order in enumerate(schedule.order) for op in order}
         self.forward: dict[int, list[Edge]] = {}
         self.backward: dict[int, list[Edge]] = {}
         for edge in edges:
@@ -155,13 +157,10 @@ class _Run:
         if left:
             raise DeadlockError(f"{self.schedule.name}: deadlock: {'; '.join(left)}")
         makespan = max(self.end.values(), default=0.0)
-        busy = tuple(sum(map(self._duration, order)) for order in self.schedule.order)
+        busy = tuple(sum(map(self.duration, order)) for order in self.schedule.order)
         bubble = tuple(makespan - b for b in busy)
         timeline = Timeline(self.schedule, self.start, self.end, makespan, busy, bubble)
         return Replay(timeline, tuple(self.sending_s), tuple(self.transfers))
-
-    def _duration(self, op: Operation) -> float:
-        return self.problem.duration(op.kind, op.stage)
 
     def _push(self, time: float, event: Operation | _Message) -> None:
         self.count += 1
@@ -184,10 +183,10 @@ class _Run:
                 return  # nothing to send between the two, but the one must have run
         self.computing[device] = True
         self.start[op] = now
-        self._push(now + self._duration(op), op)
+        self._push(now + self.duration(op), op)
 
     def _finish(self, op: Operation, now: float) -> None:
-        device = self.home[op.stage]
+        device = self.device_of[op]
         self.end[op] = now
         self.computing[device] = False
         self.position[device] += 1

@@ -112,6 +112,17 @@ def waiting(schedule: Schedule, needs: Callable[[Operation], Iterable[Operation]
     return [Waiting(d, op, tuple(r for r in needs(op) if r not in end)) for d, op in stuck]
 
 
+def durations(problem: ScheduleProblem, schedule: Schedule) -> Callable[[Operation], float]:
+    """How long an operation of ``schedule`` takes: ``problem``'s times, or those of its filler."""
+
+    def duration(operation: Operation) -> float:
+        if operation.kind is Kind.FILLER:
+            return schedule.fillers[operation.stage].slice_seconds[operation.microbatch]
+        return problem.duration(operation.kind, operation.stage)
+
+    return duration
+
+
 def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
     """Run the schedule's orders as early as data and devices allow, with ``problem``'s times.
 
@@ -124,10 +135,7 @@ def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
             f"gradients"
         )
 
-    def duration(operation: Operation) -> float:
-        if operation.kind is Kind.FILLER:
-            return schedule.fillers[operation.stage].slice_seconds[operation.microbatch]
-        return problem.duration(operation.kind, operation.stage)
+    duration = durations(problem, schedule)
 
     def lag(source: Operation, operation: Operation) -> float:
         return problem.lag(source.stage, operation.stage)
