@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,14 @@ def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_refuses(here: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str) -> None:
     assert main(f"{ASKED} {flags} {FAST}".split()) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_profile(replace(profile(random.Random(0), 12, 5), device="NVIDIA L40S"), "p.json")
+    save_cluster(replace(cluster(), device="p.json"), "c.yaml")
+    assert main(f"{ASKED} {FAST} -o plan.json".split()) == 2
+    assert "devices (NVIDIA L40S) reaches is not known" in capsys.readouterr().err
+    assert not (here / "plan.json").exists()
 
 
 def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from datetime import timedelta
 
 import numpy as np
@@ -21,15 +22,18 @@ def probe_here(nodes: list[Node], max_bytes: int, planned_device: str | None = "
     import torch
     import torch.distributed as dist
 
-    from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
+    from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 
     if nodes:
         each = int(os.environ["WORLD_SIZE"]) // len(nodes)
         nodes[int(os.environ["RANK"]) // each].enter()
         os.environ["MASTER_ADDR"] = nodes[0].address
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    asked = ProbeSettings("here", torch.device("cpu"), max_bytes, 30.0, planned_device)
     try:
-        return probe(ProbeSettings("here", torch.device("cpu"), max_bytes, 30.0, planned_device))
+        if os.environ["WORLD_SIZE"] == "1":
+            print("alone:", *probe_device(asked))
+        return probe(asked)
     finally:
         dist.destroy_process_group()
 
@@ -80,8 +84,11 @@ def test_two_ranks_of_this_machine() -> None:
 
 def test_one_rank_is_told_to_start_more() -> None:
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(1, probe_here, [], 2**20)
-    assert "a link has two ends: start 2 ranks or more" in failed.value.outputs[0]
+        run_ranks(1, probe_here, [], 2**20, None)
+    said = failed.value.outputs[0]
+    assert "a link has two ends: start 2 ranks or more" in said
+    measured = re.search(r"alone: (\S+) DeviceFigures\(tflops=(\S+), bandwidth_gbs=(\S+)\)", said)
+    assert measured and all(float(figure) > 0 for figure in measured.groups())
 
 
 @pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "available")

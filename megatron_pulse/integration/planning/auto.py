@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, load_plan, save_plan
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -21,7 +21,7 @@ from megatron_pulse.planner.tune.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
-from megatron_pulse.runtime.measure.probe import ProbeSettings, probe
+from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 from model_specs import load_backbone, load_recorded
 
 SIZES = (1, 4)
@@ -77,14 +77,13 @@ def _cluster(args: argparse.Namespace) -> Cluster | None:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     timeout_s = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
+    settings = ProbeSettings("this job", device, timeout_s=timeout_s)
     if dist.get_world_size() > 1:
-        probed = probe(ProbeSettings("this job", device, timeout_s=timeout_s))
+        probed = probe(settings)
         return None if probed is None else probed.cluster
     alone = ClusterLink("loopback", 1.0, 0.0, Shared.DEVICE)  # one device sends nothing
-    memory = 16e9
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    return Cluster("this job", 1, 1, memory / 1e9, DeviceFigures(1.0, 10.0), alone)
+    memory_gb, figures = probe_device(settings)
+    return Cluster(settings.name, 1, 1, memory_gb, figures, alone)
 
 
 def _tune(

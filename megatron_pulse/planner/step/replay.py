@@ -16,7 +16,12 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.schedule.check.simulate import DeadlockError, Timeline, dependency, durations
+from megatron_pulse.planner.schedule.check.simulate import (
+    DeadlockError,
+    Timeline,
+    dependency,
+    durations,
+)
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
@@ -92,7 +97,8 @@ def link_bound(problem: ScheduleProblem, edges: Sequence[Edge]) -> float:
 def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> Replay:
     """Run ``schedule`` with ``problem``'s durations and these messages (not its link times).
 
-    Fillers take the times that the schedule gives. Raises DeadlockError when devices wait for each other.
+    Fillers take the times that the schedule gives. Raises DeadlockError when devices wait for
+    each other.
     """
     return _Run(problem, schedule, edges).run()
 

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts, running_sum
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_gradients
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.stages import Chain, Stages
+from megatron_pulse.profile.devices import known_device
+from megatron_pulse.profile.profile import Profile
 
 GRADIENT_BYTES: Mapping[str, int] = {"bfloat16": 4, "float16": 2, "float32": 4}
 """Bytes of a gradient as Megatron sums it over replicas."""
@@ -24,11 +27,43 @@ OPTIMIZER_BYTES = 30
 """Bytes that Adam reads and writes for a parameter: gradient, copy and both moments in fp32."""
 
 CPU_BYTES_PER_S = 10e9
-"""Of memory, roughly, where the cluster does not say what its devices reach."""
+"""Of a CPU's memory, roughly, where the cluster does not say what its devices reach."""
+
+
+def memory_bytes_per_s(profile: Profile, cluster: Cluster) -> float:
+    """What the cluster's devices read and write in a second, by their peak.
+
+    Of a cluster whose device is a measured profile it is that of the GPU, or the CPU, that
+    ``profile`` is of. Raises ClusterError where that is a GPU whose peak is not known.
+    """
+    known = cluster.peaks or known_device(profile.device)
+    if known is not None:
+        return known.bytes_per_s
+    if profile.threads or profile.device.startswith("CPU"):
+        return CPU_BYTES_PER_S
+    raise ClusterError(
+        f"cluster {cluster.name!r}: what the memory of its devices ({profile.device}) reaches is "
+        "not known, and the optimizer's time depends on it: give the cluster's file "
+        "'device: {tflops: X, bandwidth_gbs: Y}', the peaks of that device and of its memory"
+    )
 
 
 class Estimator(Chain):
-    """A chain whose configs are bounded and estimated, without and with their partition."""
+    """A chain whose configs are bounded and estimated, without and with their partition.
+
+    Raises ClusterError where the optimizer's time is not known.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        global_batch_size: int,
+        sequence_parallel: bool = False,
+        num_heads: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(profile, cluster, global_batch_size, sequence_parallel, num_heads)
+        self.memory_bytes_per_s = memory_bytes_per_s(profile, cluster)
 
     def quick_bound(self, config: Config) -> float:
         """No step of the config is shorter: all work, spread evenly, and the optimizer.
@@ -128,10 +163,8 @@ class Estimator(Chain):
 
     def optimizer_s(self, config: Config, parameters: float) -> float:
         """Seconds of Adam over the ``parameters`` of a rank."""
-        peaks = self.cluster.peaks
-        rate = peaks.bytes_per_s if peaks is not None else CPU_BYTES_PER_S
         parts = config.data if config.distributed_optimizer else 1
-        return parameters * OPTIMIZER_BYTES / parts / rate
+        return parameters * OPTIMIZER_BYTES / parts / self.memory_bytes_per_s
 
     def _about(self, config: Config, work: float, delay: float, held: float) -> float:
         # Microbatches' worth of idling per further device, of equal stages with fused backwards.

@@ -74,9 +74,21 @@ def probe(
     Raises PulseError if nodes hold different numbers of ranks or ranks do not fill node after node,
     if there is one rank only, or if a wait outlasts the process group's time limit.
     """
+    return _measured(settings, lambda prober: prober.run(progress))
+
+
+def probe_device(settings: ProbeSettings) -> tuple[float, str | DeviceFigures]:
+    """Memory of the smallest device in GB, and a preset or the slowest's figures; on all ranks.
+
+    Raises PulseError as ``probe`` does.
+    """
+    return _measured(settings, lambda prober: prober.device(prober.layout()[1]))
+
+
+def _measured[T](settings: ProbeSettings, measure: Callable[[_Prober], T]) -> T:
     prober = _Prober(settings)
     try:
-        return prober.run(progress)
+        return measure(prober)
     except PulseError:
         raise
     except (RuntimeError, ValueError) as error:  # torch.distributed's errors are RuntimeErrors
@@ -94,9 +106,9 @@ class _Prober:
     def run(self, progress: Callable[[str], None]) -> Probed | None:
         if self.world < 2:
             raise PulseError("a link has two ends: start 2 ranks or more")
-        nodes, each = self._layout()
+        nodes, each = self.layout()
         progress("devices")
-        memory_gb, device = self._device(each)
+        memory_gb, device = self.device(each)
         progress("pairs inside a node")
         pairs = [self.meter.pair(0, b) for b in sorted({1, each - 1}) if 0 < b < each]
         progress("pairs between nodes")
@@ -126,7 +138,7 @@ class _Prober:
             return None
         return Probed(cluster, (*pairs, *across), streams, groups, dist.get_backend())
 
-    def _layout(self) -> tuple[int, int]:
+    def layout(self) -> tuple[int, int]:
         """Nodes and ranks on each; a node is a host name with its own network interfaces."""
         places = self.meter.gather((socket.gethostname(), _network_namespace()))
         order = list(dict.fromkeys(places))
@@ -179,7 +191,7 @@ class _Prober:
         by_links, latency = (cluster.allreduce_s(count, ranks) for count in (num_bytes, 1e-9))
         return GroupTimes(ranks, num_bytes, measured, by_links, latency)
 
-    def _device(self, each: int) -> tuple[float, str | DeviceFigures]:
+    def device(self, each: int) -> tuple[float, str | DeviceFigures]:
         """Memory of the smallest device, and a preset or the figures of the slowest."""
         device = self.settings.device
         if self.cuda:
