@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from tqdm import tqdm
 
@@ -111,6 +110,8 @@ def _check(
 
 
 def _scheduler(process: DiffusionProcess, num_steps: int, clip: float | None) -> Any:
+    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+
     settings = sampling_settings(process)
     if process.objective == Objective.FLOW:
         euler = FlowMatchEulerDiscreteScheduler(

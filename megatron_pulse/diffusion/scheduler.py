@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import diffusers
-
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.choice import DynamicShift, Objective, ProcessChoice, TimestepDensity
 from megatron_pulse.diffusion.chosen import chosen_process
@@ -174,6 +172,8 @@ def process_of_scheduler(
 @cache
 def defaults_of(name: str) -> Mapping[str, Any]:
     """The settings that a scheduler's class takes, and their defaults."""
+    import diffusers
+
     parameters = inspect.signature(getattr(diffusers, name).__init__).parameters
     return {
         key: parameter.default

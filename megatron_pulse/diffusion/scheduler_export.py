@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import diffusers
-
 from megatron_pulse.diffusion.choice import DynamicShift, Objective, TimestepDensity
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.scheduler import DYNAMIC, OF_FLOW, OURS, defaults_of, settings_of
@@ -41,6 +39,8 @@ def scheduler_of_process(process: DiffusionProcess, clip: bool) -> dict[str, Any
         wanted = {k: value for k, value in wanted.items() if k in takes and said[k] != value}
         if wanted.get("rescale_betas_zero_snr"):
             wanted["timestep_spacing"] = "trailing"  # any other never sees the last timestep
+    import diffusers
+
     config = {**base, **wanted, "_diffusers_version": diffusers.__version__}
     config.pop(OURS, None)
     drawn = (process.density, process.logit_mean, process.logit_std)

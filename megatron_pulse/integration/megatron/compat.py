@@ -257,3 +257,5 @@ def patch_megatron() -> None:
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )
+    # It compiles kernels of language models, which torch.compile does not do here, by running them.
+    training.set_jit_fusion_options = lambda tp_size=None: None
