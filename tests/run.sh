@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv where needed, then runs every check: ruff, mypy, and all tests, two files at a time.
+# Sets up .venv where needed, then runs every check: ruff, mypy, and all tests, three files at a
+# time: on two cores one waits for its processes while two compute.
 # Arguments go to pytest: bash tests/run.sh tests/planner -k fold
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +14,7 @@ trap 'rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 & # beside the first tests, which wait for processes that start
 mypy=$!
 failed=0
-.venv/bin/python -m pytest --numprocesses 2 --dist loadfile \
+.venv/bin/python -m pytest --numprocesses 3 --dist loadfile \
     --no-loadscope-reorder "$@" || failed=$?
 wait "$mypy" || failed=1
 cat "$types"
