@@ -20,6 +20,10 @@ _COUNT = re.compile(r" \((\d+) faults\):$", re.MULTILINE)
 _PARTICULAR = re.compile(r"'[^']*'|\"[^\"]*\"|[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 
 
+class UserError(ValueError):
+    """What a user can mend; the message says what is wrong and what to do."""
+
+
 class Faults(ValueError):
     """Several faults that have no more in common than that they were found together."""
 

@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_pulse.faults import Faults, faults_in, told
+from megatron_pulse.faults import Faults, UserError, faults_in, told
 from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.letters import NO_LETTER
 
@@ -36,7 +36,7 @@ _MAX_KEY = 1000
 _MAX_TEXT = 1 << 20
 
 
-class FileError(ValueError):
+class FileError(UserError):
     """A file that cannot be read as what it should be; the message names it and says why."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_pulse.faults import told
+from megatron_pulse.faults import UserError, told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,7 +157,7 @@ class Published:
     ignored: tuple[str, ...] = ()
 
 
-class PublishedError(ValueError):
+class PublishedError(UserError):
     """Weights that are not those of the backbone; ``faults`` lists every reason."""
 
     def __init__(self, what: str, faults: list[str]) -> None:

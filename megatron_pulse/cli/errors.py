@@ -9,12 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_pulse.faults import all_of
+from megatron_pulse.faults import UserError, all_of
 from megatron_pulse.flag_fields import Range
-
-
-class UserError(Exception):
-    """A command that cannot do what it was asked to; the message says why and what to do."""
 
 
 def require(faults: Sequence[str]) -> None:

@@ -6,9 +6,9 @@ import argparse
 from collections import Counter
 from dataclasses import asdict
 
-from megatron_pulse.cli.errors import UserError, add_parser
+from megatron_pulse.cli.errors import add_parser
 from megatron_pulse.cli.output import add_json, answer, table
-from megatron_pulse.faults import unknown
+from megatron_pulse.faults import UserError, unknown
 from megatron_pulse.integration.flags.table import Flag, Standing, load_table
 
 _DESCRIPTION = """\

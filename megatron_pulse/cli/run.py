@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from megatron_pulse.cli.errors import UserError, add_parser
+from megatron_pulse.cli.errors import add_parser
+from megatron_pulse.faults import UserError
 
 _DESCRIPTION = """\
 Starts ranks as torchrun does, with torchrun's flags, and ends better: what a rank said stays the

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.diffusion.noise import Stream, philox
-from megatron_pulse.faults import told
+from megatron_pulse.faults import UserError, told
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Data that cannot be used; ``faults`` lists every reason, the message says what to do."""
 
     def __init__(self, what: str, faults: Sequence[str], remedy: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_pulse.faults import told
+from megatron_pulse.faults import UserError, told
 
 
-class AutoencoderError(ValueError):
+class AutoencoderError(UserError):
     """A folder that is no usable AutoencoderKL."""
 
 

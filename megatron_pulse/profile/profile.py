@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import Any
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
-from megatron_pulse.faults import told
+from megatron_pulse.faults import UserError, told
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 
 SPREAD = 0.3
@@ -31,7 +31,7 @@ _MOST = 1e15  # seconds, bytes and parameters; sums and products of such stay fa
 _MOST_SAMPLES = 1_000_000
 
 
-class ProfileError(ValueError):
+class ProfileError(UserError):
     """A profile that cannot be made, read or believed; the message lists why."""
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, mending, require, warn
+from megatron_pulse.cli.errors import add_parser, check_file, require, warn
 from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, overwritten
 
 if TYPE_CHECKING:
@@ -60,15 +60,12 @@ def run(args: argparse.Namespace) -> None:
     if args.write_profile is not None:
         from megatron_pulse.planner.observe.compare import measured_problem
         from megatron_pulse.planner.observe.measured import rescale
-        from megatron_pulse.planner.observe.trace import TraceError
         from megatron_pulse.profile.files import load_profile, save_profile
-        from megatron_pulse.profile.profile import ProfileError
 
-        with mending(ProfileError, TraceError):
-            profile = load_profile(args.profile)
-            measured = measured_problem(compared.plan.problem, compared.trace)
-            scaled = rescale(profile, compared.plan, measured)
-            save_profile(scaled, args.write_profile)
+        profile = load_profile(args.profile)
+        measured = measured_problem(compared.plan.problem, compared.trace)
+        scaled = rescale(profile, compared.plan, measured)
+        save_profile(scaled, args.write_profile)
         wrote.append(f"profile with the measured times written to {args.write_profile}")
     if args.output is not None:
         wrote.append(write_drawing(compared, args.output))
@@ -78,16 +75,15 @@ def run(args: argparse.Namespace) -> None:
 def _compared(args: argparse.Namespace) -> Compared:
     from megatron_pulse.cli.measure.compare_report import Compared
     from megatron_pulse.planner.observe.compare import compare, doubts, mismatches
-    from megatron_pulse.planner.observe.trace import TraceError, load_trace
-    from megatron_pulse.planner.plan_file.plan_file import PlanFileError, load_plan
+    from megatron_pulse.planner.observe.trace import load_trace
+    from megatron_pulse.planner.plan_file.plan_file import load_plan
 
     path = args.trace / "trace.json" if args.trace.is_dir() else args.trace
-    with mending(PlanFileError, TraceError):
-        plan, trace = load_plan(args.plan), load_trace(path)
-        require([f"{path}: {fault}" for fault in mismatches(plan, trace)])
-        warn(*doubts(plan, trace))
-        replayed = plan.replay()
-        return Compared(plan, trace, replayed, compare(replayed.timeline, trace))
+    plan, trace = load_plan(args.plan), load_trace(path)
+    require([f"{path}: {fault}" for fault in mismatches(plan, trace)])
+    warn(*doubts(plan, trace))
+    replayed = plan.replay()
+    return Compared(plan, trace, replayed, compare(replayed.timeline, trace))
 
 
 def _faults(args: argparse.Namespace) -> list[str]:

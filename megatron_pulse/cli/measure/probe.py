@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import (
-    UserError,
     add_parser,
     check_file,
     mending,
@@ -22,6 +21,7 @@ from megatron_pulse.cli.errors import (
     require,
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults
+from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import ABOVE_ZERO
 
 if TYPE_CHECKING:

@@ -124,9 +124,8 @@ def run(args: argparse.Namespace) -> None:
     require(faults)
     from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import save_profile
-    from megatron_pulse.profile.profile import ProfileError
 
-    with mending(ProfileError, ValueError):
+    with mending(ValueError):
         make = _from_table if args.from_table else _from_backbone
         profile = make(args, sizes)
     save_profile(profile, args.output)

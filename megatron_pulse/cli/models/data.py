@@ -69,9 +69,8 @@ def run_info(args: argparse.Namespace) -> None:
     """Open the dataset as training does and print what it holds."""
     require(out_of(PIXELS, args, "image_size"))
     from megatron_pulse.data.build import open_dataset
-    from megatron_pulse.data.dataset import DataError
 
-    with mending(DataError, OSError):
+    with mending(OSError):
         train, validation = open_dataset(
             args.spec, args.image_size, args.channels, verify=args.verify
         )

@@ -44,10 +44,9 @@ def run(args: argparse.Namespace) -> None:
     """Render them all."""
     faults = out_of(PIXELS, args, "size") + out_of(FROM_ONE, args, "limit")
     require(faults + check_folder(args.to.parent, "--to"))
-    from megatron_pulse.data.dataset import DataError
     from megatron_pulse.data.images.emoji import FONT, render_emoji
 
-    with mending(DataError, OSError):
+    with mending(OSError):
         count = render_emoji(
             args.to, args.size, args.font or FONT, args.limit, progress=sys.stderr.isatty()
         )

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import (
-    UserError,
     add_parser,
     check_folder,
     mending,
     out_of,
     require,
 )
+from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import PIXELS, TO_MILLION
 
 if TYPE_CHECKING:
@@ -71,11 +71,10 @@ def run(args: argparse.Namespace) -> None:
     """Encode what is not yet in the folder."""
     require(_check(args))
     from megatron_pulse.data.build import open_dataset
-    from megatron_pulse.data.dataset import DataError
     from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC
     from megatron_pulse.data.latents.folder import LatentLayout, LatentType, LatentWriter
 
-    with mending(DataError, OSError):
+    with mending(OSError):
         dataset, _ = open_dataset(
             args.source,
             args.image_size,
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         shard_size=args.shard_size,
         source=_source(args, dataset, autoencoder),
     )
-    with mending(DataError, OSError):
+    with mending(OSError):
         writer = LatentWriter(args.output, layout, dataset.null_conditioning())
         if writer.complete:
             print(f"{args.output} is already complete: {writer.num_written} samples")
@@ -193,10 +192,9 @@ def _wanted(args: argparse.Namespace) -> Wanted | None:
 def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencoder | None:
     if vae is None:
         return None
-    from megatron_pulse.diffusion.autoencoder import Autoencoder, AutoencoderError
+    from megatron_pulse.diffusion.autoencoder import Autoencoder
 
-    with mending(AutoencoderError):
-        autoencoder = Autoencoder(vae)
+    autoencoder = Autoencoder(vae)
     channels, height, _ = dataset.image_shape
     faults = []
     if channels != autoencoder.in_channels:

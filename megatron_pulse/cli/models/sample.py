@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
 from megatron_pulse.cli.errors import (
-    UserError,
     add_parser,
     check_file,
     mending,
@@ -20,6 +19,7 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.diffusion.choice import OF_TRAINING, ProcessChoice
+from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import (
     FROM_ZERO,
     TO_MILLION,
@@ -258,10 +258,9 @@ def _check_model(args: argparse.Namespace, model: TrainedModel, rows: list[Any])
 def _decoder(vae: Path | None, model: TrainedModel) -> Any:
     if vae is None:
         return lambda latents: latents
-    from megatron_pulse.diffusion.autoencoder import Autoencoder, AutoencoderError
+    from megatron_pulse.diffusion.autoencoder import Autoencoder
 
-    with mending(AutoencoderError):
-        autoencoder = Autoencoder(vae)
+    autoencoder = Autoencoder(vae)
     channels, wanted = model.backbone.input_spec.shape[0], autoencoder.latent_channels
     if channels != wanted:
         raise UserError(f"--vae {vae} decodes {wanted} channels, the model makes {channels}")

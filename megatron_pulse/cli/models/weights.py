@@ -16,7 +16,6 @@ from megatron_pulse.cli.backbone_flags import (
     options_of,
 )
 from megatron_pulse.cli.errors import (
-    UserError,
     add_parser,
     check_folder,
     mending,
@@ -25,6 +24,7 @@ from megatron_pulse.cli.errors import (
 )
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.diffusion.choice import ProcessChoice
+from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import FROM_ZERO, add_flags, read_flags
 
 if TYPE_CHECKING:
@@ -109,12 +109,10 @@ def run_import(args: argparse.Namespace) -> None:
     """Read, compare, write."""
     require([*_check_new(args.to), *_check_source(args)])
     prepare_megatron()
-    from megatron_pulse.backbone.published import PublishedError
     from megatron_pulse.diffusion.scheduler import read_process
-    from megatron_pulse.integration.checkpoint.folders import CheckpointError
     from megatron_pulse.integration.checkpoint.weights import import_weights
 
-    with mending(PublishedError, CheckpointError, ValueError):
+    with mending(ValueError):
         read = _open_file if args.source.is_file() else _open_folder
         backbone, tensors, place = read(args)
         process, remark = read_process(place, read_flags(ProcessChoice, args))
@@ -140,25 +138,23 @@ def run_export(args: argparse.Namespace) -> None:
     from megatron_pulse.diffusion.published import write_folder, write_state_dict
     from megatron_pulse.diffusion.scheduler_export import scheduler_of_process
     from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-    from megatron_pulse.integration.checkpoint.folders import CheckpointError
     from megatron_pulse.integration.checkpoint.weights import export_weights, load_whole
     from megatron_pulse.integration.data import makes_pixels
 
-    with mending(CheckpointError, PublishedError):
-        saved = read_saved_run(args.load, args.iteration)
-        backbone, stage = load_whole(saved, averaged=not args.raw)
-        published, tensors = export_weights(backbone, stage)
-        dtype = getattr(torch, args.dtype)
-        tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-            raise PublishedError(f"weights that {args.dtype} cannot hold", beyond)
-        scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments.pulse_data))
-        if published.library != "diffusers" and args.to.suffix not in _FILES:
-            raise UserError(f"--to {args.to}: {backbone.name} is one file, {' or '.join(_FILES)}")
-        if published.library == "diffusers":
-            write_folder(args.to, published, tensors, scheduler=scheduler)
-        else:
-            write_state_dict(args.to, tensors, scheduler)
+    saved = read_saved_run(args.load, args.iteration)
+    backbone, stage = load_whole(saved, averaged=not args.raw)
+    published, tensors = export_weights(backbone, stage)
+    dtype = getattr(torch, args.dtype)
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise PublishedError(f"weights that {args.dtype} cannot hold", beyond)
+    scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments.pulse_data))
+    if published.library != "diffusers" and args.to.suffix not in _FILES:
+        raise UserError(f"--to {args.to}: {backbone.name} is one file, {' or '.join(_FILES)}")
+    if published.library == "diffusers":
+        write_folder(args.to, published, tensors, scheduler=scheduler)
+    else:
+        write_state_dict(args.to, tensors, scheduler)
     size, spaced = backbone.input_spec.shape[-1], published.config.get("sample_size")
     if spaced not in (None, size):
         print(

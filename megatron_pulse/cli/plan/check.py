@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import add_parser, mending, require, warn
+from megatron_pulse.cli.errors import add_parser, require, warn
 from megatron_pulse.cli.output import add_json, answer, columns
 
 if TYPE_CHECKING:
@@ -42,11 +42,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Check, then print."""
-    from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan
+    from megatron_pulse.planner.plan_file.plan_file import read_plan
     from megatron_pulse.profile.cautions import plan_cautions
 
-    with mending(PlanFileError):
-        record, plan, faults = read_plan(args.plan)
+    record, plan, faults = read_plan(args.plan)
     fine: dict[str, str] = {}
     if record is not None:
         warn(*plan_cautions(record["provenance"], 0))

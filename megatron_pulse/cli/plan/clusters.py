@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, mending
+from megatron_pulse.cli.errors import add_parser
 from megatron_pulse.cli.output import add_json, answer, table
 
 if TYPE_CHECKING:
@@ -34,21 +34,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Print the table, or the one cluster."""
     from megatron_pulse.planner.cluster.cluster import (
-        ClusterError,
         cluster,
         cluster_presets,
         to_record,
         to_yaml,
     )
 
-    with mending(ClusterError):
-        if args.name is not None:
-            one = cluster(args.name)
-            preset = cluster_presets().get(args.name)
-            text = to_yaml(one) if preset is None else preset.read_text(encoding="utf-8")
-            answer(args, text.splitlines(), lambda: to_record(one))
-            return
-        known = [cluster(name) for name in cluster_presets()]
+    if args.name is not None:
+        one = cluster(args.name)
+        preset = cluster_presets().get(args.name)
+        text = to_yaml(one) if preset is None else preset.read_text(encoding="utf-8")
+        answer(args, text.splitlines(), lambda: to_record(one))
+        return
+    known = [cluster(name) for name in cluster_presets()]
     rows = [_TITLES, *map(_row, known)]
     answer(args, table(rows, left=(0, 3, 4)), lambda: [to_record(one) for one in known])
 

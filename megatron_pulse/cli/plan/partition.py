@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,
-    mending,
     no_file,
     out_of,
     require,
@@ -147,12 +146,10 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.draw.partition import draw_partition
     from megatron_pulse.planner.layout.layouts import best_known, modes
     from megatron_pulse.planner.partition.best import best, best_of_each
-    from megatron_pulse.planner.partition.find import Goal, PartitionError
+    from megatron_pulse.planner.partition.find import Goal
     from megatron_pulse.profile.cautions import spread_caution
-    from megatron_pulse.profile.profile import ProfileError
 
-    with mending(ProfileError):
-        profile = _load(args)
+    profile = _load(args)
     warn(spread_caution(profile))
     size = args.micro_batch_size or profile.micro_batch_sizes[0]
     costs = profile.at(size, recompute=args.recompute or None)
@@ -166,13 +163,12 @@ def run(args: argparse.Namespace) -> None:
         require(["--num-chunks: without skips the mode is sequential; give --mode interleaved"])
     chunks = args.num_chunks or 2
     layout = layout.with_chunks(chunks)
-    with mending(PartitionError):
-        placement = layout.placement(args.num_devices)
-        if placement.num_stages <= len(costs.names):
-            rules(placement)  # makes the schedule, which is not part of the search
-        begin = time.perf_counter()
-        found = best(layout, costs, args.num_devices, goal)
-        seconds = time.perf_counter() - begin
+    placement = layout.placement(args.num_devices)
+    if placement.num_stages <= len(costs.names):
+        rules(placement)  # makes the schedule, which is not part of the search
+    begin = time.perf_counter()
+    found = best(layout, costs, args.num_devices, goal)
+    seconds = time.perf_counter() - begin
     result = PartitionReport(
         profile,
         size,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import (
-    UserError,
     add_parser,
     check_file,
     mending,
@@ -22,6 +21,7 @@ from megatron_pulse.cli.errors import (
     require,
 )
 from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, write
+from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.errors import mending, require, warn
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_json
+from megatron_pulse.files import read_json
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import Placement
@@ -41,8 +41,7 @@ def from_times(args: argparse.Namespace) -> Task:
     """The stages of ``--times``; raises UserError with every fault of the file."""
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
-    with mending(FileError):
-        record = read_json(args.times, FileKind.TIMES)
+    record = read_json(args.times, FileKind.TIMES)
     faults = _times_faults(record)
     require([f"{args.times}: {fault}" for fault in faults])
     column = {name: tuple(map(float, v)) for name, v in record.items() if isinstance(v, list)}
@@ -76,14 +75,12 @@ def from_profile(args: argparse.Namespace) -> Task:
     from megatron_pulse.planner.cluster.link import Link
     from megatron_pulse.planner.layout.layouts import best_known, layout_of
     from megatron_pulse.planner.partition.best import best
-    from megatron_pulse.planner.partition.find import Goal, PartitionError
+    from megatron_pulse.planner.partition.find import Goal
     from megatron_pulse.planner.schedule.problem import boundary_s, stage_problem
     from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import load_profile
-    from megatron_pulse.profile.profile import ProfileError
 
-    with mending(ProfileError):
-        profile = load_profile(args.profile)
+    profile = load_profile(args.profile)
     warn(spread_caution(profile))
     size = args.micro_batch_size or profile.micro_batch_sizes[0]
     costs = profile.at(size)
@@ -93,8 +90,7 @@ def from_profile(args: argparse.Namespace) -> Task:
         (5.0 if args.link_us is None else args.link_us) * 1e-6,
         (12.5 if args.link_gbs is None else args.link_gbs) * 1e9,
     )
-    with mending(PartitionError):
-        found = best(layout, costs, args.num_devices, Goal(link=link))
+    found = best(layout, costs, args.num_devices, Goal(link=link))
     partition = found.partition
     took = (partition.per_stage(costs.forward_s), partition.per_stage(costs.backward_s))
     if min(map(min, took)) <= 0:

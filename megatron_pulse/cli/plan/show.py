@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,
-    mending,
     no_file,
     require,
     warn,
@@ -63,10 +62,9 @@ def run(args: argparse.Namespace) -> None:
     """Print, then draw."""
     require(_faults(args))
     from megatron_pulse.cli.plan.plan_text import describe
-    from megatron_pulse.planner.plan_file.plan_file import PlanFileError, load_plan
+    from megatron_pulse.planner.plan_file.plan_file import load_plan
 
-    with mending(PlanFileError):
-        plan = load_plan(args.plan)
+    plan = load_plan(args.plan)
     costs = None if args.profile is None else _costs(args.profile, plan)
     replayed = plan.replay()
     print("\n".join(describe(plan, replayed, args.plan, wide=args.grid)))
@@ -80,10 +78,8 @@ def _costs(path: Path, plan: PlanFile) -> ChainCosts:
     """The costs of the plan's layers; raises UserError for another chain's profile."""
     from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import load_profile
-    from megatron_pulse.profile.profile import ProfileError
 
-    with mending(ProfileError):
-        profile = load_profile(path)
+    profile = load_profile(path)
     names = [name for stage in plan.stages for name in stage]
     if names != [layer.name for layer in profile.layers]:
         require([f"--profile {path} is of other layers than {plan.backbone['name']} in the plan"])

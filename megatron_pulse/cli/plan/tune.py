@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> None:
     """Search, then print and write."""
     require(_faults(args))
     from megatron_pulse.cli.plan.tune_report import as_json, report
-    from megatron_pulse.planner.cluster.cluster import ClusterError, cluster
+    from megatron_pulse.planner.cluster.cluster import cluster
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.to_plan import plan_of
@@ -122,11 +122,9 @@ def run(args: argparse.Namespace) -> None:
         spread_caution,
         thread_caution,
     )
-    from megatron_pulse.profile.profile import ProfileError
 
-    with mending(ClusterError):
-        where = cluster(args.cluster)
-    with mending(ProfileError, ValueError):
+    where = cluster(args.cluster)
+    with mending(ValueError):
         profile = _profile(args, where)
     warn(
         device_caution(profile, where.device),
@@ -151,7 +149,7 @@ def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> 
     """The best configs with whole schedules, beneath a bar of the time that they may take."""
     from tqdm import tqdm
 
-    from megatron_pulse.planner.tune.tune import UntunableError, tune
+    from megatron_pulse.planner.tune.tune import tune
 
     total, finish_s = round(args.seconds), _FINISH_SHARE * args.seconds
     with tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
@@ -162,16 +160,15 @@ def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> 
             if now.outcomes:
                 bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
 
-        with mending(UntunableError):
-            return tune(
-                evaluator,
-                choices,
-                args.seconds - finish_s,
-                finish_s,
-                args.solver,
-                args.top,
-                progress,
-            )
+        return tune(
+            evaluator,
+            choices,
+            args.seconds - finish_s,
+            finish_s,
+            args.solver,
+            args.top,
+            progress,
+        )
 
 
 def _profile(args: argparse.Namespace, where: Cluster) -> Profile:

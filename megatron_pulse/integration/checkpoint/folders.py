@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.published import find_component
+from megatron_pulse.faults import UserError
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_text
 from megatron_pulse.integration.checkpoint.integrity import METADATA
@@ -18,7 +19,7 @@ RELEASE = "release"
 _ITERATION = re.compile(r"[0-9]{1,18}")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be used; the message says why and what to do."""
 
 

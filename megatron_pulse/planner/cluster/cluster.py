@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from megatron_pulse.faults import told, unknown
+from megatron_pulse.faults import UserError, told, unknown
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_yaml, replacing
 from megatron_pulse.plain_yaml import PlainDumper
@@ -33,7 +33,7 @@ from megatron_pulse.planner.cluster.schema import cluster_faults
 from megatron_pulse.profile.devices import PRESETS, Device, custom_device
 
 
-class ClusterError(ValueError):
+class ClusterError(UserError):
     """A cluster that does not exist, or a file that does not describe one; lists every fault."""
 
 

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.faults import told
+from megatron_pulse.faults import UserError, told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.planner.layout.routes import Payload
@@ -24,7 +24,7 @@ from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.schema import faults_of
 
 
-class TraceError(ValueError):
+class TraceError(UserError):
     """A file that is not a whole trace; the message lists every fault."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.faults import UserError
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import SkipEnds
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Partition, Placement
@@ -17,7 +18,7 @@ from megatron_pulse.planner.partition.pair_costs import Bools, Ints, PairCosts
 from megatron_pulse.planner.partition.row import optimal_row
 
 
-class PartitionError(ValueError):
+class PartitionError(UserError):
     """No legal partition exists; the message says why and what would be legal."""
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.faults import told
+from megatron_pulse.faults import UserError, told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.planner.layout.placement import (
@@ -33,7 +33,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, Replay, lags, replay
 
 
-class PlanFileError(ValueError):
+class PlanFileError(UserError):
     """A plan file that cannot be read or would not run; the message lists every fault."""
 
 

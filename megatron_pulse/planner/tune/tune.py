@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from megatron_pulse.faults import UserError
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.explain import nothing_fits
 from megatron_pulse.planner.tune.search import Tuning, finish, search
 
 
-class UntunableError(ValueError):
+class UntunableError(UserError):
     """No config can run; the message says what would have to change."""
 
 
