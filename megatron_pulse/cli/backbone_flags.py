@@ -10,11 +10,7 @@ from megatron_pulse.flag_fields import key_values
 def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Add ``--option``; ``meaning`` is its help."""
     parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help=f"{meaning} (repeatable)",
+        "--option", action="append", default=[], metavar="KEY=VALUE", help=f"{meaning} (repeatable)"
     )
 
 

@@ -89,10 +89,7 @@ def write(path: Path, text: str) -> None:
 
 
 def draw(
-    path: Path,
-    picture: Callable[[], str],
-    page: Callable[[str], str],
-    events: Callable[[], Any],
+    path: Path, picture: Callable[[], str], page: Callable[[str], str], events: Callable[[], Any]
 ) -> str:
     """Write the picture, the page that holds it, or events, by the ending; what was done."""
     match path.suffix.lower():

@@ -87,9 +87,7 @@ def default_value(name: str, spec: FieldSpec, framing: Framing) -> Tensor | None
 
 
 def constants(
-    wanted: Mapping[str, FieldSpec],
-    given: Mapping[str, FieldSpec],
-    framing: Framing,
+    wanted: Mapping[str, FieldSpec], given: Mapping[str, FieldSpec], framing: Framing
 ) -> dict[str, Tensor]:
     """Defaults of those ``wanted`` fields that are not ``given`` and have one."""
     found = {}

@@ -13,12 +13,7 @@ from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.faults import faults_in, told
 from megatron_pulse.flag_fields import flag_faults
 from megatron_pulse.integration.checkpoint.resume import Wanted, faults_of, process_of
-from megatron_pulse.integration.checkpoint.start import (
-    Start,
-    enter,
-    find_start,
-    no_step_elsewhere,
-)
+from megatron_pulse.integration.checkpoint.start import Start, enter, find_start, no_step_elsewhere
 from megatron_pulse.integration.data import DiffusionData, can_drop
 from megatron_pulse.integration.flags.arguments import (
     PREFIX,
@@ -26,11 +21,7 @@ from megatron_pulse.integration.flags.arguments import (
     pulse_options,
     set_model_arguments,
 )
-from megatron_pulse.integration.flags.checks import (
-    FlagError,
-    check_flags,
-    check_layout,
-)
+from megatron_pulse.integration.flags.checks import FlagError, check_flags, check_layout
 from megatron_pulse.integration.flags.parse import CommandLine, parse
 from megatron_pulse.integration.flags.plan_flags import contradictions, decided_by, obey
 from megatron_pulse.integration.flags.together import check_megatron

@@ -16,17 +16,9 @@ import torch.distributed as dist
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume import Wanted, describe
-from megatron_pulse.integration.checkpoint.start import (
-    Start,
-    finished,
-    folders_read,
-    lock_for_job,
-)
+from megatron_pulse.integration.checkpoint.start import Start, finished, folders_read, lock_for_job
 from megatron_pulse.integration.checkpoint.verify import require_whole
-from megatron_pulse.integration.flags.checks import (
-    FlagError,
-    check_world,
-)
+from megatron_pulse.integration.flags.checks import FlagError, check_world
 from megatron_pulse.integration.loop.ending import (
     end,
     leave,

@@ -21,12 +21,7 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from megatron_pulse.integration.checkpoint.weights import load_whole
-from megatron_pulse.integration.data import (
-    DiffusionData,
-    can_drop,
-    makes_pixels,
-    wanted_by,
-)
+from megatron_pulse.integration.data import DiffusionData, can_drop, makes_pixels, wanted_by
 from megatron_pulse.integration.flags.arguments import pulse_options
 from model_specs import compare_models
 

@@ -19,13 +19,9 @@ from megatron.training.global_vars import set_global_variables
 from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.masters import with_fp32_weights, with_masters
 from megatron_pulse.integration.checkpoint.saving import patch_saving, wrap_save
-from megatron_pulse.integration.checkpoint.start import (
-    Start,
-)
+from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.data import DiffusionData
-from megatron_pulse.integration.flags.arguments import (
-    PulseOptions,
-)
+from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.loop.grad_norm import use_layout_independent_grad_norm
 from megatron_pulse.integration.loop.log import with_whole_intervals
 from megatron_pulse.integration.loop.schedule import PulseSchedule, TraceOptions
@@ -34,10 +30,7 @@ from megatron_pulse.integration.loop.stop_hooks import cut_short, stopping_hooks
 from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
 from megatron_pulse.integration.megatron.compat import patch_megatron
 from megatron_pulse.integration.megatron.model import StageFloat16Module, make_model_provider
-from megatron_pulse.integration.planning.planning import (
-    compute_dtype,
-    num_microbatches,
-)
+from megatron_pulse.integration.planning.planning import compute_dtype, num_microbatches
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from model_specs import load_backbone

@@ -46,16 +46,10 @@ _PRESETS = (
         80 * 10**9,
     ),
     Device(
-        "H100",
-        {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 67e12},
-        3.35e12,
-        80 * 10**9,
+        "H100", {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 67e12}, 3.35e12, 80 * 10**9
     ),
     Device(
-        "H200",
-        {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 67e12},
-        4.8e12,
-        141 * 10**9,
+        "H200", {"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 67e12}, 4.8e12, 141 * 10**9
     ),
 )
 PRESETS: Mapping[str, Device] = {device.name: device for device in _PRESETS}

@@ -13,13 +13,7 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import (
-    add_parser,
-    check_file,
-    mending,
-    out_of,
-    require,
-)
+from megatron_pulse.cli.errors import add_parser, check_file, mending, out_of, require
 from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import ABOVE_ZERO

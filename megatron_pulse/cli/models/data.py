@@ -7,12 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import (
-    add_parser,
-    mending,
-    out_of,
-    require,
-)
+from megatron_pulse.cli.errors import add_parser, mending, out_of, require
 from megatron_pulse.cli.models.emoji import add_emoji
 from megatron_pulse.cli.models.latents import add_write_latents
 from megatron_pulse.cli.output import add_json, answer, columns

@@ -6,13 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron_pulse.cli.errors import (
-    add_parser,
-    check_folder,
-    mending,
-    out_of,
-    require,
-)
+from megatron_pulse.cli.errors import add_parser, check_folder, mending, out_of, require
 from megatron_pulse.flag_fields import FROM_ONE, PIXELS
 
 _DESCRIPTION = """\

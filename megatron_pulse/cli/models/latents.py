@@ -7,13 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import (
-    add_parser,
-    check_folder,
-    mending,
-    out_of,
-    require,
-)
+from megatron_pulse.cli.errors import add_parser, check_folder, mending, out_of, require
 from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import PIXELS, TO_MILLION
 

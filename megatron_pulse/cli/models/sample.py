@@ -9,23 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
-from megatron_pulse.cli.errors import (
-    add_parser,
-    check_file,
-    mending,
-    out_of,
-    require,
-)
+from megatron_pulse.cli.errors import add_parser, check_file, mending, out_of, require
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.diffusion.choice import OF_TRAINING, ProcessChoice
 from megatron_pulse.faults import UserError
-from megatron_pulse.flag_fields import (
-    FROM_ZERO,
-    TO_MILLION,
-    add_flags,
-    read_flags,
-)
+from megatron_pulse.flag_fields import FROM_ZERO, TO_MILLION, add_flags, read_flags
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,13 +15,7 @@ from megatron_pulse.cli.backbone_flags import (
     option_faults,
     options_of,
 )
-from megatron_pulse.cli.errors import (
-    add_parser,
-    check_folder,
-    mending,
-    out_of,
-    require,
-)
+from megatron_pulse.cli.errors import add_parser, check_folder, mending, out_of, require
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.faults import UserError

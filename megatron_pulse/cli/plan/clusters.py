@@ -33,12 +33,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Print the table, or the one cluster."""
-    from megatron_pulse.planner.cluster.cluster import (
-        cluster,
-        cluster_presets,
-        to_record,
-        to_yaml,
-    )
+    from megatron_pulse.planner.cluster.cluster import cluster, cluster_presets, to_record, to_yaml
 
     if args.name is not None:
         one = cluster(args.name)

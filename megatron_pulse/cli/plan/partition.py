@@ -9,14 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import (
-    add_parser,
-    check_file,
-    no_file,
-    out_of,
-    require,
-    warn,
-)
+from megatron_pulse.cli.errors import add_parser, check_file, no_file, out_of, require, warn
 from megatron_pulse.cli.output import add_json, answer, json_faults, write
 from megatron_pulse.faults import unknown
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION

@@ -6,13 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import (
-    add_parser,
-    check_file,
-    no_file,
-    require,
-    warn,
-)
+from megatron_pulse.cli.errors import add_parser, check_file, no_file, require, warn
 from megatron_pulse.cli.output import DRAWINGS, overwritten
 
 if TYPE_CHECKING:

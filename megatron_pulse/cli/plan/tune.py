@@ -86,11 +86,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--pipeline", metavar="P[,P...]", help="pipeline degrees to try (default: all)")
     add("--tensor", metavar="T[,T...]", help="tensor degrees to try (default 1,2,4,8)")
     add("--micro-batch-size", metavar="N[,N...]", help="to try (default: all powers of two)")
-    add(
-        "--layouts",
-        metavar="NAME[,NAME...]",
-        help=f"to try (default: all): {', '.join(LAYOUTS)}",
-    )
+    add("--layouts", metavar="NAME[,NAME...]", help=f"to try (default: all): {', '.join(LAYOUTS)}")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--recompute", action="store_true", help="always recompute activations")
     again.add_argument("--no-recompute", action="store_true", help="never do (default: try both)")
@@ -161,13 +157,7 @@ def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> 
                 bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
 
         return tune(
-            evaluator,
-            choices,
-            args.seconds - finish_s,
-            finish_s,
-            args.solver,
-            args.top,
-            progress,
+            evaluator, choices, args.seconds - finish_s, finish_s, args.solver, args.top, progress
         )
 
 

@@ -20,11 +20,7 @@ from megatron_pulse.schema import (
 
 _SIZE = {**COUNT, "maximum": 1 << 20, "description": "a whole number from 1 to 1048576"}
 _FILE = record("a file: name, num_bytes, sha256", name=TEXT, num_bytes=NATURAL, sha256=TEXT)
-_FIELD = record(
-    "a field: shape, dtype",
-    shape=list_of(_SIZE, "sizes", least=0),
-    dtype=TEXT,
-)
+_FIELD = record("a field: shape, dtype", shape=list_of(_SIZE, "sizes", least=0), dtype=TEXT)
 
 
 def meta_faults(content: dict[str, Any], form: int, dtypes: list[str]) -> list[str]:

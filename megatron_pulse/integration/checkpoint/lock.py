@@ -108,10 +108,7 @@ def _slurm_start() -> dict[str, str]:
     """Job and number of its start, where Slurm started this process."""
     if "SLURM_JOB_ID" not in os.environ:
         return {}
-    return {
-        "job": os.environ["SLURM_JOB_ID"],
-        "start": os.environ.get("SLURM_RESTART_COUNT", "0"),
-    }
+    return {"job": os.environ["SLURM_JOB_ID"], "start": os.environ.get("SLURM_RESTART_COUNT", "0")}
 
 
 def _is_predecessor(held_by: Mapping[str, str]) -> bool:

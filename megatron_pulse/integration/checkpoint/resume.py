@@ -41,10 +41,7 @@ def process_of(start: Start | None, options: PulseOptions) -> DiffusionProcess:
         return chosen_process(options.process)
     try:
         return continued_process(
-            start.saved.process,
-            options.process,
-            continued=start.continued,
-            new=options.new_process,
+            start.saved.process, options.process, continued=start.continued, new=options.new_process
         )
     except ValueError as error:
         raise ValueError(f"{start.given}: {error}") from error
@@ -159,14 +156,7 @@ _SCHEDULE = (
     "weight_decay",
 )
 # What else makes the steps to come others than those that the run would have made.
-_STEPS = (
-    "global_batch_size",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "clip_grad",
-    "seed",
-)
+_STEPS = ("global_batch_size", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed")
 
 
 def _other_flags(start: Start, wanted: Wanted) -> Iterator[str]:
@@ -207,10 +197,5 @@ def _other_process(start: Start, wanted: Wanted) -> Iterator[str]:
 
 
 _Comparison = Callable[[Start, Wanted], Iterator[str]]
-_FAULTS: tuple[_Comparison, ...] = (
-    _other_backbone,
-    _no_optimizer,
-    _other_count,
-    _other_seed,
-)
+_FAULTS: tuple[_Comparison, ...] = (_other_backbone, _no_optimizer, _other_count, _other_seed)
 _CHANGES: tuple[_Comparison, ...] = (_other_sizes, _other_process, _other_flags, _new_averages)

@@ -12,10 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
-from megatron_pulse.integration.megatron.sharded_state import (
-    like_parameters,
-    sharded_module_state,
-)
+from megatron_pulse.integration.megatron.sharded_state import like_parameters, sharded_module_state
 from megatron_pulse.planner.layout.routes import Routes
 from megatron_pulse.runtime.parameters.masters import Masters
 from megatron_pulse.runtime.stage import Stage, Tensors

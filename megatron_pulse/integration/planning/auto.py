@@ -98,10 +98,7 @@ def _tune(
     evaluator = Evaluator(*of, divided, backbone.num_heads)
     try:
         found = tune(
-            evaluator,
-            _choices(args),
-            finish_s=options.solver_seconds,
-            solver=options.solver,
+            evaluator, _choices(args), finish_s=options.solver_seconds, solver=options.solver
         )
     except UntunableError as error:
         raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error

@@ -13,11 +13,7 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.measuring.building import Sizes
-from megatron_pulse.profile.profile import (
-    ProfiledConditioning,
-    ProfiledLayer,
-    ProfiledSkip,
-)
+from megatron_pulse.profile.profile import ProfiledConditioning, ProfiledLayer, ProfiledSkip
 
 
 @dataclass(frozen=True)
@@ -179,11 +175,7 @@ def describe_chain(
     return (
         tuple(
             ProfiledLayer(
-                layer.name,
-                held.parameters,
-                sum(map(size, layer.inputs)),
-                held.sharded,
-                held.sums,
+                layer.name, held.parameters, sum(map(size, layer.inputs)), held.sharded, held.sums
             )
             for layer, held in zip(backbone.layers, sizes, strict=True)
         ),
