@@ -22,7 +22,13 @@ from megatron_pulse.profile.measuring.kernels import Kernels
 from megatron_pulse.profile.measuring.layer_call import describe_chain, layer_kind, make_call
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
-from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
+from megatron_pulse.profile.profile import (
+    NO_SPREAD,
+    LayerTimes,
+    Profile,
+    ProfileError,
+    Source,
+)
 
 
 @dataclass(frozen=True)
@@ -118,18 +124,10 @@ def _times(
     saved = saved_bytes(backbone, [layer.kept for layer in work])
     times = []
     for layer, num_bytes in zip(work, saved, strict=True):
-        backward = roofline.seconds(layer.backward)
+        forward, backward = roofline.seconds(layer.forward), roofline.seconds(layer.backward)
         input_grad = min(roofline.seconds(layer.input_grad), backward)
+        weight_grad = backward - input_grad
         times.append(
-            LayerTimes(
-                forward_s=roofline.seconds(layer.forward),
-                input_grad_s=input_grad,
-                weight_grad_s=backward - input_grad,
-                forward_spread_s=0.0,
-                input_grad_spread_s=0.0,
-                weight_grad_spread_s=0.0,
-                saved_bytes=num_bytes,
-                peak_bytes=layer.peak_bytes,
-            )
+            LayerTimes(forward, input_grad, weight_grad, *NO_SPREAD, num_bytes, layer.peak_bytes)
         )
     return tuple(times)

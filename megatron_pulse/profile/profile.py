@@ -73,6 +73,10 @@ class LayerTimes:
         return max(ranges) / self.whole_s if self.whole_s else 0.0
 
 
+NO_SPREAD = 0.0, 0.0, 0.0
+"""The spreads of times that were not measured."""
+
+
 @dataclass(frozen=True)
 class ProfiledLayer:
     """What does not depend on the microbatch size; ``boundary_bytes`` are those of all boundary

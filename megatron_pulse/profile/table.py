@@ -18,6 +18,7 @@ from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 from megatron_pulse.profile.devices import ELEMENT_BYTES, Kernel, Roofline
 from megatron_pulse.profile.profile import (
+    NO_SPREAD,
     LayerTimes,
     Profile,
     ProfiledLayer,
@@ -90,16 +91,8 @@ def _times(
     forward = roofline.seconds([Kernel(size * unit["flops_fwd"], moved)])
     backward = roofline.seconds([Kernel(size * unit["flops_bwd"], 2 * moved)])
     part = 0.0 if first else 0.5 if unit["params"] else 1.0
-    return LayerTimes(
-        forward_s=forward,
-        input_grad_s=part * backward,
-        weight_grad_s=(1 - part) * backward,
-        forward_spread_s=0.0,
-        input_grad_spread_s=0.0,
-        weight_grad_spread_s=0.0,
-        saved_bytes=saved,
-        peak_bytes=saved + 2 * size * output,
-    )
+    peak = saved + 2 * size * output
+    return LayerTimes(forward, part * backward, (1 - part) * backward, *NO_SPREAD, saved, peak)
 
 
 def _faults(table: Mapping[str, Any]) -> Iterator[str]:

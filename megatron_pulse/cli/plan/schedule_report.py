@@ -13,8 +13,7 @@ from megatron_pulse.cli.output import draw, table
 from megatron_pulse.cli.plan.schedule_input import Task
 from megatron_pulse.planner.draw.schedule import draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
-from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, run
-from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.schedule.check.simulate import grid, run
 from megatron_pulse.planner.schedule.compare import Rival
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
@@ -32,20 +31,10 @@ class ScheduleReport:
     others: Sequence[Rival]
 
     @cached_property
-    def timeline(self) -> Timeline:
-        """When everything runs."""
-        return run(self.problem, self.found.schedule)
-
-    @cached_property
-    def peak(self) -> tuple[float, ...]:
-        """Most live stage activations of each device."""
-        return peak_activations(self.found.schedule, self.problem.activation)
-
-    @property
-    def bubble(self) -> float:
-        """The idle share of all devices' time."""
-        devices = len(self.timeline.bubble)
-        return sum(self.timeline.bubble) / (devices * self.timeline.makespan)
+    def ours(self) -> Rival:
+        """The schedule as the others are given."""
+        schedule = self.found.schedule
+        return Rival(schedule.name, self.problem, schedule, run(self.problem, schedule))
 
     @property
     def title(self) -> str:
@@ -73,7 +62,7 @@ def as_json(result: ScheduleReport) -> dict[str, Any]:
         "proved": made.proved,
         "solver": made.solver,
         "seconds": made.seconds,
-        "peak": list(result.peak),
+        "peak": list(result.ours.peak),
         "order": [[str(op) for op in order] for order in result.found.schedule.order],
     }
     if result.others:
@@ -95,15 +84,14 @@ def as_json(result: ScheduleReport) -> dict[str, Any]:
 
 def report(result: ScheduleReport) -> list[str]:
     """Lines for people: figures, devices, the grid where it is small, and the comparison."""
-    made, problem = result.found.certificate, result.problem
-    caps = "no cap" if problem.cap is None else f"cap {max(problem.cap):.4g}"
+    made, cap = result.found.certificate, result.problem.cap
+    line, peak = result.ours.timeline, result.ours.peak
+    caps = "no cap" if cap is None else f"cap {max(cap):.4g}"
     lines = [result.title, *_figures(result), ""]
     rows = [("device", "busy", "idle", "peak", f"({caps})")]
-    for device, (busy, idle) in enumerate(
-        zip(result.timeline.busy, result.timeline.bubble, strict=True)
-    ):
+    for device, (busy, idle) in enumerate(zip(line.busy, line.bubble, strict=True)):
         share = f"{100 * idle / made.makespan:.1f} %"
-        rows.append((str(device), result.time(busy), share, f"{result.peak[device]:.4g}", ""))
+        rows.append((str(device), result.time(busy), share, f"{peak[device]:.4g}", ""))
     lines += table(rows, left=(-1,))
     if picture := _grid(result):
         lines += ["", *picture]
@@ -118,7 +106,8 @@ def _figures(result: ScheduleReport) -> list[str]:
     lines = [
         f"makespan {result.time(made.makespan)}, lower bound {result.time(made.lower_bound)} "
         f"({known}); {made.solver}, {made.seconds:.3g} s",
-        f"bubble {100 * result.bubble:.1f} %, peak {max(result.peak):.4g} live stage activations",
+        f"bubble {100 * result.ours.bubble:.1f} %, peak {max(result.ours.peak):.4g} live stage "
+        "activations",
     ]
     if result.task.samples is not None:
         samples = result.task.samples * result.problem.num_microbatches / made.makespan
@@ -128,7 +117,7 @@ def _figures(result: ScheduleReport) -> list[str]:
 
 def _grid(result: ScheduleReport) -> list[str]:
     """A column for each unit of time where times are whole, else the orders; nothing if wide."""
-    line = result.timeline
+    line = result.ours.timeline
     whole = line.makespan <= _GRID_WIDTH and all(t == round(t) for t in line.end.values())
     for shown in [line] * whole + [result.found.schedule]:
         text = grid(shown)
@@ -142,31 +131,21 @@ _COLUMNS = ("schedule", "placement", "backward", "makespan", "to ours", "bubble"
 
 def _rows(result: ScheduleReport) -> list[tuple[str, ...]]:
     """Ours, then the classic ones, as text."""
-    ours = result.found.certificate.makespan
-    rows: list[tuple[str, ...]] = [
-        (
-            f"{result.found.schedule.name} (ours)",
-            result.problem.placement.kind.name,
-            _backward(result.problem),
-            result.time(ours),
-            "1.000",
-            f"{100 * result.bubble:.1f} %",
-            f"{max(result.peak):.4g}",
-            "kept" if result.problem.cap is not None else "none",
-        )
-    ]
-    for other in result.others:
-        fits = "fits" if other.fits(result.problem.cap) else "exceeds"
+    cap = result.problem.cap
+    rows: list[tuple[str, ...]] = []
+    for each in (result.ours, *result.others):
+        is_ours = each is result.ours
+        fits = "kept" if is_ours else "fits" if each.fits(cap) else "exceeds"
         rows.append(
             (
-                other.name,
-                other.placement,
-                _backward(other.problem),
-                result.time(other.timeline.makespan),
-                f"{other.timeline.makespan / ours:.3f}",
-                f"{100 * other.bubble:.1f} %",
-                f"{max(other.peak):.4g}",
-                fits if result.problem.cap is not None else "none",
+                each.name + " (ours)" * is_ours,
+                each.placement,
+                _backward(each.problem),
+                result.time(each.timeline.makespan),
+                f"{each.timeline.makespan / result.ours.timeline.makespan:.3f}",
+                f"{100 * each.bubble:.1f} %",
+                f"{max(each.peak):.4g}",
+                "none" if cap is None else fits,
             )
         )
     return rows
@@ -188,7 +167,7 @@ def _comparison(result: ScheduleReport) -> list[str]:
 
 def write_drawing(result: ScheduleReport, path: Path) -> str:
     """A picture, a page or a trace, by the ending of ``path``; what was done."""
-    task, problem, timeline = result.task, result.problem, result.timeline
+    task, problem, timeline = result.task, result.problem, result.ours.timeline
     return draw(
         path,
         lambda: draw_schedule(

@@ -41,11 +41,10 @@ _DEFAULT_PATIENCE = Patience()
 
 @dataclass(frozen=True)
 class LayerMeasure:
-    """One layer at one size: (median, spread) of its three times, and its memory."""
+    """One layer at one size: its times for forward, input gradient and weight gradient; memory."""
 
-    forward: tuple[float, float]
-    input_grad: tuple[float, float]
-    weight_grad: tuple[float, float]
+    medians: tuple[float, float, float]
+    spreads: tuple[float, float, float]
     kept: Kept
     peak_bytes: int
 
@@ -190,13 +189,9 @@ def _measure_layer(
     else:
         input_grad = [row[3] for row in rows]
     weight_grad = [whole - part for whole, part in zip(backward, input_grad, strict=True)]
-    return LayerMeasure(
-        median_and_spread([row[0] for row in rows]),
-        median_and_spread(input_grad),
-        median_and_spread(weight_grad),
-        kept,
-        _peak_bytes(call, device),
-    )
+    forward = [row[0] for row in rows]
+    medians, spreads = zip(*map(median_and_spread, (forward, input_grad, weight_grad)), strict=True)
+    return LayerMeasure(medians, spreads, kept, _peak_bytes(call, device))
 
 
 def _work(call: LayerCall, seeds: Sequence[Tensor | None]) -> Callable[[Callable[[], None]], None]:
@@ -246,16 +241,7 @@ def _fill(module: Any) -> None:
 def _times(backbone: Backbone, measured: Sequence[LayerMeasure]) -> tuple[LayerTimes, ...]:
     saved = saved_bytes(backbone, [layer.kept for layer in measured])
     return tuple(
-        LayerTimes(
-            forward_s=layer.forward[0],
-            input_grad_s=layer.input_grad[0],
-            weight_grad_s=layer.weight_grad[0],
-            forward_spread_s=layer.forward[1],
-            input_grad_spread_s=layer.input_grad[1],
-            weight_grad_spread_s=layer.weight_grad[1],
-            saved_bytes=num_bytes,
-            peak_bytes=layer.peak_bytes,
-        )
+        LayerTimes(*layer.medians, *layer.spreads, num_bytes, layer.peak_bytes)
         for layer, num_bytes in zip(measured, saved, strict=True)
     )
 
