@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import importlib.util
 import io
 import linecache
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.training.arguments import validate_args
 
@@ -17,119 +19,8 @@ from megatron_pulse.flag_fields import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZER
 from megatron_pulse.integration.flags.arguments import flag_name
 from megatron_pulse.integration.flags.parse import CommandLine
 
-# A flag that is given, and flags of which one must be given too (perhaps with that value): without
-# them Megatron ignores it.
-_NEEDS: dict[str, tuple[str, ...]] = {
-    "--recompute-method": ("--recompute-granularity",),
-    "--recompute-num-layers": ("--recompute-granularity",),
-    "--adam-beta1": ("--optimizer adam",),
-    "--adam-beta2": ("--optimizer adam",),
-    "--adam-eps": ("--optimizer adam",),
-    "--sgd-momentum": ("--optimizer sgd",),
-    "--profile": ("--use-pytorch-profiler",),
-    "--use-pytorch-profiler": ("--profile",),
-    "--profile-step-start": ("--profile",),
-    "--profile-step-end": ("--profile",),
-    "--profile-ranks": ("--profile",),
-    "--pytorch-profiler-collect-shapes": ("--profile",),
-    "--pytorch-profiler-collect-callstack": ("--profile",),
-    "--pytorch-profiler-collect-chakra": ("--profile",),
-    "--memory-snapshot-path": ("--record-memory-history",),
-    "--exit-signal": ("--exit-signal-handler",),
-    "--manual-gc-interval": ("--manual-gc",),
-    "--no-manual-gc-eval": ("--manual-gc",),
-    "--lr-decay-samples": ("--train-samples",),
-    "--lr-warmup-samples": ("--train-samples",),
-    "--lr-wsd-decay-samples": ("--lr-decay-style WSD",),
-    "--lr-wsd-decay-iters": ("--lr-decay-style WSD",),
-    "--lr-wsd-decay-style": ("--lr-decay-style WSD",),
-    "--lr-decay-iters": ("--train-iters",),
-    "--lr-warmup-init": ("--lr-warmup-iters", "--lr-warmup-samples", "--lr-warmup-fraction"),
-    "--start-weight-decay": (
-        "--weight-decay-incr-style linear",
-        "--weight-decay-incr-style cosine",
-    ),
-    "--end-weight-decay": ("--weight-decay-incr-style linear", "--weight-decay-incr-style cosine"),
-    "--save-interval": ("--save",),
-    "--save-params-interval": ("--save",),
-    "--save-wgrads-interval": ("--save",),
-    "--save-retain-interval": ("--save",),
-    "--non-persistent-save-interval": ("--non-persistent-ckpt-type",),
-    "--non-persistent-ckpt-type": ("--non-persistent-save-interval",),
-    "--non-persistent-global-ckpt-dir": ("--non-persistent-ckpt-type",),
-    "--load-main-params-from-ckpt": ("--no-load-optim",),
-    "--ckpt-fully-parallel-load-exchange-algo": ("--ckpt-fully-parallel-load",),
-    "--distrib-optim-fully-reshardable-mem-efficient": ("--use-distributed-optimizer",),
-    "--grad-reduce-in-bf16": ("--bf16",),
-    "--disable-bf16-reduced-precision-matmul": ("--bf16",),
-    "--loss-scale": ("--fp16",),
-    "--initial-loss-scale": ("--fp16",),
-    "--min-loss-scale": ("--fp16",),
-    "--loss-scale-window": ("--fp16",),
-    "--hysteresis": ("--fp16",),
-    "--ddp-bucket-size": ("--overlap-grad-reduce",),
-    "--ddp-pad-buckets-for-high-nccl-busbw": ("--use-distributed-optimizer",),
-    "--ddp-reduce-scatter-with-fp32-accumulation": ("--use-distributed-optimizer",),
-    "--no-align-grad-reduce": ("--overlap-grad-reduce",),
-    "--no-align-param-gather": ("--overlap-param-gather",),
-    "--timing-log-option": ("--timing-log-level",),
-    "--no-barrier-with-level-1-timing": ("--timing-log-level",),
-    "--tensorboard-log-interval": ("--tensorboard-dir",),
-    "--tensorboard-queue-size": ("--tensorboard-dir",),
-    "--log-timers-to-tensorboard": ("--tensorboard-dir",),
-    "--no-log-loss-scale-to-tensorboard": ("--tensorboard-dir",),
-    "--log-memory-to-tensorboard": ("--tensorboard-dir",),
-    "--log-world-size-to-tensorboard": ("--tensorboard-dir",),
-    "--wandb-exp-name": ("--wandb-project",),
-    "--wandb-save-dir": ("--wandb-project",),
-    "--wandb-entity": ("--wandb-project",),
-}
-# The same, where every one of them is needed.
-_NEEDS_ALL: dict[str, tuple[str, ...]] = {
-    "--overlap-param-gather": ("--use-distributed-optimizer", "--overlap-grad-reduce"),
-    "--use-pytorch-profiler": ("--tensorboard-dir",),
-    "--non-persistent-save-interval": ("--save",),
-    "--wandb-project": ("--wandb-exp-name", "--tensorboard-dir"),
-}
-_AT_LEAST_ONE = (
-    "check_weight_hash_across_dp_replicas_interval",
-    "ddp_bucket_size",
-    "ddp_num_buckets",
-    "distributed_timeout_minutes",
-    "distributed_timeout_seconds_after_init",
-    "eval_interval",
-    "eval_micro_batch_size",
-    "exit_duration_in_mins",
-    "exit_interval",
-    "hysteresis",
-    "log_interval",
-    "log_memory_interval",
-    "loss_scale_window",
-    "non_persistent_save_interval",
-    "save_interval",
-    "save_params_interval",
-    "save_retain_interval",
-    "save_wgrads_interval",
-    "seed",
-    "tensorboard_log_interval",
-    "tensorboard_queue_size",
-    "train_sync_interval",
-)
-_NOT_NEGATIVE = (
-    "clip_grad",
-    "eval_iters",
-    "end_weight_decay",
-    "lr_warmup_init",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "manual_gc_interval",
-    "min_lr",
-    "num_workers",
-    "start_weight_decay",
-    "weight_decay",
-)
-_FRACTIONS = ("adam_beta1", "adam_beta2", "lr_warmup_fraction", "sgd_momentum")
-_POSITIVE = ("adam_eps", "initial_loss_scale", "loss_scale", "min_loss_scale")
+_FILE = Path(__file__).with_name("together.txt")
+_RANGES = {each.must: each for each in (FROM_ONE, FROM_ZERO, BELOW_ONE, ABOVE_ZERO)}
 
 
 def check_together(line: CommandLine) -> list[str]:
@@ -161,14 +52,21 @@ def _line_of(error: BaseException) -> str:
     return linecache.getline(frame.filename, frame.lineno or 0).strip()
 
 
+@functools.cache
+def _section(name: str) -> list[tuple[str, str]]:
+    """The lines of ``[name]`` in ``together.txt``: what is before and after the colon."""
+    _, _, rest = _FILE.read_text(encoding="utf-8").partition(f"[{name}]\n")
+    return [
+        (a, b) for a, _, b in (row.partition(": ") for row in rest.split("\n\n")[0].splitlines())
+    ]
+
+
 def _check_needs(line: CommandLine) -> Iterator[str]:
     for name in line.given:
-        one = _NEEDS.get(name, ())
-        if one and not any(_is_set(line.args, flag) for flag in one):
-            yield f"{name} was given without {' or '.join(one)}"
-        for flag in _NEEDS_ALL.get(name, ()):
-            if not _is_set(line.args, flag):
-                yield f"{name} was given without {flag}"
+        for needed, flags in _section("needs"):
+            one = needed.split(" or ")
+            if name in flags.split() and not any(_is_set(line.args, flag) for flag in one):
+                yield f"{name} was given without {needed}"
     if "--sequence-parallel" in line.given and line.args.tensor_model_parallel_size == 1:
         yield "--sequence-parallel was given without --tensor-model-parallel-size 2 or more"
     yield from _check_constant_rate(line)
@@ -194,14 +92,9 @@ def _is_set(args: argparse.Namespace, flag: str) -> bool:
 
 
 def _check_numbers(args: argparse.Namespace) -> Iterator[str]:
-    for names, fine in (
-        (_AT_LEAST_ONE, FROM_ONE),
-        (_NOT_NEGATIVE, FROM_ZERO),
-        (_FRACTIONS, BELOW_ONE),
-        (_POSITIVE, ABOVE_ZERO),
-    ):
-        for name in names:
-            yield from fine.faults(flag_name(name), getattr(args, name))
+    for must, flags in _section("numbers"):
+        for name in flags.split():
+            yield from _RANGES[must].faults(name, getattr(args, name[2:].replace("-", "_")))
 
 
 def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:
