@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,11 @@ class Pipeline:
                 self._board,
                 timeout_s,
             )
-        self._replicas = self._replicate(context)
+        self._replicas: Replicas | None = None
+        if self.links is not None and plan.routes.replicated:
+            self._replicas = replicate(
+                plan, self.rank, self.stages, context, self.links, self._settings
+            )
         self._fillers = tuple(fillers)
         self._executors: dict[tuple[int, bool], Executor] = {}
 
@@ -158,26 +162,35 @@ class Pipeline:
                 f"{num_microbatches} microbatches: measure and plan on one, and send the plan"
             )
 
-    def _replicate(self, context: LayerContext | None) -> Replicas | None:
-        plan, placed = self.plan, self.plan.partition.layers_of_stage
-        if self.links is None or not plan.routes.replicated:
-            return None
-        names = {s: [plan.backbone.layers[i].name for i in placed(s)] for s in self.stages}
-        replicas = Replicas(
-            plan.backbone,
-            plan.routes,
-            self.rank,
-            context,
-            {
-                name: stage.get_submodule(name)
-                for s, stage in self.stages.items()
-                for name in names[s]
-                if name in plan.routes.replicated
-            },
-            self.links,
-            self._settings.dtype,
-            self._settings.device,
-        )
-        for stage in self.stages.values():
-            stage.replicas = replicas
-        return replicas
+
+def replicate(
+    plan: Plan,
+    device: int,
+    stages: Mapping[int, Stage],
+    context: LayerContext | None,
+    links: Links,
+    settings: RunSettings,
+    before_reading: Callable[[nn.Module], None] = lambda master: None,
+) -> Replicas:
+    """Give ``stages``, those of ``device``, their copies of the embedders that all devices run."""
+    names = [layer.name for layer in plan.backbone.layers]
+    masters = {
+        names[i]: stage.get_submodule(names[i])
+        for number, stage in stages.items()
+        for i in plan.partition.layers_of_stage(number)
+        if names[i] in plan.routes.replicated
+    }
+    replicas = Replicas(
+        plan.backbone,
+        plan.routes,
+        device,
+        context,
+        masters,
+        links,
+        settings.dtype,
+        settings.device,
+        before_reading,
+    )
+    for stage in stages.values():
+        stage.replicas = replicas
+    return replicas

@@ -25,6 +25,7 @@ from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.measure.busy import BusyMeter, StepTime
 from megatron_pulse.runtime.measure.tracer import Traced, Tracer
 from megatron_pulse.runtime.parameters.replicas import Replicas
+from megatron_pulse.runtime.pipeline import replicate
 from megatron_pulse.runtime.settings import LossFunction, RunSettings
 
 
@@ -187,31 +188,20 @@ class PulseSchedule:
 
     def _replicate(self, chunks: dict[int, nn.Module], device: int) -> Replicas:
         """Copies of the replicated embedders for this device's stages, owned by some of them."""
-        plan, settings = self._plan, self._settings_or_fail()
-        masters: dict[str, nn.Module] = {}
-        chunk_of: dict[nn.Module, nn.Module] = {}
-        for stage, chunk in chunks.items():
-            for i in plan.partition.layers_of_stage(stage):
-                name = plan.backbone.layers[i].name
-                if name in plan.routes.replicated:
-                    masters[name] = unwrap(chunk).get_submodule(name)
-                    chunk_of[masters[name]] = chunk
-        stages = [unwrap(chunk) for chunk in chunks.values()]
+        stages = {number: unwrap(chunk) for number, chunk in chunks.items()}
+        chunk_of = {m: chunk for chunk in chunks.values() for m in unwrap(chunk).modules()}
+        first = next(iter(stages.values()))
+        context = LayerContext(first.config, first.pg_collection)
         assert self._links is not None
-        replicas = Replicas(
-            plan.backbone,
-            plan.routes,
+        return replicate(
+            self._plan,
             device,
-            LayerContext(stages[0].config, stages[0].pg_collection),
-            masters,
+            stages,
+            context,
             self._links,
-            settings.dtype,
-            settings.device,
+            self._settings_or_fail(),
             lambda master: finish_gathering(chunk_of[master], master),
         )
-        for owner in stages:
-            owner.replicas = replicas
-        return replicas
 
     def _settings_or_fail(self) -> RunSettings:
         if self._settings is None:

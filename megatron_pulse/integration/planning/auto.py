@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.planning.planning import by_rank_0, compute_dtype
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, load_plan, save_plan
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, load_plan, save_plan
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.to_plan import plan_of
@@ -35,35 +36,19 @@ def plan_here(args: argparse.Namespace, options: PulseOptions) -> PlanFile:
     on every rank if nothing fits or what is there is of another job.
     """
     path = Path(args.save or ".") / "plan.json"
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0 and path.exists():
-        answer = [_kept(path, args, options)]
-    dist.broadcast_object_list(answer, src=0)
-    if answer[0] is None:
-        cluster = _cluster(args)
-        if dist.get_rank() == 0:
-            assert cluster is not None
-            if options.memory_gb is not None:
-                cluster = replace(cluster, memory_gb=options.memory_gb)
-            try:
-                answer = [_tune(args, options, cluster, path)]
-            except ValueError as error:
-                answer = [error]
-        dist.broadcast_object_list(answer, src=0)
-    if isinstance(answer[0], ValueError):
-        raise answer[0]
-    plan: PlanFile = answer[0]
-    return plan
+    if (plan := by_rank_0(partial(_kept, path, args, options))) is not None:
+        return plan
+    cluster = _cluster(args)
+    return by_rank_0(partial(_tune, args, options, cluster, path))
 
 
-def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFile | ValueError:
-    try:
-        plan = load_plan(path)
-    except PlanFileError as error:
-        return error
+def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFile | None:
+    if not path.exists():
+        return None
+    plan = load_plan(path)
     record = load_backbone(options.backbone, options.options).record
     if plan.world_size != args.world_size or load_recorded(plan.backbone).record != record:
-        return ValueError(
+        raise ValueError(
             f"--pulse-auto: {path} is the plan of another job ({plan.backbone['name']} on "
             f"{plan.world_size} ranks): move it away, or use another --save"
         )
@@ -87,15 +72,17 @@ def _cluster(args: argparse.Namespace) -> Cluster | None:
 
 
 def _tune(
-    args: argparse.Namespace, options: PulseOptions, cluster: Cluster, path: Path
+    args: argparse.Namespace, options: PulseOptions, cluster: Cluster | None, path: Path
 ) -> PlanFile:
     """Profile on this rank's device, search, and write the plan."""
+    assert cluster is not None
+    if options.memory_gb is not None:
+        cluster = replace(cluster, memory_gb=options.memory_gb)
     backbone = load_backbone(options.backbone, options.options)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
     profile = _measure(args, backbone)
     divided = backbone.divides_sequences
-    of = profile, cluster, args.global_batch_size
-    evaluator = Evaluator(*of, divided, backbone.num_heads)
+    evaluator = Evaluator(profile, cluster, args.global_batch_size, divided, backbone.num_heads)
     try:
         found = tune(
             evaluator, _choices(args), finish_s=options.solver_seconds, solver=options.solver
@@ -123,7 +110,7 @@ def _choices(args: argparse.Namespace) -> Choices:
 
 
 def _measure(args: argparse.Namespace, backbone: Backbone) -> Profile:
-    dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    dtype = compute_dtype(args)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = SIZES if args.micro_batch_size is None else (args.micro_batch_size,)
     try:

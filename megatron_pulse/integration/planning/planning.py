@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -98,19 +98,29 @@ def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions)
         counts.add(_num_eval_microbatches(args))
     if not plan.is_synthesized:
         return plan
+
+    def find() -> list[Any]:
+        solved, found = find_schedules(plan, counts, options.solver_seconds, options.solver)
+        for certificate in found:
+            print(f"schedule: {certificate}", flush=True)
+        return [to_json(schedule) for schedule in solved.schedules]
+
+    return replace(plan, schedules=tuple(map(from_json, by_rank_0(find))))
+
+
+def by_rank_0[T](find: Callable[[], T]) -> T:
+    """What rank 0 finds, on all ranks (collective); a ValueError of its is raised on all."""
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            plan, found = find_schedules(plan, counts, options.solver_seconds, options.solver)
-            for certificate in found:
-                print(f"schedule: {certificate}", flush=True)
-            answer = [[to_json(schedule) for schedule in plan.schedules]]
+            answer = [find()]
         except ValueError as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0)
     if isinstance(answer[0], ValueError):
         raise answer[0]
-    return replace(plan, schedules=tuple(from_json(record) for record in answer[0]))
+    found: T = answer[0]
+    return found
 
 
 def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
