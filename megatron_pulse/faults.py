@@ -10,7 +10,8 @@ import difflib
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 _SHOWN = 40
@@ -42,6 +43,17 @@ def all_of(faults: Sequence[str]) -> str:
 def faults_in(error: Exception) -> list[str]:
     """Each of what was found together, or the one thing that ``error`` says."""
     return error.faults if isinstance(error, Faults) else [str(error)]
+
+
+@contextmanager
+def collecting(
+    faults: list[str], kinds: tuple[type[Exception], ...] = (ValueError,)
+) -> Iterator[None]:
+    """Within, an error of these ``kinds`` adds to ``faults`` what it says."""
+    try:
+        yield
+    except kinds as error:
+        faults += faults_in(error)
 
 
 def told(what: str, faults: Sequence[str], remedy: str = "") -> str:

@@ -59,6 +59,17 @@ def replacing(path: str | Path) -> Iterator[Path]:
         beside.unlink(missing_ok=True)
 
 
+def unwritable(folder: Path, what: str = "") -> str | None:
+    """Why nothing can be written below ``folder``, which is called ``what``; creates nothing."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is a file, not a folder"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{what}{folder} is not writable"
+    return None
+
+
 def read_text(path: str | Path, kind: FileKind, max_bytes: int = MAX_BYTES) -> str:
     """The text of a file in UTF-8; raises FileError."""
     with _opened(path, kind) as file:

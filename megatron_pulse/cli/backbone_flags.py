@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_pulse.faults import collecting
 from megatron_pulse.flag_fields import key_values
 
 
@@ -16,11 +17,10 @@ def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def option_faults(args: argparse.Namespace) -> list[str]:
     """A fault for each that is not of that form."""
-    try:
+    faults: list[str] = []
+    with collecting(faults):
         options_of(args)
-    except ValueError as error:
-        return str(error).split("; ")
-    return []
+    return faults
 
 
 def backbone_faults(args: argparse.Namespace) -> list[str]:
@@ -29,13 +29,10 @@ def backbone_faults(args: argparse.Namespace) -> list[str]:
 
     if fault := unknown_backbone(args.backbone):
         return [fault, *option_faults(args)]
-    if faults := option_faults(args):
-        return faults
-    try:
+    faults: list[str] = []
+    with collecting(faults):
         load_backbone(args.backbone, options_of(args))
-    except ValueError as error:
-        return [str(error)]
-    return []
+    return faults
 
 
 def options_of(args: argparse.Namespace) -> dict[str, str]:

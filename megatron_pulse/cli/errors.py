@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_pulse.faults import UserError, all_of
+from megatron_pulse.files import unwritable
 from megatron_pulse.flag_fields import Range
 
 
@@ -51,14 +51,8 @@ def check_file(path: Path | None, flag: str, *suffixes: str) -> list[str]:
 
 def check_folder(folder: Path, flag: str) -> list[str]:
     """Why nothing can be written below ``folder``; creates nothing."""
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        return [f"{flag}: {existing} is a file, not a folder"]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"{flag}: folder {existing} is not writable"]
-    return []
+    fault = unwritable(folder, "folder ")
+    return [f"{flag}: {fault}"] if fault else []
 
 
 def no_file(**paths: Path | None) -> list[str]:
@@ -68,6 +62,13 @@ def no_file(**paths: Path | None) -> list[str]:
         for name, path in paths.items()
         if path is not None and not path.is_file()
     ]
+
+
+def no_autoencoder(vae: Path | None) -> list[str]:
+    """Why ``--vae``, if given, names no folder of an autoencoder."""
+    if vae is None or (vae / "config.json").is_file():
+        return []
+    return [f"--vae {vae} holds no config.json of a diffusers AutoencoderKL"]
 
 
 def out_of(

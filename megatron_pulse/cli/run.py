@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> None:
 
     logging.disable(logging.ERROR)  # of the launcher: ranks speak for themselves
     processes._terminate_process_handler = _Orders()
+    line = torchrun.parse_args(args.command_line)
+    is_file = not (line.no_python or line.module or line.run_path)
+    if is_file and not Path(line.training_script).is_file():
+        raise UserError(f"{line.training_script}: there is no such script")
     try:
-        line = torchrun.parse_args(args.command_line)
-        is_file = not (line.no_python or line.module or line.run_path)
-        if is_file and not Path(line.training_script).is_file():
-            raise UserError(f"{line.training_script}: there is no such script")
         torchrun.run(line)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():

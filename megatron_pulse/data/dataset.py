@@ -157,37 +157,40 @@ class ArrayDataset(DiffusionDataset):
         return int(self.labels[index])
 
 
-class Subset(DiffusionDataset):
-    """The samples of ``source`` at ``indices``, renumbered from 0."""
+class Derived(DiffusionDataset):
+    """The samples of ``source``, in all that a subclass does not say of them."""
 
-    def __init__(self, source: DiffusionDataset, indices: np.ndarray) -> None:
+    def __init__(self, source: DiffusionDataset) -> None:
         self.source = source
-        self.indices = indices
         self.image_shape = source.image_shape
         self.num_classes = source.num_classes
         self.fields = source.fields
         self.frames = source.frames
 
+    def at(self, index: int) -> int:
+        """Which sample of ``source`` is this one."""
+        return index
+
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.source)
 
     def image(self, index: int, draw: int = 0) -> Tensor:
-        return self.source.image(int(self.indices[index]), draw)
+        return self.source.image(self.at(index), draw)
 
     def label(self, index: int) -> int:
-        return self.source.label(int(self.indices[index]))
+        return self.source.label(self.at(index))
 
     def check(self, index: int) -> None:
-        self.source.check(int(self.indices[index]))
+        self.source.check(self.at(index))
 
     def describe(self, index: int) -> str:
-        return self.source.describe(int(self.indices[index]))
+        return self.source.describe(self.at(index))
 
     def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
-        return self.source.conditioning(int(self.indices[index]), draw)
+        return self.source.conditioning(self.at(index), draw)
 
     def framing(self, index: int, draw: int = 0) -> Framing:
-        return self.source.framing(int(self.indices[index]), draw)
+        return self.source.framing(self.at(index), draw)
 
     def null_conditioning(self) -> dict[str, Tensor]:
         return self.source.null_conditioning()
@@ -195,6 +198,20 @@ class Subset(DiffusionDataset):
     @property
     def pixel_size(self) -> tuple[int, int]:
         return self.source.pixel_size
+
+
+class Subset(Derived):
+    """The samples of ``source`` at ``indices``, renumbered from 0."""
+
+    def __init__(self, source: DiffusionDataset, indices: np.ndarray) -> None:
+        super().__init__(source)
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def at(self, index: int) -> int:
+        return int(self.indices[index])
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron_pulse.data.dataset import DiffusionDataset, FieldSpec, Framing
+from megatron_pulse.data.dataset import Derived, DiffusionDataset, FieldSpec, Framing
 
 GUIDANCE = 3.5
 FRAMING = "framing"
@@ -100,18 +100,15 @@ def constants(
     return found
 
 
-class Fitted(DiffusionDataset):
+class Fitted(Derived):
     """``source`` with exactly the ``wanted`` fields: defaults filled in, the others left out.
 
     ``faults`` lists what it cannot give.
     """
 
     def __init__(self, source: DiffusionDataset, wanted: Mapping[str, FieldSpec]) -> None:
-        self.source = source
-        self.image_shape = source.image_shape
-        self.num_classes = source.num_classes
+        super().__init__(source)
         self.fields = dict(wanted)
-        self.frames = source.frames
         self._constants = constants(wanted, source.fields, Framing.whole(source.pixel_size))
         framed = SIZES & self._constants.keys() if self.frames else ()
         self._framed = {name: wanted[name] for name in framed}
@@ -125,21 +122,6 @@ class Fitted(DiffusionDataset):
             elif name not in source.fields and name not in self._constants:
                 self.faults.append(f"the backbone reads {name} ({spec}), the data has none")
 
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def image(self, index: int, draw: int = 0) -> Tensor:
-        return self.source.image(index, draw)
-
-    def label(self, index: int) -> int:
-        return self.source.label(index)
-
-    def check(self, index: int) -> None:
-        self.source.check(index)
-
-    def describe(self, index: int) -> str:
-        return self.source.describe(index)
-
     def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
         given = self.source.conditioning(index, draw) if self._taken else {}
         sizes = {}
@@ -147,13 +129,6 @@ class Fitted(DiffusionDataset):
             sizes = constants(self._framed, {}, self.source.framing(index, draw))
         return {**self._constants, **sizes, **{name: given[name] for name in self._taken}}
 
-    def framing(self, index: int, draw: int = 0) -> Framing:
-        return self.source.framing(index, draw)
-
     def null_conditioning(self) -> dict[str, Tensor]:
         null = self.source.null_conditioning()
         return {name: null[name] for name in self._taken if name in null}
-
-    @property
-    def pixel_size(self) -> tuple[int, int]:
-        return self.source.pixel_size

@@ -10,7 +10,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import check_dataset
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
-from megatron_pulse.faults import faults_in, told
+from megatron_pulse.faults import collecting, faults_in, told
 from megatron_pulse.flag_fields import flag_faults
 from megatron_pulse.integration.checkpoint.resume import Wanted, faults_of, process_of
 from megatron_pulse.integration.checkpoint.start import Start, enter, find_start, no_step_elsewhere
@@ -58,10 +58,8 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
         args.pulse_option = [text for text in args.pulse_option if "=" in text]
         options = pulse_options(args)
     if options.plan is not None:
-        try:
+        with collecting(faults):
             given = load_plan(options.plan)
-        except ValueError as error:
-            faults += faults_in(error)
     if given is not None:
         contrary = list(contradictions(given, args, options))
         options = obey(given, args, options)
@@ -111,11 +109,9 @@ def prepare(
         args.global_batch_size = global_batch_size(args)
     backbone = plan = data = start = None
     process = chosen_process(ProcessChoice())
-    try:
+    with collecting(faults):
         start = find_start(args)
         process = process_of(start, options)
-    except ValueError as error:  # the other faults are found all the same
-        faults += faults_in(error)
     try:
         there = {} if start is None else start.saved.record
         if options.backbone:
@@ -137,10 +133,8 @@ def prepare(
                 f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null "
                 "class that a dropped sample could get: give 0, or import with --null-class"
             )
-        try:
+        with collecting(faults, (ValueError, OSError)):
             data = DiffusionData(options, backbone, process, args.seed)
-        except (ValueError, OSError) as error:
-            faults += faults_in(error)
         if can_plan:
             try:
                 plan = plan_run(args, options, backbone, given)

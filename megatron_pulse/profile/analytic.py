@@ -22,13 +22,7 @@ from megatron_pulse.profile.measuring.kernels import Kernels
 from megatron_pulse.profile.measuring.layer_call import describe_chain, layer_kind, make_call
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
-from megatron_pulse.profile.profile import (
-    NO_SPREAD,
-    LayerTimes,
-    Profile,
-    ProfileError,
-    Source,
-)
+from megatron_pulse.profile.profile import NO_SPREAD, LayerTimes, Profile, ProfileError, Source
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,18 @@ class Device:
     bytes_per_s: float
     memory_bytes: int
 
+    @property
+    def half_dtype(self) -> str:
+        """The dtype of 16 bits to train in: bfloat16 where the device has it."""
+        return "bfloat16" if "bfloat16" in self.peak_flops else "float16"
+
+    def dtype_faults(self, flag: str, dtype: str | None) -> list[str]:
+        """That no peak of ``dtype``, given as ``flag``, is known."""
+        if dtype is None or dtype in self.peak_flops:
+            return []
+        known = ", ".join(self.peak_flops)
+        return [f"{flag} {dtype}: no peak of {self.name} is known, only of: {known}"]
+
 
 # Dense figures, without sparsity; float32 is without TF32.
 # V100: NVIDIA Tesla V100 data sheet (SXM2). Neither it nor the Ascend 910A has bfloat16.

@@ -211,9 +211,8 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
                                                                 (args.preset or given))  # fmt: skip
     if args.preset and args.preset not in PRESETS:
         faults.append(unknown("preset", args.preset, PRESETS))
-    elif args.preset and args.dtype and args.dtype not in PRESETS[args.preset].peak_flops:
-        known = ", ".join(PRESETS[args.preset].peak_flops)
-        faults.append(f"--dtype {args.dtype}: no peak of {args.preset} is known, only of: {known}")
+    elif args.preset:
+        faults += PRESETS[args.preset].dtype_faults("--dtype", args.dtype)
     if args.preset and given:
         faults.append(f"give either --preset or {flags}")
     if 0 < len(given) < len(_FIGURES):
@@ -243,7 +242,7 @@ def _roofline(args: argparse.Namespace) -> Roofline:
         device = PRESETS[args.preset]
     else:
         device = custom_device(*(getattr(args, name) for name in _FIGURES))
-    dtype = args.dtype or next(d for d in ("bfloat16", "float16") if d in device.peak_flops)
+    dtype = args.dtype or device.half_dtype
     if args.efficiency is None:
         return Roofline(device, dtype)
     return Roofline(device, dtype, args.efficiency)
@@ -271,15 +270,14 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     from megatron_pulse.profile.measuring.clock import Patience
     from megatron_pulse.profile.measuring.measure import measure
 
-    present = torch.cuda.is_available()
+    present, limit_s = torch.cuda.is_available(), args.seconds_per_layer
     device = args.device or ("cuda" if present else "cpu")
     if device == "cuda" and not present:
         require(["--device cuda: torch finds no GPU here; use --device cpu, or --preset NAME"])
     if device == "cuda" and args.threads is not None:
         require(["--threads is for --device cpu"])
     dtype = args.dtype or _dtype_of(device)
-    patience = Patience() if args.seconds_per_layer is None else Patience(
-        limit_s=args.seconds_per_layer)  # fmt: skip
+    patience = Patience() if limit_s is None else Patience(limit_s=limit_s)
     return measure(
         backbone,
         sizes,

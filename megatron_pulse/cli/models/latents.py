@@ -7,8 +7,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_folder, mending, out_of, require
-from megatron_pulse.faults import UserError
+from megatron_pulse.cli.errors import (
+    add_parser,
+    check_folder,
+    mending,
+    no_autoencoder,
+    out_of,
+    require,
+)
+from megatron_pulse.faults import UserError, collecting
 from megatron_pulse.flag_fields import PIXELS, TO_MILLION
 
 if TYPE_CHECKING:
@@ -149,12 +156,9 @@ def _check(args: argparse.Namespace) -> list[str]:
     if args.text_states is not None:
         if not captions:
             faults.append("--text-states is for captions:PATH, the only data that has texts")
-        try:
+        with collecting(faults):
             _text_states(args.text_states)
-        except UserError as error:
-            faults.append(str(error))
-    if args.vae and not (args.vae / "config.json").is_file():
-        faults.append(f"--vae {args.vae} holds no config.json of a diffusers AutoencoderKL")
+    faults += no_autoencoder(args.vae)
     if args.output.is_dir() and not (args.output / "meta.json").exists():
         if any(args.output.iterdir()):
             faults.append(f"--output {args.output} holds other files; name a new folder")

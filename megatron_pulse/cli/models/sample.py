@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
-from megatron_pulse.cli.errors import add_parser, check_file, mending, out_of, require
+from megatron_pulse.cli.errors import (
+    add_parser,
+    check_file,
+    mending,
+    no_autoencoder,
+    out_of,
+    require,
+)
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.diffusion.choice import OF_TRAINING, ProcessChoice
-from megatron_pulse.faults import UserError
+from megatron_pulse.faults import UserError, collecting
 from megatron_pulse.flag_fields import FROM_ZERO, TO_MILLION, add_flags, read_flags
 
 if TYPE_CHECKING:
@@ -162,15 +169,11 @@ def _check(args: argparse.Namespace) -> list[str]:
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
     if args.classes is not None:
-        try:
+        with collecting(faults):
             parse_classes(args.classes)
-        except UserError as error:
-            faults.append(str(error))
     if not args.load.is_dir():
         faults.append(f"--load {args.load} is not a folder; give what training had as --save")
-    if args.vae and not (args.vae / "config.json").is_file():
-        faults.append(f"--vae {args.vae} holds no config.json of a diffusers AutoencoderKL")
-    return faults
+    return faults + no_autoencoder(args.vae)
 
 
 def parse_classes(text: str) -> list[int]:

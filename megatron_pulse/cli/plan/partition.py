@@ -190,8 +190,8 @@ def _load(args: argparse.Namespace) -> Profile:
     from megatron_pulse.profile.table import read_table
 
     device = PRESETS[args.preset]
-    dtype = next(name for name in ("bfloat16", "float16") if name in device.peak_flops)
-    return read_table(args.from_table, Roofline(device, dtype), (args.micro_batch_size or 1,))
+    roofline = Roofline(device, device.half_dtype)
+    return read_table(args.from_table, roofline, (args.micro_batch_size or 1,))
 
 
 def _limit(args: argparse.Namespace, profile: Profile) -> float | None:

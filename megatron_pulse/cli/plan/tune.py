@@ -180,10 +180,7 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
         )
     device = where.peaks
     assert device is not None
-    dtype = args.dtype or next(d for d in ("bfloat16", "float16") if d in device.peak_flops)
-    if dtype not in device.peak_flops:
-        have = ", ".join(device.peak_flops)
-        require([f"--dtype {dtype}: no peak of {device.name} is known, only of: {have}"])
+    require(device.dtype_faults("--dtype", args.dtype))
     from megatron_pulse.cli.megatron import prepare_megatron
     from megatron_pulse.profile.devices import Roofline
     from model_specs import load_backbone
@@ -192,7 +189,8 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
     from megatron_pulse.profile.analytic import analyse
 
     backbone = load_backbone(args.backbone, options_of(args))
-    return analyse(backbone, _PROFILED, Roofline(device, dtype), progress=True)
+    roofline = Roofline(device, args.dtype or device.half_dtype)
+    return analyse(backbone, _PROFILED, roofline, progress=True)
 
 
 def _backbone_of(profile: Profile) -> Backbone | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_pulse.faults import told
+from megatron_pulse.files import unwritable
 from megatron_pulse.flag_fields import flag_faults
 from megatron_pulse.integration.flags.arguments import (
     PREFIX,
@@ -114,20 +114,8 @@ _FOLDERS = (
 def _check_folders(args: argparse.Namespace) -> Iterator[str]:
     for name in (*_FOLDERS, *pulse_flags(Mark.FOLDER)):
         folder = getattr(args, name)
-        if folder is not None and (fault := _unwritable(Path(folder))):
+        if folder is not None and (fault := unwritable(Path(folder))):
             yield f"{flag_name(name)} {folder}: {fault}"
-
-
-def _unwritable(folder: Path) -> str | None:
-    """Why nothing can be written below ``folder``; creates nothing."""
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
-    if not existing.is_dir():
-        return f"{existing} is a file, not a folder"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} is not writable"
-    return None
 
 
 def check_world(args: argparse.Namespace, plan_digest: str) -> None:
