@@ -21,7 +21,7 @@ from megatron_pulse.integration.flags.arguments import (
     pulse_options,
     set_model_arguments,
 )
-from megatron_pulse.integration.flags.checks import FlagError, check_flags, check_layout
+from megatron_pulse.integration.flags.checks import FlagError, check_flags, check_layout, refusing
 from megatron_pulse.integration.flags.parse import CommandLine, parse
 from megatron_pulse.integration.flags.plan_flags import contradictions, decided_by, obey
 from megatron_pulse.integration.flags.together import check_megatron
@@ -154,10 +154,8 @@ def prepare(
 
 def tune_here(args: argparse.Namespace, options: PulseOptions) -> tuple[PlanFile, PulseOptions]:
     """The plan of ``--pulse-auto``, and the options that follow from it (collective)."""
-    try:
+    with refusing(ValueError):
         given = plan_here(args, options)
-    except ValueError as error:
-        raise FlagError(faults_in(error)) from error
     if faults := list(contradictions(given, args, options)):
         raise FlagError(faults)
     return given, obey(given, args, options)
@@ -165,11 +163,9 @@ def tune_here(args: argparse.Namespace, options: PulseOptions) -> tuple[PlanFile
 
 def with_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:
     """``plan`` with the schedules that its steps need, alike on all ranks (collective)."""
-    try:
+    with refusing(ValueError):
         plan = share_schedules(plan, args, options)
         plan.step(num_microbatches(args))
-    except ValueError as error:
-        raise FlagError([str(error)]) from error
     return plan
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume import Wanted, describe
-from megatron_pulse.integration.checkpoint.start import Start, finished, folders_read, lock_for_job
+from megatron_pulse.integration.checkpoint.start import finished, folders_read, lock_for_job
 from megatron_pulse.integration.checkpoint.verify import require_whole
-from megatron_pulse.integration.flags.checks import FlagError, check_world
+from megatron_pulse.integration.flags.checks import check_world, refusing
 from megatron_pulse.integration.loop.ending import (
     end,
     leave,
@@ -56,8 +56,7 @@ def main() -> None:
         with suppress(CheckpointError):  # refused below, with all else that is wrong
             found = newest(args.save)
         if options.auto:
-            _connect(args, job)
-            lock = _lock(args, found)
+            lock = _connect(args, job, found)
             given, options = tune_here(args, options)
         plan, data, start = prepare(line, options, given)
         if said := finished(start, args):
@@ -65,11 +64,12 @@ def main() -> None:
                 print(said, flush=True)
             raise SystemExit(0)
         if not options.auto:
-            _connect(args, job)
-            lock = _lock(args, found)
+            lock = _connect(args, job, found)
         check_world(args, plan.digest())
         if start is not None:
-            _verify(start, args)
+            with refusing(CheckpointError, where=f"{start.given}: "):
+                for folder in folders_read(start, args):
+                    require_whole(folder)
         if start is not None and args.rank == 0:
             print(describe(start, Wanted(args, options, args.pulse_record)), flush=True)
         if given is not None and args.rank == 0:
@@ -90,25 +90,11 @@ def main() -> None:
     end(job)  # trained, helped, or stopped as all ranks agreed
 
 
-def _lock(args: argparse.Namespace, found: str | None) -> FolderLock | None:
-    """Hold ``--save`` against other runs while this one lives (collective)."""
-    try:
-        return lock_for_job(args.save, found)
-    except FolderInUse as error:
-        raise FlagError([str(error)]) from error
+def _connect(args: argparse.Namespace, job: Job, found: str | None) -> FolderLock | None:
+    """Join the job's process group before Megatron does, so that flags can be compared first.
 
-
-def _verify(start: Start, args: argparse.Namespace) -> None:
-    """Refuse a damaged checkpoint before anything of it is used (collective)."""
-    try:
-        for folder in folders_read(start, args):
-            require_whole(folder)
-    except CheckpointError as error:
-        raise FlagError([f"{start.given}: {error}"]) from error
-
-
-def _connect(args: argparse.Namespace, job: Job) -> None:
-    """Join the job's process group before Megatron does, so that flags can be compared first."""
+    From then on ``--save`` is held against other runs; ``found`` is what was seen in it.
+    """
     backend = args.distributed_backend
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     device_id = None
@@ -124,3 +110,5 @@ def _connect(args: argparse.Namespace, job: Job) -> None:
         timeout=timeout,
         device_id=device_id if backend == "nccl" else None,
     )
+    with refusing(FolderInUse):
+        return lock_for_job(args.save, found)

@@ -91,12 +91,11 @@ def test_an_interrupted_writer_goes_on_after_the_last_whole_shard(tmp_path, stop
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
 
 
-def test_an_incomplete_folder_can_be_read_on_purpose(tmp_path):
+def test_an_incomplete_folder_is_refused(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, layout(), stop=6)
     with pytest.raises(DataError, match="not finished: 4 samples"):
         LatentFolder(tmp_path)
-    assert len(LatentFolder(tmp_path, allow_incomplete=True)) == 4
 
 
 def test_all_damage_is_listed_at_once(tmp_path):

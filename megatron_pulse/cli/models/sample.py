@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,15 +121,14 @@ def run(args: argparse.Namespace) -> None:
         print(change, file=sys.stderr)
     if args.guidance != 1 and not model.can_be_guided:
         print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
-    rows = _rows(args, model)
-    require(_check_model(args, model, rows))
+    kind, rows, request = _asked(args, model)
+    require(_check_model(args, model, kind, rows))
     decode = _decoder(args.vae, model)
     asked = [row for row in rows for _ in range(args.per_class)]
     with mending(ValueError, OSError):
-        request = _request(args, model, asked)
         images = sample_images(
             model,
-            request,
+            request(model, asked),
             num_steps=args.steps,
             guidance=args.guidance,
             seed=args.seed,
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
         "num_steps": args.steps,
         "guidance": args.guidance,
         "seed": args.seed,
-        _kind(args): asked,
+        kind: asked,
     }
     score = None
     if args.score:
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> None:
         record["score"] = score.to_dict()
     scale = math.ceil(MIN_SIDE / images.shape[-1])
     with mending(OSError):
-        save_grid(images, args.output, args.per_class, _captions(args, rows), scale)
+        save_grid(images, args.output, args.per_class, _captions(kind, rows, args.per_class), scale)
     lines = [] if score is None else [str(score)]
     lines.append(
         f"{len(asked)} samples of {model.folder} ({model.process.describe()}): {args.output}"
@@ -191,42 +191,32 @@ def parse_classes(text: str) -> list[int]:
     return list(dict.fromkeys(classes))
 
 
-def _rows(args: argparse.Namespace, model: TrainedModel) -> list[int] | list[str]:
-    """What each row of the picture shows: a class, a prompt, or the number of a sample."""
-    if args.prompt:
-        return list(args.prompt)
-    if args.from_data is not None:
-        return list(range(args.from_data))
-    if args.classes is not None:
-        return parse_classes(args.classes)
-    return list(range(min(model.num_classes or 1, 10)))
-
-
-def _kind(args: argparse.Namespace) -> str:
-    """What the rows are, as the report calls it."""
-    if args.prompt:
-        return "prompts"
-    return "labels" if args.from_data is None else "validation_samples"
-
-
-def _request(args: argparse.Namespace, model: TrainedModel, asked: list[Any]) -> Request:
+def _asked(
+    args: argparse.Namespace, model: TrainedModel
+) -> tuple[str, list[Any], Callable[[TrainedModel, list[Any]], Request]]:
+    """What the rows of the picture are, as the report calls it; each row's; how to ask for some."""
     from megatron_pulse.integration import sampling
 
-    if _kind(args) == "prompts":
-        return sampling.request_prompts(model, asked)
-    if _kind(args) == "labels":
-        return sampling.request_classes(model, asked)
-    return sampling.request_from_data(model, asked)
+    if args.prompt:
+        return "prompts", args.prompt, sampling.request_prompts
+    if args.from_data is not None:
+        return "validation_samples", list(range(args.from_data)), sampling.request_from_data
+    classes = list(range(min(model.num_classes or 1, 10)))
+    if args.classes is not None:
+        classes = parse_classes(args.classes)
+    return "labels", classes, sampling.request_classes
 
 
-def _captions(args: argparse.Namespace, rows: list[Any]) -> list[str]:
+def _captions(kind: str, rows: list[Any], each: int) -> list[str]:
     """Under each image its class; under the first of a row its prompt, which may be long."""
-    if _kind(args) == "labels":
-        return [str(row) for row in rows for _ in range(args.per_class)]
-    return [text for row in rows for text in (str(row), *[""] * (args.per_class - 1))]
+    if kind == "labels":
+        return [str(row) for row in rows for _ in range(each)]
+    return [text for row in rows for text in (str(row), *[""] * (each - 1))]
 
 
-def _check_model(args: argparse.Namespace, model: TrainedModel, rows: list[Any]) -> list[str]:
+def _check_model(
+    args: argparse.Namespace, model: TrainedModel, kind: str, rows: list[Any]
+) -> list[str]:
     faults = []
     count = model.num_classes
     if args.classes is not None and count is None:
@@ -242,7 +232,7 @@ def _check_model(args: argparse.Namespace, model: TrainedModel, rows: list[Any])
         faults.append(f"the samples are latents of {channels} channels: decode them with --vae")
     if args.score and (channels != 1 or args.vae):
         faults.append("--score needs a model of grey digits (1 channel, no --vae)")
-    if args.score and (_kind(args) != "labels" or any(row > 9 for row in rows)):
+    if args.score and (kind != "labels" or any(row > 9 for row in rows)):
         faults.append("--score knows the classes 0-9 only")
     return faults
 

@@ -142,16 +142,14 @@ class LatentFolder(DiffusionDataset):
     """Latents and conditioning read through memory maps, which worker processes can share.
 
     Opening checks meta, sizes and headers of all files, and with ``verify`` their SHA-256; all
-    faults are listed in one DataError. ``allow_incomplete`` opens what an interrupted writer left.
+    faults are listed in one DataError.
     """
 
-    def __init__(
-        self, root: str | Path, verify: bool = False, allow_incomplete: bool = False
-    ) -> None:
+    def __init__(self, root: str | Path, verify: bool = False) -> None:
         self.root = Path(root)
         meta = Meta.load(self.root)
         faults = [fault for file in _files(meta) for fault in self._faults(*file, verify)]
-        if not meta.complete and not allow_incomplete:
+        if not meta.complete:
             faults.append(f"the folder is not finished: {meta.count} samples so far")
         if not meta.count:
             faults.append("the folder has no samples")

@@ -93,10 +93,14 @@ def load_whole(
 
 def export_weights(backbone: Backbone, stage: MegatronStage) -> tuple[Published, dict[str, Tensor]]:
     """How the backbone is published, and the stage's weights under those names."""
-    published = published_form(backbone)
-    if published is None:
-        raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
+    published = _published(backbone)
     return published, to_published(published, weights_of(stage))
+
+
+def _published(backbone: Backbone) -> Published:
+    if (published := published_form(backbone)) is None:
+        raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
+    return published
 
 
 def weights_of(stage: MegatronStage) -> dict[str, Tensor]:
@@ -119,9 +123,7 @@ def import_weights(
     read; then with every name of the wrong type or with values that are not finite. Memory: the
     weights in fp32 once, and beside them one published tensor at a time.
     """
-    published = published_form(backbone)
-    if published is None:
-        raise CheckpointError(f"{backbone.name}: nobody publishes this family, so it has no format")
+    published = _published(backbone)
     _require_fit(backbone, published, tensors, what)
     stage = whole_stage(backbone)
     weights = weights_of(stage)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_pulse.faults import told
+from megatron_pulse.faults import faults_in, told
 from megatron_pulse.files import unwritable
 from megatron_pulse.flag_fields import flag_faults
 from megatron_pulse.integration.flags.arguments import (
@@ -28,6 +29,15 @@ class FlagError(SystemExit):
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults
         super().__init__(told("error: this run cannot start", faults))
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], where: str = "") -> Iterator[None]:
+    """Within, an error of these ``kinds`` is a FlagError that says the same, after ``where``."""
+    try:
+        yield
+    except kinds as error:
+        raise FlagError([f"{where}{fault}" for fault in faults_in(error)]) from error
 
 
 def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
