@@ -75,12 +75,10 @@ def read_text(path: str | Path, kind: FileKind, max_bytes: int = MAX_BYTES) -> s
     with _opened(path, kind) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise FileError(
-            f"{path} cannot be read as {kind}: it is larger than {max_bytes >> 10:,} KiB"
-        )
+        raise _unreadable(path, kind, f"it is larger than {max_bytes >> 10:,} KiB")
     text = _decoded(content, path, kind)
     if not text.strip():
-        raise FileError(f"{path} cannot be read as {kind}: it is empty")
+        raise _unreadable(path, kind, "it is empty")
     return text
 
 
@@ -92,7 +90,7 @@ def read_lines(path: str | Path, kind: FileKind) -> Iterator[str]:
             if not line:
                 return
             if len(line) > _MAX_TEXT:
-                raise FileError(f"{path} cannot be read as {kind}: line {number} is too long")
+                raise _unreadable(path, kind, f"line {number} is too long")
             yield _decoded(line, path, kind).rstrip("\r\n")
 
 
@@ -116,16 +114,18 @@ def _opened(path: str | Path, kind: FileKind) -> Iterator[BinaryIO]:
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise FileError(f"{path} cannot be read as {kind}: {reason or error}") from error
+        raise _unreadable(path, kind, str(reason or error)) from error
+
+
+def _unreadable(path: str | Path, kind: FileKind, *faults: str) -> FileError:
+    return FileError(told(f"{path} cannot be read as {kind}", faults))
 
 
 def _decoded(content: bytes, path: str | Path, kind: FileKind) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FileError(
-            f"{path} cannot be read as {kind}: it is no text in UTF-8 (byte {error.start})"
-        ) from error
+        raise _unreadable(path, kind, f"it is no text in UTF-8 (byte {error.start})") from error
 
 
 def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> 
     try:
         value = parse_json(text, infinities=infinities)
     except ValueError as error:
-        raise FileError(told(f"{path} cannot be read as {kind}", faults_in(error))) from error
+        raise _unreadable(path, kind, *faults_in(error)) from error
     return _of_kind(path, kind, value)
 
 
@@ -175,17 +175,15 @@ def read_yaml(path: str | Path, kind: FileKind) -> dict[str, Any]:
     if text.lstrip().startswith("{"):
         return read_json(path, kind)
     if len(text) > MAX_YAML_BYTES:
-        raise FileError(
-            f"{path} cannot be read as {kind}: it is larger than {MAX_YAML_BYTES >> 10} KiB"
-        )
+        raise _unreadable(path, kind, f"it is larger than {MAX_YAML_BYTES >> 10} KiB")
     try:
         value = _sound(yaml.load(text, PlainLoader), [])
     except RecursionError:
-        raise FileError(f"{path} cannot be read as {kind}: {_TOO_DEEP}") from None
+        raise _unreadable(path, kind, _TOO_DEEP) from None
     except yaml.YAMLError as error:
-        raise FileError(f"{path} cannot be read as {kind}: it is no plain YAML: {error}") from error
+        raise _unreadable(path, kind, f"it is no plain YAML: {error}") from error
     except ValueError as error:
-        raise FileError(told(f"{path} cannot be read as {kind}", faults_in(error))) from error
+        raise _unreadable(path, kind, *faults_in(error)) from error
     return _of_kind(path, kind, value)
 
 
@@ -195,7 +193,7 @@ _TOO_DEEP = f"it is nested more than {_MAX_DEPTH} deep"
 def _of_kind(path: str | Path, kind: FileKind, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         shown = "a list" if isinstance(value, list) else repr(value)[:60]
-        raise FileError(f"{path} cannot be read as {kind}: expected an object, got {shown}")
+        raise _unreadable(path, kind, f"expected an object, got {shown}")
     other = kind_of(value)
     if other is not None and other is not kind:
         raise FileError(f"{path}: this is {other}, not {kind}: {other.use(path)}")

@@ -282,19 +282,11 @@ def _beyond(where: str, record: object, names: Sequence[str]) -> Iterator[str]:
 
 def _combine(a: LayerTimes, b: LayerTimes, share: float, proportional: bool = False) -> LayerTimes:
     """The value at ``share`` of the way from ``a`` to ``b`` (to twice ``a``, if proportional)."""
-
-    def mix(name: str) -> float:
+    mixed: dict[str, Any] = {}
+    for name in LayerTimes.__dataclass_fields__:
         start, end = getattr(a, name), getattr(b, name)
         step = start if proportional else end - start
-        return max(0.0, float(start + share * step))
-
-    return LayerTimes(
-        forward_s=mix("forward_s"),
-        input_grad_s=mix("input_grad_s"),
-        weight_grad_s=mix("weight_grad_s"),
-        forward_spread_s=mix("forward_spread_s"),
-        input_grad_spread_s=mix("input_grad_spread_s"),
-        weight_grad_spread_s=mix("weight_grad_spread_s"),
-        saved_bytes=round(mix("saved_bytes")),
-        peak_bytes=round(mix("peak_bytes")),
-    )
+        mixed[name] = max(0.0, float(start + share * step))
+    for name in ("saved_bytes", "peak_bytes"):
+        mixed[name] = round(mixed[name])
+    return LayerTimes(**mixed)

@@ -112,9 +112,7 @@ def _faults(table: Mapping[str, Any]) -> Iterator[str]:
             continue
         if not isinstance(skip.get("id", i), str | int):
             yield f"skips[{i}].id: expected text or a number, got {_short(skip['id'])}"
-        for key in ("src", "dst", "numel"):
-            if not _is_count(skip.get(key)):
-                yield f"skips[{i}].{key}: expected a whole number, got {_short(skip.get(key))}"
+        yield from _not_counts(f"skips[{i}]", skip, ("src", "dst", "numel"))
 
 
 def _unit_faults(where: str, unit: Any) -> Iterator[str]:
@@ -123,9 +121,7 @@ def _unit_faults(where: str, unit: Any) -> Iterator[str]:
         return
     if not isinstance(unit.get("name"), str):
         yield f"{where}.name: expected text, got {_short(unit.get('name'))}"
-    for key in _COUNTS:
-        if not _is_count(unit.get(key)):
-            yield f"{where}.{key}: expected a whole number, got {_short(unit.get(key))}"
+    yield from _not_counts(where, unit, _COUNTS)
     shapes = unit.get("out_shapes")
     if shapes is None or not _is_count(unit.get("out_numel")):
         return
@@ -137,6 +133,12 @@ def _unit_faults(where: str, unit: Any) -> Iterator[str]:
     numel = sum(map(math.prod, shapes))
     if numel != unit["out_numel"]:
         yield f"{where}: out_shapes hold {numel} elements, but out_numel is {unit['out_numel']}"
+
+
+def _not_counts(where: str, record: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
+    for key in keys:
+        if not _is_count(record.get(key)):
+            yield f"{where}.{key}: expected a whole number, got {_short(record.get(key))}"
 
 
 def _is_count(value: object) -> bool:
