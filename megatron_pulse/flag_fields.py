@@ -160,6 +160,11 @@ def key_values(texts: Sequence[str], flag: str) -> dict[str, str]:
     return dict(text.split("=", 1) for text in texts)
 
 
+def flag_name(name: str) -> str:
+    """How the flag of an attribute of the parsed arguments is written."""
+    return f"--{name.replace('_', '-')}"
+
+
 def _argparse(what: _Flag, kind: Any, default: Any) -> dict[str, Any]:
     """What argparse takes for a flag of that type."""
     if get_origin(kind) is Mapping:
@@ -186,7 +191,7 @@ def _written(each: Field[Any], prefix: str) -> str:
     """The flag as it is written."""
     what: _Flag | None = each.metadata.get("flag")
     name = each.name if what is None or what.name is None else what.name
-    return f"--{prefix}{name.replace('_', '-')}"
+    return flag_name(prefix + name)
 
 
 def _dest(each: Field[Any], prefix: str) -> str:

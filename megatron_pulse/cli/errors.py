@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_pulse.faults import UserError, all_of
 from megatron_pulse.files import unwritable
-from megatron_pulse.flag_fields import Range
+from megatron_pulse.flag_fields import Range, flag_name
 
 
 def require(faults: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ def check_folder(folder: Path, flag: str) -> list[str]:
 def no_file(**paths: Path | None) -> list[str]:
     """A fault for each flag that names a file which is not there."""
     return [
-        f"{_flag(name)} {path}: there is no such file"
+        f"{flag_name(name)} {path}: there is no such file"
         for name, path in paths.items()
         if path is not None and not path.is_file()
     ]
@@ -76,11 +76,7 @@ def out_of(
 ) -> list[str]:
     """A fault for each flag of these names (or given values) that is given and not allowed."""
     given = {name: getattr(args, name) for name in names} | values
-    return [fault for name in given for fault in allowed.faults(_flag(name), given[name])]
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return [fault for name in given for fault in allowed.faults(flag_name(name), given[name])]
 
 
 def add_parser(

@@ -19,7 +19,7 @@ from megatron_pulse.cli.errors import (
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import table
 from megatron_pulse.faults import unknown
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 
 if TYPE_CHECKING:
     from megatron_pulse.profile.devices import Roofline
@@ -206,7 +206,7 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
 
     faults = []
     given = [name for name in _FIGURES if getattr(args, name) is not None]
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in _FIGURES)
+    flags = ", ".join(map(flag_name, _FIGURES))
     analytic = args.from_table or args.device == "analytic" or (args.device is None and
                                                                 (args.preset or given))  # fmt: skip
     if args.preset and args.preset not in PRESETS:

@@ -10,9 +10,10 @@ from typing import Any
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.faults import told
+from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.start import Start
-from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, flag_name, pulse_flags
+from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, pulse_flags
 from model_specs import compare_models
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, read_saved_run
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
@@ -19,7 +20,6 @@ from megatron_pulse.integration.checkpoint.folders import (
     newest,
 )
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
-from megatron_pulse.integration.flags.arguments import flag_name
 
 
 @dataclass(frozen=True)

@@ -282,11 +282,6 @@ def _defaults() -> dict[str, Any]:
     return defaults
 
 
-def flag_name(name: str) -> str:
-    """How the flag of an attribute of the parsed arguments is written."""
-    return "--" + name.replace("_", "-")
-
-
 def pulse_options(args: argparse.Namespace) -> PulseOptions:
     """The typed value of the ``--pulse-*`` flags; raises Faults for malformed options."""
     return read_flags(PulseOptions, args, PREFIX)

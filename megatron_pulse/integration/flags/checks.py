@@ -10,14 +10,8 @@ from pathlib import Path
 
 from megatron_pulse.faults import faults_in, told
 from megatron_pulse.files import unwritable
-from megatron_pulse.flag_fields import flag_faults
-from megatron_pulse.integration.flags.arguments import (
-    PREFIX,
-    Mark,
-    PulseOptions,
-    flag_name,
-    pulse_flags,
-)
+from megatron_pulse.flag_fields import flag_faults, flag_name
+from megatron_pulse.integration.flags.arguments import PREFIX, Mark, PulseOptions, pulse_flags
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.together import check_together
 from megatron_pulse.profile.devices import PRESETS

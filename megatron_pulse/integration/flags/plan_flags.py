@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_pulse.flag_fields import marked
-from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, flag_name
+from megatron_pulse.flag_fields import flag_name, marked
+from megatron_pulse.integration.flags.arguments import Mark, PulseOptions
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from model_specs import load_backbone, load_recorded
 

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from megatron.training.arguments import validate_args
 
-from megatron_pulse.flag_fields import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZERO
-from megatron_pulse.integration.flags.arguments import flag_name
+from megatron_pulse.flag_fields import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZERO, flag_name
 from megatron_pulse.integration.flags.parse import CommandLine
 
 _FILE = Path(__file__).with_name("together.txt")
