@@ -131,8 +131,7 @@ def run(args: argparse.Namespace) -> None:
     of = profile, where, args.global_batch_size
     backbone = _backbone_of(profile) if any(t > 1 for t in choices.tensor) else None
     divides = backbone is not None and backbone.divides_sequences
-    with mending(ClusterError):
-        evaluator = Evaluator(*of, divides, backbone.num_heads if backbone else ())
+    evaluator = Evaluator(*of, divides, backbone.num_heads if backbone else ())
     found = _tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
     if args.output is not None:
