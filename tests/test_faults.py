@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import megatron_pulse
-from megatron_pulse.faults import counted, listed, told
+from megatron_pulse.faults import Faults, collecting, counted, listed, told
 
 
 def test_a_short_list_is_whole() -> None:
@@ -68,3 +70,13 @@ def test_nested_lists_are_indented_and_counted_once() -> None:
 def test_a_fault_that_quotes_a_damaged_file_is_cut() -> None:
     said = listed([f"beta_end is {'x' * 200_000!r}"])
     assert len(said) < 5000 and said.endswith(" ...")
+
+
+def test_what_errors_say_is_collected() -> None:
+    faults = ["first"]
+    for error in (ValueError("second"), Faults(["third", "fourth"])):
+        with collecting(faults):
+            raise error
+    assert faults == ["first", "second", "third", "fourth"]
+    with pytest.raises(OSError), collecting(faults):
+        raise OSError("not of these kinds")

@@ -60,6 +60,13 @@ def test_the_table_holds_the_flags_of_the_installed_megatron() -> None:
     assert set(words.values()) == {1}, "a flag is in the table twice"
 
 
+def test_what_is_needed_are_flags_that_work() -> None:
+    table, text = load_table(), FILE.with_name("together.txt").read_text()
+    named = re.findall(r"--[\w-]+", text)
+    assert len(named) > 100
+    assert [name for name in named if table[name].standing is not Standing.WORKS] == []
+
+
 def test_values_that_work_are_values() -> None:
     for name, flag in load_table().items():
         choices = of_megatron()[name][1].choices
