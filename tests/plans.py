@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Sequence
 from functools import cache
 
 from megatron_pulse.planner.cluster.cluster import cluster, to_record
@@ -11,7 +12,9 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import make_placement
 from megatron_pulse.planner.observe.trace import (
     DeviceStep,
+    StepTrace,
     TimedOperation,
+    TimedWait,
     Trace,
     Traffic,
     merge_step,
@@ -19,6 +22,8 @@ from megatron_pulse.planner.observe.trace import (
 from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
+from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import stage_problem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.replay import edges_of, lags
@@ -131,23 +136,35 @@ def small_plan(
     )
 
 
-def trace_of(plan: PlanFile, lines: list[Timeline]) -> Trace:
-    """What a run that took exactly these times would have recorded."""
+def steps_of(
+    schedule: Schedule, lines: list[Timeline], messages: Sequence[Message] = ()
+) -> tuple[StepTrace, ...]:
+    """What ranks would have recorded that took exactly these times, and waited for ``messages``."""
     steps = []
     for number, line in enumerate(lines, 3):
         zero = random.Random(number).random()
+
+        def at(seconds: float, zero: float = zero) -> float:
+            return seconds + zero
+
         devices = tuple(
             DeviceStep(
+                tuple(TimedOperation(d, op, at(line.start[op]), at(line.end[op])) for op in order),
                 tuple(
-                    TimedOperation(d, op, line.start[op] + zero, line.end[op] + zero)
-                    for op in order
+                    TimedWait(m, at(line.start[m.consumer] - 0.25), at(line.start[m.consumer]))
+                    for m in messages
+                    if m.destination == d
                 ),
-                (),
                 Traffic(d, 1000, 1000, 7),
             )
-            for d, order in enumerate(plan.schedule.order)
+            for d, order in enumerate(schedule.order)
         )
         steps.append(merge_step(number, devices))
+    return tuple(steps)
+
+
+def trace_of(plan: PlanFile, lines: list[Timeline]) -> Trace:
+    """The trace of such a run of ``plan``."""
     return Trace(
         {"device": "none"},
         {"size": plan.world_size, "pipeline": plan.pipeline, "data": plan.data, "tensor": 1},
@@ -159,5 +176,5 @@ def trace_of(plan: PlanFile, lines: list[Timeline]) -> Trace:
         plan.num_microbatches,
         "one machine",
         1e-9,
-        tuple(steps),
+        steps_of(plan.schedule, lines),
     )

@@ -18,21 +18,14 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.profile.files import load_profile, save_profile
+from megatron_pulse.profile.files import load_profile
+from tests.cli.conftest import of_class
 from tests.plans import MICRO_BATCH, small_plan, small_profile, trace_of
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a plan and its profile."""
-    monkeypatch.chdir(tmp_path)
-    save_plan(small_plan(), "plan.json")
-    save_profile(small_profile(), "profile.json")
-    return tmp_path
-
-
-def of_class(svg: ElementTree.Element, name: str) -> list[ElementTree.Element]:
-    return [element for element in svg.iter() if element.get("class") == name]
+def here(planned: Path) -> Path:
+    return planned
 
 
 def measured(plan: PlanFile, forward: float, backward: float, weight: float) -> Timeline:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pulse.cli.main import make_parser
+from megatron_pulse.cli.main import main, make_parser
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +49,14 @@ def test_examples_in_help_are_taken(name: str) -> None:
     assert found, f"{name} --help has no example"
     for words in found:
         make_parser().parse_args(words)
+
+
+@pytest.mark.parametrize("name", [name for name in HELP if name != "pulse run"])
+def test_help_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*name.split()[1:], "--help"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {name} ")
 
 
 def test_the_first_tour_in_help_is_taken() -> None:

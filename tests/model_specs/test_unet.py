@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.backbone.check import check_backbone
 from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
 from tests.model_specs.chains import build_chain, perturb, relative_error
@@ -40,7 +39,6 @@ SKIPS = {
 def test_stable_diffusion_structure(name, parameters):
     """859.5 M and 865.9 M parameters; 12 skips, last in first out; 22 resnets take temb."""
     backbone = model_specs.load_backbone(name, {"sample_size": 64})
-    assert check_backbone(backbone) == []
     assert sum(count_parameters(backbone)) == parameters
     names = [layer.name for layer in backbone.layers]
     assert names[:8] == [
@@ -129,20 +127,6 @@ def test_scaled_variants_are_as_large_as_their_names_say():
         assert tuple(64 * heads for heads in config.num_heads) == config.block_out_channels
         total = sum(count_parameters(backbone)) / 1e9
         assert abs(total / float(billions) - 1) < 0.03
-
-
-@pytest.mark.parametrize("name", ["unet-tiny", "sd-tiny", "sdxl-tiny"])
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_are_as_declared(name, micro_batch_size, dtype, one_rank):
-    """Every boundary, skip, temb and the prediction has its spec's shape and dtype."""
-    chain = build_chain(model_specs.load_backbone(name), dtype)
-    image, fields = chain.batch(micro_batch_size)
-    assert chain(image, fields).isfinite().all()
-    embedder = chain.modules[0]
-    used = {key: fields[key] for key in chain.backbone.layers[0].uses}
-    (alone,) = embedder((), {}, used)
-    assert torch.equal(alone, embedder((image,), {}, used)[1])
 
 
 SMALL = {

@@ -218,10 +218,10 @@ def test_processes_write_the_same_entry_at_once(folder: Path) -> None:
     begin = time.time() + 1.5
     processes = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(begin), str(k)], stderr=subprocess.PIPE)
-        for k in range(4)
+        for k in range(2)
     ]
     errors = [process.communicate(timeout=60)[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, errors
+    assert [process.returncode for process in processes] == [0] * 2, errors
     assert [path.name for path in folder.iterdir()] == [f"{key(problem(cap=8.0), 'auto')}.json"]
     find = Finder()
     assert not faults_for(problem(cap=8.0), cached(problem(cap=8.0), 1.0, "auto", find).schedule)

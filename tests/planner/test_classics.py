@@ -40,6 +40,16 @@ HOMES = {
 """The placements of every classic schedule."""
 
 
+FULL_RATE = {
+    "zb-h1": (lambda p: p, lambda p: p, lambda p, k, m: 6 * m + 2 * (p - 1)),
+    "zb-v": (lambda p: 2 * p - 2, lambda p: 2 * p, lambda p, k, m: 6 * m + p - 1),
+    "dualpipe-v": (lambda p: 2 * p, lambda p: 2 * p + 1, lambda p, k, m: 6 * m + p - 1),
+    "interleaved": (lambda p: p, lambda p: None, lambda p, k, m: 3 * k * m + 3 * (p - 1)),
+}
+"""Microbatches from which a device waits no longer than it must, the cap that is kept throughout,
+and the makespan then, in half stages."""
+
+
 def timed(schedule: Schedule, stage: float = 1, link: float = 0.0) -> Timeline:
     """Equal stages of forward ``stage`` and backward twice that, in halves where it is split."""
     num = schedule.placement.num_stages
@@ -105,6 +115,20 @@ def test_every_size_is_valid(name: str) -> None:
                     schedule, forward, backward, rng.random(), weight if name in SPLIT else None
                 )
                 assert len(timeline.end) == len(schedule.kinds) * num * m
+                if name in FULL_RATE:
+                    at_full_rate(schedule)
+
+
+def at_full_rate(schedule: Schedule) -> None:
+    least, cap, makespan = FULL_RATE[schedule.name]
+    p, k, m = (
+        schedule.placement.num_devices, schedule.placement.num_chunks, schedule.num_microbatches
+    )  # fmt: skip
+    assert validate(schedule, cap=cap(p)) == []
+    if m >= least(p):
+        assert timed(schedule, 2 if k == 1 else 1).makespan == makespan(p, k, m)
+        if schedule.name == "dualpipe-v":
+            assert peak_activations(schedule) == (2 * p + 1,) * p
 
 
 @settings(max_examples=150, derandomize=True)
@@ -165,16 +189,6 @@ def test_hanayo_keeps_its_memory() -> None:
         assert max(peak_activations(hanayo(fold(p, w), m))) == 2 * w * min(m, p)
 
 
-@pytest.mark.parametrize("p", range(2, 9))
-def test_dualpipe_v_is_as_short_as_zb_v(p: int) -> None:
-    for m in range(1, 3 * p + 2):
-        schedule = dualpipe_v(fold(p), m)
-        assert validate(schedule, cap=2 * p + 1) == []
-        if m >= 2 * p:
-            assert timed(schedule).makespan == 6 * m + p - 1
-            assert peak_activations(schedule) == (2 * p + 1,) * p
-
-
 def test_dualpipe_v_pairs_forwards_with_backwards_of_the_other_direction() -> None:
     steady = " ".join(map(str, dualpipe_v(fold(2), 7).order[0]))
     assert "F0:3 I3:1 W3:1 F3:2 I0:0 W0:0 F0:4 I3:2 W3:2 F3:3 I0:1 W0:1" in steady
@@ -226,5 +240,8 @@ def test_other_placements_are_refused(name: str, reason: str) -> None:
         with pytest.raises(ValueError, match=f"{name} needs.*") as error:
             make_schedule(name, make_placement(kind.name, 4), 4)
         assert reason.format(kind) in str(error.value)
+    if "2 stages per device" in reason:
+        with pytest.raises(ValueError, match=f"{name} needs placement fold with 2 stages per dev"):
+            make_schedule(name, fold(2, 2), 4)
     with pytest.raises(ValueError, match="at least one microbatch"):
         CLASSICS[name](runs_on(name, 4)[0], 0)

@@ -271,7 +271,7 @@ def test_a_solver_that_hangs_or_crashes(
     answer = solve_model(paper_model(2, 2), GLPK, 1)
     assert answer.status is status and detail in answer.detail and not answer.has_values
     assert answer.seconds < 30  # half of what it would take
-    found = solve(UNPROVED, 2, "glpk")
+    found = solve(UNPROVED, 1, "glpk")
     assert found.certificate.makespan == 110 and not found.certificate.proved
     assert capfd.readouterr() == ("", "")
 
@@ -280,8 +280,8 @@ def test_a_solver_that_hangs_or_crashes(
 def test_the_limit_is_kept(solver: str) -> None:
     began = time.monotonic()
     problem = equal(fold(8), 16, 12)
-    found = solve(problem, 3, solver)
-    assert time.monotonic() - began < 5
+    found = solve(problem, 1.5, solver)
+    assert time.monotonic() - began < 15  # without a limit the programs take minutes
     assert faults_for(problem, found.schedule) == []
     assert 117 <= found.certificate.lower_bound <= found.certificate.makespan <= 138
 
@@ -289,10 +289,10 @@ def test_the_limit_is_kept(solver: str) -> None:
 @given(problems())
 @settings(max_examples=4)
 def test_any_problem_has_a_valid_answer(problem: ScheduleProblem) -> None:
-    found = solve(problem, 2)
+    found = solve(problem, 1)
     assert faults_for(problem, found.schedule) == []
     made = found.certificate
-    # The work that a constructive search of its least share of two seconds gives to the bound
-    work = BOUND_WORK * 2 * min(CONSTRUCTIVE_SHARE.values()) / LONG_S
+    # The work that a constructive search of its least share of a second gives to the bound
+    work = BOUND_WORK * min(CONSTRUCTIVE_SHARE.values()) / LONG_S
     assert made.lower_bound >= lower_bound(problem, work) * (1 - 1e-9)
     assert made.lower_bound <= made.makespan == run(problem, found.schedule).makespan

@@ -74,7 +74,7 @@ B = message("F0:1", "F1:1", 0, 1)
 C = message("B1:0", "B0:0", 1, 0)
 
 
-@settings(max_examples=200, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(schedules(), st.integers(0, 10**6))
 def test_compiled_plans_complete(schedule: Schedule, seed: int) -> None:
     for candidate in (schedule, schedule.forward_only()):

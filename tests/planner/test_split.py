@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
+from megatron_pulse.planner.layout.placement import fold, sequential
 from megatron_pulse.planner.layout.routes import Payload, trace_routes
 from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import (
@@ -19,7 +19,6 @@ from megatron_pulse.planner.schedule.check.validate import peak_activations, val
 from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
 from megatron_pulse.planner.schedule.classic.split import zb_h1, zb_v
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import compile_communication, messages_of
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import compile_program
@@ -33,47 +32,6 @@ TWO = ("F0:0 F0:1 I0:0 W0:0 I0:1 W0:1", "F1:0 I1:0 F1:1 I1:1 W1:0 W1:1")
 def two(*rows: str) -> Schedule:
     order = tuple(tuple(map(Operation.parse, row.split())) for row in rows)
     return Schedule("two", sequential(2), 2, order)
-
-
-def same(schedule: Schedule, time: float) -> float:
-    """Makespan where every operation takes ``time``."""
-    each = [time] * schedule.placement.num_stages
-    return simulate(schedule, each, each, 0.0, each).makespan
-
-
-@pytest.mark.parametrize("p", range(2, 8))
-def test_any_number_of_microbatches(p: int) -> None:
-    for m in range(1, 3 * p + 2):
-        h1, v = zb_h1(sequential(p), m), zb_v(fold(p), m)
-        assert validate(h1, cap=p) == validate(v, cap=2 * p) == []
-        assert same(h1, 1) <= simulate(one_f_one_b(sequential(p), m), [1] * p, [2] * p).makespan
-        if m >= p:
-            assert same(h1, 1) == 3 * m + p - 1
-        if m >= 2 * p - 2:
-            assert same(v, 1) == 6 * m + p - 1
-
-
-@settings(max_examples=40, derandomize=True)
-@given(st.integers(2, 5), st.integers(1, 12), st.data())
-def test_unequal_durations(p: int, m: int, data: st.DataObject) -> None:
-    for schedule in (zb_h1(sequential(p), m), zb_v(fold(p), m)):
-        num = schedule.placement.num_stages
-        times = st.lists(st.floats(0.1, 9.0), min_size=num, max_size=num)
-        forward, backward, weight = (data.draw(times) for _ in range(3))
-        timeline = simulate(schedule, forward, backward, 0.3, weight)
-        assert len(timeline.end) == 3 * num * m
-        assert timeline.makespan >= max(timeline.busy) - 1e-9
-        for op, start in timeline.start.items():
-            if op.kind is Kind.WEIGHT_GRAD:
-                assert start >= timeline.end[Operation(Kind.INPUT_GRAD, op.stage, op.microbatch)]
-
-
-def test_other_placements_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"zb-h1 needs placement sequential; this is fold.*zb-v"):
-        make_schedule("zb-h1", fold(2), 4)
-    for placement in (sequential(2), interleaved(2), fold(2, 2)):
-        with pytest.raises(ValueError, match="zb-v needs placement fold with 2 stages per device"):
-            make_schedule("zb-v", placement, 4)
 
 
 def test_wave_splits_when_weight_gradients_have_a_time() -> None:

@@ -25,6 +25,7 @@ from tests.planner.strategies import equal, problems
     ("p", "m", "cap", "split", "optimum"),
     [
         (2, 2, None, False, 16),
+        (2, 4, None, False, 27),
         (4, 4, None, False, 36),
         (8, 8, 16, False, 76),
         (4, 6, None, False, 45),
@@ -32,6 +33,7 @@ from tests.planner.strategies import equal, problems
         (4, 12, None, False, 81),
         (4, 16, None, False, 105),
         (8, 16, None, False, 117),
+        (8, 32, None, False, 213),
         (4, 8, 8, True, 51),
         (8, 16, 16, True, 103),
         (8, 64, 16, True, 391),
@@ -66,8 +68,6 @@ def test_the_papers_equal_slots(p: int, optimum: float) -> None:
         (8, 16, 12, False, 129, 129),
         (4, 8, 6, True, 53, 53),
         (8, 16, 12, True, 107, 107),
-        (16, 32, 24, True, 215, 217),
-        (16, 32, 24, False, 261, 261),
     ],
 )
 def test_capped_optima(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +12,9 @@ from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.observe.compare import compare, measured_problem
 from megatron_pulse.planner.observe.trace import (
-    DeviceStep,
-    TimedOperation,
-    TimedWait,
     Trace,
     TraceError,
-    Traffic,
     load_trace,
-    merge_step,
     save_trace,
 )
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
@@ -29,6 +23,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stage
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import compile_communication
 from tests.planner.schedules import wave
+from tests.plans import steps_of
 from tests.toys import nested, toy_backbone
 
 PLACEMENT, M = fold(2), 4
@@ -49,27 +44,6 @@ def trace_of(timelines: list[Timeline]) -> Trace:
     backbone = toy_backbone(3, nested(3, 1))
     routes = trace_routes(backbone, Partition(PLACEMENT, tuple(range(5))))
     messages = compile_communication(routes, schedule).messages
-    steps = []
-    for number, line in enumerate(timelines, 3):
-        zero = random.Random(number).random() * 100
-        devices = tuple(
-            DeviceStep(
-                tuple(
-                    TimedOperation(d, op, line.start[op] + zero, line.end[op] + zero)
-                    for op in order
-                ),
-                tuple(
-                    TimedWait(
-                        m, line.start[m.consumer] + zero - 0.25, line.start[m.consumer] + zero
-                    )
-                    for m in messages
-                    if m.destination == d
-                ),
-                Traffic(d, 100 + d, 200 + d, 7),
-            )
-            for d, order in enumerate(schedule.order)
-        )
-        steps.append(merge_step(number, devices))
     return Trace(
         {"device": "none"},
         {"size": 2, "pipeline": 2},
@@ -81,7 +55,7 @@ def trace_of(timelines: list[Timeline]) -> Trace:
         M,
         "one machine",
         1e-9,
-        tuple(steps),
+        steps_of(schedule, timelines, messages),
     )
 
 

@@ -19,6 +19,7 @@ from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import Profile
 from model_specs import load_backbone
 from tests.profile.layers import WIDTH, small_backbone
+from tests.runtime import tiny
 from tests.toys import nested, toy_backbone
 
 TABLES = Path(__file__).parents[1] / "model_specs" / "unet_tables.json"
@@ -197,12 +198,12 @@ def test_medians() -> None:
         Patience(min_repetitions=0)
 
 
-@pytest.mark.parametrize("name", ["uvit-tiny", "sd-tiny", "hunyuan-tiny", "flux-tiny"])
-def test_layers_of_a_kind_are_counted_once_and_alike(name, monkeypatch):
+@pytest.mark.parametrize("family", ["uvit", "unet-text", "hunyuan", "flux"])
+def test_layers_of_a_kind_are_counted_once_and_alike(family, monkeypatch):
     from megatron_pulse.profile import analytic, flops
 
     roofline = Roofline(PRESETS["H100"], "bfloat16")
-    backbone = load_backbone(name)
+    backbone = tiny.backbone(family)
     built = []
     count = analytic.count_work
     monkeypatch.setattr(analytic, "count_work", lambda *args: built.append(args[1]) or count(*args))

@@ -10,16 +10,16 @@ from tests.ranks import run_ranks
 from tests.runtime.equality import Case, differences, merge, plan_of, references, split
 from tests.runtime.tiny import FAMILIES, backbone, run_cases
 
-P, STEPS = 2, 6
+P, M, STEPS = 2, 3, 6
 CASES: list[tuple[Case, int | None]] = [
-    (Case("fold", 5, dtype="float32"), None),
-    (Case("fold", 3, dtype="bfloat16", recompute=True), None),
-    (Case("fold", 3, dtype="float32", recompute=True), 2),
-    (Case("fold", 5, dtype="bfloat16"), 3),
-    (Case("sequential", 5, dtype="bfloat16"), 0),
-    (Case("interleaved", 3, dtype="float32"), 1),
+    (Case("fold", M, dtype="float32"), None),
+    (Case("fold", M, dtype="bfloat16", recompute=True), None),
+    (Case("fold", M, dtype="bfloat16"), 3),
+    (Case("sequential", M, dtype="bfloat16"), 0),
+    (Case("interleaved", M, dtype="float32", recompute=True), 1),
 ]
-"""With the number of backwards after which a weight gradient follows; None: whole ones."""
+"""Of one M, so that two references do for all; with the number of backwards after which a weight
+gradient follows; None: whole ones."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)

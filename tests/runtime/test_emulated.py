@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from tests.solved import integer_programmed
 from tests.toys import nested, toy_backbone
 
-FORWARD_S, HALF_BACKWARD_S = 0.030, 0.030
+FORWARD_S, HALF_BACKWARD_S = 0.020, 0.020
 M = 4
 APART = 0.9
 """Makespans that differ by more than this must be measured in their order whatever else runs."""
@@ -59,7 +59,7 @@ def run_cases(cases: list[Case]) -> list[Trace]:
         cuts = tuple(range(0, num_layers + 1, per_stage))
         routes = trace_routes(backbone, Partition(problem.placement, cuts))
         traces.append(
-            run_emulated(backbone, routes, schedule, problem, dist.group.WORLD, num_steps=3)
+            run_emulated(backbone, routes, schedule, problem, dist.group.WORLD, num_steps=2)
         )
     return traces
 
