@@ -58,17 +58,8 @@ CASES = {
         ["--global-batch-size is 1,000,000,000; it must be from 1 to 1,000,000"],
     ),
     "endless threads": (
-        [
-            "profile",
-            "--backbone",
-            "uvit-tiny",
-            "--threads",
-            "100000",
-            "-o",
-            "p.json",
-            "--micro-batch-size",
-            "1,9999999",
-        ],
+        [*"profile --backbone uvit-tiny -o p.json".split(),
+         *"--threads 100000 --micro-batch-size 1,9999999".split()],
         ["--threads is 100,000; it must be", "--micro-batch-size is 9,999,999; it must be"],
     ),
     "nameless export": (["export", "--load", ".", "--to", ""], ["--to . is no name"]),
@@ -108,7 +99,7 @@ CASES = {
         ["curve", "--tensorboard-dir", "tb", "-o", "l.jpg"],
         ["tb is not a folder", "must end in .png"],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
