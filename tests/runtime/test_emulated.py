@@ -22,7 +22,9 @@ from tests.ranks import run_ranks
 from tests.solved import integer_programmed
 from tests.toys import nested, toy_backbone
 
-FORWARD_S, HALF_BACKWARD_S = 0.020, 0.020
+OPERATION_S = {2: 0.030, 4: 0.020}
+"""A layer's forward, and each half of its backward, by the number of devices: what disturbs a step
+must not count for what tells cases apart."""
 M = 4
 APART = 0.9
 """Makespans that differ by more than this must be measured in their order whatever else runs."""
@@ -38,8 +40,7 @@ def problem_of(
     """A step of 2P layers: one a stage on the fold, two on a sequential placement."""
     num = placement.num_stages
     per_stage = 2 * placement.num_devices // num
-    forward = (per_stage * FORWARD_S,) * num
-    half = (per_stage * HALF_BACKWARD_S,) * num
+    forward = half = (per_stage * OPERATION_S[placement.num_devices],) * num
     whole = tuple(2 * t for t in half)
     times = (forward, half, half) if split else (forward, whole, None)
     caps = None if cap is None else (cap,) * placement.num_devices
@@ -59,7 +60,7 @@ def run_cases(cases: list[Case]) -> list[Trace]:
         cuts = tuple(range(0, num_layers + 1, per_stage))
         routes = trace_routes(backbone, Partition(problem.placement, cuts))
         traces.append(
-            run_emulated(backbone, routes, schedule, problem, dist.group.WORLD, num_steps=2)
+            run_emulated(backbone, routes, schedule, problem, dist.group.WORLD, num_steps=3)
         )
     return traces
 
