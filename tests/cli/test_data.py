@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,16 +153,23 @@ def test_interrupted_writing_goes_on(
         assert (resumed / file.name).read_bytes() == file.read_bytes()
 
 
-def test_vae(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def make_vae(folder: Path, **settings: Any) -> Any:
+    """A tiny autoencoder of diffusers, saved."""
     from diffusers import AutoencoderKL
 
     torch.manual_seed(0)
-    vae = AutoencoderKL(
-        in_channels=1, out_channels=1, latent_channels=2, norm_num_groups=4,
-        block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2, scaling_factor=0.5,
+    small = {"latent_channels": 2, "norm_num_groups": 4, "block_out_channels": (8,)}
+    vae = AutoencoderKL(**{**small, **settings})
+    vae.save_pretrained(folder)
+    return vae
+
+
+def test_vae(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vae = make_vae(
+        tmp_path / "vae", in_channels=1, out_channels=1, block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        scaling_factor=0.5,
     )  # fmt: skip
-    vae.save_pretrained(tmp_path / "vae")
     folder = tmp_path / "latents"
     argv = ["data", "write-latents", "--from", "digits8", "--vae", str(tmp_path / "vae")]
     assert main([*argv, "-o", str(folder), "--dtype", "fp32"]) == 0
@@ -199,10 +207,7 @@ def test_latents_are_normalized_as_pipelines_do(
 ) -> None:
     """As StableDiffusionXLPipeline and ...Img2ImgPipeline do with mean and std, and
     StableDiffusion3Pipeline with the shift."""
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL(latent_channels=2, norm_num_groups=4, block_out_channels=(8,), **settings)
-    vae.save_pretrained(tmp_path / "vae")
+    vae = make_vae(tmp_path / "vae", **settings)
     ours, images = Autoencoder(tmp_path / "vae"), torch.randn(2, 3, 8, 8)
     with torch.no_grad():
         means = vae.encode(images).latent_dist.mode()
@@ -214,12 +219,7 @@ def test_latents_are_normalized_as_pipelines_do(
 
 
 def test_contradictory_normalizations_are_refused(tmp_path: Path) -> None:
-    from diffusers import AutoencoderKL
-
-    AutoencoderKL(
-        latent_channels=2, norm_num_groups=4, block_out_channels=(8,), shift_factor=0.5,
-        latents_mean=[1.0, 2.0, 3.0],
-    ).save_pretrained(tmp_path)  # fmt: skip
+    make_vae(tmp_path, shift_factor=0.5, latents_mean=[1.0, 2.0, 3.0])
     with pytest.raises(AutoencoderError) as caught:
         Autoencoder(tmp_path)
     for words in ("each of 2 channels", "latents_mean is given alone", "both given"):
@@ -229,13 +229,7 @@ def test_contradictory_normalizations_are_refused(tmp_path: Path) -> None:
 def test_latents_that_fp16_cannot_hold_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL(
-        in_channels=1, out_channels=1, latent_channels=2, norm_num_groups=4,
-        block_out_channels=(8,), scaling_factor=1e8,
-    )  # fmt: skip
-    vae.save_pretrained(tmp_path / "vae")
+    make_vae(tmp_path / "vae", in_channels=1, out_channels=1, scaling_factor=1e8)
     argv = ["data", "write-latents", "--from", "digits8", "--vae", str(tmp_path / "vae"), "-o"]
     assert main([*argv, str(tmp_path / "half")]) == 2
     said = capsys.readouterr().err
