@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
-from megatron_pulse.planner.cluster.cluster import cluster, to_record
-from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.placement import make_placement
+from megatron_pulse.planner.cluster.cluster import ClusterLink, Shared, cluster
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.observe.trace import (
     DeviceStep,
     StepTrace,
@@ -19,14 +18,15 @@ from megatron_pulse.planner.observe.trace import (
     Traffic,
     merge_step,
 )
-from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Schedule
-from megatron_pulse.planner.schedule.problem import stage_problem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.step.replay import edges_of, lags
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.to_plan import plan_of
+from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.profile import (
     LayerTimes,
     Profile,
@@ -44,6 +44,7 @@ MICRO_BATCH, MICROBATCHES, REPLICAS = 2, 4, 2
 def small_profile() -> Profile:
     """Uneven layers of milliseconds, at two sizes."""
     backbone = load_backbone("uvit-tiny", OPTIONS)
+    element = ELEMENT_BYTES["float32"]
 
     def times(i: int, size: int) -> LayerTimes:
         t = 1e-3 * (1 + 0.1 * (i % 5)) * size
@@ -58,9 +59,17 @@ def small_profile() -> Profile:
         "float32",
         False,
         "made up",
-        tuple(ProfiledLayer(layer.name, 10_000, 4_000) for layer in backbone.layers),
+        tuple(
+            ProfiledLayer(
+                layer.name, 10_000, sum(spec.bytes_per_sample(element) for spec in layer.inputs)
+            )
+            for layer in backbone.layers
+        ),
         {size: tuple(times(i, size) for i in range(count)) for size in (1, 2)},
-        tuple(ProfiledSkip(s.name, s.source, s.destination, 4_000) for s in backbone.skips),
+        tuple(
+            ProfiledSkip(s.name, s.source, s.destination, s.spec.bytes_per_sample(element))
+            for s in backbone.skips
+        ),
     )
 
 
@@ -69,71 +78,14 @@ def small_plan(
     kind: str = "fold", split: bool = False, pipeline: int = 2, recompute: bool = False
 ) -> PlanFile:
     """On ``pipeline`` times two ranks, from ``small_profile``, over a link that is felt."""
-    profile, link = small_profile(), Link(2e-4, 2e7)
-    costs = profile.at(MICRO_BATCH, recompute)
-    chunks = 2 if kind == "fold" and pipeline > 1 else 1
-    placement = make_placement(kind, pipeline, chunks)
-    partition = find_partition(costs, placement, Goal(collocate=kind == "fold", link=link))
-    held = [partition.layers_of_stage(s) for s in range(placement.num_stages)]
-
-    edges = edges_of(costs, partition, lambda a, b: link)
-    saved = tuple(map(float, partition.per_stage(costs.saved_bytes)))
-    problem = stage_problem(
-        costs,
-        partition,
-        MICROBATCHES,
-        lags(edges, placement.num_stages),
-        split=split,
-        activation=saved,
-        cap=tuple(
-            pipeline * sum(saved[s] for s in placement.stages_of_device(d)) for d in range(pipeline)
-        ),
-    )
-    found = synthesize(problem, effort=4)
-    certificate = found.certificate
-    crossing = 2 * sum(costs.boundary_bytes[held[e.destination][0]] for e in edges)
-    return PlanFile(
-        dict(profile.backbone),
-        "float32",
-        pipeline,
-        REPLICAS,
-        1,
-        False,
-        "tp-dp-pp",
-        MICRO_BATCH * MICROBATCHES * REPLICAS,
-        MICRO_BATCH,
-        recompute,
-        False,
-        True,
-        tuple(tuple(costs.names[i] for i in layers) for layers in held),
-        found.schedule,
-        problem,
-        edges,
-        {
-            "step_s": certificate.makespan,
-            "samples_per_s": 16 / certificate.makespan,
-            "pipeline_s": certificate.makespan,
-            "exposed_reduction_s": 0.0,
-            "optimizer_s": 0.0,
-            "bubble": 0.1,
-            "pipeline_bytes_per_sample": crossing / MICRO_BATCH,
-            "data_bytes_per_sample": 0.0,
-            "memory_bytes": [2e9] * pipeline,
-        },
-        {
-            "profile_sha256": hashlib.sha256(repr(profile).encode()).hexdigest(),
-            "profile": "measured, here: made up",
-            "cluster": {**to_record(cluster("cpu")), "nodes": 1, "devices_per_node": 4},
-            "schedule": {
-                "makespan": certificate.makespan,
-                "lower_bound": certificate.lower_bound,
-                "gap": certificate.gap,
-                "proved": certificate.proved,
-                "solver": certificate.solver,
-            },
-            "versions": {"megatron-pulse": "0.1.0"},
-        },
-    )
+    link = ClusterLink("loopback", 0.02, 200.0, Shared.DEVICE)
+    machine = replace(cluster("cpu"), devices_per_node=REPLICAS * pipeline, intra_node=link)
+    layout = WHOLE if pipeline == 1 else FOLD_EXACT if kind == "fold" else ROW
+    config = Config(pipeline, REPLICAS, 1, MICRO_BATCH, layout, split, recompute=recompute)
+    evaluator = Evaluator(small_profile(), machine, MICRO_BATCH * MICROBATCHES * REPLICAS)
+    problem = evaluator.problem(config, MICROBATCHES)
+    outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
+    return plan_of(outcome, small_profile(), machine, sequence_parallel=False)
 
 
 def steps_of(

@@ -13,6 +13,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 COMPUTE = "compute"
+DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
+               "bool": 1}  # fmt: skip
+"""The other dtypes of boundaries, skips and conditioning, and the bytes of their elements."""
 """The dtype name that stands for the run's parameter dtype (fp32, or bf16 under ``--bf16``)."""
 
 
@@ -39,6 +42,10 @@ class TensorSpec:
     def numel_per_sample(self) -> int:
         """Number of elements per sample."""
         return math.prod(self.shape)
+
+    def bytes_per_sample(self, compute_bytes: int) -> int:
+        """Bytes of a sample, where an element of ``"compute"`` has ``compute_bytes``."""
+        return self.numel_per_sample * DTYPE_BYTES.get(self.dtype, compute_bytes)
 
 
 @dataclass(frozen=True)

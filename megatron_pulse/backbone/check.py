@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer, TensorSpec
 from megatron_pulse.faults import told
 
 _LAYER_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
 _MOST_VALUES = 2**38
 """Of one tensor of one sample, a terabyte in fp32: no device holds that."""
-_DTYPES = (COMPUTE, "float32", "float64", "bfloat16", "float16", "int64", "int32", "bool")
+_DTYPES = (COMPUTE, *DTYPE_BYTES)
 
 
 class BackboneError(ValueError):

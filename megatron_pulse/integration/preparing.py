@@ -32,8 +32,9 @@ from megatron_pulse.integration.planning.planning import (
     plan_run,
     share_schedules,
 )
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, load_plan
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.planner.tune.recompute import load_checked
 from model_specs import continue_model, load_backbone
 
 
@@ -59,7 +60,7 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
         options = pulse_options(args)
     if options.plan is not None:
         with collecting(faults):
-            given = load_plan(options.plan)
+            given = load_checked(options.plan)
     if given is not None:
         contrary = list(contradictions(given, args, options))
         options = obey(given, args, options)

@@ -22,9 +22,8 @@ _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Write ``profile``; a file that was there before is only replaced by a complete one."""
-    record = {"format": _FORMAT, **dataclasses.asdict(profile)}
     with replacing(path) as beside:
-        beside.write_text(json.dumps(record, indent=1) + "\n")
+        beside.write_text(json.dumps(to_record(profile), indent=1) + "\n")
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -33,16 +32,27 @@ def load_profile(path: str | Path) -> Profile:
         record = read_json(path, FileKind.PROFILE)
     except FileError as error:
         raise ProfileError(str(error)) from error
-    if record.pop("format", None) != _FORMAT:
-        raise ProfileError(f"{path} is not a profile: its 'format' is not {_FORMAT!r}")
+    return from_record(record, path)
+
+
+def to_record(profile: Profile) -> dict[str, Any]:
+    """What its file holds."""
+    return {"format": _FORMAT, **dataclasses.asdict(profile)}
+
+
+def from_record(record: Mapping[str, Any], where: str | Path) -> Profile:
+    """The profile of ``to_record``'s form; raises ProfileError with every fault, about ``where``"""
+    if record.get("format") != _FORMAT:
+        raise ProfileError(f"{where} is not a profile: its 'format' is not {_FORMAT!r}")
     faults: list[str] = []
-    profile = _read(Profile, record, "", faults)
+    rest = {name: value for name, value in record.items() if name != "format"}
+    profile = _read(Profile, rest, "", faults)
     if not faults:
         try:
             return Profile(**profile)
         except ProfileError as error:
-            raise ProfileError(f"{path}: {error}") from error
-    raise ProfileError(told(f"{path} is not a sound profile", faults))
+            raise ProfileError(f"{where}: {error}") from error
+    raise ProfileError(told(f"{where} is not a sound profile", faults))
 
 
 def _read(kind: Any, value: Any, where: str, faults: list[str]) -> Any:

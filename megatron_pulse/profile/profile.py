@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -188,6 +188,10 @@ class Profile:
         share = (micro_batch_size - low) / (high - low)
         pairs = zip(self.times[low], self.times[high], strict=True)
         return tuple(_combine(a, b, share) for a, b in pairs)
+
+    def only(self, micro_batch_size: int) -> Profile:
+        """The same at one microbatch size alone, interpolated where it was not profiled."""
+        return replace(self, times={micro_batch_size: self.times_at(micro_batch_size)})
 
     def at(self, micro_batch_size: int, recompute: bool | None = None) -> ChainCosts:
         """What planning reads, at any microbatch size (see ``times_at``).

@@ -19,7 +19,7 @@ EXTREMES: tuple[Any, ...] = (
     "<script>alert(1)</script>",
     "%s%n", "nan", "1e308", "NaN", "F0:0", "F999999999:0", "B0:999999999", "X0:0", "fold",
     "sequential", "bidirectional", [], {}, [[]], [1e308], {"a": 1}, "null", "true", "uvit-s",
-    "ring", "cuda", "float16", "megatron_pulse plan 2", "megatron_pulse profile 1",
+    "ring", "cuda", "float16", "megatron_pulse plan 1", "megatron_pulse profile 1",
 )  # fmt: skip
 
 

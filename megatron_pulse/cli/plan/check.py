@@ -18,9 +18,12 @@ Looks at everything that a run with --pulse-plan would stumble over, and lists a
 
   form       the file has every field, and each is what it may be
   schedule   every operation is there once, on its device, and nothing waits in a circle
-  backbone   the stages hold the layers of the backbone's chain, each once and in order
+  backbone   the stages hold the layers of the backbone's chain, each once and in order, and
+             between them is as much as the plan counts
   skips      both ends of each are on one device, or it has a route of its own
   messages   compiled for every device, and no order of NCCL calls can block
+  figures    times, messages, memory and what is predicted are what the layers' costs come to,
+             the schedule simulated; no bound is above it
   memory     activations at their peak keep within what each device has for them, and all that a
              device holds within its memory
   ranks      the machines have as many
@@ -43,15 +46,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Check, then print."""
     from megatron_pulse.planner.plan_file.plan_file import read_plan
+    from megatron_pulse.planner.schedule.check.validate import faults_for
     from megatron_pulse.profile.cautions import plan_cautions
 
     record, plan, faults = read_plan(args.plan)
     fine: dict[str, str] = {}
     if record is not None:
         warn(*plan_cautions(record["provenance"], 0))
-        legal = None if faults else plan
-        if legal is not None:
-            fine = {"form": "as it should be", "schedule": _schedule(legal)}
+        legal = plan
+        if plan is not None and not faults:
+            fine = {"form": "as it should be", "schedule": _schedule(plan)}
+        elif plan is not None and faults_for(plan.problem, plan.schedule):
+            legal = None
         more, found = _against_the_world(record, legal)
         faults, fine = faults + more, {**fine, **found}
     lines = []
@@ -77,11 +83,20 @@ def _schedule(plan: PlanFile) -> str:
     )
 
 
+def _figures(plan: PlanFile) -> str:
+    known = plan.provenance["schedule"]
+    return (
+        f"as worked out from the costs of {len(plan.profile.layers)} layers; the schedule takes "
+        f"{1e3 * known['makespan']:.4g} ms, no schedule less than {1e3 * known['lower_bound']:.4g}"
+    )
+
+
 def _against_the_world(
     record: Mapping[str, Any], plan: PlanFile | None
 ) -> tuple[list[str], dict[str, str]]:
     """The plan, if it is legal in itself, and its backbone, and the machines of its record."""
     from megatron_pulse.planner.plan_file.check import check_backbone, machine_faults, on_machines
+    from megatron_pulse.planner.tune.recompute import figure_faults
     from model_specs import load_recorded
 
     faults: list[str] = []
@@ -93,7 +108,11 @@ def _against_the_world(
     else:
         if plan is not None:
             faults, fine = check_backbone(plan, backbone)
-    more = machine_faults(record)
-    if plan is not None and not more:
-        fine |= on_machines(plan)
-    return faults + more, fine
+    faults += machine_faults(record)
+    if plan is not None:
+        if not (more := figure_faults(plan)):
+            fine["figures"] = _figures(plan)
+        faults += more
+        if not faults:
+            fine |= on_machines(plan)
+    return faults, fine

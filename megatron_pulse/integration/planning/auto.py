@@ -15,9 +15,10 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.planning.planning import by_rank_0, compute_dtype
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, load_plan, save_plan
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.recompute import load_checked
 from megatron_pulse.planner.tune.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
@@ -45,7 +46,7 @@ def plan_here(args: argparse.Namespace, options: PulseOptions) -> PlanFile:
 def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFile | None:
     if not path.exists():
         return None
-    plan = load_plan(path)
+    plan = load_checked(path)
     record = load_backbone(options.backbone, options.options).record
     if plan.world_size != args.world_size or load_recorded(plan.backbone).record != record:
         raise ValueError(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
+from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.planner.layout.placement import Partition
 
 Policy = Literal["auto", "send", "replicate"]
@@ -58,7 +58,7 @@ def choose_embedders(
                 continue
             users = {placed[partition.stage_of_layer(j)] for j in edge.consumers} - {home}
             others |= users
-            per_sample = _bytes(edge.spec, compute_bytes)
+            per_sample = edge.spec.bytes_per_sample(compute_bytes)
             per_sample += edge.spec.numel_per_sample * _GRADIENT_BYTES
             sent += len(users) * samples_per_step * per_sample
         size = compute_bytes + _PARAMETER_GRADIENT_BYTES
@@ -68,8 +68,3 @@ def choose_embedders(
         )
         choices.append(EmbedderChoice(layer.name, sent, replicated, chosen))
     return tuple(choices)
-
-
-def _bytes(spec: TensorSpec, compute_bytes: int) -> int:
-    sizes = {COMPUTE: compute_bytes, "float32": 4, "float64": 8, "int64": 8}
-    return spec.numel_per_sample * sizes[spec.dtype]

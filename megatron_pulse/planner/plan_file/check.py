@@ -8,12 +8,13 @@ from itertools import zip_longest
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.planner.cluster.cluster import ClusterError, from_record
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError, from_record
 from megatron_pulse.planner.layout.crossing import Carrier
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.step.plan import Plan, PlanError
+from megatron_pulse.profile.devices import ELEMENT_BYTES
 
 
 def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict[str, str]]:
@@ -24,6 +25,7 @@ def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict
     """
     if faults := list(_name_faults(given, backbone)):
         return faults, {}
+    faults = [*_size_faults(given, backbone), *_tensor_faults(given, backbone)]
     count = len(backbone.layers)
     fine = {"backbone": f"its {count} layers are those of {backbone.name}, in order"}
     plan = Plan(backbone, given.partition, schedules=(given.schedule,))
@@ -61,6 +63,16 @@ def machine_faults(record: Mapping[str, Any]) -> list[str]:
         cluster = from_record(record["provenance"]["cluster"], "provenance.cluster")
     except ClusterError as error:
         return [str(error)]
+    limit = cluster.usable_bytes
+    return rank_faults(record, cluster) + [
+        f"memory: device {device} needs {size / 1e9:.3g} GB of {limit / 1e9:.3g} GB"
+        for device, size in enumerate(record["predicted"]["memory_bytes"])
+        if size > limit * (1 + 1e-9)
+    ]
+
+
+def rank_faults(record: Mapping[str, Any], cluster: Cluster) -> list[str]:
+    """Why a cluster does not have the ranks of a plan's file, or not where they must be."""
     world, faults = record["pipeline"] * record["data"] * record["tensor"], []
     if world > cluster.num_devices:
         faults.append(f"the plan is for {world} ranks; {cluster.name} has {cluster.num_devices}")
@@ -69,12 +81,7 @@ def machine_faults(record: Mapping[str, Any]) -> list[str]:
             f"tensor: {record['tensor']} ranks do not fill nodes of {cluster.devices_per_node} "
             "evenly"
         )
-    limit = cluster.usable_bytes
-    return faults + [
-        f"memory: device {device} needs {size / 1e9:.3g} GB of {limit / 1e9:.3g} GB"
-        for device, size in enumerate(record["predicted"]["memory_bytes"])
-        if size > limit * (1 + 1e-9)
-    ]
+    return faults
 
 
 def on_machines(given: PlanFile) -> dict[str, str]:
@@ -91,6 +98,36 @@ def on_machines(given: PlanFile) -> dict[str, str]:
         f"{cap / 1e9:.3g} GB, on the fullest device; all in all at most {max(held) / 1e9:.3g} of "
         f"{limit / 1e9:.3g} GB",
     }
+
+
+def _size_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
+    """Bytes between layers that the plan's costs have otherwise than the backbone."""
+    profile = given.profile
+    element = ELEMENT_BYTES[profile.dtype]
+    for i, (layer, costs) in enumerate(zip(backbone.layers, profile.layers, strict=False)):
+        wanted = sum(spec.bytes_per_sample(element) for spec in layer.inputs)
+        if costs.boundary_bytes != wanted:
+            yield (
+                f"profile.layers.{i}.boundary_bytes is {costs.boundary_bytes:,}; {layer.name!r} of "
+                f"{backbone.name} takes {wanted:,} bytes of a sample in {profile.dtype}"
+            )
+    skips = [(s.source, s.destination, s.spec.bytes_per_sample(element)) for s in backbone.skips]
+    costs_of = [(s.source, s.destination, s.num_bytes) for s in profile.skips]
+    for number, (have, want) in enumerate(zip_longest(costs_of, skips)):
+        if have != want:
+            yield (
+                f"profile.skips.{number} (source, destination, bytes) is {have}; that of "
+                f"{backbone.name} is {want}"
+            )
+
+
+def _tensor_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
+    """Tensor parallelism that the backbone does not have."""
+    for heads in sorted(set(backbone.num_heads)):
+        if heads % given.tensor:
+            yield f"tensor: {given.tensor} ranks do not share the {heads} heads of {backbone.name}"
+    if given.sequence_parallel and not backbone.divides_sequences:
+        yield f"sequence_parallel: {backbone.name} has no token sequence between its layers"
 
 
 def _name_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:

@@ -2,28 +2,27 @@
 
 One JSON object: ``pulse tune`` writes it, ``pulse check`` and ``pulse show`` read it, a run with
 ``--pulse-plan`` obeys it. It holds everything that bears on what runs (backbone, degrees, batch,
-cuts, every device's order), so that a run needs neither the profile nor a solver.
+cuts, every device's order), so that a run needs no solver, and what each layer costs at its
+microbatch size, so that all that is predicted can be worked out again.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from megatron_pulse.faults import UserError, told
-from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.files import FileError, read_json, replacing
-from megatron_pulse.planner.layout.placement import (
-    PLACEMENTS,
-    Partition,
-    Placement,
-    make_placement,
+from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
+from megatron_pulse.planner.plan_file.agreement import (
+    edge_faults,
+    shape_faults,
+    sum_faults,
 )
 from megatron_pulse.planner.plan_file.schema import FORMAT, plan_faults
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
@@ -31,6 +30,8 @@ from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, Replay, lags, replay
+from megatron_pulse.profile import files as profile_files
+from megatron_pulse.profile.profile import Profile, ProfileError
 
 
 class PlanFileError(UserError):
@@ -43,7 +44,8 @@ class PlanFile:
 
     ``rank_order`` is Megatron's: tp-dp-pp or tp-pp-dp. ``stages`` are the layers' names.
     ``schedule`` answers ``problem``, in seconds and bytes; ``edges`` are the messages between
-    devices. ``predicted`` and ``provenance`` are for people; nothing that runs reads them.
+    devices. ``predicted`` and ``provenance`` are for people; they and the times are what
+    ``profile``, of this microbatch size alone, makes of the rest (see ``tune.recompute``).
     """
 
     backbone: Mapping[str, Any]
@@ -64,6 +66,7 @@ class PlanFile:
     edges: tuple[Edge, ...]
     predicted: Mapping[str, Any]
     provenance: Mapping[str, Any]
+    profile: Profile
 
     @property
     def heading(self) -> str:
@@ -102,7 +105,7 @@ class PlanFile:
 def save_plan(plan: PlanFile, path: str | Path) -> None:
     """Write ``plan``; what was there before is only replaced by a complete file."""
     with replacing(path) as beside:
-        beside.write_text(json.dumps(_to_record(plan), indent=1) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps(to_record(plan), indent=1) + "\n", encoding="utf-8")
 
 
 def load_plan(path: str | Path) -> PlanFile:
@@ -124,12 +127,28 @@ def read_plan(path: str | Path) -> tuple[dict[str, Any] | None, PlanFile | None,
         record = read_json(path, FileKind.PLAN)
     except FileError as error:
         raise PlanFileError(str(error)) from error
+    if older := _other_version(path, record):
+        raise PlanFileError(older)
     if faults := plan_faults(record):
         return None, None, faults
     return record, *_from_record(record)
 
 
-def _to_record(plan: PlanFile) -> dict[str, Any]:
+def _other_version(path: str | Path, record: Mapping[str, Any]) -> str:
+    """That a plan is of another version; empty where it is not, or is no plan at all."""
+    form = record.get("format")
+    if not isinstance(form, str) or form == FORMAT or kind_of(record) is not FileKind.PLAN:
+        return ""
+    name = record["backbone"].get("name") if isinstance(record.get("backbone"), dict) else None
+    return (
+        f"{path} is {form[:40]!r}, and only {FORMAT!r} can be checked and run: make it anew with "
+        f"'pulse tune --backbone {name or 'NAME'} --cluster CLUSTER --global-batch-size "
+        f"{record.get('global_batch_size', 'N')} -o {path}' (or --profile for --backbone)"
+    )
+
+
+def to_record(plan: PlanFile) -> dict[str, Any]:
+    """What its file holds."""
     problem = plan.problem
     record: dict[str, Any] = {"format": FORMAT}
     for field in fields(plan):
@@ -151,6 +170,8 @@ def _to_record(plan: PlanFile) -> dict[str, Any]:
                 record["placement"] = str(plan.placement.kind)
                 record["num_chunks"] = plan.placement.num_chunks
                 record["stages"] = plan.stages
+            case "profile":
+                record["profile"] = profile_files.to_record(plan.profile)
             case name:
                 record[name] = getattr(plan, name)
     return record
@@ -158,17 +179,21 @@ def _to_record(plan: PlanFile) -> dict[str, Any]:
 
 def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     """The plan of a record without faults of form, if its numbers make one, and all faults."""
-    faults = list(_sum_faults(record))
+    faults = list(sum_faults(record))
+    try:
+        profile = profile_files.from_record(record["profile"], "profile")
+    except ProfileError as error:
+        return None, [*faults, str(error)]
     try:
         schedule = from_json(record["schedule"])
     except (ValueError, OverflowError) as error:
         return None, [*faults, f"schedule: {error}"]
-    if shape := list(_shape_faults(record)):
+    if shape := list(shape_faults(record)):
         return None, faults + shape
     times = record["times"]
     edges = tuple(Edge(int(a), int(b), float(seconds)) for a, b, seconds in times["edges"])
     placement = make_placement(record["placement"], record["pipeline"], record["num_chunks"])
-    faults += _edge_faults(placement, edges)
+    faults += edge_faults(placement, edges)
     count, rest = divmod(record["global_batch_size"], record["data"] * record["micro_batch_size"])
     if rest:
         return None, faults + [f"schedule: {fault}" for fault in validate(schedule)]
@@ -189,74 +214,6 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
         return None, faults
     given = {field.name: record[field.name] for field in fields(PlanFile) if field.name in record}
     given["stages"] = tuple(map(tuple, record["stages"]))
-    given["schedule"] = schedule
+    given["schedule"], given["profile"] = schedule, profile
     plan = PlanFile(**given, problem=problem, edges=edges)
     return plan, faults + [f"schedule: {fault}" for fault in faults_for(problem, schedule)]
-
-
-_ROUNDING = 1e-6
-_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes")
-
-
-def _sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
-    """Values that are each well-formed and do not fit together."""
-    batch, data, size = (record[name] for name in ("global_batch_size", "data", "micro_batch_size"))
-    if batch % (data * size):
-        yield (
-            f"global_batch_size {batch} is not a multiple of data {data} x micro_batch_size {size}"
-        )
-    predicted = record["predicted"]
-    rate, step_s = predicted["samples_per_s"], predicted["step_s"]
-    if not math.isclose(rate * step_s, batch, rel_tol=_ROUNDING):
-        yield (
-            f"predicted: {rate:g} samples/s in steps of {step_s:g} s are {rate * step_s:g} a step, "
-            f"but global_batch_size is {batch}"
-        )
-    part_s = predicted["pipeline_s"]
-    if part_s > step_s * (1 + _ROUNDING):
-        yield f"predicted: pipeline_s {part_s:g} is more than step_s {step_s:g}"
-    if predicted["bubble"] > 1 + _ROUNDING:
-        yield f"predicted.bubble is {predicted['bubble']:g}; it is a share, at most 1"
-    known = record["provenance"]["schedule"]
-    if known["lower_bound"] > known["makespan"] * (1 + _ROUNDING):
-        yield (
-            f"provenance.schedule: lower_bound {known['lower_bound']:g} is above makespan "
-            f"{known['makespan']:g}"
-        )
-    if record["sequence_parallel"] and record["tensor"] == 1:
-        yield "sequence_parallel: it needs tensor parallelism, and tensor is 1"
-    names = Counter(name for stage in record["stages"] for name in stage)
-    for name, count in names.items():
-        if count > 1:
-            yield f"stages: layer {name!r} is there {count} times"
-
-
-def _edge_faults(placement: Placement, edges: tuple[Edge, ...]) -> Iterator[str]:
-    num, home = placement.num_stages, placement.device_of_stage
-    for edge in edges:
-        if not 0 <= edge.source < edge.destination < num:
-            yield f"times.edges: from stage {edge.source} to {edge.destination}; there are {num}"
-        elif home[edge.source] == home[edge.destination]:
-            yield (f"times.edges: stages {edge.source} and {edge.destination} are on one device")
-
-
-def _shape_faults(record: Mapping[str, Any]) -> Iterator[str]:
-    """Columns that are not as long as there are stages, or devices."""
-    kind, chunks = PLACEMENTS[record["placement"]], record["num_chunks"]
-    devices, num = record["pipeline"], len(record["stages"])
-    if devices == 1 and chunks != 1:
-        yield f"num_chunks: {chunks}; a pipeline of one device has one stage"
-    elif devices > 1 and not kind.allows(chunks):
-        yield f"num_chunks: {chunks}; a device of {kind} hosts {kind.chunks} stage(s)"
-    if num != devices * chunks:
-        yield f"stages: {num}, but {devices} device(s) with {chunks} each have {devices * chunks}"
-    for name in _COLUMNS:
-        column = record["times"][name]
-        if column is not None and len(column) != num:
-            yield f"times.{name}: {len(column)} values for {num} stages"
-    for name, values in (
-        ("times.cap_bytes", record["times"]["cap_bytes"]),
-        ("predicted.memory_bytes", record["predicted"]["memory_bytes"]),
-    ):
-        if len(values) != devices:
-            yield f"{name}: {len(values)} values for {devices} device(s)"

@@ -20,8 +20,8 @@ from megatron_pulse.schema import (
     record,
 )
 
-FORMAT = "megatron_pulse plan 1"
-"""The version of the schema."""
+FORMAT = "megatron_pulse plan 2"
+"""The version of the schema, and of what plans predict: one of another version is made anew."""
 
 _MOST_S, _MOST_BYTES = 1e9, 1e15
 _TIME = number(
@@ -123,14 +123,15 @@ SCHEMA = record(
         cluster=OBJECT,
         schedule=_at_least(
             "how good the schedule is",
-            makespan=_FIGURE,
-            lower_bound=_FIGURE,
+            makespan=_TIME,
+            lower_bound=_TIME,
             gap=_FIGURE,
             proved=FLAG,
             solver=TEXT,
         ),
         versions=OBJECT,
     ),
+    profile={**OBJECT, "description": "what each layer costs, as 'pulse profile' writes it"},
 )
 
 

@@ -16,12 +16,15 @@ from megatron_pulse.profile.profile import Profile
 def plan_of(
     outcome: Outcome, profile: Profile, cluster: Cluster, sequence_parallel: bool
 ) -> PlanFile:
-    """The plan file of a tuner's outcome, whose schedule must be of all microbatches."""
+    """The plan file of a tuner's outcome, whose schedule must be of all microbatches.
+
+    It holds the costs of ``profile`` at its own microbatch size.
+    """
     if outcome.extrapolated:
         raise ValueError("the outcome's schedule is of fewer microbatches than a step has")
     config, stages = outcome.config, outcome.stages
     partition, certificate = stages.partition, outcome.synthesis.certificate
-    names = stages.costs.names
+    names, costs = stages.costs.names, profile.only(config.micro_batch_size)
     return PlanFile(
         backbone=dict(profile.backbone),
         dtype=profile.dtype,
@@ -46,12 +49,13 @@ def plan_of(
         provenance={
             "profile_sha256": hashlib.sha256(repr(profile).encode()).hexdigest(),
             "threads": profile.threads,
-            "unsteady": spread_caution(profile, config.micro_batch_size),
+            "unsteady": spread_caution(costs),
             "profile": f"{profile.source.value}, {profile.device}: {profile.method}",
             "cluster": to_record(cluster),
             "schedule": {**asdict(certificate), "gap": certificate.gap},
             "versions": {name: _version(name) for name in ("megatron-pulse", "megatron-core")},
         },
+        profile=costs,
     )
 
 

@@ -168,9 +168,7 @@ def describe_chain(
     """What a profile says of a chain whatever the microbatch size; bytes per sample."""
 
     def size(spec: TensorSpec) -> int:
-        if spec.dtype == COMPUTE:
-            return spec.numel_per_sample * ELEMENT_BYTES[dtype]
-        return spec.numel_per_sample * int(getattr(torch, spec.dtype).itemsize)
+        return spec.bytes_per_sample(ELEMENT_BYTES[dtype])
 
     return (
         tuple(

@@ -1,0 +1,183 @@
+"""A plan's figures once more, from the costs and the cluster that it holds.
+
+What a plan decides (degrees, batch, cuts, every device's order) is taken as it is; everything that
+follows from that is worked out as the tuner does, and the schedule simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.faults import told
+from megatron_pulse.planner.cluster.cluster import ClusterError, from_record
+from megatron_pulse.planner.layout.layouts import layout_of
+from megatron_pulse.planner.plan_file.check import machine_faults, rank_faults
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, load_plan, to_record
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.stages import Stages
+from megatron_pulse.planner.tune.to_plan import plan_of
+
+ROUNDING = 1e-6
+"""Relative difference of figures that count as equal: sums in another order, a solver's units."""
+
+
+def load_checked(path: str | Path) -> PlanFile:
+    """``load_plan``, and every figure of it worked out again; raises PlanFileError."""
+    plan = load_plan(path)
+    if faults := machine_faults(to_record(plan)) + figure_faults(plan):
+        raise PlanFileError(told(f"{path} is not a plan that can run", faults))
+    return plan
+
+
+def figure_faults(plan: PlanFile) -> list[str]:
+    """What of a legal plan is not what its costs come to on its cluster.
+
+    Nothing where these are of another chain, or the cluster has not the plan's ranks, for which
+    ``machine_faults`` are.
+    """
+    record = to_record(plan)
+    if faults := list(_other_costs(plan)):
+        return faults
+    try:
+        if rank_faults(record, from_record(record["provenance"]["cluster"])):
+            return []
+    except ClusterError:
+        return []
+    try:
+        again = recomputed(plan)
+    except ValueError as error:
+        return [f"its figures cannot be worked out: {error}"]
+    return [*_differences(record, to_record(again), ""), *_certificate_faults(plan, again)]
+
+
+def recomputed(plan: PlanFile) -> PlanFile:
+    """What the tuner would write for the decisions of ``plan``.
+
+    Raises ValueError (UnfitError, ClusterError) for what cannot run on the plan's cluster.
+    """
+    evaluator, config, count = _AsCut(plan), _config(plan), plan.num_microbatches
+    evaluator.refuse(config)
+    if not _close(plan.problem.cap or (), evaluator.problem(config, count).cap or ()):
+        config = replace(config, ample=True)
+    problem, known = evaluator.problem(config, count), plan.provenance["schedule"]
+    certificate = Certificate(
+        run(problem, plan.schedule).makespan,
+        known["lower_bound"],
+        known["proved"],
+        known["solver"],
+        known.get("seconds", 0.0),
+    )
+    outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate))
+    return plan_of(outcome, plan.profile, evaluator.cluster, plan.sequence_parallel)
+
+
+def _other_costs(plan: PlanFile) -> Iterator[str]:
+    """Why costs are not those of the plan's layers, or not at its microbatch size."""
+    size, sizes = plan.micro_batch_size, plan.profile.micro_batch_sizes
+    if sizes != (size,):
+        shown = ", ".join(map(str, sizes))
+        yield f"micro_batch_size is {size}; the costs in the plan are at {shown}"
+    names = [name for stage in plan.stages for name in stage]
+    for i, (name, layer) in enumerate(zip_longest(names, plan.profile.layers)):
+        known = None if layer is None else layer.name
+        if name != known:
+            yield f"stages: layer {i} is {name!r}; that of the costs in the plan is {known!r}"
+            return
+
+
+class _AsCut(Evaluator):
+    """The tuner's reckoning of a plan, with the plan's cuts instead of those that it would find."""
+
+    def __init__(self, plan: PlanFile) -> None:
+        cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
+        of = plan.profile, cluster, plan.global_batch_size
+        super().__init__(*of, plan.sequence_parallel)
+        self._plan = plan
+
+    def stages(self, config: Config) -> Stages:
+        """Those of the plan."""
+        return self._as_cut
+
+    @cached_property
+    def _as_cut(self) -> Stages:
+        return self._cut(_config(self._plan), self._plan.partition)
+
+
+def _config(plan: PlanFile) -> Config:
+    """The config of a plan, without ample memory."""
+    placement = plan.placement
+    return Config(
+        plan.pipeline,
+        plan.data,
+        plan.tensor,
+        plan.micro_batch_size,
+        layout_of(str(placement.kind)).with_chunks(placement.num_chunks),
+        split=plan.problem.weight_grad is not None,
+        recompute=plan.recompute,
+        distributed_optimizer=plan.distributed_optimizer,
+        pipeline_inside=plan.rank_order == "tp-pp-dp",
+    )
+
+
+_AS_GIVEN = {"schedule", *(f"provenance.{of}" for of in ("profile_sha256", "versions", "cluster"))}
+_SHARES = ("gap", "bubble")
+
+
+def _differences(said: Any, again: Any, where: str) -> Iterator[str]:
+    """Where a plan's record says otherwise than what it comes to."""
+    if isinstance(again, Mapping):
+        if where.startswith("backbone"):
+            for name in said.keys() - again.keys():
+                yield f"{where}.{name}: the costs in the plan are of a backbone without it"
+        for name, value in again.items():
+            at = f"{where}.{name}" if where else name
+            if name in said and at not in _AS_GIVEN:
+                yield from _differences(said[name], value, at)
+    elif isinstance(again, Sequence) and not isinstance(again, str):
+        if len(said) != len(again):
+            yield f"{where}: {len(said)} values; from the costs in the plan they are {len(again)}"
+            return
+        for i, (one, other) in enumerate(zip(said, again, strict=True)):
+            yield from _differences(one, other, f"{where}.{i}")
+    elif not _same(said, again, ROUNDING if where.endswith(_SHARES) else 0.0):
+        yield f"{where} is {_shown(said)}; from the costs in the plan it is {_shown(again)}"
+
+
+def _certificate_faults(plan: PlanFile, again: PlanFile) -> Iterator[str]:
+    """Bounds above what the schedule takes, and proofs that are none."""
+    known = plan.provenance["schedule"]
+    bound, makespan = known["lower_bound"], again.provenance["schedule"]["makespan"]
+    if bound > makespan * (1 + ROUNDING):
+        yield (
+            f"provenance.schedule.lower_bound is {bound:.8g}, above the {makespan:.8g} that the "
+            "schedule takes when simulated"
+        )
+    if known["proved"] and bound < makespan * (1 - ROUNDING):
+        yield (
+            f"provenance.schedule.proved is true, but lower_bound {bound:.8g} is below the "
+            f"{makespan:.8g} that the schedule takes when simulated"
+        )
+
+
+def _same(said: Any, again: Any, beside: float = 0.0) -> bool:
+    """Whether two values are equal, numbers but for rounding, or for ``beside``."""
+    if isinstance(again, float) and isinstance(said, int | float):
+        return math.isclose(said, again, rel_tol=ROUNDING, abs_tol=max(beside, 1e-12))
+    return bool(said == again)
+
+
+def _close(some: Sequence[float], others: Sequence[float]) -> bool:
+    return all(map(_same, some, others))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.8g}" if isinstance(value, float) else repr(value)
