@@ -128,13 +128,16 @@ def _config(plan: PlanFile) -> Config:
     )
 
 
-_AS_GIVEN = {"schedule", *(f"provenance.{of}" for of in ("profile_sha256", "versions", "cluster"))}
+_AS_GIVEN = {
+    *("schedule", "profile"),
+    *(f"provenance.{name}" for name in ("profile_sha256", "versions", "cluster")),
+}
 _SHARES = ("gap", "bubble")
 
 
 def _differences(said: Any, again: Any, where: str) -> Iterator[str]:
     """Where a plan's record says otherwise than what it comes to."""
-    if isinstance(again, Mapping):
+    if isinstance(again, Mapping) and isinstance(said, Mapping):
         if where.startswith("backbone"):
             for name in said.keys() - again.keys():
                 yield f"{where}.{name}: the costs in the plan are of a backbone without it"
@@ -142,7 +145,7 @@ def _differences(said: Any, again: Any, where: str) -> Iterator[str]:
             at = f"{where}.{name}" if where else name
             if name in said and at not in _AS_GIVEN:
                 yield from _differences(said[name], value, at)
-    elif isinstance(again, Sequence) and not isinstance(again, str):
+    elif isinstance(again, list | tuple) and isinstance(said, list | tuple):
         if len(said) != len(again):
             yield f"{where}: {len(said)} values; from the costs in the plan they are {len(again)}"
             return
