@@ -138,39 +138,6 @@ def test_optimal_among_all_cuts(placement_of, block: int) -> None:
         assert score(costs, found, goal) in acceptable(options, goal.slack), seed
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_several_stages_per_device_stay_near_the_optimum(seed: int) -> None:
-    """Not optimal by promise: legal, non-empty, and not far off."""
-    rng = random.Random(seed)
-    placement = rng.choice([interleaved(2), interleaved(3), interleaved(2, 3), fold(2, 2)])
-    num_layers = rng.randint(placement.num_stages, 12)
-    weights = [rng.randint(1, 9) for _ in range(num_layers)]
-    costs, goal = weighted_costs(chain(num_layers), weights), Goal(("load", "stage"))
-    found = find_partition(costs, placement, goal)
-    assert list(found.cuts) == sorted(set(found.cuts))
-    assert len(found.cuts) == placement.num_stages + 1
-    options = [score(costs, p, goal) for p in all_partitions(num_layers, placement)]
-    got = score(costs, found, goal)
-    assert min(options) <= got
-    assert got[0] <= 1.5 * min(options)[0]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_several_stages_per_device_keep_to_memory(seed: int) -> None:
-    rng = random.Random(seed)
-    placement = rng.choice([interleaved(2), fold(2, 2)])
-    num_layers = rng.randint(placement.num_stages, 10)
-    costs = random_costs(rng, num_layers, ())
-    limit = rng.randint(30, 90)
-    goal = Goal(memory=lambda p: MemoryRule(limit, 1, (1,) * p.num_stages))
-    try:
-        found = find_partition(costs, placement, goal)
-    except PartitionError as error:
-        assert "memory" in str(error)
-    else:
-        assert max(goal.evaluate(costs, found).memory_bytes) <= limit
-
-
 @pytest.mark.parametrize("seed", range(100))
 def test_largest_fold_is_the_largest_with_a_legal_cut(seed: int) -> None:
     rng = random.Random(seed)

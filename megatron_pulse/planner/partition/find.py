@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from megatron_pulse.planner.layout.crossing import SkipEnds
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Partition, Placement
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
 from megatron_pulse.planner.partition.fold import optimal_fold
+from megatron_pulse.planner.partition.many import ManyCuts
 from megatron_pulse.planner.partition.pair_costs import Bools, Ints, PairCosts
 from megatron_pulse.planner.partition.row import optimal_row
+from megatron_pulse.planner.partition.several import WORK, Sought, seek
 
 
 class PartitionError(UserError):
@@ -51,17 +53,21 @@ class Goal:
 
 
 def find_partition(
-    costs: ChainCosts, placement: Placement, goal: Goal | None = None, explain: bool = True
+    costs: ChainCosts,
+    placement: Placement,
+    goal: Goal | None = None,
+    explain: bool = True,
+    work: int = WORK,
 ) -> Partition:
     """The best cuts of ``costs`` over ``placement``; ``goal`` is the load unless given.
 
-    Optimal with one stage per device and on a fold of one wave. With more stages per device a
-    dynamic program would be exponential in them; there mirror pairs of stages (fold) or stages
-    (interleaved) are first spread as if each had a device of its own, which keeps skips at home
-    where they must be, and single cuts are then moved while that betters the devices.
+    Optimal with one stage per device and on a fold of one wave. With more stages per device about
+    ``work`` partial and moved cuts are looked at (see ``several``): all that could be better where
+    devices and layers are few, else the most promising; the same each time, on any machine.
 
-    Raises PartitionError when no cut is legal or fits, naming what would (searching for that takes
-    longer than for the cut, and is left out without ``explain``).
+    Raises PartitionError when no cut is legal and fits, or none was found, which it then says; it
+    names what would do (searching for that takes longer than for the cut, and is left out without
+    ``explain``).
     """
     goal = goal or Goal()
     folded = placement.kind.mirrored and placement.num_stages > 1
@@ -76,62 +82,61 @@ def find_partition(
             f"{len(costs.names)} layers are too few for {placement.num_stages} stages; "
             f"{_most_devices(costs, placement, goal.collocate)}"
         )
-    partition = _search(costs, placement, goal, folded)
-    if partition is None:
-        why = _why_not(costs, placement, goal, folded) if explain else "no cut is legal and fits"
-        raise PartitionError(why)
-    return partition
+    found = _search(costs, placement, goal, work)
+    if found.cuts is None:
+        none = "no cut is" if found.proved else "among the cuts looked at none is"
+        why = _why_not(costs, placement, goal, work, found.proved) if explain else ""
+        raise PartitionError(why or f"{none} legal and fits")
+    return Partition(placement, found.cuts)
 
 
-def _search(costs: ChainCosts, placement: Placement, goal: Goal, folded: bool) -> Partition | None:
-    several = placement.num_chunks > (2 if folded else 1)
+def _search(costs: ChainCosts, placement: Placement, goal: Goal, work: int) -> Sought:
+    folded = placement.kind.mirrored and placement.num_stages > 1
     rule = goal.memory(placement) if goal.memory is not None else None
     closed = closed_cuts(len(costs.names), costs.skips) if goal.collocate else None
-    # Memory is a device's; with several stages on each it is looked at when cuts are moved.
-    pairs = PairCosts(
-        costs, goal.link, goal.lam, None if several else rule, placement.num_stages // 2
-    )
+    if placement.num_chunks > (2 if folded else 1):
+        many = ManyCuts(costs, placement, goal.link, goal.lam, rule)
+        return seek(many, closed, goal.order, goal.slack, work)
+    pairs = PairCosts(costs, goal.link, goal.lam, rule, placement.num_stages // 2)
     cuts = (
         optimal_fold(pairs, closed, goal.order, goal.slack)
         if folded
         else optimal_row(pairs, placement.num_stages, goal.order, goal.slack)
     )
-    if cuts is None:
-        return None
-    partition = Partition(placement, cuts)
-    if several:
-        partition = _move_cuts(costs, partition, goal, rule)
-        if rule is not None and _excess(goal.evaluate(costs, partition), rule) > 0:
-            return None
-    return partition
+    return Sought(cuts, proved=True)
 
 
-def _why_not(costs: ChainCosts, placement: Placement, goal: Goal, folded: bool) -> str:
+def _why_not(costs: ChainCosts, placement: Placement, goal: Goal, work: int, proved: bool) -> str:
     """What keeps every cut from being legal, and the smallest P or memory that would do."""
-    free = Goal(("load",), goal.collocate, goal.link, goal.lam)
-    if _search(costs, placement, free, folded) is None:
+
+    def fits(placement: Placement, goal: Goal) -> bool:
+        return _search(costs, placement, goal, work).cuts is not None
+
+    free = _search(costs, placement, replace(goal, order=("load",), memory=None), work)
+    if free.cuts is None:
+        none = "no cut" if free.proved else "none of the cuts looked at"
         return (
-            f"no cut into {placement.num_stages} stages on {placement.num_devices} devices keeps "
+            f"{none} into {placement.num_stages} stages on {placement.num_devices} devices keeps "
             f"both ends of each of the {len(costs.skips)} skips on one device; "
             f"{_most_devices(costs, placement, True)}. Use fewer devices, or let skips travel"
         )
     assert goal.memory is not None
     rule = goal.memory(placement)
     low, high = rule.limit_bytes, rule.limit_bytes
-    while _search(costs, placement, _with_limit(goal, high), folded) is None:
+    while not fits(placement, _with_limit(goal, high)):
         low, high = high, 2 * high
     while high - low > 0.005 * high:
         middle = (low + high) / 2
-        fits = _search(costs, placement, _with_limit(goal, middle), folded) is not None
-        low, high = (low, middle) if fits else (middle, high)
+        enough = fits(placement, _with_limit(goal, middle))
+        low, high = (low, middle) if enough else (middle, high)
+    none = "no legal cut" if proved else "none of the legal cuts looked at"
     text = (
-        f"no legal cut over {placement.num_devices} devices fits into their memory of "
+        f"{none} over {placement.num_devices} devices fits into their memory of "
         f"{rule.limit_bytes / 1e9:.3g} GB; with {high / 1e9:.3g} GB there would be one"
     )
     most = len(costs.names) // placement.num_chunks
     for num_devices in range(placement.num_devices + 1, most + 1):
-        larger = placement.over(num_devices)
-        if _search(costs, larger, goal, folded) is not None:
+        if fits(placement.over(num_devices), goal):
             return f"{text}, or with P = {num_devices}"
     return f"{text}; no larger P would do"
 
@@ -182,43 +187,3 @@ def _most_devices(costs: ChainCosts, placement: Placement, collocate: bool) -> s
     else:
         most = num_layers // placement.num_chunks
     return f"largest legal P with {placement.num_chunks} stages per device: {most}"
-
-
-def _move_cuts(
-    costs: ChainCosts, partition: Partition, goal: Goal, rule: MemoryRule | None
-) -> Partition:
-    """Move single cuts while that betters the measures legally; first of all, what exceeds."""
-
-    def score(candidate: Partition) -> tuple[float, ...]:
-        found = goal.evaluate(costs, candidate)
-        values = {
-            "load": max(found.load_s),
-            "stage": max(found.stage_s),
-            "bytes": found.boundary_bytes + found.skip_bytes,
-        }
-        # Rounded, so that noise does not count as progress.
-        return tuple(
-            float(f"{v:.9e}") for v in (_excess(found, rule), *(values[m] for m in goal.order))
-        )
-
-    def is_legal(candidate: Partition) -> bool:
-        return not goal.collocate or all(
-            candidate.device_of_layer(s.source) == candidate.device_of_layer(s.destination)
-            for s in costs.skips
-        )
-
-    best, best_score = partition, score(partition)
-    improved = True
-    while improved:
-        improved = False
-        for k in range(1, len(best.cuts) - 1):
-            for cut in range(best.cuts[k - 1] + 1, best.cuts[k + 1]):
-                moved = Partition(best.placement, (*best.cuts[:k], cut, *best.cuts[k + 1 :]))
-                if is_legal(moved) and (found := score(moved)) < best_score:
-                    best, best_score, improved = moved, found, True
-    return best
-
-
-def _excess(found: Evaluation, rule: MemoryRule | None) -> float:
-    """Bytes by which the fullest device exceeds its memory."""
-    return max(0.0, max(found.memory_bytes) - rule.limit_bytes) if rule is not None else 0.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_pulse.backbone.costs import Floats
-from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, PairCosts
+from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, PairCosts, ragged
 
 _MOST_AT_ONCE = 4_000_000
 
@@ -147,7 +147,7 @@ def _portions(
         np.searchsorted(compute, compute[a] + room, "right"),
         np.searchsorted(forward, forward[a] + stage_cap * SLACK, "right"),
     )
-    state, a2 = _ragged(a + 1, np.minimum(end, b - 2 * left))
+    state, a2 = ragged(a + 1, np.minimum(end, b - 2 * left))
     if left == 0:
         return [(state, a2, a2)] if len(a2) else []
     a, b = a[state], b[state]
@@ -169,15 +169,7 @@ def _portions(
     )
     edges = sorted({0, len(counts)}.union(map(int, bounds)))
     for first, last in itertools.pairwise(edges):
-        owner, b2 = _ragged(low[first:last], high[first:last])
+        owner, b2 = ragged(low[first:last], high[first:last])
         if len(owner):
             parts.append((state[first:last][owner], a2[first:last][owner], b2))
     return parts
-
-
-def _ragged(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """(i, every value from begin[i] to end[i] - 1) for all i, as two flat arrays."""
-    counts = np.maximum(end - begin, 0)
-    owner: Ints = np.repeat(np.arange(len(counts)), counts)
-    firsts: Ints = np.repeat(np.cumsum(counts) - counts, counts)
-    return owner, np.arange(len(owner)) - firsts + begin[owner]

@@ -129,3 +129,11 @@ class _SkipSums:
             table[from_end, to_end] - table[from_, to_end] - table[from_end, to] + table[from_, to]
         )
         return result
+
+
+def ragged(begin: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """(i, every value from begin[i] to end[i] - 1) for all i, as two flat arrays."""
+    counts = np.maximum(end - begin, 0)
+    owner: Ints = np.repeat(np.arange(len(counts)), counts)
+    firsts: Ints = np.repeat(np.cumsum(counts) - counts, counts)
+    return owner, np.arange(len(owner)) - firsts + begin[owner]

@@ -1,0 +1,237 @@
+"""The best walk, block by block: every beginning that may still become it, or the best of them.
+
+A beginning knows where it is and what each device has by then. It is dropped when a device has
+more than memory allows, or when the least that it can come to is above a bound: what a device has,
+and the mean over the devices that still take blocks, with all that is left for them. Where more
+are left than ``width``, the most promising from every place are kept in turn, and the search is no
+longer complete.
+
+A skip between devices is charged to both when the layer that pops it is placed: by then it is
+known where the layer is that pushed it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from megatron_pulse.backbone.costs import Floats
+from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, ragged
+from megatron_pulse.planner.partition.walks import Block, Walks
+
+
+@dataclass(frozen=True)
+class Found:
+    """Whole walks, as the places where their blocks end, and the measure of each.
+
+    ``complete``: no walk below the bound was left out. ``work``: edges that were looked at.
+    """
+
+    ends: Ints
+    value: Floats
+    complete: bool
+    work: int
+
+
+@dataclass
+class _Beginnings:
+    """Walks so far: the place of each, what its devices have, its skips, where its blocks ended.
+
+    ``worth`` is the measure where it is not a device's. ``skips[i, d, k]`` is the weight, among the
+    first k skips by the layer that pops them, of those that device d has pushed.
+    """
+
+    place: Ints
+    load: Floats
+    held: Floats
+    worth: Floats
+    skips: Floats
+    ends: Ints
+
+    def only(self, which: Ints | Bools) -> _Beginnings:
+        """Some of them."""
+        return _Beginnings(*(getattr(self, field.name)[which] for field in fields(self)))
+
+
+class Beam:
+    """Searches for walks that are least by ``measure``, a measure of goals or "memory"."""
+
+    def __init__(self, walks: Walks, measure: str, collocate: bool) -> None:
+        self.walks, self.measure, self.collocate = walks, measure, collocate
+        self._pushed, self._popped = self._skips()
+        after = [[b.device for b in walks.blocks[at:]] for at in range(1, len(walks.blocks) + 1)]
+        self._open = [sorted(set(devices)) for devices in after]
+        self._left = self._left_for_open()
+
+    def search(self, bound: float, width: int) -> Found:
+        """Walks up to ``bound``, with at most ``width`` beginnings after each block."""
+        num_devices = self.walks.many.placement.num_devices
+        begun = _Beginnings(
+            np.array([self.walks.start]),
+            np.zeros((1, num_devices)),
+            np.zeros((1, num_devices)),
+            np.zeros(1),
+            np.zeros((1, num_devices, self._pushed.shape[1])),
+            np.zeros((1, 0), dtype=np.int64),
+        )
+        complete, work = True, 0
+        for at in range(len(self.walks.blocks)):
+            begun, looked = self._next(begun, at, bound)
+            work += looked
+            if len(begun.place) > width:
+                begun, complete = self._promising(begun, at, width), False
+        return Found(begun.ends, self._least(begun, len(self.walks.blocks) - 1), complete, work)
+
+    def _skips(self) -> tuple[Floats, Ints]:
+        """``[c, k]``: the weight, of the first k skips, of those pushed before layer c; and for
+        every layer c how many skips are popped before it."""
+        costs, link = self.walks.many.costs, self.walks.many.link
+        num = len(costs.names)
+        skips = sorted(costs.skips, key=lambda skip: skip.destination)
+        if self.collocate:
+            weights = [float(not self.walks.paired) for _ in skips]
+        elif self.measure == "load":
+            weights = [link.time_s(skip.num_bytes) for skip in skips]
+        else:
+            weights = [float(skip.num_bytes * (self.measure == "bytes")) for skip in skips]
+        if not any(weights):
+            skips, weights = [], []
+        pushed = np.zeros((num + 1, len(skips) + 1))
+        for k, (skip, weight) in enumerate(zip(skips, weights, strict=True)):
+            pushed[skip.source + 1 :, k + 1 :] += weight
+        popped = np.searchsorted([skip.destination for skip in skips], np.arange(num + 1))
+        return pushed, popped
+
+    def _left_for_open(self) -> list[Floats]:
+        """After each block, for every place: the least that is left to do on all devices."""
+        walks = self.walks
+        sent: Floats = np.zeros(len(walks.left))
+        left = []
+        for at in range(len(walks.blocks) - 1, -1, -1):
+            if self.measure == "load":
+                left.append(walks.left_compute + sent)
+                block = walks.blocks[at]
+                further = 4 * walks.sent_s * (at + 1 < len(walks.blocks)) + sent
+                sent = np.full(len(walks.left), np.inf)
+                some = np.flatnonzero(np.diff(block.first))
+                if len(some):
+                    sent[some] = np.minimum.reduceat(further[block.end], block.first[some])
+            else:
+                left.append(self._least_held(at))
+        return left[::-1]
+
+    def _least_held(self, at: int) -> Floats:
+        rule = self.walks.many.memory
+        if rule is None:
+            return np.zeros(len(self.walks.left))
+        each = rule.bytes_per_parameter * self.walks.left_parameters
+        result: Floats = each + min(rule.in_flight) * self.walks.left_saved
+        return result
+
+    def _least(self, begun: _Beginnings, at: int) -> Floats:
+        """The least that walks which began so come to after block ``at``."""
+        if self.measure not in ("load", "memory"):
+            return begun.worth
+        has = begun.load if self.measure == "load" else begun.held
+        least: Floats = has.max(axis=1)
+        if still := self._open[at]:
+            mean = (has[:, still].sum(axis=1) + self._left[at][begun.place]) / len(still)
+            least = np.maximum(least, mean)
+        return least
+
+    def _fits(self, begun: _Beginnings, at: int, device: int) -> Bools:
+        """Whether memory suffices for what a device has, and may for all that is left."""
+        rule, still = self.walks.many.memory, self._open[at]
+        if rule is None:
+            return np.ones(len(begun.place), dtype=np.bool_)
+        limit = rule.limit_bytes * SLACK
+        fits: Bools = begun.held[:, device] <= limit
+        if still:
+            least = begun.held[:, still].sum(axis=1) + self._least_held(at)[begun.place]
+            fits &= least <= limit * len(still)
+        return fits
+
+    def _next(self, begun: _Beginnings, at: int, bound: float) -> tuple[_Beginnings, int]:
+        """All beginnings with one block more, and how many were looked at."""
+        walks, block = self.walks, self.walks.blocks[at]
+        device = block.device
+        owner, edge = ragged(*self._window(begun, at, bound))
+        end = block.end[edge]
+        load, held, worth = begun.load[owner], begun.held[owner], begun.worth[owner]
+        held[:, device] += block.held[edge]
+        if self.measure == "load":
+            load[:, device] += block.compute[edge]
+            if at + 1 < len(walks.blocks):
+                load[:, [device, walks.blocks[at + 1].device]] += 2 * walks.sent_s[end][:, None]
+        elif self.measure == "bytes":
+            worth += walks.sent_bytes[end]
+        elif self.measure == "stage":
+            worth = np.maximum(worth, block.stage[edge])
+        together = self._charge_skips(begun, owner, end, block, load, worth)
+        further = _Beginnings(end, load, held, worth, owner, edge)
+        keep = together & self._fits(further, at, device)
+        keep &= self._least(further, at) <= bound
+        further = further.only(keep)
+        owner, end = owner[keep], end[keep]
+        further.skips = begun.skips[owner]
+        if self._pushed.shape[1] > 1:
+            rows = walks.left[end], walks.left[begun.place[owner]]
+            further.skips[:, device] += self._pushed[rows[0]] - self._pushed[rows[1]]
+        further.ends = np.concatenate([begun.ends[owner], end[:, None]], axis=1)
+        return further, len(edge)
+
+    def _window(self, begun: _Beginnings, at: int, bound: float) -> tuple[Ints, Ints]:
+        """The edges from each place that computing time alone does not rule out, as two ends."""
+        walks, block = self.walks, self.walks.blocks[at]
+        first, last = block.first[begun.place], block.first[begun.place + 1]
+        if self.measure != "load" or bound == np.inf:
+            return first, last
+        room = bound * SLACK - begun.load[:, block.device]
+        most = np.searchsorted(block.key, walks.key(begun.place, room), "right")
+        last = np.clip(most, first, last)
+        if block.closes:
+            still = self._open[at]
+            spare = len(still) * bound * SLACK - begun.load[:, still].sum(axis=1)
+            need = walks.left_compute[begun.place] - spare
+            least = np.searchsorted(block.key, walks.key(begun.place, need), "left")
+            first = np.clip(least, first, last)
+        return first, last
+
+    def _charge_skips(
+        self,
+        begun: _Beginnings,
+        owner: Ints,
+        end: Ints,
+        block: Block,
+        load: Floats,
+        worth: Floats,
+    ) -> Bools:
+        """Add what skips into a block cost; whether all are from its device, if they must be."""
+        together: Bools = np.ones(len(owner), dtype=np.bool_)
+        if self._pushed.shape[1] == 1:
+            return together
+        first = self._popped[self.walks.left[begun.place[owner]]]
+        last = self._popped[self.walks.left[end]]
+        for other in range(load.shape[1]):
+            if other == block.device:
+                continue
+            crossing = begun.skips[owner, other, last] - begun.skips[owner, other, first]
+            if self.collocate:
+                together &= crossing == 0
+            elif self.measure == "load":
+                load[:, other] += 2 * crossing
+                load[:, block.device] += 2 * crossing
+            else:
+                worth += crossing
+        return together
+
+    def _promising(self, begun: _Beginnings, at: int, width: int) -> _Beginnings:
+        """The best ``width``: of every place the best, then the second best, and so on."""
+        least = self._least(begun, at)
+        has = begun.load if self.measure == "load" else begun.held
+        order = np.lexsort(((has**2).sum(axis=1), least, begun.place))
+        place = begun.place[order]
+        starts = np.flatnonzero(np.append(True, place[1:] != place[:-1]))
+        rank = np.arange(len(place)) - np.repeat(starts, np.diff(np.append(starts, len(place))))
+        return begun.only(order[np.lexsort((least[order], rank))[:width]])

@@ -1,0 +1,108 @@
+"""Cuts are moved, one or several at once, while that betters the first measure that it changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_pulse.backbone.costs import Floats
+from megatron_pulse.planner.partition.many import ManyCuts
+from megatron_pulse.planner.partition.pair_costs import SLACK, Ints
+
+_FAR = 2
+"""Layers that two cuts move at once at the most; one alone moves anywhere."""
+
+
+@dataclass
+class Ranking:
+    """Which cuts are better: first what is forbidden, then the measures of ``order``.
+
+    A measure counts only from its cap on, where it has one.
+    """
+
+    many: ManyCuts
+    order: tuple[str, ...]
+    collocate: bool
+    caps: dict[str, float] = field(default_factory=dict)
+
+    def value(self, measure: str, cuts: Ints) -> float:
+        """``measure`` of one row of cuts."""
+        return float(getattr(self.many.measure(cuts[None, :]), measure)[0])
+
+    @staticmethod
+    def allows(score: tuple[float, ...]) -> bool:
+        """Whether nothing is apart that must not be, and memory suffices."""
+        return score[:2] == (0.0, 0.0)
+
+    def columns(self, cuts: Ints) -> Floats:
+        """For every row of ``cuts`` what counts, the first first; less is better.
+
+        Rounded, so that noise does not count as progress.
+        """
+        found = self.many.measure(cuts)
+        rule = self.many.memory
+        limit = rule.limit_bytes * SLACK if rule is not None else np.inf
+        columns = [
+            found.apart.astype(np.float64) if self.collocate else np.zeros(len(cuts)),
+            np.maximum(found.memory - limit, 0.0),
+        ]
+        for measure in self.order:
+            columns.append(np.maximum(getattr(found, measure), self.caps.get(measure, 0.0)))
+        columns += [getattr(found, measure) for measure in self.order]
+        return _rounded(np.stack(columns, axis=1))
+
+    def best(self, cuts: Ints) -> tuple[tuple[float, ...], Ints]:
+        """The best row of ``cuts`` with what counts of it."""
+        columns = self.columns(cuts)
+        at = np.lexsort(columns.T[::-1])[0]
+        return tuple(columns[at].tolist()), cuts[at]
+
+
+def improved(ranking: Ranking, cuts: Ints, work: int) -> tuple[tuple[float, ...], Ints]:
+    """Where moves lead from ``cuts``, the best each time, among about ``work`` candidates."""
+    score, best = ranking.best(cuts[None, :])
+    while work > 0:
+        candidates = neighbours(best)
+        work -= len(candidates)
+        if not len(candidates):
+            break
+        found, moved = ranking.best(candidates)
+        if found >= score:
+            break
+        score, best = found, moved
+    return score, best
+
+
+def neighbours(cuts: Ints) -> Ints:
+    """All cuts in which one is elsewhere, two are a little, or all from one to another are."""
+    num = len(cuts) - 2
+    steps = np.array([d for d in range(-_FAR, _FAR + 1) if d])
+    shifts: list[Ints] = [np.zeros((0, num + 2), dtype=np.int64)]
+    for k in range(1, num + 1):
+        alone = np.arange(cuts[k - 1] + 1, cuts[k + 1]) - cuts[k]
+        shifts.append(_shift(num, [k], alone[alone != 0][:, None]))
+    pairs = np.stack(np.meshgrid(steps, steps), axis=-1).reshape(-1, 2)
+    for first in range(1, num + 1):
+        for last in range(first + 1, num + 1):
+            shifts.append(_shift(num, [first, last], pairs))
+            if last > first + 1:
+                shifts.append(_shift(num, list(range(first, last + 1)), steps[:, None]))
+    moved = cuts + np.concatenate(shifts)
+    result: Ints = moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
+    return result
+
+
+def _shift(num: int, which: list[int], by: Ints) -> Ints:
+    rows: Ints = np.zeros((len(by), num + 2), dtype=np.int64)
+    rows[:, which] = by
+    return rows
+
+
+def _rounded(values: Floats) -> Floats:
+    """To ten significant digits."""
+    with np.errstate(divide="ignore"):
+        digits = np.where(values > 0, np.floor(np.log10(np.maximum(values, 1e-300))), 0.0)
+    unit = 10.0 ** (digits - 9)
+    result: Floats = np.round(values / unit) * unit
+    return result

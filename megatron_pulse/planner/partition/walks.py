@@ -1,0 +1,243 @@
+"""Cuts of several stages on each device, as walks from place to place along the chain.
+
+A place says where the chain has been cut so far, a step takes the next stage; under a mirrored
+placement with skips at home a place is a pair of cuts and a step takes a mirror pair of stages,
+from the outside in. Steps that follow each other on one device are a block:
+
+    two waves, P = 2      stages     0  1  2  3  4  5  6  7
+                          device     0  1  1  0  0  1  1  0
+                          blocks    |--|-----|-----|-----|--|
+
+Load and bytes depend on where blocks end alone, so a search walks from block to block. Where a
+block is cut inside is chosen for each pair of ends beforehand: for the smallest largest stage, and
+for the least memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_pulse.backbone.costs import Floats, running_sum
+from megatron_pulse.planner.partition.evaluate import MemoryRule
+from megatron_pulse.planner.partition.many import ManyCuts
+from megatron_pulse.planner.partition.pair_costs import Bools, Ints
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The best value of a block between two places, and the places that it goes through."""
+
+    value: Floats
+    through: tuple[Ints, ...]
+
+    def places(self, begin: int, end: int) -> list[int]:
+        """Where a block from ``begin`` to ``end`` is cut inside."""
+        found = [end]
+        for last in reversed(self.through):
+            found.append(int(last[begin, found[-1]]))
+        return found[:0:-1]
+
+
+@dataclass(frozen=True)
+class Block:
+    """All ways to take one block.
+
+    Edges go from place to place and are sorted by place, then computing time: those of place v are
+    ``first[v] <= e < first[v + 1]``. ``closes`` says that its device has no block after it, and
+    ``key`` orders all edges (see ``Walks.window``).
+    """
+
+    device: int
+    closes: bool
+    first: Ints
+    end: Ints
+    compute: Floats
+    key: Floats
+    held: Floats
+    stage: Floats
+    even: Inside
+    lean: Inside
+
+
+class Walks:
+    """The places and blocks of a chain over a placement."""
+
+    def __init__(self, many: ManyCuts, closed: Bools | None = None) -> None:
+        costs, num, home = many.costs, len(many.costs.names), many.placement.device_of_stage
+        self.many, self.paired = many, closed is not None
+        self._home = home
+        self._forward = running_sum(costs.forward_s)
+        self._compute = self._forward + running_sum(costs.backward_s)
+        self._parameters = running_sum(costs.parameters)
+        self._saved = running_sum(costs.saved_bytes)
+        if closed is None:
+            self.left, self.right = np.arange(num + 1), np.full(num + 1, num)
+            self.start, self.goal = 0, num
+        else:
+            self.left, self.right = np.nonzero(np.triu(closed))
+            self.start = int(np.flatnonzero((self.left == 0) & (self.right == num))[0])
+            # The last place stands for any middle: the two innermost stages are on one device.
+            self.left, self.right = np.append(self.left, num), np.append(self.right, num)
+            self.goal = len(self.left) - 1
+        ends = np.array([*costs.boundary_bytes, 0], dtype=np.float64)
+        ends[0] = 0
+        seconds = np.array([many.link.time_s(size) for size in ends])
+        self._send = seconds
+        self.sent_s = self._at_ends(seconds)
+        self.sent_bytes = self._at_ends(ends)
+        self.left_compute = self._between(self._compute)
+        self.left_forward = self._between(self._forward)
+        self.left_parameters = self._between(self._parameters)
+        self.left_saved = self._between(self._saved)
+        self._middle = len(home) // 2 if self.paired else -1
+        self.blocks = self._blocks()
+
+    def cuts(self, ends: list[int], lean: bool) -> tuple[int, ...]:
+        """Cuts of the walk whose blocks end at these places."""
+        places = [self.start]
+        for block, end in zip(self.blocks, ends, strict=True):
+            places += [*(block.lean if lean else block.even).places(places[-1], end), end]
+        if not self.paired:
+            return tuple(places)
+        places.pop()
+        heads, tails = self.left[places], self.right[places]
+        return (*map(int, heads), *map(int, tails[-2::-1]))
+
+    def _at_ends(self, of_cut: Floats) -> Floats:
+        """For each place: the sum of a cut's values over the cuts of it."""
+        result: Floats = of_cut[self.left] + (of_cut[self.right] if self.paired else 0.0)
+        result[self.goal] = 0.0
+        return result
+
+    def _between(self, running: Floats) -> Floats:
+        """For each place: what the layers come to that are not yet taken."""
+        result: Floats = running[self.right] - running[self.left]
+        return result
+
+    def _blocks(self) -> list[Block]:
+        steps = self._middle if self.paired else len(self._home)
+        runs: list[list[int]] = []
+        for step in range(steps):
+            if step and self._home[step] == self._home[step - 1]:
+                runs[-1].append(step)
+            else:
+                runs.append([step])
+        if self.paired:
+            runs[-1].append(steps)  # from the middle to the goal
+        even: dict[tuple[bool, ...], Inside] = {}
+        found: list[tuple[Inside, Inside]] = []
+        for run in runs:
+            kind = tuple(self._leaves(k) for k in (run[0] - 1, *run)) + (run is runs[-1],)
+            if kind not in even:
+                even[kind] = self._compose([self._stage(k) for k in run], np.maximum)
+            lean = even[kind]
+            if self.many.memory is not None:
+                lean = self._compose([self._held(k, self.many.memory) for k in run], np.add)
+            found.append((even[kind], lean))
+        reach = np.arange(len(self.left)) == self.goal
+        blocks: list[Block] = []
+        for at in reversed(range(len(runs))):
+            allowed = np.isfinite(found[at][0].value) & reach
+            reach = allowed.any(axis=1)
+            device = self._home[runs[at][0]]
+            closes = all(block.device != device for block in blocks)
+            blocks.append(self._block(device, closes, allowed, *found[at]))
+        return blocks[::-1]
+
+    def _block(
+        self, device: int, closes: bool, allowed: Bools, even: Inside, lean: Inside
+    ) -> Block:
+        begin, end = np.nonzero(allowed)
+        compute = self.left_compute[begin] - self.left_compute[end]
+        order = np.lexsort((compute, begin))
+        begin, end, compute = begin[order], end[order], compute[order]
+        held = lean.value[begin, end] if self.many.memory is not None else np.zeros(len(end))
+        return Block(
+            device,
+            closes,
+            np.searchsorted(begin, np.arange(len(self.left) + 1)),
+            end,
+            compute,
+            self.key(begin, compute),
+            held,
+            even.value[begin, end],
+            even,
+            lean,
+        )
+
+    def key(self, place: Ints, compute: Floats) -> Floats:
+        """Orders edges by place, then computing time (any finite one)."""
+        total = self._compute[-1]
+        result: Floats = place * (4 * total + 4) + np.clip(compute, -total - 1, 2 * total + 1)
+        return result
+
+    def _leaves(self, step: int) -> bool:
+        """Whether the next step is on another device."""
+        home = self._home
+        return 0 <= step < len(home) - 1 and home[step] != home[step + 1]
+
+    def _stage(self, step: int) -> Floats:
+        """``[v, w]``: the largest stage of a step from place v to place w; infinite if illegal."""
+        if step == self._middle:
+            return self._closing()
+        forward, left, right = self._forward, self.left, self.right
+        sent = self._send * (self.many.lam * self._leaves(step))
+        value = (forward + sent)[left][None, :] - forward[left][:, None]
+        if self.paired:
+            before = self._send * (self.many.lam * self._leaves(step - 1))
+            back = (forward[right] + before[right])[:, None] - forward[right][None, :]
+            value = np.maximum(value, back)
+        value[~self._legal(step)] = np.inf
+        return value
+
+    def _held(self, step: int, rule: MemoryRule) -> Floats:
+        """``[v, w]``: bytes that a step takes from place v to place w; infinite if illegal."""
+        if step == self._middle:
+            return self._closing()
+        left, right = self.left, self.right
+        each = rule.bytes_per_parameter * self._parameters
+        ahead = each + rule.in_flight[step] * self._saved
+        value = ahead[left][None, :] - ahead[left][:, None]
+        if self.paired:
+            behind = each + rule.in_flight[len(self._home) - 1 - step] * self._saved
+            value = value + behind[right][:, None] - behind[right][None, :]
+        value[~self._legal(step)] = np.inf
+        return value
+
+    def _legal(self, step: int) -> Bools:
+        left, right = self.left, self.right
+        legal: Bools = left[None, :] > left[:, None]
+        if self.paired:
+            innermost = step == self._middle - 1
+            legal &= right[None, :] < right[:, None]
+            legal &= ((left == right) if innermost else (left < right))[None, :]
+            legal[:, self.goal] = False
+        return legal
+
+    def _closing(self) -> Floats:
+        """A step that takes nothing, from any middle to the goal."""
+        value = np.full((len(self.left), len(self.left)), np.inf)
+        value[np.flatnonzero(self.left[:-1] == self.right[:-1]), self.goal] = 0.0
+        return value
+
+    def _compose(self, steps: list[Floats], add: np.ufunc) -> Inside:
+        """The best value of all steps one after the other, and the places between them."""
+        value, through = steps[0], []
+        for step in steps[1:]:
+            best = np.full_like(value, np.inf)
+            last = np.zeros(value.shape, dtype=np.int64)
+            for middle in range(len(value)):
+                begin = np.flatnonzero(np.isfinite(value[:, middle]))
+                end = np.flatnonzero(np.isfinite(step[middle]))
+                if not (len(begin) and len(end)):
+                    continue
+                where = np.ix_(begin, end)
+                total = add(value[begin, middle][:, None], step[middle, end][None, :])
+                better = total < best[where]
+                best[where] = np.where(better, total, best[where])
+                last[where] = np.where(better, middle, last[where])
+            value = best
+            through.append(last)
+        return Inside(value, tuple(through))
