@@ -91,8 +91,8 @@ class DiffusionDataset(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def image(self, index: int, draw: int = 0) -> Tensor:
-        """Float32 ``image_shape``, pixels in [-1, 1]; ``draw`` keys random augmentation."""
+    def image(self, index: int) -> Tensor:
+        """Float32 ``image_shape``, pixels in [-1, 1]."""
 
     @abstractmethod
     def label(self, index: int) -> int:
@@ -106,8 +106,8 @@ class DiffusionDataset(ABC):
         """What people know the sample by: its file."""
         return f"sample {index}"
 
-    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
-        """The tensor of every name in ``fields``; ``draw`` as of ``image``."""
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        """The tensor of every name in ``fields``."""
         return {}
 
     def null_conditioning(self) -> dict[str, Tensor]:
@@ -117,8 +117,8 @@ class DiffusionDataset(ABC):
         """
         return {}
 
-    def framing(self, index: int, draw: int = 0) -> Framing:
-        """How ``image(index, draw)`` was made, or the image that it is a latent of."""
+    def framing(self, index: int) -> Framing:
+        """How ``image(index)`` was made, or the image that it is a latent of."""
         return Framing.whole(self.pixel_size)
 
     @property
@@ -150,7 +150,7 @@ class ArrayDataset(DiffusionDataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def image(self, index: int, draw: int = 0) -> Tensor:
+    def image(self, index: int) -> Tensor:
         return self.images[index]
 
     def label(self, index: int) -> int:
@@ -174,8 +174,8 @@ class Derived(DiffusionDataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def image(self, index: int, draw: int = 0) -> Tensor:
-        return self.source.image(self.at(index), draw)
+    def image(self, index: int) -> Tensor:
+        return self.source.image(self.at(index))
 
     def label(self, index: int) -> int:
         return self.source.label(self.at(index))
@@ -186,11 +186,11 @@ class Derived(DiffusionDataset):
     def describe(self, index: int) -> str:
         return self.source.describe(self.at(index))
 
-    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
-        return self.source.conditioning(self.at(index), draw)
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        return self.source.conditioning(self.at(index))
 
-    def framing(self, index: int, draw: int = 0) -> Framing:
-        return self.source.framing(self.at(index), draw)
+    def framing(self, index: int) -> Framing:
+        return self.source.framing(self.at(index))
 
     def null_conditioning(self) -> dict[str, Tensor]:
         return self.source.null_conditioning()

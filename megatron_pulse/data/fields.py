@@ -122,11 +122,11 @@ class Fitted(Derived):
             elif name not in source.fields and name not in self._constants:
                 self.faults.append(f"the backbone reads {name} ({spec}), the data has none")
 
-    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
-        given = self.source.conditioning(index, draw) if self._taken else {}
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        given = self.source.conditioning(index) if self._taken else {}
         sizes = {}
         if self._framed:
-            sizes = constants(self._framed, {}, self.source.framing(index, draw))
+            sizes = constants(self._framed, {}, self.source.framing(index))
         return {**self._constants, **sizes, **{name: given[name] for name in self._taken}}
 
     def null_conditioning(self) -> dict[str, Tensor]:

@@ -59,12 +59,12 @@ def make_microbatch(
     dropped = [training and row.drop < drop_probability for row in rows]
     timesteps = torch.tensor([process.timestep(row.u) for row in rows], dtype=torch.float32)
 
-    def read(index: int, position: int) -> tuple[int, Tensor | None]:
+    def read(index: int) -> tuple[int, Tensor | None]:
         """The sample that is taken, and its image if it is needed."""
 
         def image(candidate: int) -> Tensor | None:
             if needs_image:
-                return dataset.image(candidate, position)
+                return dataset.image(candidate)
             dataset.check(candidate)
             return None
 
@@ -73,8 +73,7 @@ def make_microbatch(
         return index, image(index) if needs_image else None
 
     indices = [index for index, _ in items]
-    positions = [position if training else 0 for _, position in items]
-    taken, images = zip(*map(read, indices, positions), strict=True)
+    taken, images = zip(*map(read, indices), strict=True)
     labels = [
         null_label if drop and null_label is not None else dataset.label(index)
         for drop, index in zip(dropped, taken, strict=True)
@@ -90,8 +89,8 @@ def make_microbatch(
     if dataset.fields:
         null = dataset.null_conditioning() if any(dropped) else {}
         given = [
-            {**dataset.conditioning(index, position), **(null if drop else {})}
-            for drop, index, position in zip(dropped, taken, positions, strict=True)
+            {**dataset.conditioning(index), **(null if drop else {})}
+            for drop, index in zip(dropped, taken, strict=True)
         ]
         batch.update({name: torch.stack([row[name] for row in given]) for name in dataset.fields})
     if needs_image:

@@ -18,7 +18,7 @@ class Texts(ArrayDataset):
     def __init__(self):
         super().__init__(np.zeros((6, 2, 4, 4)), np.zeros(6), num_classes=1)
 
-    def conditioning(self, index, draw=0):
+    def conditioning(self, index):
         return {"context": torch.full((4, 3), float(index)), "pooled": torch.ones(5)}
 
     def null_conditioning(self):

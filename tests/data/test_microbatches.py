@@ -33,7 +33,7 @@ class WithText(ArrayDataset):
         "guidance": FieldSpec((), "float32"),
     }
 
-    def conditioning(self, index, draw=0):
+    def conditioning(self, index):
         return {
             "context": torch.full((2, 3), float(index + 1)),
             "context_mask": torch.tensor([1, index % 2]),
@@ -166,9 +166,9 @@ class Damaged(WithText):
 
     every = 3
 
-    def image(self, index, draw=0):
+    def image(self, index):
         self.check(index)
-        return super().image(index, draw)
+        return super().image(index)
 
     def check(self, index):
         if index % self.every == 0:

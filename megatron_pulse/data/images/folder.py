@@ -59,7 +59,7 @@ class ImageFiles(DiffusionDataset):
     def label(self, index: int) -> int:
         return self.labels[index]
 
-    def image(self, index: int, draw: int = 0) -> Tensor:
+    def image(self, index: int) -> Tensor:
         channels, size, _ = self.image_shape
         image = self._decoded(index)
         left, top, side = _central_square(*image.size)
@@ -68,7 +68,7 @@ class ImageFiles(DiffusionDataset):
         planes = pixels.reshape(size, size, channels).transpose(2, 0, 1)
         return torch.from_numpy(planes.astype(np.float32) / 127.5 - 1)
 
-    def framing(self, index: int, draw: int = 0) -> Framing:
+    def framing(self, index: int) -> Framing:
         size = self.image_shape[1]
         with self._opened(index) as file:
             width, height = file.size

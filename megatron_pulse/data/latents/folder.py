@@ -175,16 +175,16 @@ class LatentFolder(DiffusionDataset):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def image(self, index: int, draw: int = 0) -> Tensor:
+    def image(self, index: int) -> Tensor:
         return self._decoded("latent", self._row("latent", index))
 
     def label(self, index: int) -> int:
         return int(self._row("label", index))
 
-    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
+    def conditioning(self, index: int) -> dict[str, Tensor]:
         return {name: self._decoded(name, self._row(name, index)) for name in self.fields}
 
-    def framing(self, index: int, draw: int = 0) -> Framing:
+    def framing(self, index: int) -> Framing:
         if not self.frames:
             return super().framing(index)
         sizes = self._row(FRAMING, index).tolist()

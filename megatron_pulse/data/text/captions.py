@@ -38,7 +38,7 @@ class CaptionedImages(ImageFiles):
         self._encoder = WordEncoder(fields)
         self.fields = self._encoder.fields
 
-    def conditioning(self, index: int, draw: int = 0) -> dict[str, Tensor]:
+    def conditioning(self, index: int) -> dict[str, Tensor]:
         return self._encoder(self.captions[index])
 
     def null_conditioning(self) -> dict[str, Tensor]:
