@@ -9,6 +9,9 @@ from pathlib import Path
 from megatron_pulse.files import replacing
 from megatron_pulse.letters import drawable
 
+_TRAINING, _VALIDATION = "loss", "loss validation"
+"""Megatron's names of the two curves."""
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -40,17 +43,13 @@ def read_scalars(directory: str | Path) -> dict[str, Curve]:
 
 
 def draw_loss_curve(
-    directory: str | Path,
-    path: str | Path,
-    train_tag: str = "loss",
-    validation_tag: str = "loss validation",
-    title: str = "Loss",
+    directory: str | Path, path: str | Path, title: str = "Loss"
 ) -> dict[str, dict[str, list[float]]]:
     """Draw training and validation loss over iterations as a PNG, and write the values as JSON.
 
     The JSON file lies beside ``path`` with the suffix ``.json`` and holds what is returned:
     ``{"training": {"steps", "values"}, "validation": {...}}``; validation is left out if the run
-    has none. Raises KeyError, listing the tags there are, if ``train_tag`` is missing.
+    has none. Raises KeyError, listing the tags there are, if there is no training loss.
     """
     import matplotlib
 
@@ -59,11 +58,11 @@ def draw_loss_curve(
 
     path = Path(path)
     scalars = read_scalars(directory)
-    if train_tag not in scalars:
-        raise KeyError(f"no scalar {train_tag!r} in {directory}; it has: {sorted(scalars)}")
-    curves = {"training": scalars[train_tag]}
-    if validation_tag in scalars:
-        curves["validation"] = scalars[validation_tag]
+    if _TRAINING not in scalars:
+        raise KeyError(f"no scalar {_TRAINING!r} in {directory}; it has: {sorted(scalars)}")
+    curves = {"training": scalars[_TRAINING]}
+    if _VALIDATION in scalars:
+        curves["validation"] = scalars[_VALIDATION]
 
     heading, fonts = drawable(title)
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")

@@ -13,27 +13,25 @@ from megatron_pulse.faults import told
 class ExponentialMovingAverage:
     """Averages named parameters; ``state`` maps each name to its fp32 average.
 
-    ``warmup`` limits the decay of step n (from 0) to (1 + n) / (10 + n), so that the random
-    initial weights are forgotten soon (as in TensorFlow's ``ExponentialMovingAverage``).
+    The decay of step n (from 0) is at most (1 + n) / (10 + n), so that the random initial weights
+    are forgotten soon (as in TensorFlow's ``ExponentialMovingAverage``).
     """
 
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, Tensor]],
         decay: float = 0.9999,
-        warmup: bool = True,
     ) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"EMA decay is {decay}; it must be in [0, 1), such as 0.9999")
         self.decay = decay
-        self.warmup = warmup
         self.state: dict[str, Tensor] = {
             name: value.detach().to(torch.float32, copy=True) for name, value in named_parameters
         }
 
     def decay_at(self, step: int) -> float:
         """The decay that the update after ``step`` earlier ones uses."""
-        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+        return min(self.decay, (1 + step) / (10 + step))
 
     @torch.no_grad()
     def update(self, named_parameters: Iterable[tuple[str, Tensor]], step: int) -> None:

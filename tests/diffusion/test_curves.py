@@ -21,8 +21,10 @@ def test_curves_are_read_and_drawn(tmp_path):
     assert json.loads((tmp_path / "loss.json").read_text()) == values
     with Image.open(tmp_path / "loss.png") as image:
         assert image.width > 500
+    with SummaryWriter(tmp_path / "other") as writer:
+        writer.add_scalar("loss validation", 1.0, 1)
     with pytest.raises(KeyError, match="loss validation"):
-        draw_loss_curve(tmp_path, tmp_path / "x.png", train_tag="nothing")
+        draw_loss_curve(tmp_path / "other", tmp_path / "x.png")
 
 
 def test_no_event_files(tmp_path):
