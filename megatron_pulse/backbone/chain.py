@@ -157,25 +157,25 @@ class Backbone:
     @property
     def divides_sequences(self) -> bool:
         """Whether there are sequences between layers that two ranks can share."""
-        lengths = [
-            spec.shape[0]
+        lengths = [length for _, length in self._sequences]
+        return bool(lengths) and not any(length % 2 for length in lengths)
+
+    @property
+    def _sequences(self) -> list[tuple[str, int]]:
+        """The layer and the length of every sequence that one takes or returns."""
+        return [
+            (layer.name, spec.shape[0])
             for layer in self.layers
             for spec in (*layer.inputs, *layer.outputs)
             if spec.sequence
         ]
-        return bool(lengths) and not any(length % 2 for length in lengths)
 
     def divide_sequences(self, parts: int) -> Backbone:
         """The same chain where each rank holds one of ``parts`` equal parts of every sequence.
 
         Raises ValueError that lists the sequences which do not divide.
         """
-        lengths = {
-            (layer.name, spec.shape[0])
-            for layer in self.layers
-            for spec in (*layer.inputs, *layer.outputs)
-            if spec.sequence and spec.shape[0] % parts
-        }
+        lengths = {(name, length) for name, length in self._sequences if length % parts}
         if lengths:
             first = {length: name for name, length in sorted(lengths, reverse=True)}
             raise ValueError(

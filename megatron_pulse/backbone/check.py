@@ -176,85 +176,81 @@ def _boundaries(layers: tuple[Layer, ...]) -> Iterator[str]:
 
 
 def _skips(layers: tuple[Layer, ...]) -> Iterator[str]:
+    where = _places(layers)
     pushed: dict[str, int] = {}
     popped: dict[str, int] = {}
     for i, layer in enumerate(layers):
         for name, index in layer.pushes.items():
-            if name in pushed:
-                yield (
-                    f"skip {name!r}: pushed by layer {pushed[name]} ({layers[pushed[name]].name}) "
-                    f"and again by layer {i} ({layer.name})"
-                )
-            pushed.setdefault(name, i)
+            yield from _again(f"skip {name!r}: pushed", name, i, pushed, where)
             if not 0 <= index < len(layer.outputs):
                 yield (
-                    f"skip {name!r}: layer {i} ({layer.name}) pushes output {index}, but has "
+                    f"skip {name!r}: {where[i]} pushes output {index}, but has "
                     f"{len(layer.outputs)} boundary output(s)"
                 )
         for name in layer.pops:
-            if name in popped:
-                yield (
-                    f"skip {name!r}: popped by layer {popped[name]} ({layers[popped[name]].name}) "
-                    f"and again by layer {i} ({layer.name})"
-                )
-            popped.setdefault(name, i)
+            yield from _again(f"skip {name!r}: popped", name, i, popped, where)
     for name, i in pushed.items():
         if name not in popped:
-            yield f"skip {name!r}: pushed by layer {i} ({layers[i].name}) but never popped"
+            yield f"skip {name!r}: pushed by {where[i]} but never popped"
     for name, j in popped.items():
         if name not in pushed:
-            yield f"skip {name!r}: popped by layer {j} ({layers[j].name}) but never pushed"
+            yield f"skip {name!r}: popped by {where[j]} but never pushed"
             continue
         i = pushed[name]
         if j <= i:
             yield (
-                f"skip {name!r}: popped by layer {j} ({layers[j].name}), which does not come after "
-                f"layer {i} ({layers[i].name}) that pushes it"
+                f"skip {name!r}: popped by {where[j]}, which does not come after {where[i]} that "
+                "pushes it"
             )
         index = layers[i].pushes[name]
         if 0 <= index < len(layers[i].outputs):
             source, expected = layers[i].outputs[index], layers[j].pops[name]
             if source != expected:
                 yield (
-                    f"skip {name!r}: layer {i} ({layers[i].name}) pushes {_describe(source)}, "
-                    f"layer {j} ({layers[j].name}) expects {_describe(expected)}"
+                    f"skip {name!r}: {where[i]} pushes {_describe(source)}, {where[j]} expects "
+                    f"{_describe(expected)}"
                 )
 
 
+def _places(layers: tuple[Layer, ...]) -> list[str]:
+    return [f"layer {i} ({layer.name})" for i, layer in enumerate(layers)]
+
+
+def _again(what: str, name: str, i: int, first: dict[str, int], where: list[str]) -> Iterator[str]:
+    """Enters layer ``i`` as the first that has ``name``; a fault if there is one already."""
+    if name in first:
+        yield f"{what} by {where[first[name]]} and again by {where[i]}"
+    first.setdefault(name, i)
+
+
 def _conditioning(backbone: Backbone) -> Iterator[str]:
-    layers = backbone.layers
+    layers, where = backbone.layers, _places(backbone.layers)
     provided: dict[str, int] = {}
     for i, layer in enumerate(layers):
         for name in layer.provides:
             if name in backbone.batch_fields:
                 yield (
-                    f"conditioning {name!r}: provided by layer {i} ({layer.name}), but also a "
-                    "batch field; rename one"
+                    f"conditioning {name!r}: provided by {where[i]}, but also a batch field; "
+                    "rename one"
                 )
-            if name in provided:
-                first = provided[name]
-                yield (
-                    f"conditioning {name!r}: provided by layer {first} ({layers[first].name}) and "
-                    f"again by layer {i} ({layer.name})"
-                )
-            provided.setdefault(name, i)
+            yield from _again(f"conditioning {name!r}: provided", name, i, provided, where)
     used = {name for layer in layers for name in layer.uses}
     for name, i in provided.items():
         if name not in used:
-            yield f"conditioning {name!r}: provided by layer {i} ({layers[i].name}) but never used"
+            yield f"conditioning {name!r}: provided by {where[i]} but never used"
     for i, layer in enumerate(layers):
         for name in layer.uses:
             if name in backbone.batch_fields:
                 continue
             if name not in provided:
                 yield (
-                    f"conditioning {name!r}: used by layer {i} ({layer.name}), but neither a batch "
-                    "field nor provided by an earlier layer"
+                    f"conditioning {name!r}: used by {where[i]}, but neither a batch field nor "
+                    "provided by an earlier layer"
                 )
             elif provided[name] >= i:
                 yield (
-                    f"conditioning {name!r}: used by layer {i} ({layer.name}) before layer "
-                    f"{provided[name]} ({layers[provided[name]].name}) provides it"
+                    f"conditioning {name!r}: used by {where[i]} before {where[provided[name]]} "
+                    "provides it"
                 )
 
 

@@ -41,24 +41,14 @@ class ChainCosts:
     weight_grad_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        lengths = {
-            len(column)
-            for column in (
-                self.forward_s,
-                self.backward_s,
-                self.parameters,
-                self.saved_bytes,
-                self.boundary_bytes,
-            )
-        }
+        times = (self.forward_s, self.backward_s)
+        columns = (*times, self.parameters, self.saved_bytes, self.boundary_bytes)
+        lengths = {len(column) for column in columns}
         if self.weight_grad_s:
             lengths.add(len(self.weight_grad_s))
         if lengths != {len(self.names)}:
             raise ValueError(f"{len(self.names)} layers, but columns of {sorted(lengths)} values")
-        values = np.array(
-            [self.forward_s, self.backward_s, self.parameters, self.saved_bytes],
-            dtype=np.float64,
-        )
+        values = np.array([*times, self.parameters, self.saved_bytes], dtype=np.float64)
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise ValueError("costs must be finite and not negative")
 

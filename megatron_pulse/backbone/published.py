@@ -174,14 +174,6 @@ def to_published(published: Published, state: Mapping[str, Tensor]) -> dict[str,
     return result
 
 
-def from_published(
-    published: Published, like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str
-) -> dict[str, Tensor]:
-    """Published ``tensors`` under our names: ``require_fit``, then all of ``adopted``."""
-    require_fit(published, like, tensors, what)
-    return dict(adopted(published, like, tensors, what))
-
-
 def adopted(
     published: Published, like: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str
 ) -> Iterator[tuple[str, Tensor]]:

@@ -12,9 +12,9 @@ from megatron_pulse.backbone.published import (
     PublishedError,
     Rule,
     SwappedHalves,
-    from_published,
     to_published,
 )
+from tests.model_specs.parity import from_published
 
 FORM = Published(
     "library",

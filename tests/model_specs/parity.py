@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_pulse.backbone.published import from_published, to_published
+from megatron_pulse.backbone.published import adopted, require_fit, to_published
 from model_specs import load_published, published_form
 from tests.model_specs.chains import perturb, relative_error
 
@@ -53,6 +53,12 @@ def assert_same_numbers(
         expected = gradient_of(parameters[name])
         scale = max(expected.abs().max().item(), negligible)
         assert (gradient - expected).abs().max().item() < tolerance * scale, name
+
+
+def from_published(published, like, tensors, what):
+    """Published ``tensors`` under our names, once they fit."""
+    require_fit(published, like, tensors, what)
+    return dict(adopted(published, like, tensors, what))
 
 
 def gradient_of(parameter):

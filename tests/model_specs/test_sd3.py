@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.backbone.published import from_published, to_published
+from megatron_pulse.backbone.published import to_published
 from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
 from tests.model_specs.chains import build_chain
-from tests.model_specs.parity import assert_same_numbers
+from tests.model_specs.parity import assert_same_numbers, from_published
 
 DUAL = {"qk_norm": True, "dual_attention_layers": [0, 2]}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from diffusers.models.normalization import FP32LayerNorm
 
-from megatron_pulse.backbone.published import from_published, to_published
+from megatron_pulse.backbone.published import to_published
 from model_specs import (
     compare_models,
     continue_model,
@@ -24,6 +24,7 @@ from tests.model_specs import (
     test_unet,
 )
 from tests.model_specs.chains import build_chain, relative_error
+from tests.model_specs.parity import from_published
 
 # The published model's options, what the run chooses, how diffusers is called.
 CASES = {

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import model_specs
-from megatron_pulse.backbone.published import from_published, to_published
+from megatron_pulse.backbone.published import to_published
 from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
 from model_specs.uvit.config import UViTConfig
 from tests.model_specs.chains import build_chain, perturb, relative_error
+from tests.model_specs.parity import from_published
 
 TINY = {"embed_dim": 48, "depth": 4, "num_heads": 4, "image_size": 8, "num_classes": 10}
 
