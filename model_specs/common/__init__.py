@@ -9,7 +9,7 @@ published        rules and settings that families have in common in published we
 megatron_config  a family's ``TransformerConfig``, derived from the run's
 layers           norms, tables, the ways into and out of sequence parallelism, embedded timesteps
 patches          images to tokens and back, fixed positions
-attention        specs of attention and MLP, over Megatron's parts or Transformer Engine's
+attention        attention, MLP and their linears, of Megatron's parts or Transformer Engine's
 joint_attention  attention over two streams of tokens
 mmdit            what SD3 and Flux are made of
 ===============  ==================================================================================

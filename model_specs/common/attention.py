@@ -1,4 +1,4 @@
-"""Specs of attention and MLP: Megatron-Core's classes over local or Transformer Engine parts.
+"""Attention and MLP: Megatron-Core's classes over local or Transformer Engine parts.
 
 The local variant computes attention with ``torch.nn.functional.scaled_dot_product_attention``;
 the Transformer Engine variant is chosen when the run asks for it and it imports.
@@ -31,6 +31,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from model_specs.common.layers import tp_group
+from model_specs.common.megatron_config import InitMethod
 
 Builder = Callable[..., Any]
 Rotary = Callable[[torch.Tensor], torch.Tensor]
@@ -154,9 +157,10 @@ class PreparedCoreAttention(torch.nn.Module):
         return attended
 
 
-def _core_attention(
+def prepared(
     part: Parts, head_norm: Builder | None, rotary: Rotary | None, rotary_keys: bool
 ) -> Builder:
+    """The core attention of ``part``, behind what ``PreparedCoreAttention`` does if anything."""
     if head_norm is None and rotary is None:
         return part.core_attention
     return functools.partial(
@@ -165,6 +169,52 @@ def _core_attention(
         head_norm=head_norm,
         rotary=rotary,
         rotary_keys=rotary_keys,
+    )
+
+
+def column_linear(
+    config: TransformerConfig,
+    groups: ProcessGroupCollection | None,
+    inputs: int,
+    outputs: int,
+    name: str,
+) -> Any:
+    """A linear with bias whose outputs are divided among ranks; ``name`` is of its buffer in TE."""
+    return parts(config).column(
+        inputs,
+        outputs,
+        config=config,
+        init_method=config.init_method,
+        bias=True,
+        gather_output=False,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_comm_buffer_name=name,
+        tp_group=tp_group(groups),
+    )
+
+
+def row_linear(
+    config: TransformerConfig,
+    groups: ProcessGroupCollection | None,
+    inputs: int,
+    outputs: int,
+    name: str,
+    draw: InitMethod | None = None,
+    bias: bool = True,
+) -> Any:
+    """A linear whose inputs are divided among ranks; it returns its outputs and its bias apart."""
+    return parts(config).row(
+        inputs,
+        outputs,
+        config=config,
+        init_method=draw or config.output_layer_init_method,
+        bias=bias,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        is_expert=False,
+        tp_comm_buffer_name=name,
+        tp_group=tp_group(groups),
     )
 
 
@@ -178,39 +228,41 @@ def with_bias(linear: Builder, bias: bool) -> Builder:
     return build
 
 
-def self_attention_spec(
+def self_attention(
     config: TransformerConfig,
+    groups: ProcessGroupCollection | None,
     *,
     qkv_bias: bool = False,
     head_norm: Builder | None = None,
     rotary: Rotary | None = None,
-) -> ModuleSpec:
+) -> Any:
     """Self-attention without mask; the output projection has a bias.
 
     ``head_norm`` and ``rotary`` as in ``PreparedCoreAttention``.
     """
     part = parts(config)
-    return ModuleSpec(
+    spec = ModuleSpec(
         SelfAttention,
         params={"layer_number": 1, "attn_mask_type": AttnMaskType.no_mask},
         submodules=SelfAttentionSubmodules(
             linear_qkv=with_bias(part.column, qkv_bias),
-            core_attention=_core_attention(part, head_norm, rotary, rotary_keys=True),
+            core_attention=prepared(part, head_norm, rotary, rotary_keys=True),
             linear_proj=part.row,
         ),
     )
+    return build_module(spec, config=config, pg_collection=groups)
 
 
-def cross_attention_spec(
+def cross_attention(
     config: TransformerConfig,
+    groups: ProcessGroupCollection | None,
     context_dim: int,
-    pg_collection: ProcessGroupCollection | None,
     *,
     qkv_bias: bool = False,
     head_norm: Builder | None = None,
     rotary: Rotary | None = None,
     key_mask: bool = False,
-) -> ModuleSpec:
+) -> Any:
     """Attention over a context [sk, b, context_dim]; only queries have rotary positions.
 
     With ``key_mask`` the module is called with the ``attention_mask`` of ``SdpaCoreAttention``,
@@ -221,8 +273,7 @@ def cross_attention_spec(
     the context is whole on every rank.
     """
     part = parts(config)
-    tp_group = pg_collection.tp if pg_collection is not None else None
-    column = functools.partial(with_bias(part.column, qkv_bias), tp_group=tp_group)
+    column = functools.partial(with_bias(part.column, qkv_bias), tp_group=tp_group(groups))
     whole = copy.copy(config)
     whole.sequence_parallel = False
     if key_mask:
@@ -231,34 +282,26 @@ def cross_attention_spec(
     def linear_kv(input_size: int, output_size: int, **kwargs: Any) -> Any:
         return column(context_dim, output_size, **{**kwargs, "config": whole})
 
-    return ModuleSpec(
+    mask_type = AttnMaskType.padding if key_mask else AttnMaskType.no_mask
+    spec = ModuleSpec(
         CrossAttention,
-        params={
-            "layer_number": 1,
-            "attn_mask_type": AttnMaskType.padding if key_mask else AttnMaskType.no_mask,
-        },
+        params={"layer_number": 1, "attn_mask_type": mask_type},
         submodules=CrossAttentionSubmodules(
             linear_q=column,
             linear_kv=linear_kv,
-            core_attention=_core_attention(part, head_norm, rotary, rotary_keys=False),
+            core_attention=prepared(part, head_norm, rotary, rotary_keys=False),
             linear_proj=part.row,
         ),
     )
+    return build_module(spec, config=config, pg_collection=groups)
 
 
-def mlp_spec(config: TransformerConfig) -> ModuleSpec:
+def mlp(config: TransformerConfig, groups: ProcessGroupCollection | None) -> Any:
     """GELU MLP, or GEGLU if ``config.gated_linear_unit``; both linears with bias."""
     part = parts(config)
-    return ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=part.column, linear_fc2=part.row))
-
-
-def make_mlp(
-    spec: ModuleSpec, config: TransformerConfig, groups: ProcessGroupCollection | None
-) -> Any:
-    """The MLP of ``spec`` at the sizes of ``config``."""
     return build_module(
-        spec,
+        ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=part.column, linear_fc2=part.row)),
         config=config,
         ffn_hidden_size=config.ffn_hidden_size,
-        tp_group=groups.tp if groups is not None else None,
+        tp_group=tp_group(groups),
     )

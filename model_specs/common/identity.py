@@ -23,23 +23,22 @@ class Comparison:
 
 def settle[C: FamilyConfig](config: C) -> C:
     """``config`` with the value of every field that was left open."""
-    return dataclasses.replace(
-        config,
-        **{
-            field.name: getattr(config, field.metadata[SETTLED_BY])
-            for field in dataclasses.fields(config)
-            if SETTLED_BY in field.metadata and getattr(config, field.name) is None
-        },
-    )
+    values = {key: getattr(config, property_) for key, property_ in _open(config).items()}
+    return dataclasses.replace(config, **values)
 
 
 def left_open[C: FamilyConfig](there: C, here: C) -> dict[str, Value]:
     """What ``here`` leaves open and ``there`` settles: options that continue the same model."""
     settled = settle(there)
+    return {key: getattr(settled, key) for key in _open(here)}
+
+
+def _open(config: FamilyConfig) -> dict[str, str]:
+    """The fields that are left open, and the property that settles each in a new model."""
     return {
-        field.name: getattr(settled, field.name)
-        for field in dataclasses.fields(here)
-        if SETTLED_BY in field.metadata and getattr(here, field.name) is None
+        field.name: field.metadata[SETTLED_BY]
+        for field in dataclasses.fields(config)
+        if SETTLED_BY in field.metadata and getattr(config, field.name) is None
     }
 
 

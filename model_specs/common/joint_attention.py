@@ -8,15 +8,21 @@ column-parallel projection, before the two are joined.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from model_specs.common.attention import Builder, PreparedCoreAttention, Rotary, parts
+from model_specs.common.attention import (
+    Builder,
+    Rotary,
+    column_linear,
+    parts,
+    prepared,
+    row_linear,
+)
 from model_specs.common.layers import LayerModule, Tensors
 
 
@@ -27,54 +33,29 @@ def head_rms_norm(config: TransformerConfig) -> Builder:
     )
 
 
-@dataclass
-class StreamSubmodules:
-    """The replaceable parts of ``StreamProjections``; without ``linear_proj`` none leads back."""
-
-    linear_qkv: Builder
-    head_norm: Builder | None
-    linear_proj: Builder | None
-
-
 class StreamProjections(LayerModule):
-    """One stream's way into attention and back: fused q, k, v of all heads, norms, projection."""
+    """One stream's way into attention and back: fused q, k, v of all heads, norms, projection.
+
+    Without ``leads_back`` there is no projection.
+    """
 
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: StreamSubmodules,
-        pg_collection: ProcessGroupCollection | None,
+        groups: ProcessGroupCollection | None,
+        *,
+        head_norm: bool,
+        leads_back: bool,
     ) -> None:
-        super().__init__(config, pg_collection)
+        super().__init__(config, groups)
         width = config.hidden_size
-        shared = {
-            "config": config,
-            "bias": True,
-            "is_expert": False,
-            "tp_group": pg_collection.tp if pg_collection is not None else None,
-        }
-        self.linear_qkv = submodules.linear_qkv(
-            width,
-            3 * width,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="qkv",
-            **shared,
-        )
-        norm = submodules.head_norm
-        self.q_layernorm = torch.nn.Identity() if norm is None else norm(config.kv_channels)
-        self.k_layernorm = torch.nn.Identity() if norm is None else norm(config.kv_channels)
-        if submodules.linear_proj is not None:
-            self.linear_proj = submodules.linear_proj(
-                width,
-                width,
-                init_method=config.output_layer_init_method,
-                input_is_parallel=True,
-                skip_bias_add=True,
-                tp_comm_buffer_name="proj",
-                **shared,
-            )
+        self.linear_qkv = column_linear(config, groups, width, 3 * width, "qkv")
+        norm = head_rms_norm(config) if head_norm else torch.nn.Identity
+        self.q_layernorm = norm(config.kv_channels)
+        self.k_layernorm = norm(config.kv_channels)
+        self.linear_proj = None
+        if leads_back:
+            self.linear_proj = row_linear(config, groups, width, width, "proj")
 
     def heads(self, tokens: torch.Tensor) -> Tensors:
         """This rank's tokens to query, key and value [s, b, this rank's heads, d], s whole."""
@@ -82,10 +63,13 @@ class StreamProjections(LayerModule):
         query, key, value = fused.unbind(-2)
         return self.q_layernorm(query), self.k_layernorm(key), value
 
-    def back(self, attended: torch.Tensor) -> torch.Tensor:
-        """What this rank's heads attended to, [s, b, heads * d], to this rank's tokens."""
+    def back(self, attended: torch.Tensor) -> torch.Tensor | None:
+        """What this rank's heads attended to, [s, b, heads * d], to this rank's tokens, if any."""
+        if self.linear_proj is None:
+            return None
         out, bias = self.linear_proj(attended)
-        return out + bias
+        back: torch.Tensor = out + bias
+        return back
 
 
 def attend(core_attention: torch.nn.Module, *streams: Tensors) -> Tensors:
@@ -96,25 +80,18 @@ def attend(core_attention: torch.nn.Module, *streams: Tensors) -> Tensors:
     return divided
 
 
-def core_attention_builder(config: TransformerConfig, rotary: Rotary | None) -> Builder:
+def core_attention(
+    config: TransformerConfig, groups: ProcessGroupCollection | None, rotary: Rotary | None
+) -> Any:
     """Unmasked attention of this rank's heads, with rotary positions of queries and keys if any."""
-    core = parts(config).core_attention
-    if rotary is not None:
-        core = functools.partial(
-            PreparedCoreAttention, inner=core, head_norm=None, rotary=rotary, rotary_keys=True
-        )
-    return functools.partial(
-        core, layer_number=1, attn_mask_type=AttnMaskType.no_mask, attention_type="self"
+    core = prepared(parts(config), None, rotary, rotary_keys=True)
+    return core(
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.no_mask,
+        attention_type="self",
+        pg_collection=groups,
     )
-
-
-@dataclass
-class JointAttentionSubmodules:
-    """The replaceable parts of ``JointAttention``."""
-
-    image: ModuleSpec
-    text: ModuleSpec
-    core_attention: Builder
 
 
 class JointAttention(LayerModule):
@@ -123,50 +100,24 @@ class JointAttention(LayerModule):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: JointAttentionSubmodules,
-        pg_collection: ProcessGroupCollection | None,
-        text_first: bool,
+        groups: ProcessGroupCollection | None,
+        *,
+        head_norm: bool,
+        text_ends: bool = False,
+        text_first: bool = False,
+        rotary: Rotary | None = None,
     ) -> None:
-        super().__init__(config, pg_collection)
-        groups = {"config": config, "pg_collection": pg_collection}
+        super().__init__(config, groups)
         self.text_first = text_first
-        self.image = build_module(submodules.image, **groups)
-        self.text = build_module(submodules.text, **groups)
-        self.core_attention = submodules.core_attention(**groups)
+        self.image = StreamProjections(config, groups, head_norm=head_norm, leads_back=True)
+        self.text = StreamProjections(config, groups, head_norm=head_norm, leads_back=not text_ends)
+        self.core_attention = core_attention(config, groups, rotary)
 
     def forward(
         self, image: torch.Tensor, text: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """This rank's image and text tokens to the same; None where the text ends here."""
         streams = [self.image.heads(image), self.text.heads(text)]
         order = -1 if self.text_first else 1
         image, text = attend(self.core_attention, *streams[::order])[::order]
-        ends = not hasattr(self.text, "linear_proj")
-        return self.image.back(image), None if ends else self.text.back(text)
-
-
-def joint_attention_spec(
-    config: TransformerConfig,
-    *,
-    head_norm: bool,
-    text_ends: bool = False,
-    text_first: bool = False,
-    rotary: Rotary | None = None,
-) -> ModuleSpec:
-    """Joint attention of Megatron's linears and core attention (local or Transformer Engine's)."""
-    part = parts(config)
-
-    def stream(ends: bool) -> ModuleSpec:
-        norm = head_rms_norm(config) if head_norm else None
-        linear_proj = None if ends else part.row
-        return ModuleSpec(
-            StreamProjections, submodules=StreamSubmodules(part.column, norm, linear_proj)
-        )
-
-    return ModuleSpec(
-        JointAttention,
-        params={"text_first": text_first},
-        submodules=JointAttentionSubmodules(
-            stream(ends=False), stream(text_ends), core_attention_builder(config, rotary)
-        ),
-    )
+        return self.image.back(image), self.text.back(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ Named = Mapping[str, torch.Tensor]
 
 
 class LayerModule(MegatronModule):
-    """A Megatron module that knows its tensor-parallel group, which its checkpoints need.
+    """A Megatron module that knows its process groups (checkpoints need ``tp_group``).
 
     Containers must be of this class: Megatron takes everything inside any other to be replicated.
     """
@@ -33,23 +34,38 @@ class LayerModule(MegatronModule):
         self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None
     ) -> None:
         super().__init__(config)
+        self.groups = pg_collection
         if pg_collection is not None:
             self.tp_group = pg_collection.tp
+
+    def enter_sequence(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens [s, b, d] to this rank's part [s / tp, b, d] under sequence parallelism.
+
+        What computed ``tokens`` gets whole gradients, so it is not marked by ``works_on_shards``.
+        """
+        if not self.config.sequence_parallel:
+            return tokens
+        return scatter_to_sequence_parallel_region(tokens, group=tp_group(self.groups))
+
+    def leave_sequence(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The inverse of ``enter_sequence``; what follows is computed alike on every rank."""
+        if not self.config.sequence_parallel:
+            return tokens
+        return gather_from_sequence_parallel_region(
+            tokens, tensor_parallel_output_grad=False, group=tp_group(self.groups)
+        )
+
+
+def tp_group(groups: ProcessGroupCollection | None) -> Any:
+    """The tensor-parallel group; None means Megatron's global one."""
+    return groups.tp if groups is not None else None
 
 
 class LayerNorm(torch.nn.LayerNorm):
     """torch's LayerNorm that works under sequence parallelism (Megatron's wrapper refuses it)."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        hidden_size: int,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-    ) -> None:
-        super().__init__(
-            hidden_size, eps=eps, elementwise_affine=elementwise_affine, dtype=config.params_dtype
-        )
+    def __init__(self, config: TransformerConfig, width: int) -> None:
+        super().__init__(width, eps=config.layernorm_epsilon, dtype=config.params_dtype)
         works_on_shards(self, config)
 
 
@@ -62,51 +78,28 @@ def works_on_shards(module: torch.nn.Module, config: TransformerConfig) -> None:
         parameter.sequence_parallel = config.sequence_parallel
 
 
-def enter_sequence(
-    tokens: torch.Tensor, config: TransformerConfig, groups: ProcessGroupCollection | None
-) -> torch.Tensor:
-    """Tokens [s, b, d] to this rank's part [s / tp, b, d] under sequence parallelism.
-
-    What computed ``tokens`` gets whole gradients, so it is not marked by ``works_on_shards``.
-    """
-    if not config.sequence_parallel:
-        return tokens
-    group = groups.tp if groups is not None else None
-    return scatter_to_sequence_parallel_region(tokens, group=group)
-
-
-def leave_sequence(
-    tokens: torch.Tensor, config: TransformerConfig, groups: ProcessGroupCollection | None
-) -> torch.Tensor:
-    """The inverse of ``enter_sequence``; what follows is computed alike on every rank."""
-    if not config.sequence_parallel:
-        return tokens
-    group = groups.tp if groups is not None else None
-    return gather_from_sequence_parallel_region(
-        tokens, tensor_parallel_output_grad=False, group=group
-    )
-
-
-def drawn_linear(
-    inputs: int, outputs: int, config: TransformerConfig, draw: InitMethod
-) -> torch.nn.Linear:
-    """A replicated linear whose weight is drawn by ``draw`` in fp32; bias 0."""
-    linear = torch.nn.Linear(inputs, outputs, dtype=config.params_dtype)
-    if config.perform_initialization:
-        linear.weight.data.copy_(draw(torch.empty(outputs, inputs)))
-        torch.nn.init.zeros_(linear.bias)
-    return linear
-
-
 def linear(
     inputs: int, outputs: int, config: TransformerConfig, draw: InitMethod
 ) -> torch.nn.Linear:
-    """A linear in fp32, whose module is cast as a whole; drawn by ``draw``, bias 0."""
+    """A replicated linear whose weight is drawn by ``draw`` in fp32; bias 0."""
     made = torch.nn.Linear(inputs, outputs)
     if config.perform_initialization:
         draw(made.weight)
         torch.nn.init.zeros_(made.bias)
-    return made
+    return made.to(dtype=config.params_dtype)
+
+
+class VectorMlp(torch.nn.Module):
+    """Vectors through linear, SiLU, linear."""
+
+    def __init__(self, linear_1: torch.nn.Linear, linear_2: torch.nn.Linear) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = linear_1, linear_2
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        """[b, inputs] to [b, outputs]."""
+        embedded: torch.Tensor = self.linear_2(F.silu(self.linear_1(vectors)))
+        return embedded
 
 
 class Table:
@@ -141,17 +134,15 @@ def timestep_embedding(timesteps: torch.Tensor, dim: int, freq_shift: int = 0) -
     return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
 
 
-class TimestepEmbedder(torch.nn.Module):
+class TimestepEmbedder(VectorMlp):
     """Timesteps [b] to [b, dim]: 256 sinusoids, linear, SiLU, linear (DiT, section 3.2).
 
     Names are those of diffusers' ``TimestepEmbedding``; weights are drawn as DiT's: N(0, 0.02).
     """
 
     def __init__(self, dim: int, freq_shift: int = 0, initialize: bool = True) -> None:
-        super().__init__()
+        super().__init__(torch.nn.Linear(256, dim), torch.nn.Linear(dim, dim))
         self.freq_shift = freq_shift
-        self.linear_1 = torch.nn.Linear(256, dim)
-        self.linear_2 = torch.nn.Linear(dim, dim)
         if initialize:
             for linear in (self.linear_1, self.linear_2):
                 torch.nn.init.normal_(linear.weight, std=0.02)
@@ -160,6 +151,4 @@ class TimestepEmbedder(torch.nn.Module):
     def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
         """``timesteps`` in fp32; the sinusoids are cast to the weights' dtype."""
         sinusoids = timestep_embedding(timesteps, self.linear_1.in_features, self.freq_shift)
-        hidden = self.linear_1(sinusoids.to(self.linear_1.weight.dtype))
-        embedded: torch.Tensor = self.linear_2(F.silu(hidden))
-        return embedded
+        return super().forward(sinusoids.to(self.linear_1.weight.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -122,14 +122,30 @@ def transformer_config(
     return config
 
 
-def dit_config(hidden_size: int, num_heads: int, base: TransformerConfig) -> TransformerConfig:
-    """What DiT, PixArt, SD3 and Flux share: tanh-GELU MLPs of width 4D, norms' epsilon 1e-6,
-    linears drawn by Xavier's rule."""
+class DiTSizes(Protocol):
+    """What the configurations of transformers like DiT's say of every block."""
+
+    @property
+    def dim(self) -> int:
+        """Width of the tokens."""
+        ...
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Heads of every attention."""
+        ...
+
+
+def dit_config(
+    sizes: DiTSizes, base: TransformerConfig, ffn_dim: int | None = None
+) -> TransformerConfig:
+    """What DiT, PixArt, Hunyuan-DiT, SD3 and Flux share: tanh-GELU MLPs (of width 4D unless said),
+    norms' epsilon 1e-6, linears drawn by Xavier's rule."""
     return transformer_config(
         base,
-        hidden_size=hidden_size,
-        num_attention_heads=num_heads,
-        ffn_hidden_size=4 * hidden_size,
+        hidden_size=sizes.dim,
+        num_attention_heads=sizes.num_attention_heads,
+        ffn_hidden_size=ffn_dim or 4 * sizes.dim,
         init_method=xavier_init,
         activation_func=tanh_gelu,
         layernorm_epsilon=1e-6,

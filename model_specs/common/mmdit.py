@@ -7,34 +7,40 @@ Xavier, biases 0; N(0, 0.02) in what embeds vectors; 0 in all modulations and th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import Rotary, make_mlp, mlp_spec, self_attention_spec
-from model_specs.common.joint_attention import head_rms_norm, joint_attention_spec
+from model_specs.common.attention import Rotary, mlp, self_attention
+from model_specs.common.joint_attention import JointAttention, head_rms_norm
 from model_specs.common.layers import (
     LayerModule,
     Named,
     Tensors,
     TimestepEmbedder,
-    drawn_linear,
-    enter_sequence,
-    leave_sequence,
+    VectorMlp,
+    linear,
     works_on_shards,
 )
-from model_specs.common.megatron_config import (
-    normal_init,
-    xavier_init,
-)
-from model_specs.common.patches import modulate
+from model_specs.common.megatron_config import DiTSizes, dit_config, normal_init, xavier_init
+from model_specs.common.patches import gated, normed
 
-EPS = 1e-6
+
+class Sizes(DiTSizes, Protocol):
+    """What of SD3's and Flux's configurations the embeddings need."""
+
+    @property
+    def joint_attention_dim(self) -> int:
+        """Width of the text's states."""
+        ...
+
+    @property
+    def pooled_projection_dim(self) -> int:
+        """Width of the pooled text."""
+        ...
 
 
 class Modulation(torch.nn.Module):
@@ -44,7 +50,7 @@ class Modulation(torch.nn.Module):
         super().__init__()
         self.count = count
         width = config.hidden_size
-        self.linear = drawn_linear(width, count * width, config, torch.nn.init.zeros_)
+        self.linear = linear(width, count * width, config, torch.nn.init.zeros_)
         works_on_shards(self, config)
 
     def forward(self, temb: torch.Tensor) -> Tensors:
@@ -53,43 +59,42 @@ class Modulation(torch.nn.Module):
         return vectors
 
 
-def normed(tokens: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """LayerNorm without parameters, modulated."""
-    return modulate(F.layer_norm(tokens, tokens.shape[-1:], eps=EPS), shift, scale)
-
-
-@dataclass
-class JointBlockSubmodules:
-    """The replaceable parts of ``JointBlock``; ``ff_context`` is None where the text ends."""
-
-    attn: ModuleSpec
-    attn2: ModuleSpec | None
-    ff: ModuleSpec
-    ff_context: ModuleSpec | None
-
-
 class JointBlock(LayerModule):
     """MMDiT's block (figure 2b): each stream's modulated attention and MLP, with gated residuals.
 
-    ``attn2``, if any, is attention within the image stream beside the joint one (SD3.5).
+    With ``dual_attention``, ``attn2`` is attention within the image stream beside the joint one
+    (SD3.5).
     """
 
     def __init__(
         self,
-        config: TransformerConfig,
-        submodules: JointBlockSubmodules,
-        pg_collection: ProcessGroupCollection | None,
+        sizes: DiTSizes,
+        context: LayerContext,
+        *,
+        head_norm: bool,
+        text_ends: bool = False,
+        dual_attention: bool = False,
+        text_first: bool = False,
+        rotary: Rotary | None = None,
     ) -> None:
-        super().__init__(config, pg_collection)
-        groups = {"config": config, "pg_collection": pg_collection}
-        self.norm1 = Modulation(config, 6 if submodules.attn2 is None else 9)
-        self.norm1_context = Modulation(config, 2 if submodules.ff_context is None else 6)
-        self.attn = build_module(submodules.attn, **groups)
-        self.attn2 = submodules.attn2 and build_module(submodules.attn2, **groups)
-        self.ff = make_mlp(submodules.ff, config, pg_collection)
-        self.ff_context = submodules.ff_context and make_mlp(
-            submodules.ff_context, config, pg_collection
+        config, groups = dit_config(sizes, context.config), context.pg_collection
+        super().__init__(config, groups)
+        self.norm1 = Modulation(config, 9 if dual_attention else 6)
+        self.norm1_context = Modulation(config, 2 if text_ends else 6)
+        self.attn = JointAttention(
+            config,
+            groups,
+            head_norm=head_norm,
+            text_ends=text_ends,
+            text_first=text_first,
+            rotary=rotary,
         )
+        self.attn2 = None
+        if dual_attention:
+            norm = head_rms_norm(config) if head_norm else None
+            self.attn2 = self_attention(config, groups, qkv_bias=True, head_norm=norm)
+        self.ff = mlp(config, groups)
+        self.ff_context = None if text_ends else mlp(config, groups)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """(image, text) tokens to the same, or to (image,); ``conditioning``: temb [b, D]."""
@@ -107,80 +112,25 @@ class JointBlock(LayerModule):
         image = image + gate * attended
         if self.attn2 is not None:
             *mlp, shift, scale, gate = mlp
-            out, bias = self.attn2(normed(for_attn2, shift, scale), attention_mask=None)
-            image = image + gate * (out + bias)
-        image = image + gated_mlp(self.ff, image, *mlp)
+            image = image + gated(self.attn2, for_attn2, shift, scale, gate, attention_mask=None)
+        image = image + gated(self.ff, image, *mlp)
         if self.ff_context is None:
             return (image,)
         text = text + text_gate * text_attended
-        return image, text + gated_mlp(self.ff_context, text, *text_mlp)
-
-
-def gated_mlp(
-    mlp: torch.nn.Module,
-    tokens: torch.Tensor,
-    shift: torch.Tensor,
-    scale: torch.Tensor,
-    gate: torch.Tensor,
-) -> torch.Tensor:
-    """What the modulated MLP adds to ``tokens``."""
-    out, bias = mlp(normed(tokens, shift, scale))
-    return gate * (out + bias)
-
-
-def joint_block_spec(
-    config: TransformerConfig,
-    *,
-    head_norm: bool,
-    text_ends: bool = False,
-    dual_attention: bool = False,
-    text_first: bool = False,
-    rotary: Rotary | None = None,
-    block: type[JointBlock] = JointBlock,
-) -> ModuleSpec:
-    """The block with Megatron-Core's attention and MLPs."""
-    norm = head_rms_norm(config) if head_norm else None
-    return ModuleSpec(
-        block,
-        submodules=JointBlockSubmodules(
-            attn=joint_attention_spec(
-                config,
-                head_norm=head_norm,
-                text_ends=text_ends,
-                text_first=text_first,
-                rotary=rotary,
-            ),
-            attn2=self_attention_spec(config, qkv_bias=True, head_norm=norm)
-            if dual_attention
-            else None,
-            ff=mlp_spec(config),
-            ff_context=None if text_ends else mlp_spec(config),
-        ),
-    )
-
-
-class PooledTextEmbedder(torch.nn.Module):
-    """The pooled text [b, inputs] through linear, SiLU, linear to [b, D]."""
-
-    def __init__(self, inputs: int, config: TransformerConfig) -> None:
-        super().__init__()
-        width = config.hidden_size
-        self.linear_1 = drawn_linear(inputs, width, config, normal_init)
-        self.linear_2 = drawn_linear(width, width, config, normal_init)
-
-    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        """[b, inputs] to [b, D]."""
-        embedded: torch.Tensor = self.linear_2(F.silu(self.linear_1(pooled)))
-        return embedded
+        return image, text + gated(self.ff_context, text, *text_mlp)
 
 
 class TimeTextEmbed(LayerModule):
     """Provides temb [b, D]: the embedded timestep plus the embedded pooled text."""
 
-    def __init__(self, config: TransformerConfig, context: LayerContext, pooled_dim: int) -> None:
+    def __init__(self, sizes: Sizes, context: LayerContext) -> None:
+        config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
         self.timestep_embedder = self._of_scalar()
-        self.text_embedder = PooledTextEmbedder(pooled_dim, config)
+        self.text_embedder = VectorMlp(
+            linear(sizes.pooled_projection_dim, sizes.dim, config, normal_init),
+            linear(sizes.dim, sizes.dim, config, normal_init),
+        )
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
 
@@ -197,15 +147,15 @@ class TimeTextEmbed(LayerModule):
 class ContextEmbedder(LayerModule):
     """Begins the text's stream: a linear map of the batch's text states."""
 
-    def __init__(self, config: TransformerConfig, context: LayerContext, context_dim: int) -> None:
+    def __init__(self, sizes: Sizes, context: LayerContext) -> None:
+        config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
-        self.groups = context.pg_collection
-        self.linear = drawn_linear(context_dim, config.hidden_size, config, xavier_init)
+        self.linear = linear(sizes.joint_attention_dim, sizes.dim, config, xavier_init)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Image tokens to (image, text) tokens; ``conditioning``: context [b, s_txt, dim]."""
         text = self.linear(conditioning["context"]).transpose(0, 1).contiguous()
-        return (*inputs, enter_sequence(text, self.config, self.groups))
+        return (*inputs, self.enter_sequence(text))
 
 
 class Head(LayerModule):
@@ -214,20 +164,20 @@ class Head(LayerModule):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        sizes: DiTSizes,
         context: LayerContext,
         features: int,
         to_image: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
+        config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
-        self.groups = context.pg_collection
         self.to_image = to_image
         self.norm_out = Modulation(config, 2)
-        self.proj_out = drawn_linear(config.hidden_size, features, config, torch.nn.init.zeros_)
+        self.proj_out = linear(sizes.dim, features, config, torch.nn.init.zeros_)
         works_on_shards(self, config)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: temb [b, D]."""
         scale, shift = self.norm_out(conditioning["temb"])
         features = self.proj_out(normed(inputs[0], shift, scale))
-        return (self.to_image(leave_sequence(features, self.config, self.groups)),)
+        return (self.to_image(self.leave_sequence(features)),)

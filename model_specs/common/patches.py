@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.layers import LayerModule, Named, Table, Tensors, enter_sequence
+from model_specs.common.layers import LayerModule, Named, Table, Tensors
 
 
 def sincos_positions(
-    dim: int,
-    rows: int,
-    columns: int,
-    *,
-    base_size: int,
-    interpolation_scale: float = 1.0,
-    max_size: int | None = None,
+    dim: int, side: int, *, base_size: int, interpolation_scale: float = 1.0
 ) -> torch.Tensor:
-    """Sinusoids of each patch's place: [rows * columns, dim], as diffusers' ``PatchEmbed``.
+    """Sinusoids of each patch's place: [side * side, dim], as diffusers' ``PatchEmbed``.
 
     The first half of the features is of the column, the second of the row; each is (sines,
     cosines) of frequencies 10000^(-i / (dim/4)). Coordinates run from 0 to ``base_size`` /
-    ``interpolation_scale``, whatever the number of patches. With ``max_size`` they are those of
-    the centre of a grid of ``max_size`` squared (SD3).
+    ``interpolation_scale``, whatever the number of patches.
     """
-
-    def coordinates(count: int) -> torch.Tensor:
-        grid = count if max_size is None else max_size
-        first = (grid - count) // 2
-        index = torch.arange(first, first + count, dtype=torch.float32)
-        return index / (grid / base_size) / interpolation_scale
-
-    def sinusoids(places: torch.Tensor) -> torch.Tensor:
-        quarter = dim // 4
-        frequencies = 1.0 / 10000 ** (torch.arange(quarter, dtype=torch.float64) / quarter)
-        angles = torch.outer(places.double(), frequencies)
-        return torch.cat([angles.sin(), angles.cos()], dim=1)
-
-    row, column = sinusoids(coordinates(rows)), sinusoids(coordinates(columns))
-    pairs = [column.expand(rows, -1, -1), row[:, None].expand(-1, columns, -1)]
+    index = torch.arange(side, dtype=torch.float32)
+    places = index / (side / base_size) / interpolation_scale
+    quarter = dim // 4
+    frequencies = 1.0 / 10000 ** (torch.arange(quarter, dtype=torch.float64) / quarter)
+    angles = torch.outer(places.double(), frequencies)
+    sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)
+    pairs = [sinusoids.expand(side, -1, -1), sinusoids[:, None].expand(-1, side, -1)]
     return torch.cat(pairs, dim=2).flatten(0, 1)
 
 
@@ -59,7 +47,6 @@ class PatchEmbed(LayerModule):
         positions: Table | None = None,
     ) -> None:
         super().__init__(context.config, context.pg_collection)
-        self.groups = context.pg_collection
         self.positions = positions
         self.proj = torch.nn.Conv2d(in_channels, dim, patch_size, stride=patch_size)
         if context.config.perform_initialization:
@@ -77,21 +64,36 @@ class PatchEmbed(LayerModule):
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Image [b, c, h, w] to this rank's tokens [s, b, dim]."""
-        return (enter_sequence(self.tokens(inputs[0]), self.config, self.groups),)
+        return (self.enter_sequence(self.tokens(inputs[0])),)
 
 
-def unpatchify(tokens: torch.Tensor, rows: int, columns: int, patch_size: int) -> torch.Tensor:
-    """Tokens [rows * columns, b, p * p * c] to the image [b, c, rows * p, columns * p].
+def unpatchify(tokens: torch.Tensor, side: int, patch_size: int) -> torch.Tensor:
+    """Tokens [side * side, b, p * p * c] to the image [b, c, side * p, side * p].
 
     A token's features are ordered (row, column, channel) of its patch.
     """
-    patch = patch_size
-    grid = tokens.reshape(rows, columns, tokens.shape[1], patch, patch, -1)
-    return grid.permute(2, 5, 0, 3, 1, 4).reshape(
-        tokens.shape[1], -1, rows * patch, columns * patch
-    )
+    samples, pixels = tokens.shape[1], side * patch_size
+    grid = tokens.reshape(side, side, samples, patch_size, patch_size, -1)
+    return grid.permute(2, 5, 0, 3, 1, 4).reshape(samples, -1, pixels, pixels)
 
 
-def modulate(tokens: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Tokens [s, b, d] scaled by 1 + ``scale`` [b, d] and shifted by ``shift`` [b, d]."""
-    return tokens * (1 + scale) + shift
+def normed(
+    tokens: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, eps: float = 1e-6
+) -> torch.Tensor:
+    """LayerNorm of tokens [s, b, d], times 1 + ``scale`` [b, d], plus ``shift`` [b, d]."""
+    return F.layer_norm(tokens, tokens.shape[-1:], eps=eps) * (1 + scale) + shift
+
+
+def gated(
+    sublayer: torch.nn.Module,
+    tokens: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    gate: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    **arguments: Any,
+) -> torch.Tensor:
+    """What an attention or MLP, called with ``arguments``, adds to tokens under adaLN-zero."""
+    out, bias = sublayer(normed(tokens, shift, scale, eps), **arguments)
+    return gate * (out + bias)

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_pulse.backbone.published import PerHead, Rule
 from megatron_pulse.faults import told
+from model_specs.common.options import FamilyConfig
 
 
 def require_settings(
@@ -27,6 +28,11 @@ def require_settings(
     if faults:
         what = config.get("_class_name", "the published configuration")
         raise ValueError(told(f"{what} has settings that no family implements", faults))
+
+
+def same_settings(config: FamilyConfig, *without: str) -> dict[str, Any]:
+    """The fields that a library calls as we do: all but those of ``without``."""
+    return {key: value for key, value in vars(config).items() if key not in without}
 
 
 def attention_rules(ours: str, theirs: str, num_heads: int) -> tuple[Rule, ...]:

@@ -9,27 +9,23 @@ from collections import OrderedDict
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.spec_utils import build_module
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import make_mlp, mlp_spec, self_attention_spec
+from model_specs.common.attention import mlp, self_attention
 from model_specs.common.layers import (
     LayerModule,
-    LayerNorm,
     Named,
     Table,
     Tensors,
     TimestepEmbedder,
-    leave_sequence,
     linear,
     works_on_shards,
 )
 from model_specs.common.megatron_config import dit_config
-from model_specs.common.patches import PatchEmbed, modulate, sincos_positions, unpatchify
+from model_specs.common.patches import PatchEmbed, gated, normed, sincos_positions, unpatchify
 from model_specs.dit.config import DiTConfig
 
 _FEED_FORWARD_NORM_EPS = 1e-5
-_NORM_EPS = 1e-6
 
 
 class PatchLayer(PatchEmbed):
@@ -37,7 +33,7 @@ class PatchLayer(PatchEmbed):
 
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
         dim, side, base = sizes.dim, sizes.side, sizes.base_size // sizes.patch_size
-        positions = Table(lambda: sincos_positions(dim, side, side, base_size=base))
+        positions = Table(lambda: sincos_positions(dim, side, base_size=base))
         super().__init__(context, sizes.in_channels, dim, sizes.patch_size, positions)
 
 
@@ -84,47 +80,38 @@ class Attention(LayerModule):
     """
 
     def __init__(self, sizes: DiTConfig, context: LayerContext, own_embedder: bool = True) -> None:
-        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
+        config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
         self.emb = None
         if own_embedder:
             self.emb = TimeClassEmbedder(sizes, config.perform_initialization)
         self.modulation = linear(sizes.dim, 6 * sizes.dim, config, torch.nn.init.zeros_)
-        self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
-        self.attention = build_module(
-            self_attention_spec(config, qkv_bias=True),
-            config=config,
-            pg_collection=context.pg_collection,
-        )
+        self.attention = self_attention(config, context.pg_collection, qkv_bias=True)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: timesteps and labels, or in block 0 temb0."""
         (tokens,) = inputs
         temb = conditioning["temb0"] if self.emb is None else self.emb(conditioning)
         here, feed_forward = self.modulation(F.silu(temb)).chunk(2, dim=1)
-        shift, scale, gate = here.chunk(3, dim=1)
-        out, bias = self.attention(modulate(self.norm(tokens), shift, scale), attention_mask=None)
-        return tokens + gate * (out + bias), feed_forward.contiguous()
+        change = gated(self.attention, tokens, *here.chunk(3, dim=1), attention_mask=None)
+        return tokens + change, feed_forward.contiguous()
 
 
 class FeedForward(LayerModule):
     """Tokens + gate * MLP(modulated norm of tokens), with the vectors that ``Attention`` made."""
 
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
-        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
+        config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
-        groups = context.pg_collection
-        self.norm = LayerNorm(config, sizes.dim, _FEED_FORWARD_NORM_EPS, elementwise_affine=False)
-        self.mlp = make_mlp(mlp_spec(config), config, groups)
+        self.mlp = mlp(config, context.pg_collection)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] and modulation [b, 3 * D] to tokens."""
         tokens, modulation = inputs
-        shift, scale, gate = modulation.chunk(3, dim=1)
-        out, bias = self.mlp(modulate(self.norm(tokens), shift, scale))
-        return (tokens + gate * (out + bias),)
+        eps = _FEED_FORWARD_NORM_EPS
+        return (tokens + gated(self.mlp, tokens, *modulation.chunk(3, dim=1), eps=eps),)
 
 
 class Head(LayerModule):
@@ -133,8 +120,7 @@ class Head(LayerModule):
     def __init__(self, sizes: DiTConfig, context: LayerContext) -> None:
         config = context.config
         super().__init__(config, context.pg_collection)
-        self.sizes, self.groups = sizes, context.pg_collection
-        self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
+        self.sizes = sizes
         self.proj_out_1 = linear(sizes.dim, 2 * sizes.dim, config, torch.nn.init.zeros_)
         features = sizes.patch_size**2 * sizes.out_channels
         self.proj_out_2 = linear(sizes.dim, features, config, torch.nn.init.zeros_)
@@ -144,7 +130,5 @@ class Head(LayerModule):
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: temb0."""
         shift, scale = self.proj_out_1(F.silu(conditioning["temb0"])).chunk(2, dim=1)
-        patches = self.proj_out_2(modulate(self.norm(inputs[0]), shift, scale))
-        patches = leave_sequence(patches, self.config, self.groups)
-        side = self.sizes.side
-        return (unpatchify(patches, side, side, self.sizes.patch_size),)
+        patches = self.leave_sequence(self.proj_out_2(normed(inputs[0], shift, scale)))
+        return (unpatchify(patches, self.sizes.side, self.sizes.patch_size),)

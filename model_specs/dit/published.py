@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.backbone.published import Published, Rule
-from model_specs.common.published import attention_rules, mlp_rules, require_settings
+from model_specs.common.published import attention_rules, mlp_rules, require_settings, same_settings
 from model_specs.dit.config import DiTConfig
 
 PUBLISHED_AS = "DiTTransformer2DModel"
@@ -25,11 +25,7 @@ _REQUIRED = {
 def published(config: DiTConfig) -> Published:
     """As diffusers stores it: its sample_size is what positions are spaced for."""
     settings = {
-        **{
-            key: value
-            for key, value in vars(config).items()
-            if key not in ("num_classes", "base_sample_size")
-        },
+        **same_settings(config, "num_classes", "base_sample_size"),
         "sample_size": config.base_size,
         "num_embeds_ada_norm": config.num_classes,
         **_REQUIRED,

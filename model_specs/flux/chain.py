@@ -19,50 +19,30 @@ def build_backbone(name: str, config: FluxConfig) -> Backbone:
         "pooled": TensorSpec((config.pooled_projection_dim,)),
     }
     build = builder("model_specs.flux.modules", config)
+    time = build("TimeTextGuidanceEmbed")
+    temb = {"temb": TensorSpec((config.dim,))}
+    both = (image, text)
 
     last = config.num_single_layers - 1
     layers = (
-        embedder(
-            "time_text_embed",
-            build("TimeTextGuidanceEmbed"),
-            latent,
-            {"temb": TensorSpec((config.dim,))},
-            (*scalars, "pooled"),
-        ),
+        embedder("time_text_embed", time, latent, temb, (*scalars, "pooled")),
         Layer("x_embedder", build("PackedEmbed"), (latent,), (image,)),
-        Layer(
-            "context_embedder",
-            build("context_embedder"),
-            (image,),
-            (image, text),
-            uses=("context",),
-        ),
+        Layer("context_embedder", build("ContextEmbedder"), (image,), both, uses=("context",)),
         *(
-            Layer(
-                f"transformer_blocks.{i}",
-                build("double_block"),
-                (image, text),
-                (image, text),
-                uses=("temb",),
-            )
+            Layer(f"transformer_blocks.{i}", build("DoubleBlock"), both, both, uses=("temb",))
             for i in range(config.num_layers)
         ),
         *(
             Layer(
                 f"single_transformer_blocks.{i}",
-                build("single_block", text_ends=i == last),
-                (image, text),
-                (image, text) if i < last else (image,),
+                build("SingleBlock", text_ends=i == last),
+                both,
+                both if i < last else (image,),
                 uses=("temb",),
             )
             for i in range(config.num_single_layers)
         ),
         Layer("head", build("head"), (image,), (latent,), uses=("temb",)),
     )
-    return Backbone(
-        name,
-        layers,
-        fields,
-        num_heads=(config.num_attention_heads,),
-        patch_size=PACKED,
-    )
+    heads = (config.num_attention_heads,)
+    return Backbone(name, layers, fields, num_heads=heads, patch_size=PACKED)

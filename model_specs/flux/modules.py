@@ -3,50 +3,36 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import Builder, Rotary, parts
-from model_specs.common.joint_attention import (
-    StreamProjections,
-    StreamSubmodules,
-    attend,
-    core_attention_builder,
-    head_rms_norm,
-)
+from model_specs.common.attention import Rotary, column_linear, row_linear
+from model_specs.common.joint_attention import StreamProjections, attend, core_attention
 from model_specs.common.layers import (
     LayerModule,
     Named,
     Table,
     Tensors,
-    drawn_linear,
-    enter_sequence,
+    linear,
     works_on_shards,
 )
 from model_specs.common.megatron_config import dit_config, xavier_init
-from model_specs.common.mmdit import (
-    ContextEmbedder,
-    Head,
-    JointBlock,
-    Modulation,
-    TimeTextEmbed,
-    joint_block_spec,
-    normed,
-)
+from model_specs.common.mmdit import ContextEmbedder, Head, JointBlock, Modulation, TimeTextEmbed
+from model_specs.common.patches import normed
 from model_specs.flux.config import PACKED, FluxConfig
+
+__all__ = [
+    "ContextEmbedder",
+    "DoubleBlock",
+    "PackedEmbed",
+    "SingleBlock",
+    "TimeTextGuidanceEmbed",
+    "head",
+]
 
 _THETA = 10000
 _SCALE = 1000  # of guidance in the model
-
-
-def _config(sizes: FluxConfig, context: LayerContext) -> TransformerConfig:
-    return dit_config(sizes.dim, sizes.num_attention_heads, context.config)
 
 
 def pack(latents: torch.Tensor) -> torch.Tensor:
@@ -105,14 +91,13 @@ class PackedEmbed(LayerModule):
     """First layer: packed latents through one linear map."""
 
     def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
-        config = _config(sizes, context)
+        config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
-        self.groups = context.pg_collection
-        self.linear = drawn_linear(sizes.in_channels * PACKED**2, sizes.dim, config, xavier_init)
+        self.linear = linear(sizes.in_channels * PACKED**2, sizes.dim, config, xavier_init)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Latents [b, c, h, w] to this rank's tokens [s, b, D]."""
-        return (enter_sequence(self.linear(pack(inputs[0])), self.config, self.groups),)
+        return (self.enter_sequence(self.linear(pack(inputs[0]))),)
 
 
 class TimeTextGuidanceEmbed(TimeTextEmbed):
@@ -123,7 +108,7 @@ class TimeTextGuidanceEmbed(TimeTextEmbed):
     """
 
     def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
-        super().__init__(_config(sizes, context), context, sizes.pooled_projection_dim)
+        super().__init__(sizes, context)
         if sizes.guidance_embeds:
             self.guidance_embedder = self._of_scalar().to(dtype=self.config.params_dtype)
             works_on_shards(self.guidance_embedder, self.config)
@@ -143,23 +128,15 @@ def within_half(tokens: torch.Tensor) -> torch.Tensor:
 
 
 class DoubleBlock(JointBlock):
-    """MMDiT's block whose text stays within fp16."""
+    """MMDiT's block whose text comes first in its attention, and stays within fp16."""
+
+    def __init__(self, sizes: FluxConfig, context: LayerContext) -> None:
+        super().__init__(sizes, context, head_norm=True, text_first=True, rotary=_rotary(sizes))
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """(image, text) tokens to the same; ``conditioning``: temb [b, D]."""
         image, text = super().forward(inputs, skips, conditioning)
         return image, within_half(text)
-
-
-@dataclass
-class SingleBlockSubmodules:
-    """The replaceable parts of ``SingleBlock``."""
-
-    attn: ModuleSpec
-    core_attention: Builder
-    proj_mlp: Builder
-    proj_out_attn: Builder
-    proj_out_mlp: Builder
 
 
 class SingleBlock(LayerModule):
@@ -170,47 +147,19 @@ class SingleBlock(LayerModule):
     text ends it is not carried further than to its keys and values.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: SingleBlockSubmodules,
-        pg_collection: ProcessGroupCollection | None,
-        text_ends: bool,
-    ) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(self, sizes: FluxConfig, context: LayerContext, text_ends: bool) -> None:
+        config, groups = dit_config(sizes, context.config), context.pg_collection
+        super().__init__(config, groups)
         self.text_ends = text_ends
-        groups: dict[str, Any] = {"config": config, "pg_collection": pg_collection}
-        linear: dict[str, Any] = {
-            "config": config,
-            "is_expert": False,
-            "tp_group": pg_collection.tp if pg_collection is not None else None,
-        }
         width, hidden = config.hidden_size, config.ffn_hidden_size
         self.norm = Modulation(config, 3)
-        self.attn = build_module(submodules.attn, **groups)
-        self.core_attention = submodules.core_attention(**groups)
-        self.proj_mlp = submodules.proj_mlp(
-            width,
-            hidden,
-            init_method=config.init_method,
-            bias=True,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
-        )
+        self.attn = StreamProjections(config, groups, head_norm=True, leads_back=False)
+        self.core_attention = core_attention(config, groups, _rotary(sizes))
+        self.proj_mlp = column_linear(config, groups, width, hidden, "fc1")
         bound = (6 / (width + hidden + width)) ** 0.5  # Xavier's, of the two parts together
-        linear |= {
-            "init_method": functools.partial(torch.nn.init.uniform_, a=-bound, b=bound),
-            "input_is_parallel": True,
-            "skip_bias_add": True,
-        }
-        self.proj_out_attn = submodules.proj_out_attn(
-            width, width, bias=True, tp_comm_buffer_name="proj", **linear
-        )
-        self.proj_out_mlp = submodules.proj_out_mlp(
-            hidden, width, bias=False, tp_comm_buffer_name="fc2", **linear
-        )
+        draw = functools.partial(torch.nn.init.uniform_, a=-bound, b=bound)
+        self.proj_out_attn = row_linear(config, groups, width, width, "proj", draw)
+        self.proj_out_mlp = row_linear(config, groups, hidden, width, "fc2", draw, bias=False)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """(image, text) tokens to the same, or to (image,); ``conditioning``: temb [b, D]."""
@@ -231,48 +180,8 @@ class SingleBlock(LayerModule):
         return out + self.proj_out_mlp(activated)[0] + bias
 
 
-def single_block_spec(config: TransformerConfig, rotary: Rotary, text_ends: bool) -> ModuleSpec:
-    """The block of Megatron's linears and core attention (local or Transformer Engine's)."""
-    part = parts(config)
-    stream = StreamSubmodules(part.column, head_rms_norm(config), None)
-    return ModuleSpec(
-        SingleBlock,
-        params={"text_ends": text_ends},
-        submodules=SingleBlockSubmodules(
-            attn=ModuleSpec(StreamProjections, submodules=stream),
-            core_attention=core_attention_builder(config, rotary),
-            proj_mlp=part.column,
-            proj_out_attn=part.row,
-            proj_out_mlp=part.row,
-        ),
-    )
-
-
-def context_embedder(sizes: FluxConfig, context: LayerContext) -> ContextEmbedder:
-    """The beginning of the text's stream."""
-    return ContextEmbedder(_config(sizes, context), context, sizes.joint_attention_dim)
-
-
-def double_block(sizes: FluxConfig, context: LayerContext) -> JointBlock:
-    """A block of two streams; the text comes first in its attention."""
-    config = _config(sizes, context)
-    spec = joint_block_spec(
-        config, head_norm=True, text_first=True, rotary=_rotary(sizes), block=DoubleBlock
-    )
-    built: JointBlock = build_module(spec, config=config, pg_collection=context.pg_collection)
-    return built
-
-
-def single_block(sizes: FluxConfig, context: LayerContext, text_ends: bool) -> SingleBlock:
-    """A block whose weights both streams share."""
-    config = _config(sizes, context)
-    spec = single_block_spec(config, _rotary(sizes), text_ends)
-    built: SingleBlock = build_module(spec, config=config, pg_collection=context.pg_collection)
-    return built
-
-
 def head(sizes: FluxConfig, context: LayerContext) -> Head:
     """The last layer; a token's features are unpacked as they are packed."""
     features = sizes.in_channels * PACKED**2
     to_image = functools.partial(unpack, side=sizes.side)
-    return Head(_config(sizes, context), context, features, to_image)
+    return Head(sizes, context, features, to_image)

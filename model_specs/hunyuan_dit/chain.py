@@ -10,7 +10,7 @@ from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 def build_backbone(name: str, config: HunyuanDiTConfig) -> Backbone:
     """The chain: two embedders, ``pos_embed``, each block's ``attn1 attn2 ff``, ``head``."""
     image = TensorSpec((config.in_channels, config.sample_size, config.sample_size))
-    tokens = TensorSpec((config.side**2, config.hidden_size), batch_dim=1, sequence=True)
+    tokens = TensorSpec((config.side**2, config.dim), batch_dim=1, sequence=True)
     text = TensorSpec((config.text_len + config.text_len_t5, config.cross_attention_dim), 1)
     prediction = TensorSpec((config.out_channels, *image.shape[1:]))
     fields = {
@@ -24,34 +24,27 @@ def build_backbone(name: str, config: HunyuanDiTConfig) -> Backbone:
         fields["image_meta_size"] = TensorSpec((6,), dtype="float32")
     build = builder("model_specs.hunyuan_dit.modules", config)
 
-    def on_tokens(layer: str, kind: str, *uses: str) -> Layer:
-        return Layer(layer, build(kind), (tokens,), (tokens,), uses=uses)
-
     def block(i: int) -> tuple[Layer, ...]:
         mirror = config.num_layers - 1 - i
         pop = f"blocks.{mirror}" if mirror < config.num_skips else None
-        return (
-            Layer(
-                f"blocks.{i}.attn1",
-                build("SelfAttentionLayer", pop=pop),
-                (tokens,),
-                (tokens,),
-                pops={pop: tokens} if pop else {},
-                uses=("temb",),
-            ),
-            on_tokens(f"blocks.{i}.attn2", "CrossAttentionLayer", "text"),
-            Layer(
-                f"blocks.{i}.ff",
-                build("FeedForwardLayer"),
-                (tokens,),
-                (tokens,),
-                pushes={f"blocks.{i}": 0} if i < config.num_skips else {},
-            ),
+        attn1 = Layer(
+            f"blocks.{i}.attn1",
+            build("SelfAttentionLayer", pop=pop),
+            (tokens,),
+            (tokens,),
+            pops={pop: tokens} if pop else {},
+            uses=("temb",),
         )
+        attn2 = Layer(
+            f"blocks.{i}.attn2", build("CrossAttentionLayer"), (tokens,), (tokens,), uses=("text",)
+        )
+        pushes = {f"blocks.{i}": 0} if i < config.num_skips else {}
+        ff = Layer(f"blocks.{i}.ff", build("FeedForwardLayer"), (tokens,), (tokens,), pushes)
+        return attn1, attn2, ff
 
     texts = ("context", "context_mask", "context_t5", "context_t5_mask")
     timed = ("timesteps", "context_t5", *(["image_meta_size"] if config.style_and_size else []))
-    temb = TensorSpec((config.hidden_size,))
+    temb = TensorSpec((config.dim,))
     layers = (
         embedder("time_extra_emb", build("TimeEmbedding"), image, {"temb": temb}, timed),
         embedder("text", build("TextEmbedding"), image, {"text": text}, texts),
@@ -59,10 +52,5 @@ def build_backbone(name: str, config: HunyuanDiTConfig) -> Backbone:
         *(layer for i in range(config.num_layers) for layer in block(i)),
         Layer("head", build("Head"), (tokens,), (prediction,), uses=("temb",)),
     )
-    return Backbone(
-        name,
-        layers,
-        fields,
-        num_heads=(config.num_attention_heads,),
-        patch_size=config.patch_size,
-    )
+    heads = (config.num_attention_heads,)
+    return Backbone(name, layers, fields, num_heads=heads, patch_size=config.patch_size)

@@ -47,7 +47,7 @@ class HunyuanDiTConfig:
         )
 
     @property
-    def hidden_size(self) -> int:
+    def dim(self) -> int:
         """Width of the tokens and of the timestep embedding."""
         return self.num_attention_heads * self.attention_head_dim
 

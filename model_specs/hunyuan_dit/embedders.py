@@ -6,6 +6,8 @@ extra conditions.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,26 +18,18 @@ from model_specs.common.layers import (
     Named,
     Tensors,
     TimestepEmbedder,
+    linear,
     timestep_embedding,
     works_on_shards,
 )
+from model_specs.common.megatron_config import InitMethod, normal_init, xavier_init
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 
 _SIZE_FEATURES = 256  # sinusoids for each of the six numbers of image_meta_size
 
 
-def linear(
-    inputs: int, outputs: int, config: TransformerConfig, std: float | None = None
-) -> torch.nn.Linear:
-    """Weights drawn by Xavier, or N(0, ``std``); bias 0."""
-    linear = torch.nn.Linear(inputs, outputs)
-    if config.perform_initialization:
-        if std is None:
-            torch.nn.init.xavier_uniform_(linear.weight)
-        else:
-            torch.nn.init.normal_(linear.weight, std=std)
-        torch.nn.init.zeros_(linear.bias)
-    return linear
+drawn_zeros: InitMethod = functools.partial(torch.nn.init.normal_, std=0.0)
+"""Zeros that move the random generator on, as in the authors' code."""
 
 
 def silu_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,11 +46,11 @@ class Projection(torch.nn.Module):
         width: int,
         outputs: int,
         config: TransformerConfig,
-        std: float | None = None,
+        draw: InitMethod = xavier_init,
     ) -> None:
         super().__init__()
-        self.linear_1 = linear(inputs, 4 * width, config, std)
-        self.linear_2 = linear(4 * width, outputs, config, std)
+        self.linear_1 = linear(inputs, 4 * width, config, draw)
+        self.linear_2 = linear(4 * width, outputs, config, draw)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[..., inputs] to [..., outputs]."""
@@ -73,10 +67,10 @@ class AttentionPool(torch.nn.Module):
         super().__init__()
         self.heads = heads
         self.positional_embedding = torch.nn.Parameter(torch.randn(length + 1, width) / width**0.5)
-        self.k_proj = linear(width, width, config)
-        self.q_proj = linear(width, width, config)
-        self.v_proj = linear(width, width, config)
-        self.c_proj = linear(width, outputs, config)
+        self.k_proj = linear(width, width, config, xavier_init)
+        self.q_proj = linear(width, width, config, xavier_init)
+        self.v_proj = linear(width, width, config, xavier_init)
+        self.c_proj = linear(width, outputs, config, xavier_init)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """No state is left out, whatever the text's mask."""
@@ -97,7 +91,7 @@ class TimeEmbedding(LayerModule):
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
         config = context.config
         super().__init__(config, context.pg_collection)
-        dim = sizes.hidden_size
+        dim = sizes.dim
         self.timestep_embedder = TimestepEmbedder(dim, 0, config.perform_initialization)
         self.pooler = AttentionPool(
             sizes.text_len_t5,
@@ -110,7 +104,7 @@ class TimeEmbedding(LayerModule):
         self.style_embedder = torch.nn.Embedding(1, dim) if sizes.style_and_size else None
         if sizes.style_and_size:
             extra += 6 * _SIZE_FEATURES + dim
-        self.extra_embedder = Projection(extra, dim, dim, config, std=0.02)
+        self.extra_embedder = Projection(extra, dim, dim, config, normal_init)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
 

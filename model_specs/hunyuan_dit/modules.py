@@ -9,29 +9,23 @@ from __future__ import annotations
 import functools
 
 import torch
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import (
-    cross_attention_spec,
-    make_mlp,
-    mlp_spec,
-    self_attention_spec,
-)
+from model_specs.common.attention import cross_attention, mlp, self_attention
 from model_specs.common.layers import (
     LayerModule,
     LayerNorm,
     Named,
     Table,
     Tensors,
-    leave_sequence,
+    linear,
     works_on_shards,
 )
-from model_specs.common.megatron_config import tanh_gelu, transformer_config, xavier_init
-from model_specs.common.patches import PatchEmbed, modulate, unpatchify
+from model_specs.common.megatron_config import dit_config, xavier_init
+from model_specs.common.patches import PatchEmbed, normed, unpatchify
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
-from model_specs.hunyuan_dit.embedders import TextEmbedding, TimeEmbedding, linear, silu_fp32
+from model_specs.hunyuan_dit.embedders import TextEmbedding, TimeEmbedding, drawn_zeros, silu_fp32
 
 __all__ = [
     "CrossAttentionLayer",
@@ -43,23 +37,7 @@ __all__ = [
     "TimeEmbedding",
 ]
 
-_NORM_EPS = 1e-6
 _BASE_SIDE = 512 // 8  # side of the latent whose positions run from 0 to its number of patches
-
-
-def hunyuan_transformer_config(
-    sizes: HunyuanDiTConfig, base: TransformerConfig
-) -> TransformerConfig:
-    """The Megatron configuration of every block of this Hunyuan-DiT."""
-    return transformer_config(
-        base,
-        hidden_size=sizes.hidden_size,
-        num_attention_heads=sizes.num_attention_heads,
-        ffn_hidden_size=sizes.ffn_dim,
-        init_method=xavier_init,
-        activation_func=tanh_gelu,
-        layernorm_epsilon=_NORM_EPS,
-    )
 
 
 @functools.cache
@@ -98,7 +76,7 @@ class Patches(PatchEmbed):
     """Patches without positions: attention has rotary ones."""
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
-        super().__init__(context, sizes.in_channels, sizes.hidden_size, sizes.patch_size)
+        super().__init__(context, sizes.in_channels, sizes.dim, sizes.patch_size)
 
 
 class ShiftedNorm(torch.nn.Module):
@@ -106,8 +84,8 @@ class ShiftedNorm(torch.nn.Module):
 
     def __init__(self, dim: int, config: TransformerConfig) -> None:
         super().__init__()
-        self.linear = linear(dim, dim, config, std=0.0)
-        self.norm = LayerNorm(config, dim, _NORM_EPS)
+        self.linear = linear(dim, dim, config, drawn_zeros)
+        self.norm = LayerNorm(config, dim)
 
     def forward(self, tokens: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
         """Tokens [s, b, D], temb [b, D]."""
@@ -125,20 +103,23 @@ class SelfAttentionLayer(LayerModule):
     def __init__(
         self, sizes: HunyuanDiTConfig, context: LayerContext, pop: str | None = None
     ) -> None:
-        config = hunyuan_transformer_config(sizes, context.config)
+        config = dit_config(sizes, context.config, sizes.ffn_dim)
         super().__init__(config, context.pg_collection)
         self.pop = pop
-        dim = sizes.hidden_size
+        dim = sizes.dim
         if pop is not None:
-            self.skip_norm = LayerNorm(config, 2 * dim, _NORM_EPS)
-            self.skip_linear = linear(2 * dim, dim, config)
+            self.skip_norm = LayerNorm(config, 2 * dim)
+            self.skip_linear = linear(2 * dim, dim, config, xavier_init)
         self.norm1 = ShiftedNorm(dim, config)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
-        spec = self_attention_spec(
-            config, qkv_bias=True, head_norm=_head_norm(config), rotary=_rotary(sizes)
+        self.attention = self_attention(
+            config,
+            context.pg_collection,
+            qkv_bias=True,
+            head_norm=_head_norm(config),
+            rotary=_rotary(sizes),
         )
-        self.attention = build_module(spec, config=config, pg_collection=context.pg_collection)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: temb."""
@@ -154,18 +135,17 @@ class CrossAttentionLayer(LayerModule):
     """x + attention of norm(x) over the text; queries are turned by their places."""
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
-        config = hunyuan_transformer_config(sizes, context.config)
+        config = dit_config(sizes, context.config, sizes.ffn_dim)
         super().__init__(config, context.pg_collection)
-        self.norm2 = LayerNorm(config, sizes.hidden_size, _NORM_EPS)
-        spec = cross_attention_spec(
+        self.norm2 = LayerNorm(config, sizes.dim)
+        self.attention = cross_attention(
             config,
-            sizes.cross_attention_dim,
             context.pg_collection,
+            sizes.cross_attention_dim,
             qkv_bias=True,
             head_norm=_head_norm(config),
             rotary=_rotary(sizes),
         )
-        self.attention = build_module(spec, config=config, pg_collection=context.pg_collection)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: text."""
@@ -177,18 +157,19 @@ class CrossAttentionLayer(LayerModule):
 
 
 def _head_norm(config: TransformerConfig) -> functools.partial[torch.nn.LayerNorm]:
-    return functools.partial(torch.nn.LayerNorm, eps=_NORM_EPS, dtype=config.params_dtype)
+    return functools.partial(
+        torch.nn.LayerNorm, eps=config.layernorm_epsilon, dtype=config.params_dtype
+    )
 
 
 class FeedForwardLayer(LayerModule):
     """x + MLP(norm(x)), GELU approximated with tanh."""
 
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
-        config = hunyuan_transformer_config(sizes, context.config)
+        config = dit_config(sizes, context.config, sizes.ffn_dim)
         super().__init__(config, context.pg_collection)
-        groups = context.pg_collection
-        self.norm3 = LayerNorm(config, sizes.hidden_size, _NORM_EPS)
-        self.mlp = make_mlp(mlp_spec(config), config, groups)
+        self.norm3 = LayerNorm(config, sizes.dim)
+        self.mlp = mlp(config, context.pg_collection)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] to tokens."""
@@ -202,13 +183,12 @@ class ModulatedNorm(torch.nn.Module):
 
     def __init__(self, dim: int, config: TransformerConfig) -> None:
         super().__init__()
-        self.linear = linear(dim, 2 * dim, config, std=0.0)
-        self.norm = LayerNorm(config, dim, _NORM_EPS, elementwise_affine=False)
+        self.linear = linear(dim, 2 * dim, config, drawn_zeros)
 
     def forward(self, tokens: torch.Tensor, temb: torch.Tensor) -> torch.Tensor:
         """Tokens [s, b, D], temb [b, D]; the linear gives scale, then shift."""
         scale, shift = self.linear(silu_fp32(temb)).chunk(2, dim=1)
-        return modulate(self.norm(tokens), shift, scale)
+        return normed(tokens, shift, scale)
 
 
 class Head(LayerModule):
@@ -217,16 +197,15 @@ class Head(LayerModule):
     def __init__(self, sizes: HunyuanDiTConfig, context: LayerContext) -> None:
         config = context.config
         super().__init__(config, context.pg_collection)
-        self.sizes, self.groups = sizes, context.pg_collection
-        dim, features = sizes.hidden_size, sizes.patch_size**2 * sizes.out_channels
+        self.sizes = sizes
+        dim, features = sizes.dim, sizes.patch_size**2 * sizes.out_channels
         self.norm_out = ModulatedNorm(dim, config)
-        self.proj_out = linear(dim, features, config, std=0.0)
+        self.proj_out = linear(dim, features, config, drawn_zeros)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: temb."""
-        patches = self.proj_out(self.norm_out(inputs[0], conditioning["temb"]))
-        patches = leave_sequence(patches, self.config, self.groups)
-        side = self.sizes.side
-        return (unpatchify(patches, side, side, self.sizes.patch_size),)
+        features = self.proj_out(self.norm_out(inputs[0], conditioning["temb"]))
+        patches = self.leave_sequence(features)
+        return (unpatchify(patches, self.sizes.side, self.sizes.patch_size),)

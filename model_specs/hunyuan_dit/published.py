@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.backbone.published import Published, Rule
-from model_specs.common.published import attention_rules, mlp_rules, require_settings
+from model_specs.common.published import attention_rules, mlp_rules, require_settings, same_settings
 from model_specs.hunyuan_dit.config import HunyuanDiTConfig
 
 PUBLISHED_AS = "HunyuanDiT2DModel"
@@ -15,13 +15,10 @@ PUBLISHED_AS = "HunyuanDiT2DModel"
 
 def published(config: HunyuanDiTConfig) -> Published:
     """As diffusers stores it."""
-    same = (
-        "sample_size", "patch_size", "in_channels", "learn_sigma", "num_layers",
-        "num_attention_heads", "attention_head_dim", "hidden_size", "cross_attention_dim",
-        "cross_attention_dim_t5", "pooled_projection_dim", "text_len", "text_len_t5",
-    )  # fmt: skip
-    settings = {key: getattr(config, key) for key in same} | {
-        "mlp_ratio": _ratio(config.ffn_dim, config.hidden_size),
+    settings = {
+        **same_settings(config, "ffn_dim", "style_and_size"),
+        "hidden_size": config.dim,
+        "mlp_ratio": _ratio(config.ffn_dim, config.dim),
         "use_style_cond_and_image_meta_size": config.style_and_size,
         "activation_fn": "gelu-approximate",
         "norm_type": "layer_norm",

@@ -42,10 +42,5 @@ def build_backbone(name: str, config: PixArtConfig) -> Backbone:
             block = f"transformer_blocks.{i}.{part}"
             layers.append(Layer(block, build(kind), (tokens,), (tokens,), uses=uses))
     head = Layer("head", build("Head"), (tokens,), (prediction,), uses=("embedded_timestep",))
-    return Backbone(
-        name,
-        (*layers, head),
-        fields,
-        num_heads=(config.num_attention_heads,),
-        patch_size=config.patch_size,
-    )
+    heads = (config.num_attention_heads,)
+    return Backbone(name, (*layers, head), fields, num_heads=heads, patch_size=config.patch_size)

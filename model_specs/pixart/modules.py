@@ -8,32 +8,21 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.spec_utils import build_module
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import (
-    cross_attention_spec,
-    left_out,
-    make_mlp,
-    mlp_spec,
-    self_attention_spec,
-)
+from model_specs.common.attention import cross_attention, left_out, mlp, self_attention
 from model_specs.common.layers import (
     LayerModule,
-    LayerNorm,
     Named,
     Table,
     Tensors,
     TimestepEmbedder,
-    leave_sequence,
     linear,
     works_on_shards,
 )
 from model_specs.common.megatron_config import dit_config, normal_init, tanh_gelu
-from model_specs.common.patches import PatchEmbed, modulate, sincos_positions, unpatchify
+from model_specs.common.patches import PatchEmbed, gated, normed, sincos_positions, unpatchify
 from model_specs.pixart.config import PixArtConfig
-
-_NORM_EPS = 1e-6
 
 
 def _table(rows: int, dim: int) -> torch.nn.Parameter:
@@ -47,7 +36,7 @@ class PatchLayer(PatchEmbed):
         dim, side, scale = sizes.dim, sizes.side, sizes.position_scale
         base = sizes.base_size // sizes.patch_size
         positions = Table(
-            lambda: sincos_positions(dim, side, side, base_size=base, interpolation_scale=scale)
+            lambda: sincos_positions(dim, side, base_size=base, interpolation_scale=scale)
         )
         super().__init__(context, sizes.in_channels, dim, sizes.patch_size, positions)
 
@@ -104,43 +93,46 @@ class CaptionProjection(LayerModule):
         return (*inputs, caption.contiguous())
 
 
-class SelfAttention(LayerModule):
-    """Tokens + gate * self-attention(modulated norm of tokens)."""
+class _Modulated(LayerModule):
+    """A sublayer's shift, scale and gate: one half of t6, added to a table of its own."""
 
-    def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
-        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
+    def __init__(self, sizes: PixArtConfig, context: LayerContext, half: int) -> None:
+        config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
-        self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
+        self.half = half
         self.scale_shift_table = _table(3, sizes.dim)
         self.to(dtype=config.params_dtype)
         works_on_shards(self, config)
-        self.attention = build_module(
-            self_attention_spec(config, qkv_bias=True),
-            config=config,
-            pg_collection=context.pg_collection,
-        )
+
+    def modulation(self, conditioning: Named) -> Tensors:
+        """Shift, scale and gate [b, D] of this layer."""
+        change = conditioning["t6"].chunk(2, dim=1)[self.half].unflatten(1, (3, -1))
+        vectors: Tensors = (self.scale_shift_table + change).unbind(1)
+        return vectors
+
+
+class SelfAttention(_Modulated):
+    """Tokens + gate * self-attention(modulated norm of tokens)."""
+
+    def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
+        super().__init__(sizes, context, half=0)
+        self.attention = self_attention(self.config, context.pg_collection, qkv_bias=True)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """``conditioning``: t6, whose first half this layer adds to its table."""
+        """``conditioning``: t6."""
         (tokens,) = inputs
-        first, _ = conditioning["t6"].chunk(2, dim=1)
-        shift, scale, gate = (self.scale_shift_table + first.unflatten(1, (3, -1))).unbind(1)
-        out, bias = self.attention(modulate(self.norm(tokens), shift, scale), attention_mask=None)
-        return (tokens + gate * (out + bias),)
+        vectors = self.modulation(conditioning)
+        return (tokens + gated(self.attention, tokens, *vectors, attention_mask=None),)
 
 
 class CrossAttention(LayerModule):
     """Tokens + attention to the caption, without norm or modulation."""
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
-        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
+        config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
-        self.attention = build_module(
-            cross_attention_spec(
-                config, sizes.dim, context.pg_collection, qkv_bias=True, key_mask=True
-            ),
-            config=config,
-            pg_collection=context.pg_collection,
+        self.attention = cross_attention(
+            config, context.pg_collection, sizes.dim, qkv_bias=True, key_mask=True
         )
         if config.perform_initialization:
             torch.nn.init.zeros_(self.attention.linear_proj.weight)
@@ -156,26 +148,17 @@ class CrossAttention(LayerModule):
         return (tokens + (out + bias),)
 
 
-class FeedForward(LayerModule):
+class FeedForward(_Modulated):
     """Tokens + gate * MLP(modulated norm of tokens)."""
 
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
-        config = dit_config(sizes.dim, sizes.num_attention_heads, context.config)
-        super().__init__(config, context.pg_collection)
-        groups = context.pg_collection
-        self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
-        self.scale_shift_table = _table(3, sizes.dim)
-        self.to(dtype=config.params_dtype)
-        works_on_shards(self, config)
-        self.mlp = make_mlp(mlp_spec(config), config, groups)
+        super().__init__(sizes, context, half=1)
+        self.mlp = mlp(self.config, context.pg_collection)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """``conditioning``: t6, whose second half this layer adds to its table."""
+        """``conditioning``: t6."""
         (tokens,) = inputs
-        _, second = conditioning["t6"].chunk(2, dim=1)
-        shift, scale, gate = (self.scale_shift_table + second.unflatten(1, (3, -1))).unbind(1)
-        out, bias = self.mlp(modulate(self.norm(tokens), shift, scale))
-        return (tokens + gate * (out + bias),)
+        return (tokens + gated(self.mlp, tokens, *self.modulation(conditioning)),)
 
 
 class Head(LayerModule):
@@ -184,8 +167,7 @@ class Head(LayerModule):
     def __init__(self, sizes: PixArtConfig, context: LayerContext) -> None:
         config = context.config
         super().__init__(config, context.pg_collection)
-        self.sizes, self.groups = sizes, context.pg_collection
-        self.norm = LayerNorm(config, sizes.dim, _NORM_EPS, elementwise_affine=False)
+        self.sizes = sizes
         self.scale_shift_table = _table(2, sizes.dim)
         features = sizes.patch_size**2 * sizes.out_channels
         self.proj_out = linear(sizes.dim, features, config, torch.nn.init.zeros_)
@@ -196,7 +178,5 @@ class Head(LayerModule):
         """``conditioning``: embedded_timestep."""
         embedded = conditioning["embedded_timestep"]
         shift, scale = (self.scale_shift_table + embedded[:, None]).unbind(1)
-        patches = self.proj_out(modulate(self.norm(inputs[0]), shift, scale))
-        patches = leave_sequence(patches, self.config, self.groups)
-        side = self.sizes.side
-        return (unpatchify(patches, side, side, self.sizes.patch_size),)
+        patches = self.leave_sequence(self.proj_out(normed(inputs[0], shift, scale)))
+        return (unpatchify(patches, self.sizes.side, self.sizes.patch_size),)

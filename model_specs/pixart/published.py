@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_pulse.backbone.published import Joined, Published, Rule
-from model_specs.common.published import attention_rules, mlp_rules, require_settings
+from model_specs.common.published import attention_rules, mlp_rules, require_settings, same_settings
 from model_specs.pixart.config import PixArtConfig
 
 PUBLISHED_AS = "PixArtTransformer2DModel"
@@ -29,11 +29,7 @@ def published(config: PixArtConfig) -> Published:
     The caption's length is not part of it.
     """
     settings = {
-        **{
-            key: value
-            for key, value in vars(config).items()
-            if key not in ("caption_length", "base_sample_size")
-        },
+        **same_settings(config, "caption_length", "base_sample_size"),
         "sample_size": config.base_size,
         "interpolation_scale": (
             None if config.position_scale == config.usual_scale else config.position_scale

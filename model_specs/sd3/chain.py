@@ -20,40 +20,26 @@ def build_backbone(name: str, config: SD3Config) -> Backbone:
         "pooled": TensorSpec((config.pooled_projection_dim,)),
     }
     build = builder("model_specs.sd3.modules", config)
+    time = build("TimeTextEmbed")
+    temb = {"temb": TensorSpec((config.dim,))}
+    both = (image, text)
 
     last = config.num_layers - 1
     layers = (
-        embedder(
-            "time_text_embed",
-            build("time_text_embed"),
-            sample,
-            {"temb": TensorSpec((config.dim,))},
-            ("timesteps", "pooled"),
-        ),
+        embedder("time_text_embed", time, sample, temb, ("timesteps", "pooled")),
         Layer("pos_embed", build("PositionedPatches"), (sample,), (image,)),
-        Layer(
-            "context_embedder",
-            build("context_embedder"),
-            (image,),
-            (image, text),
-            uses=("context",),
-        ),
+        Layer("context_embedder", build("ContextEmbedder"), (image,), both, uses=("context",)),
         *(
             Layer(
                 f"transformer_blocks.{i}",
                 build("block", index=i),
-                (image, text),
-                (image, text) if i < last else (image,),
+                both,
+                both if i < last else (image,),
                 uses=("temb",),
             )
             for i in range(config.num_layers)
         ),
         Layer("head", build("head"), (image,), (prediction,), uses=("temb",)),
     )
-    return Backbone(
-        name,
-        layers,
-        fields,
-        num_heads=(config.num_attention_heads,),
-        patch_size=config.patch_size,
-    )
+    heads = (config.num_attention_heads,)
+    return Backbone(name, layers, fields, num_heads=heads, patch_size=config.patch_size)

@@ -52,23 +52,18 @@ class _Chain:
         """The whole chain, in diffusers' order; ``embedded`` fields of the batch make temb."""
         config = self.config
         channels, last = config.block_out_channels, config.num_levels - 1
-        self.done.append(
-            embedder(
-                "time_embedding",
-                self.on_images("TimeEmbedding"),
-                self.image,
-                {"temb": TensorSpec((config.temb_dim,))},
-                embedded,
-            )
-        )
-        self._convolve("conv_in", "ConvIn", channels[0], push=True)
+        time = self.on_images("TimeEmbedding")
+        temb = {"temb": TensorSpec((config.temb_dim,))}
+        self.done.append(embedder("time_embedding", time, self.image, temb, embedded))
+        self._convolve("conv_in", "Conv", channels[0], push=True)
         for level, depth in enumerate(config.transformer_depth):
             block = f"down_blocks.{level}"
             for j in range(config.layers_per_block):
                 self._resnet(f"{block}.resnets.{j}", level, push=depth == 0)
                 self._attention(f"{block}.attentions.{j}", level, depth, push=True)
             if level < last:
-                self._convolve(f"{block}.downsamplers.0", "Downsample", channels[level], 0.5, True)
+                name = f"{block}.downsamplers.0"
+                self._convolve(name, "Conv", channels[level], 0.5, push=True, stride=2)
         self._resnet("mid_block.resnets.0", last)
         self._attention("mid_block.attentions.0", last, config.mid_transformer_depth)
         self._resnet("mid_block.resnets.1", last)
@@ -84,11 +79,17 @@ class _Chain:
         return tuple(self.done)
 
     def _convolve(
-        self, name: str, kind: str, channels: int, factor: float = 1, push: bool = False
+        self,
+        name: str,
+        kind: str,
+        channels: int,
+        factor: float = 1,
+        push: bool = False,
+        **more: int,
     ) -> None:
         inputs, height, width = self.image.shape
         self.image = TensorSpec((channels, int(height * factor), int(width * factor)))
-        sizes = {"in_channels": inputs, "out_channels": channels}
+        sizes = {"in_channels": inputs, "out_channels": channels, **more}
         self._add(name, self.on_images(kind, **sizes), (self.image,), push)
 
     def _resnet(self, name: str, level: int, push: bool = False, pop: bool = False) -> None:
@@ -112,9 +113,7 @@ class _Chain:
         uses = ("context",) if self.config.reads_context else ()
         self._add(f"{name}.proj_in", self.on_tokens("ProjectIn", **sizes), pair)
         for i in range(depth):
-            block = self.on_tokens(
-                "build_transformer_block", num_heads=self.config.heads(level), **sizes
-            )
+            block = self.on_tokens("TransformerBlock", num_heads=self.config.heads(level), **sizes)
             self._add(f"{name}.transformer_blocks.{i}", block, pair, uses=uses)
         self._add(f"{name}.proj_out", self.on_tokens("ProjectOut", **sizes), (self.image,), push)
 

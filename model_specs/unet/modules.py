@@ -9,37 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.layers import LayerModule, Named, Tensors, timestep_embedding
+from model_specs.common.layers import LayerModule, Named, Tensors, VectorMlp, timestep_embedding
 from model_specs.unet.config import UNetConfig
 from model_specs.unet.convolution import Convolution, contiguous
 
 _RESNET_EPS = 1e-5
 
 
-class _UNetLayer(LayerModule):
-    """Base of all layers; ``finish`` casts what was drawn in fp32 to the run's dtype."""
-
-    def __init__(self, context: LayerContext) -> None:
-        super().__init__(context.config, context.pg_collection)
-
-    def finish(self) -> None:
-        self.to(dtype=self.config.params_dtype)
-
-
-class _Mlp(torch.nn.Module):
-    """Linear, SiLU, linear: [b, inputs] to [b, width]."""
-
-    def __init__(self, inputs: int, width: int) -> None:
-        super().__init__()
-        self.linear_1 = torch.nn.Linear(inputs, width)
-        self.linear_2 = torch.nn.Linear(width, width)
-
-    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.linear_2(F.silu(self.linear_1(vectors)))
-        return hidden
-
-
-class TimeEmbedding(_UNetLayer):
+class TimeEmbedding(LayerModule):
     """Provides temb [b, 4 * first width]: MLP(sinusoids of the timestep), plus, where there are
     any, a class embedding and SDXL's MLP(pooled text, sinusoids of the time ids).
 
@@ -48,16 +25,16 @@ class TimeEmbedding(_UNetLayer):
     """
 
     def __init__(self, sizes: UNetConfig, context: LayerContext) -> None:
-        super().__init__(context)
+        super().__init__(context.config, context.pg_collection)
         self.width, self.time_id_dim = sizes.block_out_channels[0], sizes.time_id_dim
-        self.time = _Mlp(self.width, sizes.temb_dim)
+        self.time = _mlp(self.width, sizes.temb_dim)
         if sizes.num_classes:
             rows = sizes.num_classes + sizes.null_class
             self.class_embedding = torch.nn.Embedding(rows, sizes.temb_dim)
         if sizes.pooled_dim:
             added = sizes.pooled_dim + sizes.num_time_ids * sizes.time_id_dim
-            self.add_embedding = _Mlp(added, sizes.temb_dim)
-        self.finish()
+            self.add_embedding = _mlp(added, sizes.temb_dim)
+        self.to(dtype=self.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """``conditioning``: timesteps [b] in fp32; labels [b]; pooled [b, pooled_dim] and time_ids
@@ -74,70 +51,61 @@ class TimeEmbedding(_UNetLayer):
         return (*inputs, temb)
 
 
-class ConvIn(_UNetLayer):
-    """The first 3x3 convolution."""
+def _mlp(inputs: int, width: int) -> VectorMlp:
+    return VectorMlp(torch.nn.Linear(inputs, width), torch.nn.Linear(width, width))
+
+
+class Conv(LayerModule):
+    """A 3x3 convolution: [b, in, h, w] to [b, out, h / stride, w / stride].
+
+    As it is, the first of the chain; with a stride of 2, the one that halves the resolution.
+    """
 
     def __init__(
-        self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
+        self,
+        sizes: UNetConfig,
+        context: LayerContext,
+        in_channels: int,
+        out_channels: int,
+        stride: int = 1,
     ) -> None:
-        super().__init__(context)
-        self.conv = Convolution(in_channels, out_channels, channels_last=sizes.channels_last)
-        self.finish()
+        super().__init__(context.config, context.pg_collection)
+        self.conv = Convolution(
+            in_channels, out_channels, stride=stride, channels_last=sizes.channels_last
+        )
+        self.to(dtype=self.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """[b, in, h, w] to [b, out, h, w]."""
+        """Convolves the one tensor of ``inputs``."""
         return (self.conv(inputs[0]),)
 
 
-class ConvOut(_UNetLayer):
+class ConvOut(LayerModule):
     """GroupNorm, SiLU and the last 3x3 convolution."""
 
     def __init__(
         self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
     ) -> None:
-        super().__init__(context)
+        super().__init__(context.config, context.pg_collection)
         self.norm = torch.nn.GroupNorm(sizes.norm_num_groups, in_channels, eps=_RESNET_EPS)
         self.conv = Convolution(in_channels, out_channels, channels_last=sizes.channels_last)
-        self.finish()
+        self.to(dtype=self.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """[b, in, h, w] to [b, out, h, w]."""
         return (self.conv(F.silu(self.norm(inputs[0]))),)
 
 
-class Downsample(_UNetLayer):
-    """3x3 convolution of stride 2: [b, c, h, w] to [b, c, h/2, w/2]."""
-
-    def __init__(
-        self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
-    ) -> None:
-        super().__init__(context)
-        self.conv = Convolution(
-            in_channels, out_channels, stride=2, channels_last=sizes.channels_last
-        )
-        self.finish()
-
-    def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
-        """Halves the resolution."""
-        return (self.conv(inputs[0]),)
-
-
-class Upsample(_UNetLayer):
+class Upsample(Conv):
     """Nearest-neighbour doubling and a 3x3 convolution: [b, c, h, w] to [b, c, 2h, 2w]."""
-
-    def __init__(
-        self, sizes: UNetConfig, context: LayerContext, in_channels: int, out_channels: int
-    ) -> None:
-        super().__init__(context)
-        self.conv = Convolution(in_channels, out_channels, channels_last=sizes.channels_last)
-        self.finish()
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Doubles the resolution."""
-        return (self.conv(F.interpolate(inputs[0], scale_factor=2.0, mode="nearest")),)
+        doubled = F.interpolate(inputs[0], scale_factor=2.0, mode="nearest")
+        return super().forward((doubled,), skips, conditioning)
 
 
-class Resnet(_UNetLayer):
+class Resnet(LayerModule):
     """Residual block: norm, SiLU, conv, + Linear(SiLU(temb)), norm, SiLU, conv; 1x1 shortcut.
 
     With ``pop`` it works on [x, skip] along channels; ``in_channels`` counts the skip's too.
@@ -151,7 +119,7 @@ class Resnet(_UNetLayer):
         out_channels: int,
         pop: str | None = None,
     ) -> None:
-        super().__init__(context)
+        super().__init__(context.config, context.pg_collection)
         self.pop = pop
         groups, channels_last = sizes.norm_num_groups, sizes.channels_last
         self.norm1 = torch.nn.GroupNorm(groups, in_channels, eps=_RESNET_EPS)
@@ -164,7 +132,7 @@ class Resnet(_UNetLayer):
             self.conv_shortcut = Convolution(
                 in_channels, out_channels, kernel_size=1, channels_last=channels_last
             )
-        self.finish()
+        self.to(dtype=self.config.params_dtype)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """[b, in, h, w] (a part of it popped) and temb [b, d] to [b, out, h, w]."""

@@ -52,6 +52,12 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "cross_attention_norm": (None,),
 }
 
+# Numbers that diffusers calls as we do.
+_SAME = (
+    "sample_size", "in_channels", "out_channels", "layers_per_block", "norm_num_groups",
+    "cross_attention_dim",
+)  # fmt: skip
+
 # What diffusers has no setting for, and passes over: whether the last class is that of none, and
 # the number of time ids where their width does not tell it.
 _NULL_CLASS = "_null_class"
@@ -91,18 +97,12 @@ def published(config: UNetConfig) -> Published | None:
         return None
     heads = config.num_heads
     settings: dict[str, Any] = {
-        "sample_size": config.sample_size,
-        "in_channels": config.in_channels,
-        "out_channels": config.out_channels,
+        **{key: getattr(config, key) for key in (*_SAME, "use_linear_projection")},
         "down_block_types": _block_types("Down", depth),
         "up_block_types": _block_types("Up", depth[::-1]),
         "block_out_channels": list(config.block_out_channels),
-        "layers_per_block": config.layers_per_block,
-        "norm_num_groups": config.norm_num_groups,
-        "cross_attention_dim": config.cross_attention_dim,
         "transformer_layers_per_block": [*(d or 1 for d in depth[:-1]), mid],
         "attention_head_dim": heads[0] if len({*heads}) == 1 else list(heads),
-        "use_linear_projection": config.use_linear_projection,
         "num_class_embeds": config.num_classes + config.null_class if config.num_classes else None,
     }
     if config.num_classes and config.null_class:
@@ -166,8 +166,7 @@ def config_from_published(config: Mapping[str, Any]) -> UNetConfig:
         if _one(given.get(key, allowed[0])) not in allowed:
             faults.append(f"{key}: must be {allowed[0]!r}, is {given[key]!r}")
     settings = {**_DEFAULTS, **config}
-    for key in ("sample_size", "in_channels", "out_channels", "layers_per_block",
-                "norm_num_groups", "cross_attention_dim"):  # fmt: skip
+    for key in _SAME:
         settings[key] = _one(settings[key])
         if not isinstance(settings[key], int):
             faults.append(f"{key}: must be one number, is {settings[key]!r}")
@@ -202,17 +201,11 @@ def config_from_published(config: Mapping[str, Any]) -> UNetConfig:
     if faults:
         raise ValueError(told("UNet2DConditionModel has settings that differ", sorted(faults)))
     return UNetConfig(
-        sample_size=settings["sample_size"],
-        in_channels=settings["in_channels"],
-        out_channels=settings["out_channels"],
+        **{key: settings[key] for key in (*_SAME, "use_linear_projection")},
         block_out_channels=widths,
-        layers_per_block=settings["layers_per_block"],
         transformer_depth=tuple(d if a else 0 for d, a in zip(depths, attends, strict=True)),
         mid_transformer_depth=depths[-1],
         num_heads=_per_level(_one(heads), 1),
-        cross_attention_dim=settings["cross_attention_dim"],
-        norm_num_groups=settings["norm_num_groups"],
-        use_linear_projection=settings["use_linear_projection"],
         num_classes=classes - null_class if classes else 0,
         null_class=null_class if classes else True,
         **added,

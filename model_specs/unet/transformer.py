@@ -6,21 +6,11 @@ residual sum of ``ProjectOut``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import (
-    Builder,
-    cross_attention_spec,
-    make_mlp,
-    mlp_spec,
-    self_attention_spec,
-)
+from model_specs.common.attention import cross_attention, mlp, self_attention
 from model_specs.common.layers import LayerModule, LayerNorm, Named, Tensors
 from model_specs.common.megatron_config import transformer_config, uniform_init
 from model_specs.unet.config import UNetConfig
@@ -98,38 +88,23 @@ class ProjectOut(LayerModule):
         return (hidden + image,)
 
 
-@dataclass
-class TransformerBlockSubmodules:
-    """The replaceable parts of a transformer block; ``attn2`` is None without cross-attention."""
-
-    norm1: Builder
-    attn1: ModuleSpec
-    norm2: Builder
-    attn2: ModuleSpec | None
-    norm3: Builder
-    ff: ModuleSpec
-
-
 class TransformerBlock(LayerModule):
     """Pre-norm self-attention, cross-attention (if any) and feed-forward, each with a residual."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: TransformerBlockSubmodules,
-        pg_collection: ProcessGroupCollection | None,
+        self, sizes: UNetConfig, context: LayerContext, channels: int, num_heads: int
     ) -> None:
-        super().__init__(config, pg_collection)
-        width, eps = config.hidden_size, config.layernorm_epsilon
-        groups = {"config": config, "pg_collection": pg_collection}
-        self.norm1 = submodules.norm1(config, width, eps=eps)
-        self.attn1 = build_module(submodules.attn1, **groups)
+        config = unet_transformer_config(channels, num_heads, context.config)
+        groups = context.pg_collection
+        super().__init__(config, groups)
+        self.norm1 = LayerNorm(config, channels)
+        self.attn1 = self_attention(config, groups)
         self.attn2 = None
-        if submodules.attn2 is not None:
-            self.norm2 = submodules.norm2(config, width, eps=eps)
-            self.attn2 = build_module(submodules.attn2, **groups)
-        self.norm3 = submodules.norm3(config, width, eps=eps)
-        self.ff = make_mlp(submodules.ff, config, pg_collection)
+        if sizes.cross_attention_dim is not None:
+            self.norm2 = LayerNorm(config, channels)
+            self.attn2 = cross_attention(config, groups, sizes.cross_attention_dim)
+        self.norm3 = LayerNorm(config, channels)
+        self.ff = mlp(config, groups)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """The pair to the pair; ``conditioning``: context [b, length, dim], if it is read."""
@@ -144,36 +119,3 @@ class TransformerBlock(LayerModule):
             tokens = tokens + (out + bias)
         out, bias = self.ff(self.norm3(tokens))
         return (tokens + (out + bias), image)
-
-
-def transformer_block_spec(
-    config: TransformerConfig,
-    cross_attention_dim: int | None,
-    pg_collection: ProcessGroupCollection | None,
-) -> ModuleSpec:
-    """The block with Megatron-Core's attention and MLP."""
-    attn2 = None
-    if cross_attention_dim is not None:
-        attn2 = cross_attention_spec(config, cross_attention_dim, pg_collection)
-    return ModuleSpec(
-        TransformerBlock,
-        submodules=TransformerBlockSubmodules(
-            norm1=LayerNorm,
-            attn1=self_attention_spec(config),
-            norm2=LayerNorm,
-            attn2=attn2,
-            norm3=LayerNorm,
-            ff=mlp_spec(config),
-        ),
-    )
-
-
-def build_transformer_block(
-    sizes: UNetConfig, context: LayerContext, channels: int, num_heads: int
-) -> TransformerBlock:
-    """One block at a level of ``channels``."""
-    config = unet_transformer_config(channels, num_heads, context.config)
-    groups = context.pg_collection
-    spec = transformer_block_spec(config, sizes.cross_attention_dim, groups)
-    block: TransformerBlock = build_module(spec, config=config, pg_collection=groups)
-    return block

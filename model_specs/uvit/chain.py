@@ -23,21 +23,12 @@ def build_backbone(name: str, config: UViTConfig) -> Backbone:
         fields["context"] = TensorSpec((config.context_length, config.context_dim))
 
     def block(block_name: str, push: str | None = None, pop: str | None = None) -> list[Layer]:
-        attention = Layer(
-            f"{block_name}.attn",
-            build("build_attention", pop=pop),
-            (tokens,),
-            (tokens,),
-            pops={pop: tokens} if pop else {},
-        )
-        mlp = Layer(
-            f"{block_name}.mlp",
-            build("build_mlp"),
-            (tokens,),
-            (tokens,),
-            pushes={push: 0} if push else {},
-        )
-        return [attention, mlp]
+        pops, pushes = {pop: tokens} if pop else {}, {push: 0} if push else {}
+        attention = build("Attention", pop=pop)
+        return [
+            Layer(f"{block_name}.attn", attention, (tokens,), (tokens,), pops=pops),
+            Layer(f"{block_name}.mlp", build("Mlp"), (tokens,), (tokens,), pushes),
+        ]
 
     layers = [Layer("embed", build("Embed"), (image,), (tokens,), uses=(*fields,))]
     for i in range(half):

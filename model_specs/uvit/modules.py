@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.context import LayerContext
-from model_specs.common.attention import Builder, make_mlp, mlp_spec, self_attention_spec
+from model_specs.common.attention import mlp, self_attention
 from model_specs.common.layers import (
     LayerModule,
     LayerNorm,
     Named,
     Tensors,
-    drawn_linear,
-    enter_sequence,
-    leave_sequence,
+    linear,
     timestep_embedding,
     works_on_shards,
 )
@@ -44,13 +38,12 @@ class Embed(LayerModule):
     def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
         config = uvit_transformer_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
-        self.groups = context.pg_collection
         dim, patch = sizes.embed_dim, sizes.patch_size
         self.patch_embed = torch.nn.Conv2d(sizes.in_channels, dim, patch, stride=patch)
         if sizes.num_classes:
             self.label_emb = torch.nn.Embedding(sizes.num_classes + 1, dim)
         if sizes.context_length:
-            self.context_embed = drawn_linear(sizes.context_dim, dim, config, truncated_normal_init)
+            self.context_embed = linear(sizes.context_dim, dim, config, truncated_normal_init)
         self.pos_embed = torch.nn.Parameter(torch.zeros(1, sizes.sequence_length, dim))
         if config.perform_initialization:
             truncated_normal_init(self.pos_embed)
@@ -67,15 +60,7 @@ class Embed(LayerModule):
         if "context" in conditioning:
             tokens.insert(1, self.context_embed(conditioning["context"]))
         sequence = (torch.cat(tokens, dim=1) + self.pos_embed).transpose(0, 1).contiguous()
-        return (enter_sequence(sequence, self.config, self.groups),)
-
-
-@dataclass
-class AttentionSubmodules:
-    """The replaceable parts of a block's first half."""
-
-    norm: Builder
-    attention: ModuleSpec
+        return (self.enter_sequence(sequence),)
 
 
 class Attention(LayerModule):
@@ -86,23 +71,16 @@ class Attention(LayerModule):
     parallelism each rank multiplies its own tokens.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: AttentionSubmodules,
-        pop: str | None,
-        pg_collection: ProcessGroupCollection | None,
-    ) -> None:
-        super().__init__(config, pg_collection)
+    def __init__(self, sizes: UViTConfig, context: LayerContext, pop: str | None = None) -> None:
+        config = uvit_transformer_config(sizes, context.config)
+        super().__init__(config, context.pg_collection)
         self.pop = pop
-        dim = config.hidden_size
+        dim = sizes.embed_dim
         if pop is not None:
-            self.skip_linear = drawn_linear(2 * dim, dim, config, truncated_normal_init)
+            self.skip_linear = linear(2 * dim, dim, config, truncated_normal_init)
             works_on_shards(self.skip_linear, config)
-        self.norm1 = submodules.norm(config, dim, eps=config.layernorm_epsilon)
-        self.attention = build_module(
-            submodules.attention, config=config, pg_collection=pg_collection
-        )
+        self.norm1 = LayerNorm(config, dim)
+        self.attention = self_attention(config, context.pg_collection)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] to tokens [s, b, D]."""
@@ -113,26 +91,14 @@ class Attention(LayerModule):
         return (tokens + (out + bias),)
 
 
-@dataclass
-class MlpSubmodules:
-    """The replaceable parts of a block's second half."""
-
-    norm: Builder
-    mlp: ModuleSpec
-
-
 class Mlp(LayerModule):
     """x + MLP(norm(x))."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MlpSubmodules,
-        pg_collection: ProcessGroupCollection | None,
-    ) -> None:
-        super().__init__(config, pg_collection)
-        self.norm2 = submodules.norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-        self.mlp = make_mlp(submodules.mlp, config, pg_collection)
+    def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
+        config = uvit_transformer_config(sizes, context.config)
+        super().__init__(config, context.pg_collection)
+        self.norm2 = LayerNorm(config, sizes.embed_dim)
+        self.mlp = mlp(config, context.pg_collection)
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Tokens [s, b, D] to tokens [s, b, D]."""
@@ -141,41 +107,16 @@ class Mlp(LayerModule):
         return (tokens + (out + bias),)
 
 
-def build_attention(sizes: UViTConfig, context: LayerContext, pop: str | None = None) -> Attention:
-    """The first half of a block, which takes the skip ``pop``, if any."""
-    config = uvit_transformer_config(sizes, context.config)
-    submodules = AttentionSubmodules(norm=LayerNorm, attention=self_attention_spec(config))
-    layer: Attention = build_module(
-        ModuleSpec(Attention, submodules=submodules),
-        config=config,
-        pop=pop,
-        pg_collection=context.pg_collection,
-    )
-    return layer
-
-
-def build_mlp(sizes: UViTConfig, context: LayerContext) -> Mlp:
-    """The second half of a block."""
-    config = uvit_transformer_config(sizes, context.config)
-    layer: Mlp = build_module(
-        ModuleSpec(Mlp, submodules=MlpSubmodules(norm=LayerNorm, mlp=mlp_spec(config))),
-        config=config,
-        pg_collection=context.pg_collection,
-    )
-    return layer
-
-
 class Head(LayerModule):
     """Tokens [s, b, D] to the prediction [b, c, h, w]: norm, linear, unpatchify, (conv)."""
 
     def __init__(self, sizes: UViTConfig, context: LayerContext) -> None:
         config = uvit_transformer_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
-        self.groups = context.pg_collection
         self.sizes = sizes
         channels = sizes.in_channels
-        self.norm = LayerNorm(config, sizes.embed_dim, eps=config.layernorm_epsilon)
-        self.decoder_pred = drawn_linear(
+        self.norm = LayerNorm(config, sizes.embed_dim)
+        self.decoder_pred = linear(
             sizes.embed_dim, sizes.patch_size**2 * channels, config, truncated_normal_init
         )
         works_on_shards(self.decoder_pred, config)
@@ -188,8 +129,8 @@ class Head(LayerModule):
 
     def forward(self, inputs: Tensors, skips: Named, conditioning: Named) -> Tensors:
         """Drops the extra tokens; each patch's features are ordered (row, column, channel)."""
-        tokens = leave_sequence(self.decoder_pred(self.norm(inputs[0])), self.config, self.groups)
+        tokens = self.leave_sequence(self.decoder_pred(self.norm(inputs[0])))
         side = self.sizes.image_size // self.sizes.patch_size
         patches = tokens[self.sizes.num_extra_tokens :]
-        image = unpatchify(patches, side, side, self.sizes.patch_size)
+        image = unpatchify(patches, side, self.sizes.patch_size)
         return (self.final_layer(image),)
