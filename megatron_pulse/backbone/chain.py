@@ -13,10 +13,10 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 COMPUTE = "compute"
+"""The dtype name that stands for the run's parameter dtype (fp32, or bf16 under ``--bf16``)."""
 DTYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4,
                "bool": 1}  # fmt: skip
 """The other dtypes of boundaries, skips and conditioning, and the bytes of their elements."""
-"""The dtype name that stands for the run's parameter dtype (fp32, or bf16 under ``--bf16``)."""
 
 
 @dataclass(frozen=True)
