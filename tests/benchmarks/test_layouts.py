@@ -13,7 +13,7 @@ from tests.benchmarks import layouts
 from tests.benchmarks.layouts import compare, draw_layout, run_layouts
 from tests.runtime.equality import Outcome
 
-SEED, SAMPLE = 11, 12
+SEED, SAMPLE = 32, 8
 
 
 def test_a_sample_of_random_layouts_equals_one_process() -> None:
