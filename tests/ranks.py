@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -26,9 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = [
-    "tests.preload",
-]
+_PRELOAD = ["tests.preload"]
+_ROOT = Path(__file__).parents[1]
 
 
 AFTER_A_FAILURE_S = 45.0
@@ -61,6 +61,9 @@ def free_port() -> int:
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    # It looks for what it preloads in its working directory, and says nothing if that is not there.
+    with contextlib.chdir(_ROOT):
+        multiprocessing.forkserver.ensure_running()
     return context
 
 
