@@ -62,17 +62,18 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
         with collecting(faults):
             given = load_checked(options.plan)
     if given is not None:
-        contrary = list(contradictions(given, args, options))
+        contrary = list(contradictions(given, line, options))
         options = obey(given, args, options)
         if contrary:
             faults, given = [*faults, *contrary], None
     line = replace(line, faults=tuple(faults))
-    if options.auto and (faults := [*check_flags(line, options), *_check_auto(args, options)]):
+    if options.auto and (faults := [*check_flags(line, options), *_check_auto(line, options)]):
         raise FlagError(faults)  # before anything is measured
     return line, options, given
 
 
-def _check_auto(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
+    args = line.args
     if options.plan is not None:
         yield "--pulse-auto makes a plan, --pulse-plan brings one: leave one out"
     if not args.pulse_backbone:
@@ -82,7 +83,7 @@ def _check_auto(args: argparse.Namespace, options: PulseOptions) -> Iterator[str
             load_backbone(options.backbone, options.options)
         except ValueError as error:
             yield str(error)
-    yield from decided_by("--pulse-auto", options)
+    yield from decided_by("--pulse-auto", line)
     if args.global_batch_size is None:
         yield "--pulse-auto needs --global-batch-size, which it divides"
     if args.pulse_data is None:
@@ -153,13 +154,13 @@ def prepare(
     return plan, data, start
 
 
-def tune_here(args: argparse.Namespace, options: PulseOptions) -> tuple[PlanFile, PulseOptions]:
+def tune_here(line: CommandLine, options: PulseOptions) -> tuple[PlanFile, PulseOptions]:
     """The plan of ``--pulse-auto``, and the options that follow from it (collective)."""
     with refusing(ValueError):
-        given = plan_here(args, options)
-    if faults := list(contradictions(given, args, options)):
+        given = plan_here(line, options)
+    if faults := list(contradictions(given, line, options, "--pulse-auto")):
         raise FlagError(faults)
-    return given, obey(given, args, options)
+    return given, obey(given, line.args, options)
 
 
 def with_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) -> Plan:

@@ -57,7 +57,7 @@ def main() -> None:
             found = newest(args.save)
         if options.auto:
             lock = _connect(args, job, found)
-            given, options = tune_here(args, options)
+            given, options = tune_here(line, options)
         plan, data, start = prepare(line, options, given)
         if said := finished(start, args):
             if args.rank == 0:

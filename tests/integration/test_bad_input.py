@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.checks import FlagError
+from megatron_pulse.integration.flags.parse import parse
+from megatron_pulse.integration.flags.plan_flags import contradictions
+from megatron_pulse.planner.plan_file.plan_file import save_plan
 from tests.integration.runs import BASE, TINY, pipeline, run
+from tests.plans import OPTIONS, small_plan
 from tests.ranks import RanksFailed, run_ranks, said_once
 
 GOOD = [*TINY["uvit"], *BASE, "--global-batch-size", "8", "--train-iters", "5"]
@@ -145,6 +150,29 @@ SEVERAL: dict[str, tuple[list[str], list[str]]] = {
         ["--pulse-auto", "--pulse-option", "depth=x", "--lr", "0", "--dtype", "x", *MNISTT],
         ["depth", "--lr", "no flag --dtype", "'mnistt'"],
     ),
+    "auto and placement": (
+        [
+            "--pulse-auto",
+            "--pulse-placement",
+            "fold",
+            "--pulse-num-chunks",
+            "4",
+            *MNISTT,
+            "--pulse-schedule",
+            "auto",
+            "--pulse-link-gbs",
+            "12.5",
+            "--pulse-memory-gb",
+            "3",
+        ],
+        [
+            *(
+                f"--pulse-{flag} together with --pulse-auto"
+                for flag in ("placement fold", "num-chunks 4", "schedule auto", "link-gbs 12.5")
+            ),
+            "'mnistt'",
+        ],
+    ),
     "process": (
         ["--pulse-objective", "epsilon", "--pulse-beta-start", "2", "--lr", "x", *MNISTT],
         ["diffusion process: ", "--lr: invalid float", "'mnistt'"],
@@ -159,6 +187,28 @@ def test_independent_faults_come_together(kind: str, monkeypatch: pytest.MonkeyP
     assert len(faults) == len(expected), faults
     for text in expected:
         assert sum(text in fault for fault in faults) == 1, (text, faults)
+
+
+def test_a_plan_is_not_contradicted_by_defaults_that_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    save_plan(small_plan("sequential", pipeline=4), tmp_path / "plan.json")
+    plan = ["--pulse-plan", str(tmp_path / "plan.json"), "--pulse-data", "digits8"]
+    agreed = ["--micro-batch-size", "2", "--train-iters", "5", "--lr", "1e-3"]
+    otherwise = ["--pulse-placement", "fold", "--pipeline-model-parallel-size", "1"]
+    decided = ["--pulse-link-us", "5", "--pulse-memory-gb", "3"]
+    faults = refuse(monkeypatch, 8, [*agreed, *otherwise, *decided], plan)
+    assert faults == [
+        "--pipeline-model-parallel-size 1, but --pulse-plan says 4: leave the flag out",
+        "--pulse-placement fold, but --pulse-plan says sequential: leave the flag out",
+        *(f"--pulse-{flag} together with --pulse-plan, which decides that: leave one out"
+          for flag in ("link-us 5.0", "memory-gb 3.0")),
+    ]  # fmt: skip
+    line = parse(["--pulse-backbone", "uvit-tiny", "--pulse-auto", "--pulse-memory-gb", "3"])
+    options = PulseOptions(backbone="uvit-tiny", options=OPTIONS)
+    line.args.world_size = 8
+    made = small_plan("sequential", pipeline=4)
+    assert list(contradictions(made, line, options, "--pulse-auto")) == []
 
 
 def test_unwritable_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

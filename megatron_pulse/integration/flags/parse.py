@@ -1,4 +1,4 @@
-"""Reads the command line: Megatron's parser, our flags, and which of Megatron's were given."""
+"""Reads the command line: Megatron's parser, our flags, and which of them were given."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_pulse.integration.flags.table import Standing, load_table
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What was started: every flag's value, and Megatron's flags that were given themselves.
+    """What was started: every flag's value, and which flags were given themselves.
 
-    ``given`` holds first names as the table has them (never an alias), in the order given.
+    ``given`` holds first names (never an alias), in the order given.
     ``unread`` are flags whose values could not be read: they have their defaults.
     """
 
@@ -29,6 +29,10 @@ class CommandLine:
     faults: tuple[str, ...]
     """What is no flag or no value of one, and why flags of Megatron's cannot be used."""
     unread: tuple[str, ...] = ()
+
+    def says(self, flag: str) -> bool:
+        """Whether ``flag`` was given with a value that could be read."""
+        return flag in self.given and flag not in self.unread
 
 
 class Parser(argparse.ArgumentParser):
@@ -101,7 +105,7 @@ def parse(argv: Sequence[str] | None = None) -> CommandLine:
     args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
     typed = _typed(parser, words)
     given = tuple(dict.fromkeys(action.option_strings[0] for action in typed.values()))
-    faults += _refuse(parser, args, typed)
+    faults += _refuse(parser, args, {n: a for n, a in typed.items() if not _is_ours(a)})
     return CommandLine(args, given, tuple(faults), tuple(parser.faults))
 
 
@@ -150,16 +154,14 @@ def _name(action: argparse.Action) -> str:
 
 
 def _typed(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, argparse.Action]:
-    """Megatron's flags among ``words`` as they were written, in that order.
+    """The flags among ``words`` as they were written, in that order.
 
     Abbreviations are off, and argparse takes no word for a value that begins like a flag, so that
     every known name is one that was given.
     """
     actions = parser._option_string_actions
     names = dict.fromkeys(word.split("=", 1)[0] for word in words if word.startswith("--"))
-    return {
-        name: actions[name] for name in names if name in actions and not _is_ours(actions[name])
-    }
+    return {name: actions[name] for name in names if name in actions}
 
 
 def _is_ours(action: argparse.Action) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_pulse.flag_fields import flag_name, marked
 from megatron_pulse.integration.flags.arguments import Mark, PulseOptions
+from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from model_specs import load_backbone, load_recorded
 
@@ -18,7 +19,7 @@ def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> Pul
 
     Flags that say otherwise are ``contradictions``.
     """
-    for name, (_, value) in _decided(plan).items():
+    for name, value in _decided(plan).items():
         setattr(args, name, value)
     return replace(
         options,
@@ -29,36 +30,43 @@ def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> Pul
     )
 
 
-def _decided(plan: PlanFile) -> dict[str, tuple[Any, Any]]:
-    """Megatron's flags that a plan decides: their defaults, and what they must be."""
+def _decided(plan: PlanFile) -> dict[str, Any]:
+    """Megatron's flags that a plan decides, and what they must be."""
     return {
-        "pipeline_model_parallel_size": (1, plan.pipeline),
-        "tensor_model_parallel_size": (1, plan.tensor),
-        "sequence_parallel": (False, plan.sequence_parallel),
-        "micro_batch_size": (None, plan.micro_batch_size),
-        "global_batch_size": (None, plan.global_batch_size),
-        "recompute_granularity": (None, "full" if plan.recompute else None),
-        "use_distributed_optimizer": (False, plan.distributed_optimizer),
-        "overlap_grad_reduce": (False, plan.overlap_grad_reduce),
-        "use_tp_pp_dp_mapping": (False, plan.rank_order == "tp-pp-dp"),
-        "bf16": (False, plan.dtype == "bfloat16"),
-        "fp16": (False, plan.dtype == "float16"),
+        "pipeline_model_parallel_size": plan.pipeline,
+        "tensor_model_parallel_size": plan.tensor,
+        "sequence_parallel": plan.sequence_parallel,
+        "micro_batch_size": plan.micro_batch_size,
+        "global_batch_size": plan.global_batch_size,
+        "recompute_granularity": "full" if plan.recompute else None,
+        "use_distributed_optimizer": plan.distributed_optimizer,
+        "overlap_grad_reduce": plan.overlap_grad_reduce,
+        "use_tp_pp_dp_mapping": plan.rank_order == "tp-pp-dp",
+        "bf16": plan.dtype == "bfloat16",
+        "fp16": plan.dtype == "float16",
     }
 
 
 def contradictions(
-    plan: PlanFile, args: argparse.Namespace, options: PulseOptions
+    plan: PlanFile, line: CommandLine, options: PulseOptions, by: str = "--pulse-plan"
 ) -> Iterator[str]:
-    """Each flag that says otherwise than ``plan``; one at its default says nothing."""
+    """Each flag that was given and says otherwise than ``plan``, which flag ``by`` brought."""
+    args = line.args
     if args.world_size != plan.world_size:
         yield (
-            f"--pulse-plan is for {plan.world_size} ranks (pipeline {plan.pipeline} x data "
+            f"{by} is for {plan.world_size} ranks (pipeline {plan.pipeline} x data "
             f"{plan.data} x tensor {plan.tensor}), but {args.world_size} were started"
         )
-    for name, (default, value) in _decided(plan).items():
-        given = getattr(args, name)
-        if given not in (default, value):
-            yield f"{flag_name(name)} {given}, but --pulse-plan says {value}: leave the flag out"
+    placement = plan.placement
+    planned = {
+        **_decided(plan),
+        "pulse_placement": str(placement.kind),
+        "pulse_num_chunks": placement.num_chunks,
+    }
+    for name, value in planned.items():
+        flag, given = flag_name(name), getattr(args, name)
+        if line.says(flag) and given != value:
+            yield f"{flag} {given}, but {by} says {value}: leave the flag out"
     if options.backbone or options.options:
         name = options.backbone or plan.backbone["name"]
         try:
@@ -69,26 +77,20 @@ def contradictions(
             same = True  # that is said
         if not same:
             yield (
-                f"--pulse-backbone {name} with these options is not what --pulse-plan is of "
+                f"--pulse-backbone {name} with these options is not what {by} is of "
                 f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"
             )
-    default = PulseOptions()
-    placement = plan.placement
-    layout = {"placement": str(placement.kind), "num_chunks": placement.num_chunks}
-    for name, planned in layout.items():
-        given = getattr(options, name)
-        if given not in (getattr(default, name), planned):
-            flag = flag_name(f"pulse_{name}")
-            yield f"{flag} {given}, but --pulse-plan says {planned}: leave the flag out"
-    yield from decided_by("--pulse-plan", options)
+    yield from decided_by(by, line)
 
 
-def decided_by(flag: str, options: PulseOptions) -> Iterator[str]:
-    """Each of ``options`` that is given although ``flag`` (--pulse-plan or -auto) decides it."""
-    default = PulseOptions()
-    kept = marked(PulseOptions, Mark.AUTO) if flag == "--pulse-auto" else ()
-    for name in marked(PulseOptions, Mark.PLAN):
-        given = getattr(options, name)
-        if name not in kept and given != getattr(default, name):
-            ours = flag_name(f"pulse_{name}")
-            yield f"{ours} {given} together with {flag}, which decides that: leave one out"
+def decided_by(by: str, line: CommandLine) -> Iterator[str]:
+    """Each of our flags that was given although ``by`` (--pulse-plan or -auto) decides it."""
+    names = list(marked(PulseOptions, Mark.PLAN))
+    if by == "--pulse-auto":
+        kept = marked(PulseOptions, Mark.AUTO)
+        names = [n for n in ("placement", "num_chunks", *names) if n not in kept]
+    for name in names:
+        flag = flag_name(f"pulse_{name}")
+        if line.says(flag):
+            given = getattr(line.args, f"pulse_{name}")
+            yield f"{flag} {given} together with {by}, which decides that: leave one out"

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.planning.planning import by_rank_0, compute_dtype
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
@@ -30,17 +32,18 @@ SIZES = (1, 4)
 """Microbatch sizes that are measured; others are interpolated."""
 
 
-def plan_here(args: argparse.Namespace, options: PulseOptions) -> PlanFile:
+def plan_here(line: CommandLine, options: PulseOptions) -> PlanFile:
     """The plan of this job, the same on all ranks (collective); rank 0 writes it beside it.
 
     A plan that an earlier start of the job left under ``--save`` is taken again. Raises ValueError
     on every rank if nothing fits or what is there is of another job.
     """
+    args = line.args
     path = Path(args.save or ".") / "plan.json"
     if (plan := by_rank_0(partial(_kept, path, args, options))) is not None:
         return plan
     cluster = _cluster(args)
-    return by_rank_0(partial(_tune, args, options, cluster, path))
+    return by_rank_0(partial(_tune, line, options, cluster, path))
 
 
 def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFile | None:
@@ -73,9 +76,10 @@ def _cluster(args: argparse.Namespace) -> Cluster | None:
 
 
 def _tune(
-    args: argparse.Namespace, options: PulseOptions, cluster: Cluster | None, path: Path
+    line: CommandLine, options: PulseOptions, cluster: Cluster | None, path: Path
 ) -> PlanFile:
     """Profile on this rank's device, search, and write the plan."""
+    args = line.args
     assert cluster is not None
     if options.memory_gb is not None:
         cluster = replace(cluster, memory_gb=options.memory_gb)
@@ -86,7 +90,7 @@ def _tune(
     evaluator = Evaluator(profile, cluster, args.global_batch_size, divided, backbone.num_heads)
     try:
         found = tune(
-            evaluator, _choices(args), finish_s=options.solver_seconds, solver=options.solver
+            evaluator, _choices(line), finish_s=options.solver_seconds, solver=options.solver
         )
     except UntunableError as error:
         raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
@@ -97,15 +101,21 @@ def _tune(
     return plan
 
 
-def _choices(args: argparse.Namespace) -> Choices:
+def _choices(line: CommandLine) -> Choices:
     """Everything, but for what flags decide."""
-    choices = Choices()
-    pipeline, tensor = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-    sizes = None if args.micro_batch_size is None else (args.micro_batch_size,)
+    choices, args = Choices(), line.args
+    pipeline, tensor, size = (
+        (getattr(args, name),) if line.says(flag_name(name)) else None
+        for name in (
+            "pipeline_model_parallel_size",
+            "tensor_model_parallel_size",
+            "micro_batch_size",
+        )
+    )
     return Choices(
-        pipeline=(pipeline,) if pipeline > 1 else None,
-        tensor=(tensor,) if tensor > 1 else choices.tensor,
-        micro_batch_size=sizes,
+        pipeline=pipeline,
+        tensor=tensor or choices.tensor,
+        micro_batch_size=size,
         recompute=(True,) if args.recompute_granularity == "full" else choices.recompute,
     )
 
