@@ -3,10 +3,14 @@
 ========  =======================================================================================
 config    one way to run: degrees, microbatch, layout, schedule, recomputation, optimizer
 ranks     which rank sits where in the cluster, and what its links are
-stages    what a config's stages are: costs, cuts, memory; why it cannot run
+costs     what its layers cost on a rank; why it cannot run however it is cut
+stages    what its stages are: cuts, memory, the problem to schedule
 estimate  what a config takes at the least, and about, without a schedule
 evaluate  what a config takes, by simulating the schedule that would run, or why it cannot run
-search    best-first branch and bound over all configs; whole schedules for the best
+budget    the time that may be spent, and how much of it a piece of work will take
+search    best-first branch and bound over all configs, with an answer at any moment
+tuning    what a search found: the best, and what became of the others
+finish    whole schedules for the best
 explain   why the best is the best, and what to change where nothing fits
 tune      all of these in one call
 to_plan   what was found as a plan file

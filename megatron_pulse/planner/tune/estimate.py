@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_pulse.backbone.costs import ChainCosts, running_sum
+from megatron_pulse.backbone.costs import running_sum
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
-from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_gradients
+from megatron_pulse.planner.layout.placement import Partition, Placement
+from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_gradients, memory_bound
+from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
 from megatron_pulse.planner.tune.config import Config
@@ -66,7 +67,8 @@ class Estimator(Chain):
         self.memory_bytes_per_s = memory_bytes_per_s(profile, cluster)
 
     def quick_bound(self, config: Config) -> float:
-        """No step of the config is shorter: all work, spread evenly, and the optimizer.
+        """No step of the config is shorter, however it is cut: all work, spread evenly as far as
+        the largest layer lets it, and the optimizer.
 
         Neither is the way of one microbatch, nor the summing of gradients on the mean device. With
         one stage on a device these are summed after all but the last microbatch's, and device d
@@ -75,19 +77,19 @@ class Estimator(Chain):
         of each of those fit into the step T. The loads can then come to all work W only if
         r W <= T (1 - (1 - r/M)^P).
         """
-        costs, num = self.costs(config), config.pipeline
-        forward, backward = sum(costs.forward_s), sum(costs.backward_s)
-        later = sum(costs.weight_grad_s) if config.split else 0.0
+        totals, num = self.totals(config), config.pipeline
+        work = totals.forward_s + totals.backward_s
+        later = totals.weight_grad_s if config.split else 0.0
         count = config.num_microbatches(self.global_batch_size)
-        least = max(count * (forward + backward) / num, forward + backward - later)
+        least = max(count * max(work / num, totals.largest_s), work - later)
         reduced = self._least_reduction(config) / num
         if config.layout.num_chunks == 1:
-            last = later if config.split else backward
-            reduced += (count * (forward + backward) - last) / num
-            if (share := _forward_share(costs) if config.split else 1.0) > 0:
+            last = later if config.split else totals.backward_s
+            reduced += (count * work - last) / num
+            if (share := totals.forward_share if config.split else 1.0) > 0:
                 fit = (1 - (1 - share / count) ** num) / share
-                least = max(least, (forward + backward) / fit)
-        return max(least, reduced) + self.optimizer_s(config, sum(costs.parameters) / num)
+                least = max(least, work / fit)
+        return max(least, reduced) + self.optimizer_s(config, totals.parameters / num)
 
     def _least_reduction(self, config: Config) -> float:
         """Seconds that all devices together sum gradients and gather parameters, at the least."""
@@ -101,7 +103,7 @@ class Estimator(Chain):
             config.pipeline_inside,
         )
         if key not in self._reductions:
-            count = sum(self.costs(config).parameters)
+            count = self.totals(config).parameters
             self._reductions[key] = min(
                 self._reduction(config, d, count) for d in range(config.pipeline)
             )
@@ -130,36 +132,31 @@ class Estimator(Chain):
                 latest = max(latest, ready[stage] + self._reduction(config, device, held))
         return latest
 
-    def bound(self, config: Config) -> float:
-        """No step of the config is shorter, its partition known; raises UnfitError."""
-        if config not in self._bounds:
-            self._bounds[config] = self._bound(config)
-        return self._bounds[config]
-
-    def _bound(self, config: Config) -> float:
-        stages = self.stages(config)
-        problem = self.problem(config, config.num_microbatches(self.global_batch_size))
+    def bound(self, config: Config, stages: Stages | None = None) -> float:
+        """No step of the config is shorter with these stages; raises UnfitError."""
+        stages = stages or self.stages(config)
+        problem = self.problem(config, config.num_microbatches(self.global_batch_size), stages)
         most = max(stages.per_device(stages.parameters))
-        least = max(device_bound(problem), link_bound(problem, stages.edges))
+        path = MicrobatchPath(problem)
+        least = max(device_bound(problem, path), memory_bound(problem, path))
+        least = max(least, link_bound(problem, stages.edges))
         least = max(least, self._reduced(config, stages, problem))
         return least + self.optimizer_s(config, most)
 
     def estimate(self, config: Config) -> float:
         """About what a step takes, from cuts that spread the work evenly."""
-        costs = self.costs(config)
         loads, delay, link_s = self._spread(config)
-        held = sum(costs.parameters) / config.pipeline
+        held = self.totals(config).parameters / config.pipeline
         return self._about(config, max(loads, link_s), delay, held)
 
-    def cut_estimate(self, config: Config) -> float:
-        """About what a step takes, from the config's own cuts; raises UnfitError."""
-        stages = self.stages(config)
-        problem = self.problem(config, 1)
-        loads = stages.per_device(tuple(map(sum, zip(*durations(problem), strict=True))))
-        work = max(*loads, link_bound(problem, stages.edges))
+    def cut_estimate(self, config: Config, stages: Stages) -> float:
+        """About what a step takes with these stages, whether or not they fit."""
+        costs, partition = stages.costs, stages.partition
+        work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+        loads = stages.per_device(partition.per_stage(work))
+        busy = max(*loads, _busiest_link(partition.placement, stages.edges))
         held = max(stages.per_device(stages.parameters))
-        estimate = self._about(config, work, _delay(stages.edges), held)
-        return max(estimate, self.bound(config))
+        return self._about(config, busy, _delay(stages.edges), held)
 
     def optimizer_s(self, config: Config, parameters: float) -> float:
         """Seconds of Adam over the ``parameters`` of a rank."""
@@ -202,19 +199,9 @@ class Estimator(Chain):
                 edges = edges_of(costs, Partition(placement, cuts), link)
             if placement.kind.mirrored:
                 edges = tuple(e for e in edges if e.destination == e.source + 1)
-            busy = [0.0] * config.pipeline
-            for edge in edges:
-                for stage in (edge.source, edge.destination):
-                    busy[placement.device_of_stage[stage]] += 2 * edge.seconds
             each = max(sum(work) / config.pipeline, max(work))
-            self._spreads[key] = (each, _delay(edges), max(busy))
+            self._spreads[key] = (each, _delay(edges), _busiest_link(placement, edges))
         return self._spreads[key]
-
-
-def _forward_share(costs: ChainCosts) -> float:
-    """The least share that the forward has of a layer's work."""
-    layers = zip(costs.forward_s, costs.backward_s, strict=True)
-    return min((f / (f + b) for f, b in layers if f + b > 0), default=0.0)
 
 
 def even_cuts(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
@@ -227,10 +214,13 @@ def even_cuts(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return (*cuts, len(work))
 
 
-def durations(problem: ScheduleProblem) -> list[tuple[float, ...]]:
-    """Times of every stage's forward, backward and weight gradient."""
-    none = (0.0,) * len(problem.forward)
-    return [problem.forward, problem.backward, problem.weight_grad or none]
+def _busiest_link(placement: Placement, edges: Sequence[Edge]) -> float:
+    """Seconds of a microbatch that one device sends, which is as long as it receives."""
+    busy = [0.0] * placement.num_devices
+    for edge in edges:
+        for stage in (edge.source, edge.destination):
+            busy[placement.device_of_stage[stage]] += edge.seconds
+    return max(busy)
 
 
 def _delay(edges: Sequence[Edge]) -> float:

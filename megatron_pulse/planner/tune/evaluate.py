@@ -26,6 +26,9 @@ from megatron_pulse.profile.profile import Profile
 BUCKET_PARAMETERS = 40_000_000
 """Megatron's bucket: gradients that are summed over replicas together, at the least."""
 
+CORE = 3
+"""Microbatches for each pipeline device that are simulated, at the most."""
+
 LARGE = 5000
 """Operations beyond which an evaluation takes the first schedule: others take over 5 s to find."""
 
@@ -75,10 +78,6 @@ class Outcome:
         }
 
 
-def _size(problem: ScheduleProblem) -> int:
-    return problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
-
-
 class Evaluator(Estimator):
     """A chain whose configs are simulated.
 
@@ -111,8 +110,21 @@ class Evaluator(Estimator):
         devices, inside = cluster.num_devices, cluster.devices_per_node
         return list(configs(devices, inside, self.global_batch_size, has_skips, choices))
 
+    def simulated_microbatches(self, config: Config) -> int:
+        """Microbatches of which ``evaluate`` simulates a step."""
+        return min(config.num_microbatches(self.global_batch_size), CORE * config.pipeline)
+
+    def size(self, config: Config) -> int:
+        """Operations of which ``evaluate`` finds and simulates a schedule."""
+        kinds, stages = 3 if config.split else 2, config.pipeline * config.layout.num_chunks
+        return self.simulated_microbatches(config) * stages * kinds
+
     def evaluate(
-        self, config: Config, synthesis: Synthesis | None = None, quick: bool = False
+        self,
+        config: Config,
+        synthesis: Synthesis | None = None,
+        quick: bool = False,
+        stages: Stages | None = None,
     ) -> Outcome:
         """The config's step; raises UnfitError.
 
@@ -121,12 +133,12 @@ class Evaluator(Estimator):
         is some percent longer where there is room for activations, more where there is not, and
         several times as soon found.
         """
-        stages = self.stages(config)
+        stages = stages or self.stages(config)
         count = config.num_microbatches(self.global_batch_size)
-        core = count if synthesis is not None else min(count, 3 * config.pipeline)
-        problem = self.problem(config, core)
+        core = count if synthesis is not None else self.simulated_microbatches(config)
+        problem = self.problem(config, core, stages)
         if synthesis is None:
-            effort = 0 if quick or _size(problem) > LARGE else self.effort
+            effort = 0 if quick or self.size(config) > LARGE else self.effort
             found, timeline = self._simulated(problem, stages.edges, effort)
         else:
             found = synthesis
@@ -150,7 +162,7 @@ class Evaluator(Estimator):
             synthesis=found,
             timeline=timeline,
             global_batch_size=self.global_batch_size,
-            step_s=max(pipeline_s + reduce_s + optimizer_s, self.bound(config)),
+            step_s=max(pipeline_s + reduce_s + optimizer_s, self.bound(config, stages)),
             pipeline_s=pipeline_s,
             reduce_s=reduce_s,
             optimizer_s=optimizer_s,
@@ -176,7 +188,7 @@ class Evaluator(Estimator):
     def _pace(self, config: Config, stages: Stages, timeline: Timeline, effort: int) -> float:
         """Seconds of one more microbatch: what the last P of those simulated add."""
         count = timeline.schedule.num_microbatches
-        fewer = self.problem(config, max(1, count - config.pipeline))
+        fewer = self.problem(config, max(1, count - config.pipeline), stages)
         shorter = self._simulated(fewer, stages.edges, effort)[1].makespan
         measured = (timeline.makespan - shorter) / (count - fewer.num_microbatches)
         link = link_bound(replace(fewer, num_microbatches=1), stages.edges)

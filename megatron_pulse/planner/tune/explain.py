@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_pulse.planner.tune.config import Choices, Config
+from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.search import Tuning
-from megatron_pulse.planner.tune.stages import Unfit, UnfitError
+from megatron_pulse.planner.tune.tuning import Tuning
 
 MOST_NODES = 64
 """Times as many nodes as there are, up to which it is tried whether something fits."""

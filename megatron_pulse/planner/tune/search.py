@@ -1,52 +1,57 @@
-"""Branch and bound over all configs, the most promising first.
+"""Branch and bound over all configs, the most promising first, with an answer at any moment.
 
 A config is taken up in steps, each dearer and nearer to the truth than the one before:
 
 =======  ==========================================================================================
 even     estimate and bound from the work, spread evenly
-cut      estimate and bound from its own partition
-quick    simulated with a schedule that is found at once: something that would run
-done     simulated with a schedule that was searched for
+like     estimate from cuts that are known for its degree and layout, made for whichever config
+quick    simulated with these cuts, or its own where none of them fit, and a schedule that is found
+         at once: something that would run
+done     simulated with the better of these cuts and its own, and a schedule that was searched for
 =======  ==========================================================================================
 
-Whatever has the least time so far takes its next step. What is bound to take longer than all that
-are kept is dropped.
+First the best config of every degree and layout becomes quick, the fewest stages first; how far its
+estimate then is from that of even work corrects the others'. From then on whatever has the least
+time so far takes its next step. What is bound to take longer than all that are kept is dropped;
+what is far from the best by its estimate is cut for such a bound before it is simulated.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from megatron_pulse.planner.layout.layouts import WHOLE
-from megatron_pulse.planner.schedule.cache import cached
-from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.planner.layout.layouts import Layout
+from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.schedule.search.synthesize import get_ready
+from megatron_pulse.planner.tune.budget import Budget
 from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.stages import Unfit, UnfitError
-
-LARGEST = 40_000
-"""Operations of a step beyond which its schedule is the first that is found."""
+from megatron_pulse.planner.tune.stages import Stages
+from megatron_pulse.planner.tune.tuning import Shortlist, Tuning, simplicity
 
 HOPE = 0.5
 """Part of the gap of a quick schedule that a search for a better one may close."""
 
-SWEEP = 0.85
-"""Part of the time after which all that might still be the best is cut: it is bounded better."""
+FAR = 1.1
+"""Times the best by its estimate, from which a config is bounded before it is simulated."""
 
-EQUAL = 1 + 1e-9
+MOST_KNOWN = 4
+"""Cuts that are kept for a degree and layout, the latest."""
+
+type Kind = tuple[int, Layout]
 
 
 class _Step(IntEnum):
     EVEN = 0
-    CUT = 1
-    QUICK = 2
+    LIKE = 1
+    CUT = 2
+    QUICK = 3
 
 
 @dataclass(order=True)
@@ -57,221 +62,209 @@ class _Candidate:
     simplicity: tuple[int, ...]
     config: Config
     bound: float
-    step: _Step
-
-
-@dataclass
-class Tuning:
-    """What a search found: the best outcomes, soonest first, and what became of the others.
-
-    ``bound_s`` is the least that any config could take that was left. ``examples`` has one refusal
-    in full for each reason. ``rivals`` are the best of every degree and layout that was simulated,
-    by "P=4" or "fold exact", and ``degrees`` counts refusals by pipeline degree.
-    """
-
-    outcomes: list[Outcome] = field(default_factory=list)
-    refused: Counter[Unfit] = field(default_factory=Counter)
-    examples: dict[Unfit, str] = field(default_factory=dict)
-    rivals: dict[str, Outcome] = field(default_factory=dict)
-    degrees: dict[int, Counter[Unfit]] = field(default_factory=dict)
-    num_configs: int = 0
-    num_simulated: int = 0
-    num_left: int = 0
-    bound_s: float = float("inf")
-    seconds: float = 0.0
+    step: _Step = _Step.EVEN
+    stages: Stages | None = field(default=None, compare=False)
 
     @property
-    def proved(self) -> bool:
-        """Whether no config that was left can be better than the best, as simulated."""
-        return bool(self.outcomes) and self.bound_s * EQUAL >= self.outcomes[0].step_s
+    def kind(self) -> Kind:
+        """What configs have in common that are cut alike."""
+        return self.config.pipeline, self.config.layout
 
 
 def search(
     evaluator: Evaluator,
     candidates: Iterable[Config],
     keep: int = 10,
-    seconds: float = 25.0,
+    budget: Budget | None = None,
     progress: Callable[[Tuning], None] = lambda _: None,
 ) -> Tuning:
-    """The ``keep`` best of ``candidates``, or of those that were looked at within ``seconds``.
+    """The ``keep`` best of ``candidates``, or of those that were looked at within ``budget``.
 
-    Configs that come to the same are listed once, as the simplest. ``progress`` is called after
-    every step.
+    Without a budget all are. Configs that come to the same are listed once, as the simplest. One is
+    simulated however little time there is. ``progress`` is called after every step.
     """
-    began = time.monotonic()
-    found = Tuning()
-    listed = _List(keep)
-    queue = _queue(evaluator, candidates, found)
+    get_ready()
+    return _Search(evaluator, keep, budget or Budget(float("inf")), progress).run(candidates)
 
-    def take(candidate: _Candidate) -> None:
-        if candidate.bound >= listed.limit:
-            _refuse(found, candidate.config, Unfit.SLOWER, str(candidate.config))
-            return
-        try:
-            following = _advance(evaluator, candidate, found, listed)
-        except UnfitError as error:
-            _refuse(found, candidate.config, error.reason, error.detail)
-        else:
+
+class _Search:
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        keep: int,
+        budget: Budget,
+        progress: Callable[[Tuning], None],
+    ) -> None:
+        self.evaluator, self.budget, self.progress = evaluator, budget, progress
+        self.listed, self.found = Shortlist(keep), Tuning()
+        self.known: dict[Kind, list[Partition]] = {}
+        self.queue: list[_Candidate] = []
+        self.aside: list[_Candidate] = []
+
+    def run(self, candidates: Iterable[Config]) -> Tuning:
+        """Look at ``candidates`` until all are ruled out or the budget is spent."""
+        self.fill(candidates)
+        self.scout()
+        while self.queue and (self.budget.left > 0 or not self.listed.best):
+            candidate = heapq.heappop(self.queue)
+            if candidate.bound >= self.listed.limit:
+                self.refuse(candidate.config, Unfit.SLOWER, str(candidate.config))
+            elif (following := self.advance(candidate)) is not None:
+                heapq.heappush(self.queue, following)
+        found = self.found
+        self.queue += self.aside
+        left = [c for c in self.queue if c.bound < self.listed.limit]
+        found.refused[Unfit.SLOWER] += len(self.queue) - len(left)
+        found.num_left = len(left)
+        found.bound_s = min((c.bound for c in left), default=float("inf"))
+        if self.listed.same:
+            found.refused[Unfit.SAME] = len(self.listed.same)
+        found.seconds = self.budget.spent
+        return found
+
+    def fill(self, candidates: Iterable[Config]) -> None:
+        """The queue of all that are not refused at once."""
+        evaluator = self.evaluator
+        for config in candidates:
+            self.found.num_configs += 1
+            try:
+                evaluator.refuse(config)
+            except UnfitError as error:
+                self.refuse(config, error.reason, error.detail)
+                continue
+            bound = evaluator.quick_bound(config)
+            estimate = max(bound, evaluator.estimate(config))
+            self.queue.append(_Candidate(estimate, simplicity(config), config, bound))
+
+    def scout(self) -> None:
+        """Simulate the most promising config of every kind, and correct the estimates of others."""
+        first: dict[Kind, _Candidate] = {}
+        for candidate in self.queue:
+            if candidate.kind not in first or candidate < first[candidate.kind]:
+                first[candidate.kind] = candidate
+        scouts = {id(candidate) for candidate in first.values()}
+        rest = [candidate for candidate in self.queue if id(candidate) not in scouts]
+        self.queue, factor = [], {}
+        for candidate in sorted(first.values(), key=lambda c: (_num_stages(c.config), c)):
+            following: _Candidate | None = candidate
+            while following is not None and following.step < _Step.QUICK:
+                if self.listed.best and (self.is_far(following) or self.budget.left <= 0):
+                    break
+                following = self.advance(following)
+                if following is not None and following.step is _Step.LIKE:
+                    factor[candidate.kind] = following.seconds / candidate.seconds
             if following is not None:
-                heapq.heappush(queue, following)
-        found.outcomes = listed.best
-        found.seconds = time.monotonic() - began
-        progress(found)
+                self.queue.append(following)
+        for candidate in rest:
+            candidate.seconds *= factor.get(candidate.kind, 1.0)
+        self.queue += rest
+        heapq.heapify(self.queue)
 
-    swept = False
-    while queue and (time.monotonic() - began < seconds or not listed.best):
-        if not swept and listed.best and time.monotonic() - began > SWEEP * seconds:
-            swept = True
-            doubtful, queue = _doubtful(queue, listed.best[0].step_s)
-            while doubtful and time.monotonic() - began < seconds:
-                take(doubtful.pop())
-            for candidate in doubtful:
-                heapq.heappush(queue, candidate)
-            continue
-        take(heapq.heappop(queue))
-    left = [c for c in queue if c.bound < listed.limit]
-    found.refused[Unfit.SLOWER] += len(queue) - len(left)
-    found.num_left = len(left)
-    found.bound_s = min((c.bound for c in left), default=float("inf"))
-    if listed.same:
-        found.refused[Unfit.SAME] = len(listed.same)
-    found.seconds = time.monotonic() - began
-    return found
-
-
-def _doubtful(queue: list[_Candidate], best_s: float) -> tuple[list[_Candidate], list[_Candidate]]:
-    """Those not cut yet whose bound allows them to be the best, that of the least last; the rest
-    as a heap."""
-    doubtful: list[_Candidate] = []
-    rest: list[_Candidate] = []
-    for candidate in queue:
-        uncut = candidate.step is _Step.EVEN and candidate.bound < best_s
-        (doubtful if uncut else rest).append(candidate)
-    heapq.heapify(rest)
-    return sorted(doubtful, key=lambda c: -c.bound), rest
-
-
-def finish(
-    evaluator: Evaluator, found: Tuning, seconds: float, solver: str = "auto", count: int = 3
-) -> None:
-    """Find whole schedules for the ``count`` best, in about ``seconds`` altogether; sort anew.
-
-    A schedule of the search is kept where it is of all microbatches and sooner. Once the time is
-    spent, only what then is the best still gets a whole schedule, so that it can run.
-    """
-    began = time.monotonic()
-    whole: set[Config] = set()
-    while todo := [o for o in found.outcomes[:count] if o.config not in whole]:
-        left = seconds - (time.monotonic() - began)
-        if left <= 0 and found.outcomes[0] is not todo[0]:
-            break
-        outcome = todo[0]
-        better = _whole(evaluator, outcome, max(0.0, min(left, seconds / count)), solver)
-        if outcome.extrapolated or better.step_s < outcome.step_s:
-            found.outcomes[found.outcomes.index(outcome)] = better
-        whole.add(outcome.config)
-        found.outcomes.sort(key=lambda o: (o.step_s, simplicity(o.config)))
-    found.seconds += time.monotonic() - began
-
-
-def _whole(evaluator: Evaluator, outcome: Outcome, seconds: float, solver: str) -> Outcome:
-    """The outcome's config with a schedule of all microbatches."""
-    config = outcome.config
-    count = config.num_microbatches(evaluator.global_batch_size)
-    problem = evaluator.problem(config, count)
-    if count * problem.placement.num_stages * len(problem.kinds) > LARGEST:
-        return evaluator.evaluate(config, synthesize(problem, math.inf, 0))
-    if seconds == 0:
-        return evaluator.evaluate(config, synthesize(problem, math.inf))
-    return evaluator.evaluate(config, cached(problem, seconds, solver, solve))
-
-
-class _List:
-    """The best outcomes so far, each way of running once."""
-
-    def __init__(self, keep: int) -> None:
-        self.keep = keep
-        self.outcomes: dict[Config, Outcome] = {}
-        self.same: set[Config] = set()
-        self.best: list[Outcome] = []
-        self.limit = float("inf")
-
-    def add(self, outcome: Outcome) -> None:
-        """Take it in, or replace what was simulated less thoroughly."""
-        before = self.outcomes.get(outcome.config)
-        if before is not None and before.step_s <= outcome.step_s:
-            return
-        self.outcomes[outcome.config] = outcome
-        ranked = sorted(self.outcomes.values(), key=lambda o: (o.step_s, simplicity(o.config)))
-        self.outcomes = {o.config: o for o in ranked[: 8 * self.keep]}
-        once: dict[tuple[object, ...], Outcome] = {}
-        for other in ranked:
-            first = once.setdefault(_what_runs(other), other)
-            if first is not other:
-                self.same.add(other.config)
-        self.best = list(once.values())[: self.keep]
-        self.limit = self.best[-1].step_s if len(self.best) == self.keep else float("inf")
-
-
-def _what_runs(outcome: Outcome) -> tuple[object, ...]:
-    """The same for configs that run the same: ample room that is not used, or a fold whose skips
-    stay at home without being made to."""
-    config, partition = outcome.config, outcome.stages.partition
-    return (
-        replace(config, layout=WHOLE, ample=False),
-        partition.placement,
-        partition.cuts,
-        outcome.step_s,
-    )
-
-
-def simplicity(config: Config) -> tuple[int, ...]:
-    """Of equals the simpler way of running comes first."""
-    extras = (config.recompute, config.split, config.ample, config.distributed_optimizer)
-    exact = not config.layout.collocates
-    return (*map(int, extras), int(exact), config.pipeline, config.tensor)
-
-
-def _advance(
-    evaluator: Evaluator, candidate: _Candidate, found: Tuning, listed: _List
-) -> _Candidate | None:
-    """The candidate's next step; raises UnfitError."""
-    config, bound = candidate.config, candidate.bound
-    if candidate.step is _Step.EVEN:
-        seconds = evaluator.cut_estimate(config)
-        bound = max(bound, evaluator.bound(config))
-        return _Candidate(seconds, candidate.simplicity, config, bound, _Step.CUT)
-    quick = candidate.step is _Step.CUT
-    outcome = evaluator.evaluate(config, quick=quick)
-    found.num_simulated += quick
-    listed.add(outcome)
-    for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
-        if rival not in found.rivals or outcome.step_s < found.rivals[rival].step_s:
-            found.rivals[rival] = outcome
-    if not quick:
-        return None
-    gap = outcome.synthesis.certificate.gap
-    hope = HOPE * outcome.pipeline_s * gap / (1 + gap)
-    return _Candidate(outcome.step_s - hope, candidate.simplicity, config, bound, _Step.QUICK)
-
-
-def _queue(evaluator: Evaluator, candidates: Iterable[Config], found: Tuning) -> list[_Candidate]:
-    queue = []
-    for config in candidates:
-        found.num_configs += 1
+    def advance(self, candidate: _Candidate) -> _Candidate | None:
+        """The candidate after its next step; None if there is none."""
+        following = None
         try:
-            evaluator.refuse(config)
+            if candidate.step is _Step.EVEN:
+                following = self.liken(candidate)
+            elif candidate.step is _Step.LIKE and self.must_cut(candidate):
+                following = self.cut(candidate)
+            elif candidate.step is _Step.QUICK:
+                self.complete(candidate)
+            else:
+                following = self.simulate(candidate)
         except UnfitError as error:
-            _refuse(found, config, error.reason, error.detail)
-            continue
-        bound = evaluator.quick_bound(config)
-        estimate = max(bound, evaluator.estimate(config))
-        queue.append(_Candidate(estimate, simplicity(config), config, bound, _Step.EVEN))
-    heapq.heapify(queue)
-    return queue
+            self.refuse(candidate.config, error.reason, error.detail)
+        self.found.outcomes = self.listed.best
+        self.found.seconds = self.budget.spent
+        self.progress(self.found)
+        return following
+
+    def liken(self, candidate: _Candidate) -> _Candidate:
+        """Estimated from known cuts, those of the least load among those that fit."""
+        config, evaluator = candidate.config, self.evaluator
+        if candidate.kind not in self.known:
+            self.known[candidate.kind] = [evaluator.cheap_cuts(config)]
+        choices = [evaluator.cut(config, cuts) for cuts in self.known[candidate.kind]]
+        estimates = [(evaluator.cut_estimate(config, s), i) for i, s in enumerate(choices)]
+        fitting = [(t, i) for t, i in estimates if evaluator.fits(choices[i])]
+        seconds, at = min(fitting or estimates)
+        return replace(
+            candidate,
+            seconds=max(seconds, candidate.bound),
+            step=_Step.LIKE,
+            stages=choices[at] if fitting else None,
+        )
+
+    def must_cut(self, candidate: _Candidate) -> bool:
+        """Whether no known cuts fit, or a bound is wanted rather than a simulation."""
+        return candidate.stages is None or self.is_far(candidate)
+
+    def is_far(self, candidate: _Candidate) -> bool:
+        """Whether it is not likely to be the best."""
+        best = self.listed.best
+        return bool(best) and candidate.seconds > FAR * best[0].step_s
+
+    def cut(self, candidate: _Candidate) -> _Candidate:
+        """Estimated and bounded from its own cuts."""
+        config, stages = candidate.config, self.own(candidate)
+        bound = max(candidate.bound, self.evaluator.bound(config, stages))
+        seconds = max(bound, self.evaluator.cut_estimate(config, stages))
+        return replace(candidate, seconds=seconds, bound=bound, step=_Step.CUT, stages=stages)
+
+    def own(self, candidate: _Candidate) -> Stages:
+        """The config's own stages, whose cuts are known from then on."""
+        stages = self.evaluator.stages(candidate.config)
+        known = self.known.setdefault(candidate.kind, [])
+        if stages.partition not in known:
+            self.known[candidate.kind] = [*known, stages.partition][-MOST_KNOWN:]
+        return stages
+
+    def simulate(self, candidate: _Candidate) -> _Candidate | None:
+        """Simulated with a quick schedule."""
+        outcome = self.evaluate(candidate, "quick", candidate.stages)
+        if outcome is None:
+            return None
+        self.found.num_simulated += 1
+        gap = outcome.synthesis.certificate.gap
+        hope = HOPE * outcome.pipeline_s * gap / (1 + gap)
+        return replace(
+            candidate, seconds=outcome.step_s - hope, step=_Step.QUICK, stages=outcome.stages
+        )
+
+    def complete(self, candidate: _Candidate) -> None:
+        """Simulated with the better of its cuts and its own, and a schedule that was searched."""
+        stages = candidate.stages
+        own: Stages | None = None
+        with suppress(UnfitError):
+            own = self.own(candidate)
+        if own is not None and stages is not None and own.partition != stages.partition:
+            quick = self.evaluate(candidate, "quick", own)
+            before = self.listed.outcomes.get(candidate.config)
+            if quick is not None and (before is None or quick.step_s <= before.step_s):
+                stages = own
+        self.evaluate(candidate, "searched", stages)
+
+    def evaluate(self, candidate: _Candidate, how: str, stages: Stages | None) -> Outcome | None:
+        """The simulation, listed; None, and the candidate put aside, where it would be too long."""
+        config, found = candidate.config, self.found
+        size = self.evaluator.size(config)
+        if self.listed.best and not self.budget.fits(how, size):
+            self.aside.append(candidate)
+            return None
+        with self.budget.timed(how, size):
+            outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
+        self.listed.add(outcome)
+        for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
+            if rival not in found.rivals or outcome.step_s < found.rivals[rival].step_s:
+                found.rivals[rival] = outcome
+        return outcome
+
+    def refuse(self, config: Config, reason: Unfit, detail: str) -> None:
+        """Count a refusal."""
+        self.found.refused[reason] += 1
+        self.found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
+        self.found.examples.setdefault(reason, detail)
 
 
-def _refuse(found: Tuning, config: Config, reason: Unfit, detail: str) -> None:
-    found.refused[reason] += 1
-    found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
-    found.examples.setdefault(reason, detail)
+def _num_stages(config: Config) -> int:
+    return config.pipeline * config.layout.num_chunks

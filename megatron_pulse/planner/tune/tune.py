@@ -6,10 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from megatron_pulse.faults import UserError
+from megatron_pulse.planner.tune.budget import Budget
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.explain import nothing_fits
-from megatron_pulse.planner.tune.search import Tuning, finish, search
+from megatron_pulse.planner.tune.finish import finish
+from megatron_pulse.planner.tune.search import search
+from megatron_pulse.planner.tune.tuning import Tuning
 
 
 class UntunableError(UserError):
@@ -38,7 +41,7 @@ def tune(
             f"{evaluator.global_batch_size} as asked: data degree x microbatch size must divide "
             "the batch, pipeline x tensor the devices, tensor the devices of a node"
         )
-    found = search(evaluator, candidates, keep, search_s, partial(progress, "tuning"))
+    found = search(evaluator, candidates, keep, Budget(search_s), partial(progress, "tuning"))
     if not found.outcomes:
         raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates))
     progress("whole schedules", found)

@@ -1,0 +1,183 @@
+"""What a config's layers cost on one rank, before they are cut; what no cut can mend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache, partial
+
+from megatron_pulse.backbone.costs import ChainCosts, SkipCost
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.partition.memory import bytes_per_parameter
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.ranks import Ranks
+from megatron_pulse.profile.profile import Profile
+
+
+class Unfit(StrEnum):
+    """Why a config cannot run, or need not be looked at."""
+
+    STATE = "weights, gradients and optimizer state do not fit"
+    ACTIVATIONS = "activations do not fit"
+    PARTITION = "no legal partition"
+    SHARDS = "tensor parallelism divides nothing, or not evenly"
+    SLOWER = "slower than those listed, by its lower bound"
+    SAME = "comes to the same as one listed"
+
+
+class UnfitError(ValueError):
+    """A config that cannot run."""
+
+    def __init__(self, reason: Unfit, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over a chain's layers; ``largest_s`` is the work of the largest layer, and
+    ``forward_share`` the least that the forward is of a layer's work."""
+
+    forward_s: float
+    backward_s: float
+    weight_grad_s: float
+    parameters: float
+    saved_bytes: float
+    largest_s: float
+    forward_share: float
+
+
+class Costs:
+    """One backbone's layers on one cluster, for any degrees and microbatch size.
+
+    ``profile`` is of whole layers on one of the cluster's devices. ``sequence_parallel`` says
+    whether the backbone's boundaries can be divided with its tensors (not a UNet's), ``num_heads``
+    are the numbers of attention heads that tensor-parallel ranks share.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        global_batch_size: int,
+        sequence_parallel: bool = False,
+        num_heads: tuple[int, ...] = (),
+    ) -> None:
+        self.profile, self.cluster = profile, cluster
+        self.global_batch_size = global_batch_size
+        self.sequence_parallel = sequence_parallel
+        self.num_heads = num_heads
+        self._costs_of = lru_cache(maxsize=512)(self._make_costs)
+        self._ranks_of = lru_cache(maxsize=None)(partial(Ranks, cluster))
+        self._totals_of = lru_cache(maxsize=512)(self._make_totals)
+        self._indivisible = lru_cache(maxsize=None)(self._find_indivisible)
+
+    def ranks(self, config: Config) -> Ranks:
+        """Where the config's ranks are."""
+        return self._ranks_of(config.pipeline, config.data, config.tensor, config.pipeline_inside)
+
+    def costs(self, config: Config) -> ChainCosts:
+        """Costs of the chain on one tensor-parallel rank.
+
+        What has sharded parameters is divided, with its activations and boundaries where these are
+        sequence parallel; the sums over ranks delay both passes. Every rank computes all the rest.
+        """
+        return self._costs_of(config.micro_batch_size, config.recompute, config.tensor)
+
+    def totals(self, config: Config) -> Totals:
+        """Sums over ``costs``."""
+        return self._totals_of(config.micro_batch_size, config.recompute, config.tensor)
+
+    def per_parameter(self, config: Config) -> float:
+        """Bytes of a parameter with its gradient and optimizer state."""
+        return bytes_per_parameter(self.profile.dtype, config.distributed_optimizer, config.data)
+
+    def refuse(self, config: Config) -> None:
+        """Raises UnfitError for what no partition can mend."""
+        if said := self._indivisible(config.tensor):
+            raise UnfitError(Unfit.SHARDS, said)
+        num_layers = len(self.profile.layers)
+        num_stages = config.pipeline * config.layout.num_chunks
+        if num_stages > num_layers:
+            raise UnfitError(
+                Unfit.PARTITION, f"{config}: {num_layers} layers for {num_stages} stages"
+            )
+        totals = self.totals(config)
+        held = totals.parameters / config.pipeline
+        state, limit = held * self.per_parameter(config), self.cluster.usable_bytes
+        if state > limit:
+            raise UnfitError(
+                Unfit.STATE,
+                f"{config}: {state / 1e9:.3g} GB on the mean device, which has {limit / 1e9:.3g}",
+            )
+        kept = totals.saved_bytes / config.pipeline
+        if state + kept > limit:
+            raise UnfitError(
+                Unfit.ACTIVATIONS,
+                f"{config}: {(state + kept) / 1e9:.3g} GB with one microbatch on the mean device, "
+                f"which has {limit / 1e9:.3g}",
+            )
+
+    def _find_indivisible(self, tensor: int) -> str:
+        """What tensor parallelism of that degree does not divide; "" if there is nothing."""
+        sharded = [layer.sharded_parameters for layer in self.profile.layers]
+        if tensor > 1 and (not any(sharded) or any(n % tensor for n in sharded)):
+            return f"T = {tensor} divides no or not all parameters"
+        odd = [n for n in self.num_heads if n % tensor]
+        return f"T = {tensor} does not divide {odd[0]} heads" if odd else ""
+
+    def _make_costs(self, micro_batch_size: int, recompute: bool, tensor: int) -> ChainCosts:
+        costs = self.profile.at(micro_batch_size, recompute)
+        if tensor == 1:
+            return costs
+        layers = self.profile.layers
+        parts = [tensor if layer.sharded_parameters else 1 for layer in layers]
+        edges = parts if self.sequence_parallel else [1] * len(layers)
+        group = range(tensor)
+        sums = [
+            layer.shard_sums
+            * self.cluster.allreduce_s(max(1, micro_batch_size * layer.boundary_bytes), group)
+            if layer.shard_sums
+            else 0.0
+            for layer in layers
+        ]
+        again = 2 if recompute else 1
+
+        def divide(values: tuple[float, ...]) -> list[float]:
+            return [value / n for value, n in zip(values, parts, strict=True)]
+
+        def share(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(value // n for value, n in zip(values, edges, strict=True))
+
+        return replace(
+            costs,
+            forward_s=tuple(t + s for t, s in zip(divide(costs.forward_s), sums, strict=True)),
+            backward_s=tuple(
+                t + again * s for t, s in zip(divide(costs.backward_s), sums, strict=True)
+            ),
+            weight_grad_s=tuple(divide(costs.weight_grad_s)),
+            parameters=tuple(
+                x.parameters - x.sharded_parameters + math.ceil(x.sharded_parameters / tensor)
+                for x in layers
+            ),
+            saved_bytes=share(costs.saved_bytes),
+            boundary_bytes=share(costs.boundary_bytes),
+            skips=tuple(
+                SkipCost(s.source, s.destination, s.num_bytes // edges[s.destination])
+                for s in costs.skips
+            ),
+        )
+
+    def _make_totals(self, micro_batch_size: int, recompute: bool, tensor: int) -> Totals:
+        costs = self._costs_of(micro_batch_size, recompute, tensor)
+        layers = list(zip(costs.forward_s, costs.backward_s, strict=True))
+        return Totals(
+            sum(costs.forward_s),
+            sum(costs.backward_s),
+            sum(costs.weight_grad_s),
+            sum(costs.parameters),
+            sum(costs.saved_bytes),
+            max(f + b for f, b in layers),
+            min((f / (f + b) for f, b in layers if f + b > 0), default=0.0),
+        )
