@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.stages import Stages
 from megatron_pulse.planner.tune.to_plan import plan_of
 
 ROUNDING = 1e-6
@@ -64,11 +62,14 @@ def recomputed(plan: PlanFile) -> PlanFile:
 
     Raises ValueError (UnfitError, ClusterError) for what cannot run on the plan's cluster.
     """
-    evaluator, config, count = _AsCut(plan), _config(plan), plan.num_microbatches
+    cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
+    of = plan.profile, cluster, plan.global_batch_size, plan.sequence_parallel
+    evaluator, config, count = Evaluator(*of), _config(plan), plan.num_microbatches
     evaluator.refuse(config)
-    if not _close(plan.problem.cap or (), evaluator.problem(config, count).cap or ()):
+    stages = evaluator.cut(config, plan.partition)
+    if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):
         config = replace(config, ample=True)
-    problem, known = evaluator.problem(config, count), plan.provenance["schedule"]
+    problem, known = evaluator.problem(config, count, stages), plan.provenance["schedule"]
     certificate = Certificate(
         run(problem, plan.schedule).makespan,
         known["lower_bound"],
@@ -76,7 +77,7 @@ def recomputed(plan: PlanFile) -> PlanFile:
         known["solver"],
         known.get("seconds", 0.0),
     )
-    outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate))
+    outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate), stages=stages)
     return plan_of(outcome, plan.profile, evaluator.cluster, plan.sequence_parallel)
 
 
@@ -92,24 +93,6 @@ def _other_costs(plan: PlanFile) -> Iterator[str]:
         if name != known:
             yield f"stages: layer {i} is {name!r}; that of the costs in the plan is {known!r}"
             return
-
-
-class _AsCut(Evaluator):
-    """The tuner's reckoning of a plan, with the plan's cuts instead of those that it would find."""
-
-    def __init__(self, plan: PlanFile) -> None:
-        cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
-        of = plan.profile, cluster, plan.global_batch_size
-        super().__init__(*of, plan.sequence_parallel)
-        self._plan = plan
-
-    def stages(self, config: Config) -> Stages:
-        """Those of the plan."""
-        return self._as_cut
-
-    @cached_property
-    def _as_cut(self) -> Stages:
-        return self._cut(_config(self._plan), self._plan.partition)
 
 
 def _config(plan: PlanFile) -> Config:
