@@ -110,7 +110,7 @@ def _against_the_world(
             faults, fine = check_backbone(plan, backbone)
     faults += machine_faults(record)
     if plan is not None:
-        if not (more := figure_faults(plan)):
+        if not (more := figure_faults(record, plan)):
             fine["figures"] = _figures(plan)
         faults += more
         if not faults:
