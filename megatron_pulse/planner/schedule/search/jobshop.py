@@ -134,13 +134,14 @@ class JobShop:
         return [int(start[i]) for i in range(len(self.duration))]
 
 
-def job_shop(problem: ScheduleProblem) -> JobShop:
-    """``problem`` in ticks and units of memory; whole numbers stay as they are."""
+def job_shop(problem: ScheduleProblem, ticks: int = TICKS) -> JobShop:
+    """``problem`` in ticks and units of memory; whole numbers stay as they are, times up to
+    ``ticks``, which the longest operation has otherwise."""
     placement, count, kinds = problem.placement, problem.num_microbatches, problem.kinds
     num, home = placement.num_stages, placement.device_of_stage
     times = [problem.duration(kind, s) for kind in kinds for s in range(num)]
     lags = [problem.lag(s, s + 1) for s in range(num - 1)]
-    ticks, lag_ticks = _to_ticks(times, lags)
+    durations, lag_ticks = _to_ticks(times, lags, ticks)
     weight, cap = _to_units(problem)
     duration, device, delta = [], [], []
     before: list[tuple[tuple[int, int], ...]] = []
@@ -153,7 +154,7 @@ def job_shop(problem: ScheduleProblem) -> JobShop:
                 if m:
                     edges.append((own * count + m - 1, 0))
                 before.append(tuple(edges))
-            duration += [ticks[own]] * count
+            duration += [durations[own]] * count
             device += [home[stage]] * count
             delta += [kind.live * weight[stage]] * count
     return JobShop(
@@ -181,10 +182,12 @@ def _source(
     return index * num + upstream, lags[min(stage, upstream)]
 
 
-def _to_ticks(times: Sequence[float], lags: Sequence[float]) -> tuple[list[int], list[int]]:
+def _to_ticks(
+    times: Sequence[float], lags: Sequence[float], ticks: int
+) -> tuple[list[int], list[int]]:
     """Whole numbers in proportion; operations take at least one tick."""
-    whole = all(float(t).is_integer() for t in (*times, *lags)) and max(*times, *lags) <= TICKS
-    unit = 1.0 if whole else TICKS / max(times)
+    whole = all(float(t).is_integer() for t in (*times, *lags)) and max(*times, *lags) <= ticks
+    unit = 1.0 if whole else ticks / max(times)
     return [max(1, round(t * unit)) for t in times], [round(t * unit) for t in lags]
 
 

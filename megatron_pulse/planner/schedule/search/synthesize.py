@@ -1,9 +1,10 @@
 """The shortest schedule that is found without a solver, for any placement, times and memory.
 
-The classic schedules that fit, templates, list schedules by static rules, the shortest so far with
-its dates shaken, each squeezed by ``improve``; then swaps on the critical path (``anneal``). With
-many microbatches first a schedule of few, whose steady state is repeated (``extend``). See
-../README.md: Search. On the fold this is PULSE's wave:
+The classic schedules that fit; bounded dynamic programming (``dynamic``), which with little memory
+looks at everything; templates, list schedules by static rules, the shortest so far with its dates
+shaken, each squeezed by ``improve``; then swaps on the critical path (``anneal``). With many
+microbatches first a schedule of few, whose steady state is repeated (``extend``). See ../README.md:
+Search. On the fold this is PULSE's wave:
 
 P = 2, M = 2, equal stages, forward = backward = 1 (stage:microbatch; 10 slots)
 
@@ -39,6 +40,7 @@ from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.listing import list_schedule
 from megatron_pulse.planner.schedule.search.starts import from_template, starts, steady
 from megatron_pulse.planner.schedule.search.template import Template
+from megatron_pulse.planner.schedule.search.widening import BEHIND, Widening
 
 WORK, MOST_STARTS = 60_000, 250
 """Operations in all starts together, and starts at the most, where neither effort nor time is
@@ -50,6 +52,12 @@ CORE = 3
 STEADY_SHARE, CORE_SHARE, STARTS_SHARE, SHAKEN_SHARE = 0.1, 0.6, 0.2, 0.1
 """Of what is left of the effort or time: for many microbatches first for templates and for a
 schedule of fewer, then for starts and for shaken dates."""
+
+FEW_SHARE, MANY_SHARE = 0.05, 0.3
+"""The same for sweeps over counts: for few states at first, and for many where that is promising."""
+
+LOOKS = 20_000
+"""Starts of operations that a sweep looks at in the time of one start."""
 
 ROUNDS = (
     (0.4, 1.0, (4.0, 16.0)),
@@ -120,6 +128,7 @@ def get_ready() -> None:
     lower_bound(problem)
     shop = job_shop(problem)
     anneal(shop, improve(shop, next(starts(shop))), float)
+    next(Widening(problem, shop).starts(lambda: math.inf, lambda _: 1.0))
     if (spent := time.monotonic() - began) > NOTABLE_S:
         log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
 
@@ -162,6 +171,19 @@ class _Budget:
             return _Budget(math.inf, taken)
         return _Budget(max(0.0, part * (self.deadline - time.monotonic())), None)
 
+    def looks(self) -> Callable[[int], float]:
+        """How many starts of operations a sweep may still look at after so many, to take this."""
+        if self.effort is not None:
+            most = LOOKS * self.effort
+            return lambda done: most - done
+        began = time.monotonic()
+
+        def left(done: int) -> float:
+            now = time.monotonic()
+            return max(1, done) * (self.deadline - now) / max(1e-9, now - began)
+
+        return left
+
     def progress(self) -> Callable[[int], float]:
         """What ``anneal`` asks for, so that it takes all of this."""
         if self.effort is not None:
@@ -196,6 +218,8 @@ class _Search:
         """Search until the bound is reached or the budget spent."""
         given = (start for t in templates for start in from_template(self.shop, t))
         self.try_all(chain(map(self.shop.earliest, self.fitting), given), None)
+        sweeps = Widening(self.problem, self.shop)
+        self.sweep(sweeps, budget.share(FEW_SHARE))
         count = CORE * self.problem.placement.num_devices
         large = len(self.start) > LARGE
         if self.problem.num_microbatches > count:
@@ -207,10 +231,18 @@ class _Search:
         for source, share in ((starts(self.shop), most), (self.shaken(), SHAKEN_SHARE)):
             part = budget.share(share)
             self.try_all(source, part)
+        if sweeps.reached <= BEHIND * self.ticks:
+            self.sweep(sweeps, budget.share(MANY_SHARE))
         for seed, (share, hot, price) in enumerate(ROUNDS):
             if self.proved or budget.spent:
                 return
             self.anneal(budget.share(share), seed, hot, price)
+
+    def sweep(self, sweeps: Widening, budget: _Budget) -> None:
+        """Sweep over counts while there is budget; a sweep that leaves nothing out is a proof."""
+        if not budget.spent:
+            self.try_all(sweeps.starts(lambda: self.length, budget.looks()), None)
+            self.bound = min(max(self.bound, sweeps.bound), self.length)
 
     def anneal(self, budget: _Budget, seed: int, hot: float, price: tuple[float, float]) -> None:
         """Take all of the budget to anneal the shortest so far."""

@@ -1,0 +1,137 @@
+"""A job shop as a path that all microbatches follow: what a search by their positions needs.
+
+The forwards and (input) gradients of a microbatch are a path of L = 2S positions; position q is its
+q-th operation, and a microbatch *at* q has done q of them. Weight gradients hang on it. Where there
+are none, time may run backwards: the path reversed takes memory where the other gives it back.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_pulse.planner.schedule.search.jobshop import JobShop
+
+
+class Chain(NamedTuple):
+    """M = ``count`` microbatches on P devices; times in ticks, memory in units, both as the shop.
+
+    ``device``, ``time``, ``lag`` (from the position before), ``weight`` (the weight gradient that
+    hangs on it, or 0), ``takes`` and ``gives`` (memory) are by position; ``tail[q, m]``: least time
+    from the end of position q of microbatch m to the end of the step.
+
+    By device and position: ``needs`` and ``holds``, the memory that a microbatch there is still to
+    take, and has; ``share``, the latter as a share of the cap; ``life``, the least of the cap times
+    ticks that it will use from there on. By device: ``load`` of a microbatch's path and ``extra``
+    of its weight gradients, and ``after``, the least that follows the last of the path.
+    """
+
+    count: int
+    device: Any
+    time: Any
+    lag: Any
+    weight: Any
+    takes: Any
+    gives: Any
+    cap: Any
+    needs: Any
+    holds: Any
+    share: Any
+    life: Any
+    tail: Any
+    load: Any
+    extra: Any
+    after: Any
+
+    @property
+    def levels(self) -> int:
+        """Operations of a step."""
+        return int((len(self.time) + (self.weight > 0).sum()) * self.count)
+
+    @property
+    def most_open(self) -> int:
+        """Microbatches that can be under way at once, and one to come: each holds what its first
+        operation took until its last."""
+        takes = int(self.takes[0])
+        room = int(self.cap[self.device[0]]) // takes if takes else self.count
+        return min(self.count, room + 1)
+
+
+def chain_of(shop: JobShop, mirrored: bool = False) -> Chain:
+    """``shop`` as a path; ``mirrored``: with time running backwards, for whole backwards alone."""
+    count, num = shop.num_microbatches, shop.placement.num_stages
+    classes = path_of(shop)
+    first = [k * count for k in classes]
+    device = [shop.device[i] for i in first]
+    time = [shop.duration[i] for i in first]
+    lag = [0, *(shop.before[i][0][1] for i in first[1:])]
+    weight = [0] * (2 * num)
+    if shop.num_classes > 2 * num:
+        weight[num:] = [shop.duration[(num + k) * count] for k in classes[num:]]
+    if mirrored:
+        device, time, lag = device[::-1], time[::-1], [0, *lag[:0:-1]]
+    memory = [shop.delta[i] for i in first[:num]]
+    begin = np.cumsum(lag) + np.concatenate(([0], np.cumsum(time)[:-1]))
+    ends = begin + time + weight
+    devices = len(shop.cap)
+    needs, holds = np.zeros((2, devices, 2 * num + 1), np.int64)
+    share, life = np.zeros((2, devices, 2 * num + 1))
+    for s in range(num):
+        d, back = device[s], 2 * num - 1 - s
+        part = memory[s] / max(1, shop.cap[d])
+        needs[d, : s + 1] += memory[s]
+        life[d, : s + 1] += part * (ends[back] - begin[s])
+        holds[d, s + 1 : back + 1] += memory[s]
+        share[d, s + 1 : back + 1] += part
+        life[d, s + 1 : back + 1] += part * (ends[back] - begin[s + 1 : back + 1])
+    on = np.array(device) == np.arange(devices)[:, None]
+    rest = begin[-1] + time[-1] - begin - time
+    return Chain(
+        count,
+        *(np.array(values, np.int64) for values in (device, time, lag, weight)),
+        np.array(memory + [0] * num, np.int64),
+        np.array([0] * num + memory[::-1], np.int64),
+        np.array(shop.cap, np.int64),
+        needs,
+        holds,
+        share,
+        life,
+        _tails(shop, device, time, lag, weight, memory),
+        on @ np.array(time, np.int64),
+        on @ np.array(weight, np.int64),
+        np.where(on, rest, rest.max()).min(axis=1),
+    )
+
+
+def path_of(shop: JobShop) -> list[int]:
+    """The class at every position of a path."""
+    num = shop.placement.num_stages
+    return [*range(num), *reversed(range(num, 2 * num))]
+
+
+def _tails(
+    shop: JobShop,
+    device: list[int],
+    time: list[int],
+    lag: list[int],
+    weight: list[int],
+    memory: list[int],
+) -> Any:
+    """By the rest of the path, the microbatches behind, and who waits for memory given back."""
+    count, length = shop.num_microbatches, len(time)
+    tail: Any = np.zeros((length, count), np.int64)
+    for m in reversed(range(count)):
+        for q in reversed(range(length)):
+            least = weight[q]
+            if q + 1 < length:
+                least = max(least, lag[q + 1] + time[q + 1] + tail[q + 1, m])
+            if m + 1 < count:
+                least = max(least, time[q] + tail[q, m + 1])
+            s = length - 1 - q
+            if s < q and memory[s]:
+                waits = m + shop.cap[device[q]] // memory[s]
+                if waits < count:
+                    least = max(least, weight[q] + time[s] + tail[s, waits])
+            tail[q, m] = least
+    return tail

@@ -1,0 +1,88 @@
+"""Bounded dynamic programming with ever more states, forwards and backwards in time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from megatron_pulse.planner.schedule.ilp.grid import on_grid
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.chain import Chain, chain_of
+from megatron_pulse.planner.schedule.search.dynamic import MOST_KEPT, lines_of, sweep
+from megatron_pulse.planner.schedule.search.improve import improve
+from megatron_pulse.planner.schedule.search.jobshop import JobShop, job_shop
+
+FIRST, GROWTH = 64, 4
+"""States of the first sweep, and how many times as many the next ones have."""
+
+FINE = 1 << 36
+"""Ticks of the longest operation: sums are exact, and what is rounded away is no part of a proof."""
+
+WORTH = 1.5
+"""How many times as many states as before are worth another sweep."""
+
+FAVOUR, LITTLE = 8.0, 2.0
+"""What the mean over devices counts beside the bound when states are ranked: the bound alone is set
+by one device, while the others may already have wasted what will be missed."""
+
+BEHIND = 1.08
+"""How much longer than the shortest known a sweep's schedule may be for wider ones to be
+promising."""
+
+
+class Widening:
+    """Sweeps of one problem, the next one wider where the last left states out.
+
+    They run on times rounded down to whole ticks, a relaxation (``ilp.grid``), so that a sweep that
+    leaves out nothing proves a ``bound``, in the problem's unit. Where that grid would be too fine
+    they run in the ticks of ``shop`` and prove none. ``reached``: ticks of the last schedule.
+    """
+
+    def __init__(self, problem: ScheduleProblem, shop: JobShop) -> None:
+        grid = on_grid(problem, FINE)
+        own, times = job_shop(grid.problem, FINE), grid.problem
+        self.longest = max(*times.forward, *times.backward, *(times.weight_grad or ()))
+        self.proves = max(own.duration) == self.longest
+        self.shop, self.ticks = shop, own if self.proves else shop
+        self.unit = grid.width * self.longest / max(self.ticks.duration)
+        self.bound, self.reached, self.done = 0.0, 0, False
+        whole = problem.weight_grad is None
+        self.turns = ((False, FAVOUR), (True, FAVOUR) if whole else (False, LITTLE))
+        self.chains: dict[bool, Chain] = {}
+        self.turn, self.width, self.each = 0, FIRST, 0.0
+
+    def starts(
+        self, length: Callable[[], float], left: Callable[[int], float]
+    ) -> Iterator[list[int]]:
+        """Start times for the shop, squeezed; but for the first of less than ``length()``.
+
+        ``left``: how many starts of operations may still be looked at after so many.
+        """
+        looked = 0
+        while not self.done:
+            mirrored, favour = self.turns[self.turn % 2]
+            if mirrored not in self.chains:
+                self.chains[mirrored] = chain_of(self.ticks, mirrored)
+            chain = self.chains[mirrored]
+            width = min(self.width, MOST_KEPT // chain.levels)
+            if self.each:
+                width = min(width, int(left(looked) / self.each))
+            if width * GROWTH < self.width * WORTH:
+                return
+            below = math.ceil(length() / self.unit * (1 - 1e-9)) if self.turn else 1 << 60
+            found = sweep(chain, width, below, favour, lambda more, n=looked: left(n + more) <= 0)
+            looked += found.looked
+            if left(looked) <= 0 and not found.complete:
+                return
+            self.each = found.looked / width
+            self.turn += 1
+            self.width *= GROWTH if self.turn % 2 == 0 else 1
+            self.done = found.complete
+            if found.order is not None:
+                lines = lines_of(self.ticks, found.order, mirrored)
+                below = self.ticks.makespan(self.ticks.timed(lines))
+                start = improve(self.shop, self.shop.timed(lines))
+                self.reached = self.shop.makespan(start)
+                yield start
+            if found.complete and self.proves:
+                self.bound = below * self.unit
