@@ -29,6 +29,7 @@ from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.synthesize import BOUND_WORK, LONG_S, synthesize
 from megatron_pulse.planner.schedule.search.template import faults, steady_peak
+from megatron_pulse.planner.schedule.search.widening import Widening
 from megatron_pulse.planner.schedule.solve import CONSTRUCTIVE_SHARE, solve
 from tests.planner.exact import optimum
 from tests.planner.paper import paper_model, paper_schedule
@@ -56,7 +57,12 @@ def random_problem(seed: int, placement: Placement, count: int) -> ScheduleProbl
 
 
 UNPROVED = random_problem(1, fold(3), 6)
-"""A problem whose optimum, 110, is above the lower bound."""
+"""A problem whose optimum, 110, is above the lower bound; a sweep would prove it."""
+
+
+@pytest.fixture
+def without_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Widening, "starts", lambda *_: iter(()))
 
 
 @pytest.mark.parametrize(
@@ -80,6 +86,7 @@ def test_golden_optima_are_proved(cap: float, split: bool, solver: str, best: fl
     assert again.answer.status is Status.INFEASIBLE and again.bound == best
 
 
+@pytest.mark.usefixtures("without_sweeps")
 @pytest.mark.parametrize("solver", ["highs", "cp-sat"])
 def test_a_solver_proves_what_the_bound_does_not(solver: str) -> None:
     """``test_glpk_alone``: so does GLPK."""
@@ -223,7 +230,7 @@ def without_glpk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
 
-@pytest.mark.usefixtures("without_highs")
+@pytest.mark.usefixtures("without_highs", "without_sweeps")
 def test_glpk_alone() -> None:
     assert solvers.available() == (GLPK, Solver.NONE)
     found = solve(UNPROVED, 20).certificate
@@ -233,7 +240,7 @@ def test_glpk_alone() -> None:
         solve(equal(fold(2), 2), 1, "highs")
 
 
-@pytest.mark.usefixtures("without_highs", "without_glpk")
+@pytest.mark.usefixtures("without_highs", "without_glpk", "without_sweeps")
 def test_no_solver(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert solvers.available() == (Solver.NONE,)
@@ -249,6 +256,7 @@ def test_an_unknown_solver() -> None:
         solve(equal(fold(2), 2), 1, "cplex")
 
 
+@pytest.mark.usefixtures("without_sweeps")
 @pytest.mark.parametrize(
     ("script", "status", "detail"),
     [

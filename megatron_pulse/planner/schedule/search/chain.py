@@ -15,7 +15,7 @@ from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 
 class Chain(NamedTuple):
-    """M = ``count`` microbatches on P devices; times in ticks, memory in units, both as the shop.
+    """``microbatches`` M on P devices; times in ticks, memory in units, both as the shop.
 
     ``device``, ``time``, ``lag`` (from the position before), ``weight`` (the weight gradient that
     hangs on it, or 0), ``takes`` and ``gives`` (memory) are by position; ``tail[q, m]``: least time
@@ -27,7 +27,7 @@ class Chain(NamedTuple):
     of its weight gradients, and ``after``, the least that follows the last of the path.
     """
 
-    count: int
+    microbatches: int
     device: Any
     time: Any
     lag: Any
@@ -47,15 +47,15 @@ class Chain(NamedTuple):
     @property
     def levels(self) -> int:
         """Operations of a step."""
-        return int((len(self.time) + (self.weight > 0).sum()) * self.count)
+        return int((len(self.time) + (self.weight > 0).sum()) * self.microbatches)
 
     @property
     def most_open(self) -> int:
         """Microbatches that can be under way at once, and one to come: each holds what its first
         operation took until its last."""
         takes = int(self.takes[0])
-        room = int(self.cap[self.device[0]]) // takes if takes else self.count
-        return min(self.count, room + 1)
+        room = int(self.cap[self.device[0]]) // takes if takes else self.microbatches
+        return min(self.microbatches, room + 1)
 
 
 def chain_of(shop: JobShop, mirrored: bool = False) -> Chain:
@@ -75,8 +75,10 @@ def chain_of(shop: JobShop, mirrored: bool = False) -> Chain:
     begin = np.cumsum(lag) + np.concatenate(([0], np.cumsum(time)[:-1]))
     ends = begin + time + weight
     devices = len(shop.cap)
-    needs, holds = np.zeros((2, devices, 2 * num + 1), np.int64)
-    share, life = np.zeros((2, devices, 2 * num + 1))
+    needs: Any = np.zeros((devices, 2 * num + 1), np.int64)
+    holds: Any = np.zeros_like(needs)
+    share: Any = np.zeros(needs.shape)
+    life: Any = np.zeros(needs.shape)
     for s in range(num):
         d, back = device[s], 2 * num - 1 - s
         part = memory[s] / max(1, shop.cap[d])
@@ -89,7 +91,10 @@ def chain_of(shop: JobShop, mirrored: bool = False) -> Chain:
     rest = begin[-1] + time[-1] - begin - time
     return Chain(
         count,
-        *(np.array(values, np.int64) for values in (device, time, lag, weight)),
+        np.array(device, np.int64),
+        np.array(time, np.int64),
+        np.array(lag, np.int64),
+        np.array(weight, np.int64),
         np.array(memory + [0] * num, np.int64),
         np.array([0] * num + memory[::-1], np.int64),
         np.array(shop.cap, np.int64),

@@ -1,11 +1,11 @@
 """Bounded dynamic programming: the shortest schedule by how far every microbatch has come.
 
 Operations start one after the other. What a beginning of a schedule leaves to the rest is a
-*state*: the position of every microbatch that is under way, the weight gradients that wait, and when
-each device and each next operation is free to start. Of two beginnings with equal counts one that
-is nowhere later dominates: whatever follows the other can follow it at the same times. With little
-memory few microbatches are under way, so that counts and times are few, and all of them can be
-looked at: the schedule is then the shortest (Gromicho et al., "Solving the job-shop scheduling
+*state*: the position of every microbatch that is under way, the weight gradients that wait, and
+when each device and each next operation is free to start. Of two beginnings with equal counts one
+that is nowhere later dominates: whatever follows the other can follow it at the same times. With
+little memory few microbatches are under way, so that counts and times are few, and all of them can
+be looked at: the schedule is then the shortest (Gromicho et al., "Solving the job-shop scheduling
 problem optimally by dynamic programming", 2012). Elsewhere the most promising are kept, as many as
 ``width``, after every operation (a beam).
 
@@ -14,29 +14,23 @@ nothing is given back by a microbatch before it has taken all that it needs, and
 older one in its class has; so if any order completes, the oldest first does (the banker's rule).
 
 An operation that takes no memory and would end before another could start on its device goes first:
-whatever the rest, it can only be earlier. The whole of P = 2, M = 3 within 3 activations has 113
-states at the most after any operation, P = 4, M = 8 within 3 some dozens.
+whatever the rest, it can only be earlier.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.compiled import compiled
 from megatron_pulse.planner.schedule.search.chain import Chain, path_of
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-
-BLOCK = 20_000
-"""Starts of operations to look at between two looks at the clock."""
+from megatron_pulse.planner.schedule.search.states import beginning, levels, no_children
 
 MOST_KEPT = 16_000_000
 """States to remember in all levels together, at 8 bytes each."""
-
-_FREE = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -49,39 +43,6 @@ class Sweep:
     looked: int
 
 
-class _Layer(NamedTuple):
-    """``size`` states after equally many operations; microbatch ``base[z] + w`` is in column w.
-
-    ``at``: its position; ``ready``: when its next operation can start. By stage, ``waiting`` weight
-    gradients. By device: ``free``, from when it is; ``live`` memory; ``left``, what it has to do on
-    paths and ``extra`` in weight gradients; ``held`` shares of the cap and what they come to,
-    ``life``, as ``Chain`` has it, ``held`` being from time 0 on. ``bound``: no rest is shorter.
-    """
-
-    base: Any
-    at: Any
-    ready: Any
-    waiting: Any
-    free: Any
-    live: Any
-    left: Any
-    extra: Any
-    held: Any
-    life: Any
-    bound: Any
-
-
-class _Children(NamedTuple):
-    """Starts that are possible: of which state, which column (or, from W on, which stage's weight
-    gradient), when, the bound, and by what they are ranked."""
-
-    state: Any
-    what: Any
-    begin: Any
-    bound: Any
-    rank: Any
-
-
 def sweep(
     chain: Chain, width: int, below: int, favour: float, stop: Callable[[int], bool]
 ) -> Sweep:
@@ -90,22 +51,16 @@ def sweep(
     States are ranked by bound plus ``favour`` times the mean over devices of what each comes to.
     ``stop`` is asked now and then, with the starts that were looked at, whether to give up.
     """
-    layers = [_layer(chain, width) for _ in range(2)]
-    columns = layers[0].at.shape[1] + layers[0].waiting.shape[1]
-    rows = width * columns
-    children = _Children(
-        *(np.zeros(rows, np.int32) for _ in range(2)),
-        np.zeros(rows, np.int64),
-        *(np.zeros(rows) for _ in range(2)),
-    )
-    table = np.zeros(1 << (4 * width).bit_length(), np.int64)
-    parent = np.zeros((chain.levels, width), np.int32)
-    code = np.zeros((chain.levels, width), np.int32)
+    layers = [beginning(chain, width) for _ in range(2)]
+    children = no_children(layers[0])
+    table: Any = np.zeros(1 << (4 * width).bit_length(), np.int64)
+    parent: Any = np.zeros((chain.levels, width), np.int32)
+    code: Any = np.zeros((chain.levels, width), np.int32)
     level, size, complete, looked = 0, 1, True, 0
     while level < chain.levels and size:
         if stop(looked):
             return Sweep(None, False, looked)
-        level, size, left_out, more = _levels(
+        level, size, left_out, more = levels(
             chain,
             layers[level % 2],
             layers[1 - level % 2],
@@ -126,7 +81,7 @@ def sweep(
     order = []
     for level in reversed(range(chain.levels)):
         order.append(int(code[level, best]))
-        best = parent[level, best]
+        best = int(parent[level, best])
     return Sweep(order[::-1], complete, looked)
 
 
@@ -134,289 +89,11 @@ def lines_of(shop: JobShop, order: list[int], mirrored: bool) -> list[list[int]]
     """The operations of every device, from a sweep's order."""
     count, num = shop.num_microbatches, shop.placement.num_stages
     path = path_of(shop)
-    done, lines = [0] * shop.num_classes, [[] for _ in shop.cap]
+    done = [0] * shop.num_classes
+    lines: list[list[int]] = [[] for _ in shop.cap]
     for q in order:
         k = q + (0 if q >= 2 * num else path[-1 - q if mirrored else q] - q)
         i = k * count + (count - 1 - done[k] if mirrored else done[k])
         done[k] += 1
         lines[shop.device[i]].append(i)
     return [line[::-1] for line in lines] if mirrored else lines
-
-
-def _layer(chain: Chain, width: int) -> _Layer:
-    """Room for ``width`` states; the first is the beginning of the step."""
-    open_, devices = chain.most_open, len(chain.cap)
-    layer = _Layer(
-        np.zeros(width, np.int64),
-        *(np.zeros((width, open_), np.int64) for _ in range(2)),
-        np.zeros((width, len(chain.time) // 2), np.int64),
-        *(np.zeros((width, devices), np.int64) for _ in range(4)),
-        *(np.zeros((width, devices)) for _ in range(2)),
-        np.zeros(width),
-    )
-    layer.left[0] = chain.load * chain.count
-    layer.extra[0] = chain.extra * chain.count
-    layer.life[0] = chain.life[:, 0] * chain.count
-    return layer
-
-
-@compiled
-def _levels(
-    chain: Chain,
-    now: _Layer,
-    then: _Layer,
-    children: _Children,
-    table: Any,
-    parent: Any,
-    code: Any,
-    level: int,
-    size: int,
-    below: float,
-    favour: float,
-) -> tuple[int, int, bool, int]:
-    """Go on from ``level`` until enough was looked at: level and states there, whether any was left
-    out, and how many starts were looked at."""
-    looked, left_out = 0, False
-    while level < len(parent) and size and looked < BLOCK:
-        found, more = _expand(chain, now, size, children, below, favour)
-        size, dropped = _keep(chain, now, then, children, found, table, parent[level], code[level])
-        looked += more
-        left_out |= dropped
-        level += 1
-        now, then = then, now
-    return level, size, left_out, looked
-
-
-@compiled
-def _expand(
-    chain: Chain, now: _Layer, size: int, children: _Children, below: float, favour: float
-) -> tuple[int, int]:
-    """Put what can start next into ``children``: how many, and how many were looked at.
-
-    A device comes to what it has to do, or to memory times time, whichever is more.
-    """
-    # Names of their own: a field of a tuple costs numba more than what is done with it.
-    device_of, time_of, lag, weight = chain.device, chain.time, chain.lag, chain.weight
-    takes, tail, after = chain.takes, chain.tail, chain.after
-    share, life_of = chain.share, chain.life
-    base, at, ready, waiting = now.base, now.at, now.ready, now.waiting
-    free, left, extra, held, life = now.free, now.left, now.extra, now.held, now.life
-    length, columns, stages, devices = len(time_of), at.shape[1], waiting.shape[1], len(after)
-    what: Any = np.zeros(columns + stages, np.int64)
-    begin: Any = np.zeros(columns + stages, np.int64)
-    time: Any = np.zeros(columns + stages, np.int64)
-    device: Any = np.zeros(columns + stages, np.int64)
-    soonest: Any = np.zeros(devices, np.int64)  # end of what takes no memory
-    split = chain.extra.any()
-    looked = found = 0
-    for z in range(size):
-        count = 0
-        soonest[:] = _FREE
-        for w in range(min(columns, chain.count - base[z])):
-            q = at[z, w]
-            d = device_of[q]
-            if w == 0 or at[z, w - 1] > q:
-                grows = takes[q]
-                if not grows or _is_safe(
-                    at, z, w, chain.needs, chain.holds, d, grows, chain.cap[d], now.live[z, d]
-                ):
-                    what[count], device[count], time[count] = w, d, time_of[q]
-                    begin[count] = max(free[z, d], ready[z, w])
-                    if not grows:
-                        soonest[d] = min(soonest[d], begin[count] + time[count])
-                    count += 1
-            if q == 0:
-                break
-        for s in range(stages):
-            if waiting[z, s]:
-                d = device_of[s]
-                what[count], device[count], time[count] = columns + s, d, weight[length - 1 - s]
-                begin[count] = free[z, d]
-                soonest[d] = min(soonest[d], begin[count] + time[count])
-                count += 1
-        for e in range(count):
-            if begin[e] >= soonest[device[e]]:
-                continue
-            looked += 1
-            q, since, on_path = 0, 0, what[e] < columns
-            end = arrives = begin[e] + time[e]
-            bound = now.bound[z]
-            if on_path:
-                q, since = at[z, what[e]], ready[z, what[e]]
-                bound = max(bound, float(end + tail[q, base[z] + what[e]]))
-                if q + 1 < length:
-                    arrives += lag[q + 1]
-            total = 0.0
-            for d in range(devices):
-                start, path, rest = max(free[z, d], begin[e]), left[z, d], extra[z, d]
-                holds, lives = held[z, d], life[z, d]
-                if d == device[e]:
-                    start = end
-                    if on_path:
-                        path -= time[e]
-                    else:
-                        rest -= time[e]
-                if on_path:
-                    holds += share[d, q + 1] - share[d, q]
-                    lives += life_of[d, q + 1] - life_of[d, q]
-                    lives += share[d, q + 1] * arrives - share[d, q] * since
-                comes = float(start + path + rest)
-                full = begin[e] + lives - holds * begin[e]
-                if path:
-                    comes = max(comes, float(start + path + after[d]))
-                    if not split:
-                        full += after[d]
-                comes = max(comes, full)
-                total += comes
-                bound = max(bound, comes)
-            if bound < below - 1e-6:
-                children.state[found], children.what[found] = z, what[e]
-                children.begin[found], children.bound[found] = begin[e], bound
-                children.rank[found] = bound + favour * total / devices
-                found += 1
-    return found, looked
-
-
-@compiled
-def _is_safe(
-    at: Any, z: int, w: int, needs: Any, holds: Any, d: int, takes: int, cap: int, live: int
-) -> bool:
-    """Whether device d has memory for the next forward of column w of state z, and all that is
-    under way can then still be completed."""
-    if live + takes > cap:
-        return False
-    spare = cap - takes
-    last = w
-    for v in range(at.shape[1]):
-        if at[z, v]:
-            last = max(last, v)
-            spare -= holds[d, at[z, v]]
-    for v in range(last + 1):
-        own = takes if v == w else 0
-        if needs[d, at[z, v]] - own > spare:
-            return False
-        spare += holds[d, at[z, v]] + own
-    return True
-
-
-@compiled
-def _keep(
-    chain: Chain,
-    now: _Layer,
-    then: _Layer,
-    children: _Children,
-    found: int,
-    table: Any,
-    parent: Any,
-    code: Any,
-) -> tuple[int, bool]:
-    """Make states of the best of ``found`` children unless another dominates them: how many, and
-    whether there was no room for more. ``code``: the position that was started, or L + the stage
-    of a weight gradient."""
-    device, time, lag, weight = chain.device, chain.time, chain.lag, chain.weight
-    takes, gives, share, life_of = chain.takes, chain.gives, chain.share, chain.life
-    base, at, ready, waiting = then.base, then.at, then.ready, then.waiting
-    free, live, left, extra = then.free, then.live, then.left, then.extra
-    held, life, old = then.held, then.life, now
-    length, columns, stages = len(time), at.shape[1], waiting.shape[1]
-    devices, width, count = len(chain.cap), len(base), chain.count
-    following: Any = np.full(width, -1, np.int64)
-    hashes: Any = np.zeros(width, np.int64)
-    mask = len(table) - 1
-    table[:] = -1
-    y = 0
-    for child in np.argsort(children.rank[:found], kind="mergesort"):
-        if y == width:
-            return y, True
-        z, what, begin = children.state[child], children.what[child], children.begin[child]
-        _copy(old.at, at, z, y)
-        _copy(old.ready, ready, z, y)
-        _copy(old.waiting, waiting, z, y)
-        _copy(old.free, free, z, y)
-        _copy(old.live, live, z, y)
-        _copy(old.left, left, z, y)
-        _copy(old.extra, extra, z, y)
-        base[y] = old.base[z]
-        if what < columns:
-            q = at[y, what]
-            code[y], d, end = q, device[q], begin + time[q]
-            left[y, d] -= time[q]
-            live[y, d] += takes[q]
-            if weight[q]:
-                waiting[y, length - 1 - q] += 1
-            else:
-                live[y, d] -= gives[q]
-            at[y, what] = q + 1
-            if q + 1 < length:
-                ready[y, what] = end + lag[q + 1]
-            else:  # the oldest, which is column 0
-                base[y] += 1
-                for w in range(columns - 1):
-                    at[y, w], ready[y, w] = at[y, w + 1], ready[y, w + 1]
-                at[y, columns - 1] = ready[y, columns - 1] = 0
-        else:
-            s = what - columns
-            q = length - 1 - s
-            code[y], d, end = length + s, device[q], begin + weight[q]
-            extra[y, d] -= weight[q]
-            live[y, d] -= gives[q]
-            waiting[y, s] -= 1
-        free[y, d] = end
-        for d in range(devices):
-            free[y, d] = max(free[y, d], begin)  # nothing starts before what has started
-        key = base[y] * 1_000_003
-        for w in range(columns):
-            key = (key ^ at[y, w]) * 1_099_511_628_211
-            if base[y] + w < count:
-                ready[y, w] = max(ready[y, w], free[y, device[at[y, w]]])
-        for s in range(stages):
-            key = (key ^ waiting[y, s]) * 1_099_511_628_211
-        key ^= key >> 29
-        other = table[key & mask]
-        while other >= 0:
-            if (
-                hashes[other] == key
-                and base[other] == base[y]
-                and _none_later(ready, other, y)
-                and _none_later(free, other, y)
-                and _equal(at, other, y)
-                and _equal(waiting, other, y)
-            ):
-                break
-            other = following[other]
-        if other >= 0:
-            continue
-        hashes[y], following[y] = key, table[key & mask]
-        table[key & mask] = y
-        parent[y], then.bound[y] = z, children.bound[child]
-        for d in range(devices):
-            holds, lives = 0.0, max(0, count - base[y] - columns) * life_of[d, 0]
-            for w in range(min(columns, count - base[y])):
-                q = at[y, w]
-                holds += share[d, q]
-                lives += life_of[d, q] + share[d, q] * ready[y, w]
-            held[y, d], life[y, d] = holds, lives
-        y += 1
-    return y, False
-
-
-@compiled
-def _copy(source: Any, target: Any, z: int, y: int) -> None:
-    for i in range(target.shape[1]):
-        target[y, i] = source[z, i]
-
-
-@compiled
-def _equal(values: Any, a: int, b: int) -> bool:
-    for i in range(values.shape[1]):
-        if values[a, i] != values[b, i]:
-            return False
-    return True
-
-
-@compiled
-def _none_later(times: Any, a: int, b: int) -> bool:
-    for i in range(times.shape[1]):
-        if times[a, i] > times[b, i]:
-            return False
-    return True

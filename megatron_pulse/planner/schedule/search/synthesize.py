@@ -54,7 +54,7 @@ STEADY_SHARE, CORE_SHARE, STARTS_SHARE, SHAKEN_SHARE = 0.1, 0.6, 0.2, 0.1
 schedule of fewer, then for starts and for shaken dates."""
 
 FEW_SHARE, MANY_SHARE = 0.05, 0.3
-"""The same for sweeps over counts: for few states at first, and for many where that is promising."""
+"""The same for sweeps: for few states at first, and for many where that is promising."""
 
 LOOKS = 20_000
 """Starts of operations that a sweep looks at in the time of one start."""

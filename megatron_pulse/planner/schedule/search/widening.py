@@ -16,7 +16,7 @@ FIRST, GROWTH = 64, 4
 """States of the first sweep, and how many times as many the next ones have."""
 
 FINE = 1 << 36
-"""Ticks of the longest operation: sums are exact, and what is rounded away is no part of a proof."""
+"""Ticks of the longest operation: sums are exact, and what is rounded away is below what counts."""
 
 WORTH = 1.5
 """How many times as many states as before are worth another sweep."""
@@ -49,7 +49,7 @@ class Widening:
         whole = problem.weight_grad is None
         self.turns = ((False, FAVOUR), (True, FAVOUR) if whole else (False, LITTLE))
         self.chains: dict[bool, Chain] = {}
-        self.turn, self.width, self.each = 0, FIRST, 0.0
+        self.turn, self.width, self.each, self.looked = 0, FIRST, 0.0, 0
 
     def starts(
         self, length: Callable[[], float], left: Callable[[int], float]
@@ -58,7 +58,7 @@ class Widening:
 
         ``left``: how many starts of operations may still be looked at after so many.
         """
-        looked = 0
+        self.looked = 0
         while not self.done:
             mirrored, favour = self.turns[self.turn % 2]
             if mirrored not in self.chains:
@@ -66,13 +66,13 @@ class Widening:
             chain = self.chains[mirrored]
             width = min(self.width, MOST_KEPT // chain.levels)
             if self.each:
-                width = min(width, int(left(looked) / self.each))
+                width = min(width, int(left(self.looked) / self.each))
             if width * GROWTH < self.width * WORTH:
                 return
             below = math.ceil(length() / self.unit * (1 - 1e-9)) if self.turn else 1 << 60
-            found = sweep(chain, width, below, favour, lambda more, n=looked: left(n + more) <= 0)
-            looked += found.looked
-            if left(looked) <= 0 and not found.complete:
+            found = sweep(chain, width, below, favour, lambda more: left(self.looked + more) <= 0)
+            self.looked += found.looked
+            if left(self.looked) <= 0 and not found.complete:
                 return
             self.each = found.looked / width
             self.turn += 1
