@@ -25,7 +25,7 @@ from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.to_plan import plan_of
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.profile import (
     LayerTimes,

@@ -34,7 +34,7 @@ from megatron_pulse.integration.planning.planning import (
 )
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.planner.tune.recompute import load_checked
+from megatron_pulse.planner.tune.plans.recompute import load_checked
 from model_specs import continue_model, load_backbone
 
 

@@ -49,7 +49,7 @@ TARGETS: dict[str, Target] = {
         (
             ("show", "plan.json", "--grid"),
             ("show", "plan.json", "-o", "p.svg"),
-            ("show", "plan.json", "-o", "p.html", "--profile", "profile.json"),
+            ("show", "plan.json", "-o", "p.html"),
             ("show", "plan.json", "-o", "p.json"),
             ("compare", "plan.json", "trace.json", "--json"),
         ),
@@ -63,7 +63,6 @@ TARGETS: dict[str, Target] = {
             ("partition", "--profile", "profile.json", "-p", "2", "--draw", "p.svg"),
             ("schedule", "--profile", "profile.json", *_LINKS),
             ("tune", "--profile", "profile.json", *_TUNE, "-o", "made.json"),
-            ("show", "plan.json", "-o", "p.html", "--profile", "profile.json"),
             (
                 "compare",
                 "plan.json",

@@ -14,7 +14,7 @@ from megatron_pulse.planner.plan_file.plan_file import load_plan, save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.to_plan import plan_of
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline
 from model_specs import load_backbone

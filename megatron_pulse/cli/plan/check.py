@@ -96,7 +96,7 @@ def _against_the_world(
 ) -> tuple[list[str], dict[str, str]]:
     """The plan, if it is legal in itself, and its backbone, and the machines of its record."""
     from megatron_pulse.planner.plan_file.check import check_backbone, machine_faults, on_machines
-    from megatron_pulse.planner.tune.recompute import figure_faults
+    from megatron_pulse.planner.tune.plans.recompute import figure_faults
     from model_specs import load_recorded
 
     faults: list[str] = []

@@ -6,7 +6,6 @@ import html
 from functools import partial
 from pathlib import Path
 
-from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.cli import page
 from megatron_pulse.cli.output import draw
 from megatron_pulse.cli.plan import plan_text
@@ -21,9 +20,7 @@ from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.step.replay import Replay
 
 
-def write_page(
-    plan: PlanFile, replayed: Replay, costs: ChainCosts | None, path: Path, at: Path
-) -> str:
+def write_page(plan: PlanFile, replayed: Replay, path: Path, at: Path) -> str:
     """A picture, a page or a trace of the plan of file ``path``, by the ending of ``at``."""
     problem = plan.problem
     panels = [Panel("predicted", replayed.timeline, sent(replayed.transfers))]
@@ -38,20 +35,16 @@ def write_page(
             scale=1e3,
             in_bytes=True,
         ),
-        partial(_page, plan, replayed, costs, path),
+        partial(_page, plan, replayed, path),
         lambda: trace_events(problem, panels, 1e6, in_bytes=True),
     )
 
 
-def _page(
-    plan: PlanFile, replayed: Replay, costs: ChainCosts | None, path: Path, timeline: str
-) -> str:
-    cut = "give the profile with --profile to see the partition"
+def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
     parts = [
         page.lines([plan_text.batch(plan)]),
         "<h2>Predicted</h2>" + page.listed(plan_text.predicted(plan)),
-        "<h2>Partition</h2>"
-        + (page.lines([cut]) if costs is None else page.picture(_partition(plan, costs))),
+        "<h2>Partition</h2>" + page.picture(_partition(plan)),
         "<h2>One step of a pipeline</h2>" + page.picture(timeline),
         "<h2>Devices</h2>"
         + page.table(plan_text.DEVICE_COLUMNS, plan_text.devices(plan, replayed), left=(1, 7)),
@@ -64,7 +57,8 @@ def _page(
     return page.page(plan.heading, *parts)
 
 
-def _partition(plan: PlanFile, costs: ChainCosts) -> str:
+def _partition(plan: PlanFile) -> str:
+    costs = plan.profile.at(plan.micro_batch_size, plan.recompute)
     slowest = max((edge.seconds for edge in plan.edges), default=0.0)
     found = evaluate(costs, plan.partition, Link(slowest))
     what = f"microbatch of {plan.micro_batch_size}; loads with {1e3 * slowest:.3g} ms a message"

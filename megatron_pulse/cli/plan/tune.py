@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.cluster.cluster import cluster
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.evaluate import Evaluator
-    from megatron_pulse.planner.tune.to_plan import plan_of
+    from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.profile.cautions import (
         device_caution,
         rank_threads,

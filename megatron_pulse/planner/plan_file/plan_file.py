@@ -45,7 +45,7 @@ class PlanFile:
     ``rank_order`` is Megatron's: tp-dp-pp or tp-pp-dp. ``stages`` are the layers' names.
     ``schedule`` answers ``problem``, in seconds and bytes; ``edges`` are the messages between
     devices. ``predicted`` and ``provenance`` are for people; they and the times are what
-    ``profile``, of this microbatch size alone, makes of the rest (see ``tune.recompute``).
+    ``profile``, of this microbatch size alone, makes of the rest (see ``tune.plans.recompute``).
     """
 
     backbone: Mapping[str, Any]

@@ -13,7 +13,7 @@ tuning    what a search found: the best, and what became of the others
 finish    whole schedules for the best
 explain   why the best is the best, and what to change where nothing fits
 tune      all of these in one call
-to_plan   what was found as a plan file
+plans     what was found as a plan file; a plan file's figures worked out again
 ========  =======================================================================================
 
 PULSE (section VI) assumes M = P, seven times the parameters as memory, and neither tensor

@@ -17,8 +17,8 @@ from megatron_pulse.planner.layout.layouts import FOLD_EXACT
 from megatron_pulse.planner.plan_file.plan_file import PlanFileError, load_plan, save_plan
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.recompute import load_checked
-from megatron_pulse.planner.tune.to_plan import plan_of
+from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import tune
 from megatron_pulse.profile.profile import Profile
 from tests.plans import small_plan, small_profile

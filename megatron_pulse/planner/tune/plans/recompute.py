@@ -22,7 +22,7 @@ from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.to_plan import plan_of
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
 
 ROUNDING = 1e-6
 """Relative difference of figures that count as equal: sums in another order, a solver's units."""
