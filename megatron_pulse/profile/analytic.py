@@ -58,8 +58,10 @@ def analyse(
             if kind in counted:
                 continue
             module = backbone.layers[i].build(context)
+            samples = micro_batch_sizes[0]
+            call = make_call(backbone, i, module, samples, roofline.dtype, "meta")
             counted[kind] = (
-                module_sizes(module),
+                module_sizes(module, call.forward, samples),
                 [
                     count_work(backbone, i, module, size, roofline.dtype)
                     for size in micro_batch_sizes

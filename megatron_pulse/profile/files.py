@@ -14,7 +14,7 @@ from typing import Any
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
-from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.profile.profile import Profile, ProfiledLayer, ProfileError
 
 _FORMAT = "megatron_pulse profile 1"
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -91,6 +91,8 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
     if not isinstance(value, dict):
         faults.append(f"{where}: expected an object, got {_short(value)}")
         return None
+    if kind is ProfiledLayer and type(value.get("shard_sums")) is int:
+        value = {**value, "shard_sums": _sums_of_boundaries(value)}
     kinds = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""
     older = {"threads"} if kind is Profile else set()  # which old profiles do not have
@@ -107,6 +109,12 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
         return read
     complete = len(faults) == before and not missing
     return kind(**read) if complete else None
+
+
+def _sums_of_boundaries(layer: dict[str, Any]) -> dict[str, Any]:
+    """What an older profile says of sums over tensor-parallel ranks: how many, of boundaries."""
+    sums = [layer.get("boundary_bytes", 0)] * layer["shard_sums"]
+    return {"rows": sums, "columns": sums, "contexts": []}
 
 
 def _read_key(kind: Any, key: str, where: str, faults: list[str]) -> Any:

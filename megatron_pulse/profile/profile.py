@@ -78,19 +78,32 @@ NO_SPREAD = 0.0, 0.0, 0.0
 
 
 @dataclass(frozen=True)
+class ShardSums:
+    """What tensor-parallel ranks sum, bytes per sample of each tensor.
+
+    A forward sums the outputs of row-parallel linears (``rows``), a backward the gradients of what
+    column-parallel ones take: ``columns`` of tokens, which sequence parallelism divides, and
+    ``contexts``, which are whole on every rank.
+    """
+
+    rows: tuple[int, ...] = ()
+    columns: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ProfiledLayer:
     """What does not depend on the microbatch size; ``boundary_bytes`` are those of all boundary
     tensors that the layer takes, together, per sample.
 
-    Tensor parallelism divides ``sharded_parameters`` of the parameters, and sums over its ranks
-    ``shard_sums`` times in a forward pass and as often in a backward pass.
+    Tensor parallelism divides ``sharded_parameters`` of the parameters, and sums ``shard_sums``.
     """
 
     name: str
     parameters: int
     boundary_bytes: int
     sharded_parameters: int = 0
-    shard_sums: int = 0
+    shard_sums: ShardSums = ShardSums()
 
 
 @dataclass(frozen=True)
@@ -249,8 +262,11 @@ class Profile:
         for i, layer in enumerate(self.layers):
             if first.setdefault(layer.name, i) != i:
                 yield f"layers {first[layer.name]} and {i} are both called {layer.name!r}"
-            counts = ("parameters", "boundary_bytes", "sharded_parameters", "shard_sums")
+            counts = ("parameters", "boundary_bytes", "sharded_parameters")
             yield from _beyond(f"layers[{i}]", layer, counts)
+            sums = layer.shard_sums
+            if not all(0 <= n <= _MOST for n in (*sums.rows, *sums.columns, *sums.contexts)):
+                yield f"layers[{i}].shard_sums: bytes must be from 0 to {_MOST:g}"
         for size, times in self.times.items():
             if not 1 <= size <= _MOST_SAMPLES:
                 yield f"times: the microbatch size {size} must be from 1 to {_MOST_SAMPLES:,}"

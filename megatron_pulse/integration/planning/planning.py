@@ -213,7 +213,7 @@ def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> Ch
     """Costs at the run's microbatch size; under sequence parallelism the edges are divided."""
     costs = profile.at(args.micro_batch_size, args.recompute_granularity == "full")
     parts = args.tensor_model_parallel_size
-    sizes = [Sizes(count, 0, 0) for count in costs.parameters]
+    sizes = [Sizes(count) for count in costs.parameters]
     chain, skips, _ = describe_chain(backbone, sizes, profile.dtype)
     size = args.micro_batch_size
     return replace(

@@ -82,10 +82,11 @@ def measure(
         for i, layer in enumerate(layers):
             module = layer.build(context).to(place)
             _fill(module)
-            sizes.append(module_sizes(module))
             for size in micro_batch_sizes:
                 try:
                     call = make_call(backbone, i, module, size, dtype, place)
+                    if size == micro_batch_sizes[0]:
+                        sizes.append(module_sizes(module, call.forward, size))
                     num_outputs = len(layer.outputs)
                     key = _kind(call) if once_per_kind else f"{i}/{size}"
                     if key not in known:

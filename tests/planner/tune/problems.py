@@ -12,6 +12,7 @@ from megatron_pulse.profile.profile import (
     Profile,
     ProfiledLayer,
     ProfiledSkip,
+    ShardSums,
     Source,
 )
 
@@ -48,6 +49,7 @@ def profile(
     """Layers of some milliseconds a sample; nested skips from the outermost inwards."""
     weights = [1.0 if even else rng.uniform(0.5, 1.5) for _ in range(num_layers)]
     size = round(megabytes * 1e6)
+    sums = ShardSums((size, size), (size, size))
 
     def times(batch: int) -> tuple[LayerTimes, ...]:
         return tuple(
@@ -73,7 +75,7 @@ def profile(
         recompute=False,
         method="made up",
         layers=tuple(
-            ProfiledLayer(f"layer{i}", parameters, size, parameters // 2 * 2, 2)
+            ProfiledLayer(f"layer{i}", parameters, size, parameters // 2 * 2, sums)
             for i in range(num_layers)
         ),
         times={1: times(1), 8: times(8)},

@@ -20,7 +20,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import tune
-from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.profile import Profile, ShardSums
 from tests.plans import small_plan, small_profile
 
 Record = dict[str, Any]
@@ -39,7 +39,7 @@ def sharded() -> Profile:
                 parameters=3_000_000,
                 boundary_bytes=layer.boundary_bytes // 2,
                 sharded_parameters=2_000_000,
-                shard_sums=2,
+                shard_sums=ShardSums(2 * (layer.boundary_bytes // 2,), 2 * (layer.boundary_bytes // 2,)),
             )
             for layer in profile.layers
         ),

@@ -1,0 +1,104 @@
+"""Which collectives Megatron-Core issues in a step: their kinds, bytes and number.
+
+Sums over tensor-parallel ranks are those of ``core/tensor_parallel/layers.py``: a row-parallel
+linear sums its outputs, a column-parallel one the gradients of its input. Under sequence
+parallelism each sum is a reduce-scatter, and what was divided is gathered again: a column-parallel
+linear's input in both passes, a row-parallel one's output gradient.
+
+Gradients are summed over replicas in the buckets of ``core/distributed/param_and_grad_buffer.py``
+and ``core/optimizer/distrib_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.profile.profile import ShardSums
+
+BUCKET_PARAMETERS = 40_000_000
+"""Megatron's bucket: gradients that are summed over replicas together, at the least."""
+
+BUCKET_PARAMETERS_PER_REPLICA = 1_000_000
+"""The bucket of many replicas."""
+
+
+class Kind(StrEnum):
+    """Kinds of collectives."""
+
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_GATHER = "all-gather"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call; ``num_bytes`` of the whole tensor, of which divided ones are parts."""
+
+    kind: Kind
+    num_bytes: int
+
+
+def collective_s(
+    cluster: Cluster, call: Collective, ranks: Sequence[int], concurrent: int = 1
+) -> float:
+    """Seconds of ``call`` on ``ranks``, with ``concurrent`` such groups at once."""
+    seconds = {
+        Kind.ALL_REDUCE: cluster.allreduce_s,
+        Kind.REDUCE_SCATTER: cluster.reduce_scatter_s,
+        Kind.ALL_GATHER: cluster.all_gather_s,
+    }
+    return seconds[call.kind](call.num_bytes, ranks, concurrent) if call.num_bytes else 0.0
+
+
+def forward_sums(sums: ShardSums, samples: int, sequence_parallel: bool) -> Iterator[Collective]:
+    """Of a layer's forward on one microbatch of ``samples``."""
+    if sequence_parallel:
+        yield from _all(Kind.ALL_GATHER, sums.columns, samples)
+    kind = Kind.REDUCE_SCATTER if sequence_parallel else Kind.ALL_REDUCE
+    yield from _all(kind, sums.rows, samples)
+
+
+def backward_sums(sums: ShardSums, samples: int, sequence_parallel: bool) -> Iterator[Collective]:
+    """Of a layer's whole backward on one microbatch of ``samples``."""
+    yield from _all(Kind.ALL_REDUCE, sums.contexts, samples)
+    if sequence_parallel:
+        yield from _all(Kind.ALL_GATHER, sums.rows, samples)
+        yield from _all(Kind.ALL_GATHER, sums.columns, samples)
+    kind = Kind.REDUCE_SCATTER if sequence_parallel else Kind.ALL_REDUCE
+    yield from _all(kind, sums.columns, samples)
+
+
+def _all(kind: Kind, sizes: Sequence[int], samples: int) -> Iterator[Collective]:
+    return (Collective(kind, samples * size) for size in sizes)
+
+
+def buckets(
+    parameters: Sequence[int], replicas: int, divided: bool, first: bool = True
+) -> tuple[int, ...]:
+    """Elements of a stage's buckets, in the order in which they fill: the last layers' first.
+
+    ``parameters`` are the numbers of elements of the stage's tensors. The bucket is closed by the
+    tensor that fills it. With the distributed optimizer (``divided``) tensors begin at multiples of
+    64 and buckets end at one of 128 that the replicas divide. Only the ``first`` stage of the
+    pipeline's first device has several buckets; any other is one.
+    """
+    most = max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_REPLICA * replicas) if first else math.inf
+    found, held = [], 0
+    end = math.lcm(replicas, 128) if divided else 1
+    for count in reversed(parameters):
+        start = _up_to(held, 64) if divided else held
+        held = start + count
+        if held >= most:
+            found.append(_up_to(held, end))
+            held = 0
+    if held:
+        found.append(_up_to(held, end))
+    return tuple(found)
+
+
+def _up_to(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,78 @@
+"""What a training step really asks of torch.distributed: every call, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+
+class Call(NamedTuple):
+    """A call of ``kind`` on a group of Megatron's (its description, in short) of several ranks.
+
+    ``num_bytes`` are of the whole: what a reduce-scatter is given, what an all-gather makes.
+    """
+
+    kind: str
+    group: str
+    num_bytes: int
+
+
+_KINDS = {
+    "allreduce_": "all-reduce",
+    "allreduce_coalesced_": "all-reduce",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce-scatter",
+    "_allgather_base_": "all-gather",
+    "allgather_into_tensor_coalesced_": "all-gather",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "send": "send",
+    "recv_": "receive",
+    "alltoall_base_": "all-to-all",
+}
+_GROUPS = {"TENSOR": "tensor", "DATA": "data", "PIPELINE": "pipeline", "MODEL": "model"}
+
+
+def census(argv: list[str], step: int = 2) -> Counter[Call]:
+    """Calls of this rank in training step ``step`` of a run with these flags."""
+    import megatron.training.training as training
+    import torch
+    import torch.distributed as dist
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from tests.integration.runs import train
+
+    calls: Counter[Call] = Counter()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.namespace == "c10d":
+                (group,) = (
+                    dist.ProcessGroup.unbox(a)
+                    for a in args
+                    if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())
+                )
+                if group.size() > 1:
+                    tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
+                    size = max(t.nbytes for t in tensors)
+                    name = group.group_desc.split("_")[0]
+                    kind = func._schema.name.removeprefix("c10d::")
+                    calls[Call(_KINDS[kind], _GROUPS.get(name, name.lower()), size)] += 1
+            return func(*args, **(kwargs or {}))
+
+    original, done = training.train_step, 0
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal done
+        done += 1
+        if done != step:
+            return original(*args, **kwargs)
+        with Watch():
+            return original(*args, **kwargs)
+
+    training.train_step = watched
+    train([*argv, "--train-iters", str(step), "--eval-iters", "0"])
+    return calls
