@@ -17,6 +17,8 @@ from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.profile.profile import Profile, ProfiledLayer, ProfileError
 
 _FORMAT = "megatron_pulse profile 1"
+_MOST_SUMS = 1000
+"""Over tensor-parallel ranks in a layer, in an older profile."""
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -91,7 +93,7 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
     if not isinstance(value, dict):
         faults.append(f"{where}: expected an object, got {_short(value)}")
         return None
-    if kind is ProfiledLayer and type(value.get("shard_sums")) is int:
+    if kind is ProfiledLayer and value.get("shard_sums") in range(_MOST_SUMS):
         value = {**value, "shard_sums": _sums_of_boundaries(value)}
     kinds = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""

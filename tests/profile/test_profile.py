@@ -20,6 +20,7 @@ from megatron_pulse.profile.profile import (
     ProfiledLayer,
     ProfiledSkip,
     ProfileError,
+    ShardSums,
     Source,
 )
 
@@ -108,6 +109,17 @@ def test_round_trip(tmp_path: Path) -> None:
     assert load_profile(tmp_path / "new" / "profile.json") == make()
 
 
+def test_profiles_of_before_sums_had_bytes_are_read_as_sums_of_boundaries(tmp_path: Path) -> None:
+    sums = ShardSums((10, 10), (10, 10))
+    layers = (*make().layers[:2], dataclasses.replace(make().layers[2], shard_sums=sums))
+    save_profile(make(layers=layers), tmp_path / "p.json")
+    record = json.loads((tmp_path / "p.json").read_text())
+    for layer in record["layers"]:
+        layer["shard_sums"] = len(layer["shard_sums"]["rows"])
+    (tmp_path / "p.json").write_text(json.dumps(record))
+    assert load_profile(tmp_path / "p.json") == make(layers=layers)
+
+
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(make(), path)
@@ -123,12 +135,16 @@ def test_every_fault_of_a_value_is_listed() -> None:
     with pytest.raises(ProfileError) as caught:
         make(
             dtype="float8",
-            layers=(ProfiledLayer("a", 1, 1), ProfiledLayer("a", -1, 1)),
+            layers=(
+                ProfiledLayer("a", 1, 1, shard_sums=ShardSums((4, -1))),
+                ProfiledLayer("a", -1, 1),
+            ),
             times={2: (times(1.0),), 0: (times(1.0), bad)},
             skips=(ProfiledSkip("s", 1, 1, 9),),
         )
     faults = (
         "dtype is 'float8'",
+        "layers[0].shard_sums: bytes must be from 0",
         "layers 0 and 1 are both called 'a'",
         "layers[1].parameters is -1",
         "times[2] is of 1 layers, but there are 2",

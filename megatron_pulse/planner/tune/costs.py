@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache, partial
+from operator import add
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
+from megatron_pulse.planner.tune.collectives import (
+    Collective,
+    backward_sums,
+    collective_s,
+    forward_sums,
+)
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.ranks import Ranks
 from megatron_pulse.profile.profile import Profile
@@ -134,15 +142,7 @@ class Costs:
         layers = self.profile.layers
         parts = [tensor if layer.sharded_parameters else 1 for layer in layers]
         edges = parts if self.sequence_parallel else [1] * len(layers)
-        group = range(tensor)
-        sums = [
-            layer.shard_sums
-            * self.cluster.allreduce_s(max(1, micro_batch_size * layer.boundary_bytes), group)
-            if layer.shard_sums
-            else 0.0
-            for layer in layers
-        ]
-        again = 2 if recompute else 1
+        forward_s, backward_s = self._sums_s(micro_batch_size, recompute, range(tensor))
 
         def divide(values: tuple[float, ...]) -> list[float]:
             return [value / n for value, n in zip(values, parts, strict=True)]
@@ -152,10 +152,8 @@ class Costs:
 
         return replace(
             costs,
-            forward_s=tuple(t + s for t, s in zip(divide(costs.forward_s), sums, strict=True)),
-            backward_s=tuple(
-                t + again * s for t, s in zip(divide(costs.backward_s), sums, strict=True)
-            ),
+            forward_s=tuple(map(add, divide(costs.forward_s), forward_s)),
+            backward_s=tuple(map(add, divide(costs.backward_s), backward_s)),
             weight_grad_s=tuple(divide(costs.weight_grad_s)),
             parameters=tuple(
                 x.parameters - x.sharded_parameters + math.ceil(x.sharded_parameters / tensor)
@@ -168,6 +166,22 @@ class Costs:
                 for s in costs.skips
             ),
         )
+
+    def _sums_s(
+        self, micro_batch_size: int, recompute: bool, ranks: Sequence[int]
+    ) -> tuple[list[float], list[float]]:
+        """Seconds in which each layer's forward and backward sum over tensor-parallel ranks."""
+
+        def seconds(calls: Iterable[Collective]) -> float:
+            return sum(collective_s(self.cluster, call, ranks) for call in calls)
+
+        given = micro_batch_size, self.sequence_parallel
+        sums = [layer.shard_sums for layer in self.profile.layers]
+        forward = [seconds(forward_sums(x, *given)) for x in sums]
+        backward = [seconds(backward_sums(x, *given)) for x in sums]
+        if recompute:
+            backward = list(map(add, backward, forward))
+        return forward, backward
 
     def _make_totals(self, micro_batch_size: int, recompute: bool, tensor: int) -> Totals:
         costs = self._costs_of(micro_batch_size, recompute, tensor)

@@ -14,6 +14,7 @@ from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.replay import Edge, link_bound, replay
+from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, configs
 from megatron_pulse.planner.tune.estimate import (
     GRADIENT_BYTES,
@@ -22,9 +23,6 @@ from megatron_pulse.planner.tune.estimate import (
 )
 from megatron_pulse.planner.tune.stages import Stages
 from megatron_pulse.profile.profile import Profile
-
-BUCKET_PARAMETERS = 40_000_000
-"""Megatron's bucket: gradients that are summed over replicas together, at the least."""
 
 CORE = 3
 """Microbatches for each pipeline device that are simulated, at the most."""
@@ -154,7 +152,8 @@ class Evaluator(Estimator):
         memory = zip(stages.state_bytes, stages.transient_bytes, peaks, strict=True)
         moved = volume(stages.costs, stages.partition).total * config.tensor
         gradient = GRADIENT_BYTES[self.profile.dtype]
-        reduced = 2 * (config.data - 1) * gradient * sum(held) * config.tensor
+        back = PARAMETER_BYTES[self.profile.dtype] if config.distributed_optimizer else gradient
+        reduced = (config.data - 1) * (gradient + back) * sum(held) * config.tensor
         return Outcome(
             config=config,
             stages=stages,
@@ -194,11 +193,19 @@ class Evaluator(Estimator):
         link = link_bound(replace(fewer, num_microbatches=1), stages.edges)
         return max(measured, max(timeline.busy) / count, link)
 
+    def buckets(self, config: Config, stages: Stages, stage: int) -> tuple[int, ...]:
+        """Elements of the buckets in which Megatron sums a stage's gradients, as they fill.
+
+        A layer's parameters are taken to be one tensor.
+        """
+        counts = [stages.costs.parameters[i] for i in stages.partition.layers_of_stage(stage)]
+        return buckets(counts, config.data, config.distributed_optimizer, first=stage == 0)
+
     def _exposed_reduction(self, config: Config, stages: Stages, timeline: Timeline) -> float:
         """How much later than the pipeline gradients are summed and parameters gathered.
 
-        A device sums its stages' gradients one stage after another. A stage's begin with the last
-        microbatch's gradients, bucket by bucket; the last bucket waits for its end.
+        A device sums its stages' buckets one after another, each when the last microbatch's
+        gradients have filled it; parameters are gathered in the same buckets.
         """
         if config.data == 1:
             return 0.0
@@ -211,16 +218,16 @@ class Evaluator(Estimator):
                 last[op.stage] = (timeline.start[op], end)
         latest = timeline.makespan
         for device in range(config.pipeline):
-            free, own = 0.0, placement.stages_of_device(device)
-            for stage in sorted(own, key=lambda s: last[s][1]):
-                if not (count := stages.parameters[stage]):
-                    continue
-                whole = ranks.reduce_s(device, count * GRADIENT_BYTES[dtype], scatter)
+            free, gather_s = 0.0, 0.0
+            for stage in sorted(placement.stages_of_device(device), key=lambda s: last[s][1]):
                 begin, end = last[stage] if self.overlap else (timeline.makespan,) * 2
-                tail = whole * min(1.0, BUCKET_PARAMETERS / count)
-                free = max(max(begin, free) + whole - tail, end) + tail
-            if scatter:
-                held = sum(stages.parameters[s] for s in own)
-                free += ranks.gather_s(device, held * PARAMETER_BYTES[dtype])
-            latest = max(latest, free)
+                sizes, filled = self.buckets(config, stages, stage), 0
+                for size in sizes:
+                    filled += size
+                    full = begin + (end - begin) * filled / sum(sizes)
+                    summed_s = ranks.reduce_s(device, size * GRADIENT_BYTES[dtype], scatter)
+                    free = max(free, full) + summed_s
+                    if scatter:
+                        gather_s += ranks.gather_s(device, size * PARAMETER_BYTES[dtype])
+            latest = max(latest, free + gather_s)
         return latest - timeline.makespan

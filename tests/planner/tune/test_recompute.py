@@ -39,7 +39,7 @@ def sharded() -> Profile:
                 parameters=3_000_000,
                 boundary_bytes=layer.boundary_bytes // 2,
                 sharded_parameters=2_000_000,
-                shard_sums=ShardSums(2 * (layer.boundary_bytes // 2,), 2 * (layer.boundary_bytes // 2,)),
+                shard_sums=ShardSums((layer.boundary_bytes,), (layer.boundary_bytes,)),
             )
             for layer in profile.layers
         ),
@@ -248,7 +248,7 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "odd shards": (
         put("profile", "layers", 3, "sharded_parameters", to=1_999_999), "T = 2 divides no or not"
     ),
-    "sums": (put("profile", "layers", 3, "shard_sums", to=0), "times.forward.0 is"),
+    "sums": (put("profile", "layers", 3, "shard_sums", "rows", to=[]), "times.forward.0 is"),
     "boundary": (times(0.5, "profile", "layers", 4, "boundary_bytes"), "takes"),
     "skip": (times(0.5, "profile", "skips", 0, "num_bytes"), "profile.skips.0 (source, dest"),
     "no skip": (lambda r: r["profile"]["skips"].pop(), "profile.skips.3 (source, destination"),
