@@ -19,8 +19,9 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
+from megatron_pulse.planner.partition.closed import largest_fold
 from megatron_pulse.planner.partition.evaluate import MemoryRule
-from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition, largest_fold
+from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from tests.planner.chains import HUNYUAN_DIT, SD_UNET, SDXL_UNET, UVIT_L, UVIT_S, chain
 
 Edges = Sequence[tuple[int, int]]

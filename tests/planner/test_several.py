@@ -15,7 +15,7 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, interleaved
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.many import ManyCuts, Measures
+from megatron_pulse.planner.partition.several.many import ManyCuts, Measures
 from tests.planner.blocks import fine_costs
 from tests.planner.test_partition import all_partitions
 

@@ -75,7 +75,7 @@ _TITLES = (
 
 
 def _row(name: str) -> BackboneRow:
-    from megatron_pulse.planner.partition.find import largest_fold
+    from megatron_pulse.planner.partition.closed import largest_fold
     from megatron_pulse.profile.parameters import count_parameters
     from model_specs import load_backbone
 

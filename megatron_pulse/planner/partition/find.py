@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-
-import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.faults import UserError
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.crossing import SkipEnds
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Partition, Placement
+from megatron_pulse.planner.partition.closed import closed_cuts, largest_fold
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
 from megatron_pulse.planner.partition.fold import optimal_fold
-from megatron_pulse.planner.partition.many import ManyCuts
-from megatron_pulse.planner.partition.pair_costs import Bools, Ints, PairCosts
+from megatron_pulse.planner.partition.pair_costs import PairCosts
 from megatron_pulse.planner.partition.row import optimal_row
-from megatron_pulse.planner.partition.several import WORK, Sought, seek
+from megatron_pulse.planner.partition.several.many import ManyCuts
+from megatron_pulse.planner.partition.several.seek import WORK, Sought, seek
 
 
 class PartitionError(UserError):
@@ -93,13 +91,13 @@ def find_partition(
 def _search(costs: ChainCosts, placement: Placement, goal: Goal, work: int) -> Sought:
     folded = placement.kind.mirrored and placement.num_stages > 1
     rule = goal.memory(placement) if goal.memory is not None else None
-    closed = closed_cuts(len(costs.names), costs.skips) if goal.collocate else None
+    closed = closed_cuts(len(costs.names), costs.skips) if folded and costs.skips else None
     if placement.num_chunks > (2 if folded else 1):
         many = ManyCuts(costs, placement, goal.link, goal.lam, rule)
-        return seek(many, closed, goal.order, goal.slack, work)
+        return seek(many, closed, goal.collocate, goal.order, goal.slack, work)
     pairs = PairCosts(costs, goal.link, goal.lam, rule, placement.num_stages // 2)
     cuts = (
-        optimal_fold(pairs, closed, goal.order, goal.slack)
+        optimal_fold(pairs, closed if goal.collocate else None, goal.order, goal.slack)
         if folded
         else optimal_row(pairs, placement.num_stages, goal.order, goal.slack)
     )
@@ -150,34 +148,6 @@ def _with_limit(goal: Goal, limit_bytes: float) -> Goal:
         return MemoryRule(limit_bytes, rule.bytes_per_parameter, rule.in_flight)
 
     return Goal(("load",), goal.collocate, goal.link, goal.lam, limited)
-
-
-def largest_fold(num_layers: int, skips: Sequence[SkipEnds]) -> int:
-    """The largest P whose one-wave fold has a cut with all skips collocated; 0 where none has.
-
-    See README.md beside this: Legal cuts.
-    """
-    closed = closed_cuts(num_layers, skips)
-    # depth[a, b]: the most pairs of stages that nest inside the layers a <= i < b.
-    depth: Ints = np.zeros((num_layers + 2, num_layers + 2), dtype=np.int64)
-    for width in range(2, num_layers + 1):
-        for a in range(num_layers - width + 1):
-            b = a + width
-            inner = max(depth[a + 1, b], depth[a, b - 1])
-            if closed[a, b]:
-                inner = max(inner, 1 + depth[a + 1, b - 1])
-            depth[a, b] = inner
-    return int(depth[0, num_layers])
-
-
-def closed_cuts(num_layers: int, skips: Sequence[SkipEnds]) -> Bools:
-    """``[a, b]``: no skip has exactly one end among the layers a <= i < b."""
-    closed: Bools = np.ones((num_layers + 1, num_layers + 1), dtype=np.bool_)
-    for skip in skips:
-        i, j = skip.source, skip.destination
-        closed[: i + 1, i + 1 : j + 1] = False  # a <= i < b <= j: only the source is inside
-        closed[i + 1 : j + 1, j + 1 :] = False  # i < a <= j < b: only the destination is
-    return closed
 
 
 def _most_devices(costs: ChainCosts, placement: Placement, collocate: bool) -> str:

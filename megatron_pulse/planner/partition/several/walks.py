@@ -16,27 +16,62 @@ for the least memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from megatron_pulse.backbone.costs import Floats, running_sum
 from megatron_pulse.planner.partition.evaluate import MemoryRule
-from megatron_pulse.planner.partition.many import ManyCuts
 from megatron_pulse.planner.partition.pair_costs import Bools, Ints
+from megatron_pulse.planner.partition.several.many import ManyCuts
 
 
-@dataclass(frozen=True)
+@dataclass
 class Inside:
-    """The best value of a block between two places, and the places that it goes through."""
+    """How a block is best taken: ``steps[k][v, w]`` is what its k-th step from v to w is worth.
 
-    value: Floats
-    through: tuple[Ints, ...]
+    ``add`` joins the values of two steps; infinite is what cannot be.
+    """
+
+    steps: list[Floats]
+    add: np.ufunc
+
+    @cached_property
+    def value(self) -> Floats:
+        """``[v, w]``: the least of all ways from place v to place w."""
+        value = self.steps[0]
+        for step in self.steps[1:]:
+            least = np.full_like(value, np.inf)
+            for middle in range(len(value)):
+                begin = np.flatnonzero(np.isfinite(value[:, middle]))
+                end = np.flatnonzero(np.isfinite(step[middle]))
+                if len(begin) and len(end):
+                    where = np.ix_(begin, end)
+                    total = self.add(value[begin, middle][:, None], step[middle, end][None, :])
+                    least[where] = np.minimum(least[where], total)
+            value = least
+        return value
+
+    @property
+    def possible(self) -> Bools:
+        """``[v, w]``: whether there is a way from place v to place w."""
+        reach = np.isfinite(self.steps[0])
+        for step in self.steps[1:]:
+            # In single precision, as products of truth values are slow.
+            reach = reach.astype(np.float32) @ np.isfinite(step).astype(np.float32) > 0
+        return reach
 
     def places(self, begin: int, end: int) -> list[int]:
-        """Where a block from ``begin`` to ``end`` is cut inside."""
+        """The places between the steps on the least way from ``begin`` to ``end``."""
+        value, before = self.steps[0][begin], []
+        for step in self.steps[1:]:
+            some = np.flatnonzero(np.isfinite(value))
+            total = self.add(value[some][:, None], step[some])
+            before.append(some[total.argmin(axis=0)])
+            value = total.min(axis=0)
         found = [end]
-        for last in reversed(self.through):
-            found.append(int(last[begin, found[-1]]))
+        for last in reversed(before):
+            found.append(int(last[found[-1]]))
         return found[:0:-1]
 
 
@@ -52,11 +87,11 @@ class Block:
     device: int
     closes: bool
     first: Ints
+    begin: Ints
     end: Ints
     compute: Floats
     key: Floats
     held: Floats
-    stage: Floats
     even: Inside
     lean: Inside
 
@@ -126,20 +161,16 @@ class Walks:
                 runs.append([step])
         if self.paired:
             runs[-1].append(steps)  # from the middle to the goal
-        even: dict[tuple[bool, ...], Inside] = {}
-        found: list[tuple[Inside, Inside]] = []
+        found = []
         for run in runs:
-            kind = tuple(self._leaves(k) for k in (run[0] - 1, *run)) + (run is runs[-1],)
-            if kind not in even:
-                even[kind] = self._compose([self._stage(k) for k in run], np.maximum)
-            lean = even[kind]
+            even = lean = Inside([self._stage(k) for k in run], np.maximum)
             if self.many.memory is not None:
-                lean = self._compose([self._held(k, self.many.memory) for k in run], np.add)
-            found.append((even[kind], lean))
+                lean = Inside([self._held(k, self.many.memory) for k in run], np.add)
+            found.append((even, lean))
         reach = np.arange(len(self.left)) == self.goal
         blocks: list[Block] = []
         for at in reversed(range(len(runs))):
-            allowed = np.isfinite(found[at][0].value) & reach
+            allowed = found[at][0].possible & reach
             reach = allowed.any(axis=1)
             device = self._home[runs[at][0]]
             closes = all(block.device != device for block in blocks)
@@ -158,11 +189,11 @@ class Walks:
             device,
             closes,
             np.searchsorted(begin, np.arange(len(self.left) + 1)),
+            begin,
             end,
             compute,
             self.key(begin, compute),
             held,
-            even.value[begin, end],
             even,
             lean,
         )
@@ -221,23 +252,3 @@ class Walks:
         value = np.full((len(self.left), len(self.left)), np.inf)
         value[np.flatnonzero(self.left[:-1] == self.right[:-1]), self.goal] = 0.0
         return value
-
-    def _compose(self, steps: list[Floats], add: np.ufunc) -> Inside:
-        """The best value of all steps one after the other, and the places between them."""
-        value, through = steps[0], []
-        for step in steps[1:]:
-            best = np.full_like(value, np.inf)
-            last = np.zeros(value.shape, dtype=np.int64)
-            for middle in range(len(value)):
-                begin = np.flatnonzero(np.isfinite(value[:, middle]))
-                end = np.flatnonzero(np.isfinite(step[middle]))
-                if not (len(begin) and len(end)):
-                    continue
-                where = np.ix_(begin, end)
-                total = add(value[begin, middle][:, None], step[middle, end][None, :])
-                better = total < best[where]
-                best[where] = np.where(better, total, best[where])
-                last[where] = np.where(better, middle, last[where])
-            value = best
-            through.append(last)
-        return Inside(value, tuple(through))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from megatron_pulse.backbone.costs import Floats
-from megatron_pulse.planner.partition.many import ManyCuts
 from megatron_pulse.planner.partition.pair_costs import SLACK, Ints
+from megatron_pulse.planner.partition.several.many import ManyCuts
 
 _FAR = 2
 """Layers that two cuts move at once at the most; one alone moves anywhere."""
@@ -77,26 +78,37 @@ def improved(ranking: Ranking, cuts: Ints, work: int) -> tuple[tuple[float, ...]
 def neighbours(cuts: Ints) -> Ints:
     """All cuts in which one is elsewhere, two are a little, or all from one to another are."""
     num = len(cuts) - 2
-    steps = np.array([d for d in range(-_FAR, _FAR + 1) if d])
-    shifts: list[Ints] = [np.zeros((0, num + 2), dtype=np.int64)]
-    for k in range(1, num + 1):
-        alone = np.arange(cuts[k - 1] + 1, cuts[k + 1]) - cuts[k]
-        shifts.append(_shift(num, [k], alone[alone != 0][:, None]))
-    pairs = np.stack(np.meshgrid(steps, steps), axis=-1).reshape(-1, 2)
-    for first in range(1, num + 1):
-        for last in range(first + 1, num + 1):
-            shifts.append(_shift(num, [first, last], pairs))
-            if last > first + 1:
-                shifts.append(_shift(num, list(range(first, last + 1)), steps[:, None]))
-    moved = cuts + np.concatenate(shifts)
+    width = int(np.diff(cuts).max())
+    moved = cuts + np.concatenate([_alone(num, width), _together(num)])
     result: Ints = moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
     return result
 
 
-def _shift(num: int, which: list[int], by: Ints) -> Ints:
-    rows: Ints = np.zeros((len(by), num + 2), dtype=np.int64)
-    rows[:, which] = by
-    return rows
+@lru_cache
+def _alone(num: int, width: int) -> Ints:
+    """One of ``num`` cuts by up to ``width`` layers, each way; rows as of cuts."""
+    far = np.array([d for d in range(-width, width + 1) if d])
+    rows: Ints = np.zeros((num, len(far), num + 2), dtype=np.int64)
+    rows[np.arange(num), :, np.arange(num) + 1] = far
+    return rows.reshape(-1, num + 2)
+
+
+@lru_cache
+def _together(num: int) -> Ints:
+    """Two cuts by up to ``_FAR`` layers each, or all from one to another by as many."""
+    steps = np.array([d for d in range(-_FAR, _FAR + 1) if d])
+    pairs = np.stack(np.meshgrid(steps, steps), axis=-1).reshape(-1, 2)
+    shifts: list[Ints] = [np.zeros((0, num + 2), dtype=np.int64)]
+    for first in range(1, num + 1):
+        for last in range(first + 1, num + 1):
+            two: Ints = np.zeros((len(pairs), num + 2), dtype=np.int64)
+            two[:, [first, last]] = pairs
+            shifts.append(two)
+            if last > first + 1:
+                run: Ints = np.zeros((len(steps), num + 2), dtype=np.int64)
+                run[:, first : last + 1] = steps[:, None]
+                shifts.append(run)
+    return np.concatenate(shifts)
 
 
 def _rounded(values: Floats) -> Floats:

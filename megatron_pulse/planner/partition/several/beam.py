@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_pulse.backbone.costs import Floats
 from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, ragged
-from megatron_pulse.planner.partition.walks import Block, Walks
+from megatron_pulse.planner.partition.several.walks import Block, Walks
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Beam:
         elif self.measure == "bytes":
             worth += walks.sent_bytes[end]
         elif self.measure == "stage":
-            worth = np.maximum(worth, block.stage[edge])
+            worth = np.maximum(worth, block.even.value[block.begin[edge], end])
         together = self._charge_skips(begun, owner, end, block, load, worth)
         further = _Beginnings(end, load, held, worth, owner, edge)
         keep = together & self._fits(further, at, device)
@@ -227,11 +227,25 @@ class Beam:
         return together
 
     def _promising(self, begun: _Beginnings, at: int, width: int) -> _Beginnings:
-        """The best ``width``: of every place the best, then the second best, and so on."""
+        """The best ``width``: of every place the best, then the second best, and so on.
+
+        Where memory is limited every second one is the best of its place by memory.
+        """
         least = self._least(begun, at)
-        has = begun.load if self.measure == "load" else begun.held
-        order = np.lexsort(((has**2).sum(axis=1), least, begun.place))
-        place = begun.place[order]
-        starts = np.flatnonzero(np.append(True, place[1:] != place[:-1]))
-        rank = np.arange(len(place)) - np.repeat(starts, np.diff(np.append(starts, len(place))))
-        return begun.only(order[np.lexsort((least[order], rank))[:width]])
+        rank = _rank(begun.place, least, begun.load if self.measure == "load" else begun.held)
+        if self.walks.many.memory is not None and self.measure != "memory":
+            rank = np.minimum(
+                2 * rank, 1 + 2 * _rank(begun.place, begun.held.max(axis=1), begun.held)
+            )
+        return begun.only(np.lexsort((least, rank))[:width])
+
+
+def _rank(place: Ints, least: Floats, has: Floats) -> Ints:
+    """How many at the same place have less, or have it more evenly."""
+    order = np.lexsort(((has**2).sum(axis=1), least, place))
+    ordered = place[order]
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+    rank: Ints = np.empty(len(place), dtype=np.int64)
+    sizes: Ints = np.diff(np.append(starts, len(place)))
+    rank[order] = np.arange(len(place)) - np.repeat(starts, sizes)
+    return rank
