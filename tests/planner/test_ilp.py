@@ -14,23 +14,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import megatron_pulse.planner.schedule.solve
 from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.ilp import solvers
+from megatron_pulse.planner.schedule.ilp.attempt import attempt
 from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
 from megatron_pulse.planner.schedule.ilp.grid import on_grid
 from megatron_pulse.planner.schedule.ilp.modulo import Aim, fitting, modulo
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
 from megatron_pulse.planner.schedule.ilp.time_indexed import shortest
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.synthesize import BOUND_WORK, LONG_S, synthesize
 from megatron_pulse.planner.schedule.search.template import faults, steady_peak
 from megatron_pulse.planner.schedule.search.widening import Widening
-from megatron_pulse.planner.schedule.solve import CONSTRUCTIVE_SHARE, solve
+from megatron_pulse.planner.schedule.solve import solve
 from tests.planner.exact import optimum
 from tests.planner.paper import paper_model, paper_schedule
 from tests.planner.strategies import equal, problems
@@ -87,13 +89,37 @@ def test_golden_optima_are_proved(cap: float, split: bool, solver: str, best: fl
 
 
 @pytest.mark.usefixtures("without_sweeps")
-@pytest.mark.parametrize("solver", ["highs", "cp-sat"])
-def test_a_solver_proves_what_the_bound_does_not(solver: str) -> None:
-    """``test_glpk_alone``: so does GLPK."""
-    assert not synthesize(UNPROVED, effort=100).certificate.proved
-    found = solve(UNPROVED, 30, solver).certificate
+@pytest.mark.parametrize("solver", [HIGHS, GLPK, Solver.CP_SAT])
+def test_a_solver_proves_what_the_bound_does_not(solver: Solver) -> None:
+    known = synthesize(UNPROVED, effort=100)
+    assert not known.certificate.proved
+    bound = known.certificate.lower_bound
+    found = attempt(UNPROVED, solver, time.monotonic() + 60, known.schedule, bound)
+    assert (found.length, found.bound) == (110, 110)
+    assert faults_for(UNPROVED, found.schedule) == []
+
+
+@pytest.mark.usefixtures("without_sweeps")
+def test_a_solver_works_beside_the_search_which_ends_with_its_proof(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(megatron_pulse.planner.schedule.solve, "LATER", 0.0)
+    found = solve(UNPROVED, 200, "highs").certificate
     assert found.makespan == 110 and found.proved
-    assert found.solver.endswith(f"proved by {solver}")
+    assert found.solver == "constructive, proved by highs"
+
+
+def test_a_solver_takes_none_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The constructive search has the time that it has alone, however the solver fares."""
+    given: list[float] = []
+
+    def noted(problem: ScheduleProblem, seconds: float, **_: object) -> Synthesis:
+        given.append(seconds)
+        return synthesize(problem, effort=4)
+
+    monkeypatch.setattr(megatron_pulse.planner.schedule.solve, "synthesize", noted)
+    lengths = [solve(UNPROVED, 0.1, name).certificate.makespan for name in ("highs", "none")]
+    assert given == [0.1, 0.1] and lengths[0] <= lengths[1]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 7])
@@ -230,12 +256,10 @@ def without_glpk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
 
-@pytest.mark.usefixtures("without_highs", "without_sweeps")
+@pytest.mark.usefixtures("without_highs")
 def test_glpk_alone() -> None:
     assert solvers.available() == (GLPK, Solver.NONE)
-    found = solve(UNPROVED, 20).certificate
-    assert found.makespan == 110 and found.proved
-    assert found.solver == "constructive, proved by glpk"
+    assert solvers.choose() is GLPK
     with pytest.raises(ValueError, match="'highs' is not installed.*pip install highspy"):
         solve(equal(fold(2), 2), 1, "highs")
 
@@ -302,7 +326,6 @@ def test_any_problem_has_a_valid_answer(problem: ScheduleProblem) -> None:
     found = solve(problem, 1)
     assert faults_for(problem, found.schedule) == []
     made = found.certificate
-    # The work that a constructive search of its least share of a second gives to the bound
-    work = BOUND_WORK * min(CONSTRUCTIVE_SHARE.values()) / LONG_S
+    work = BOUND_WORK / LONG_S  # what a second gives to the bound
     assert made.lower_bound >= lower_bound(problem, work) * (1 - 1e-9)
     assert made.lower_bound <= made.makespan == run(problem, found.schedule).makespan

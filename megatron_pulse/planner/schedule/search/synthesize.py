@@ -96,13 +96,15 @@ def synthesize(
     seconds: float = 10.0,
     effort: int | None = None,
     templates: Iterable[Template] = (),
+    beside: Callable[[Schedule, float], bool] | None = None,
 ) -> Synthesis:
     """The shortest schedule found; never longer than a classic one that fits ``problem``.
 
     On every stage operations of a kind are in microbatch order. The search ends at the lower bound,
     or after ``seconds``. With ``effort``, the number of starts to improve, the clock has no part in
     the answer; without a limit of time (``math.inf``) the effort is by the size of the problem.
-    ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top.
+    ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top. ``beside`` is
+    asked now and then, with the best schedule and bound so far, whether that is enough.
     """
     get_ready()
     began = time.monotonic()
@@ -112,8 +114,9 @@ def synthesize(
     share = seconds / LONG_S if effort is None else max(effort, LEAST_STARTS) / MOST_STARTS
     search = _Search(problem, BOUND_WORK * min(1.0, share))
     left = seconds - (time.monotonic() - began)
-    search.spend(_Budget(left, effort), tuple(templates))
-    length, bound = search.length, search.bound
+    stop = None if beside is None else lambda: beside(search.best, search.bound)
+    search.spend(_Budget(left, effort, stop), tuple(templates))
+    length, bound = search.length, min(search.bound, search.length)
     certificate = Certificate(
         length, bound, search.proved, "constructive", time.monotonic() - began
     )
@@ -147,15 +150,19 @@ def classics(problem: ScheduleProblem) -> list[Schedule]:
 
 
 class _Budget:
-    """Time, or a number of starts, that is left."""
+    """Time, or a number of starts, that is left; none once ``stop`` says so."""
 
-    def __init__(self, seconds: float, effort: int | None) -> None:
-        self.effort = effort
+    def __init__(
+        self, seconds: float, effort: int | None, stop: Callable[[], bool] | None = None
+    ) -> None:
+        self.effort, self.stop = effort, stop
         self.deadline = math.inf if effort is not None else time.monotonic() + seconds
 
     @property
     def spent(self) -> bool:
         """Whether nothing is left."""
+        if self.stop is not None and self.stop():
+            return True
         return time.monotonic() >= self.deadline or self.effort == 0
 
     def take(self) -> None:
@@ -168,8 +175,8 @@ class _Budget:
         if self.effort is not None:
             taken = min(self.effort, max(1, int(self.effort * part)))
             self.effort -= taken
-            return _Budget(math.inf, taken)
-        return _Budget(max(0.0, part * (self.deadline - time.monotonic())), None)
+            return _Budget(math.inf, taken, self.stop)
+        return _Budget(max(0.0, part * (self.deadline - time.monotonic())), None, self.stop)
 
     def looks(self) -> Callable[[int], float]:
         """How many starts of operations a sweep may still look at after so many, to take this."""
@@ -180,6 +187,8 @@ class _Budget:
 
         def left(done: int) -> float:
             now = time.monotonic()
+            if self.spent:
+                return 0.0
             return max(1, done) * (self.deadline - now) / max(1e-9, now - began)
 
         return left
@@ -190,7 +199,8 @@ class _Budget:
             swaps = max(1, SWAPS * self.effort)
             return lambda done: done / swaps
         began = time.monotonic()
-        return lambda _: (time.monotonic() - began) / max(1e-9, self.deadline - began)
+        length = max(1e-9, self.deadline - began)
+        return lambda _: 1.0 if self.spent else (time.monotonic() - began) / length
 
 
 class _Search:
@@ -218,6 +228,8 @@ class _Search:
         """Search until the bound is reached or the budget spent."""
         given = (start for t in templates for start in from_template(self.shop, t))
         self.try_all(chain(map(self.shop.earliest, self.fitting), given), None)
+        if self.proved or budget.spent:
+            return
         sweeps = Widening(self.problem, self.shop)
         self.sweep(sweeps, budget.share(FEW_SHARE))
         count = CORE * self.problem.placement.num_devices
@@ -242,7 +254,7 @@ class _Search:
         """Sweep over counts while there is budget; a sweep that leaves nothing out is a proof."""
         if not budget.spent:
             self.try_all(sweeps.starts(lambda: self.length, budget.looks()), None)
-            self.bound = min(max(self.bound, sweeps.bound), self.length)
+            self.bound = max(self.bound, sweeps.bound)
 
     def anneal(self, budget: _Budget, seed: int, hot: float, price: tuple[float, float]) -> None:
         """Take all of the budget to anneal the shortest so far."""
