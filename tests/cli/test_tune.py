@@ -39,6 +39,17 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     assert best["pipeline"] * best["data"] * best["tensor"] == 4
     assert best["num_microbatches"] * best["data"] * best["micro_batch_size"] == 16
     assert f"{best['samples_per_s']:.4g}" in text and "the rest:" in text
+    for part in (
+        "its schedule: ",
+        "simulated configs: the soonest",
+        f"all {record['num_configs']:,} ",
+    ):
+        assert part in text
+    sure = record["certainty"]
+    assert sure["schedule"]["gap"] == best["gap"] and not sure["schedule"]["extrapolated"]
+    assert sure["schedule"]["proved"] == (best["gap"] < 1e-9)
+    assert sure["among_simulated"]["num_simulated"] == record["num_simulated"]
+    assert sure["among_all"]["proved"] or sure["among_all"]["bound_s"] < best["step_s"]
     assert "why P=" in text and "the mean device computes" in text
     plan = load_plan(here / "plan.json")
     assert (plan.pipeline, plan.data, plan.tensor) == (

@@ -39,8 +39,10 @@ gradients and the optimizer on top; its memory is that schedule's real peak and 
 for a parameter. Nothing is run. Times are as good as the profile: without --profile they are
 estimated from the device's peaks, and ratios are better than seconds.
 
-The search takes the most promising first and stops when nothing that is left can be better, or
-after --seconds; it then says which. The best three get whole schedules from a solver.
+The search simulates one config of every degree and layout, then the most promising first, until
+nothing that is left can be better, or for --seconds, whole schedules from a solver for the best
+three among them; the profile, and compiling once on a machine, come before that. It says what is
+proved of the best config: of its schedule, and among all configs.
 
   samples/s    of the whole cluster          b, M    samples of a microbatch, microbatches of a step
   bubble       of the pipeline's time, what the mean device waits

@@ -6,13 +6,15 @@ from typing import Any
 
 from megatron_pulse.cli.output import table
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.explain import explain, gap
+from megatron_pulse.planner.tune.explain import certainty, explain
 from megatron_pulse.planner.tune.tuning import Tuning
 
 _COLUMNS = (
     *("", "P", "D", "T", "b", "M", "layout", "schedule", "inside", "ms/sample", "samples/s"),
     *("bubble", "GB", "MB pipe", "MB data", "gap"),
 )
+
+_NOTABLE_S = 2.0
 
 _STARRED = "* of 3 P microbatches, continued at the rate of their end"
 
@@ -30,7 +32,8 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
         *[_STARRED] * any(outcome.extrapolated for outcome in found.outcomes),
         "",
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
-        f"{found.seconds:.1f} s; {gap(found)}",
+        f"{found.seconds:.1f} s{_ready(found)}; how sure the best is",
+        *(f"  {line}" for line in certainty(found)),
     ]
     rest = []
     for reason, count in found.refused.most_common():
@@ -56,12 +59,35 @@ def as_json(found: Tuning, evaluator: Evaluator) -> dict[str, Any]:
         "outcomes": [_record(outcome) for outcome in found.outcomes],
         "num_configs": found.num_configs,
         "num_simulated": found.num_simulated,
-        "num_left": found.num_left,
-        "proved": found.proved,
-        "bound_s": found.bound_s if found.num_left else None,
+        "certainty": _certainty(found),
         "seconds": found.seconds,
+        "ready_s": found.ready_s,
         "refused": {reason.name.lower(): count for reason, count in found.refused.items()},
         "examples": {reason.name.lower(): text for reason, text in found.examples.items()},
+    }
+
+
+def _ready(found: Tuning) -> str:
+    """What was compiled before, where it took long."""
+    took = f" (and {found.ready_s:.0f} s before of compiling, once on this machine)"
+    return took if found.ready_s > _NOTABLE_S else ""
+
+
+def _certainty(found: Tuning) -> dict[str, Any]:
+    """What is proved of the best: of its schedule, and among all configs."""
+    certificate = found.outcomes[0].synthesis.certificate
+    return {
+        "schedule": {
+            "proved": certificate.proved,
+            "gap": certificate.gap,
+            "extrapolated": found.outcomes[0].extrapolated,
+        },
+        "among_simulated": {"soonest": True, "num_simulated": found.num_simulated},
+        "among_all": {
+            "proved": found.proved,
+            "num_left": found.num_left,
+            "bound_s": found.bound_s if found.num_left else None,
+        },
     }
 
 

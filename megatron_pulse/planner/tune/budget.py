@@ -20,9 +20,13 @@ class Budget:
 
     def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
         self.seconds, self._clock = seconds, clock
-        self._began = clock()
+        self.begin()
         self._took: defaultdict[str, float] = defaultdict(float)
         self._sizes: defaultdict[str, float] = defaultdict(float)
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._began = self._clock()
 
     @property
     def spent(self) -> float:
@@ -34,13 +38,13 @@ class Budget:
         """Seconds that remain, not below 0."""
         return max(0.0, self.seconds - self.spent)
 
-    def fits(self, kind: str, size: float) -> bool:
-        """Whether work of that size should be done in time; of an unknown kind while any is left"""
-        return self.left > size * self.seconds_per_unit(kind)
+    def fits(self, kind: str, size: float, share: float = 1.0) -> bool:
+        """Whether work of that size should be done in a share of the time that is left."""
+        return share * self.left > self.estimate(kind, size)
 
-    def seconds_per_unit(self, kind: str) -> float:
-        """What a unit of such work took in the mean; 0 if none was done."""
-        return self._took[kind] / self._sizes[kind] if self._sizes[kind] else 0.0
+    def estimate(self, kind: str, size: float) -> float:
+        """Seconds that work of that size will take; 0 where none of its kind was done."""
+        return self._took[kind] / self._sizes[kind] * size if self._sizes[kind] else 0.0
 
     @contextmanager
     def timed(self, kind: str, size: float) -> Iterator[None]:

@@ -112,10 +112,11 @@ class Evaluator(Estimator):
         """Microbatches of which ``evaluate`` simulates a step."""
         return min(config.num_microbatches(self.global_batch_size), CORE * config.pipeline)
 
-    def size(self, config: Config) -> int:
-        """Operations of which ``evaluate`` finds and simulates a schedule."""
+    def size(self, config: Config, whole: bool = False) -> int:
+        """Operations of which ``evaluate`` finds and simulates a schedule, or of a whole step."""
+        count = config.num_microbatches(self.global_batch_size)
         kinds, stages = 3 if config.split else 2, config.pipeline * config.layout.num_chunks
-        return self.simulated_microbatches(config) * stages * kinds
+        return (count if whole else self.simulated_microbatches(config)) * stages * kinds
 
     def evaluate(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from megatron_pulse.planner.tune.budget import Budget
 from megatron_pulse.planner.tune.config import Choices, Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
@@ -83,21 +84,40 @@ def against(best: Outcome, rival: Outcome) -> str:
     return f"{lost:.1%} slower ({', '.join(told) or 'by a little of everything'})"
 
 
-def gap(found: Tuning) -> str:
-    """How sure the result is."""
+def certainty(found: Tuning) -> list[str]:
+    """How sure the result is: of its schedule, among the simulated, and among all."""
+    best, certificate = found.outcomes[0], found.outcomes[0].synthesis.certificate
+    if best.extrapolated:
+        schedule = f"of {best.problem.num_microbatches} microbatches only"
+    elif certificate.proved:
+        schedule = "proved: these stages have none that is shorter within this memory"
+    else:
+        schedule = f"not proved: these stages may have one that is {certificate.gap:.1%} shorter"
     if found.proved:
-        return "proved: no config that was left can be sooner than the best, as simulated"
-    better = 1 - found.bound_s / found.outcomes[0].step_s
-    return (
-        f"not proved: {found.num_left} configs were left when the time was up; none can take more "
-        f"than {better:.1%} off the best step"
-    )
+        rest = "proved: none that was left can be sooner than the best, as cut and simulated here"
+    else:
+        better = 1 - found.bound_s / best.step_s
+        rest = (
+            f"not proved: {found.num_left:,} were left when the time was up; none can take more "
+            f"than {better:.1%} off the best step"
+        )
+    return [
+        f"its schedule: {schedule}",
+        f"among the {found.num_simulated:,} simulated configs: the soonest",
+        f"among all {found.num_configs:,} configs: {rest}",
+    ]
 
 
-def nothing_fits(evaluator: Evaluator, choices: Choices, candidates: Iterable[Config]) -> str:
-    """What would have to change; each remedy is one that was tried and fits."""
+def nothing_fits(
+    evaluator: Evaluator,
+    choices: Choices,
+    candidates: Iterable[Config],
+    budget: Budget | None = None,
+) -> str:
+    """What would have to change; each remedy is one that was tried and fits, in time."""
+    budget = budget or Budget(float("inf"))
     cluster = evaluator.cluster
-    need = _least_memory(evaluator, candidates)
+    need = _least_memory(evaluator, candidates, budget)
     said = [f"each device has {cluster.usable_bytes / 1e9:.4g} GB to use"]
     if need is not None:
         said.append(f"the least that any config needs is {need[0] / 1e9:.3g} GB ({need[1]})")
@@ -105,20 +125,24 @@ def nothing_fits(evaluator: Evaluator, choices: Choices, candidates: Iterable[Co
     for words, relaxed in _relaxations(choices):
         if remedies and relaxed == Choices():
             break  # one change is enough
-        fits = _first_fit(evaluator, evaluator.candidates(relaxed))
+        if not budget.left:
+            break
+        fits = _first_fit(evaluator, evaluator.candidates(relaxed), budget)
         if fits is not None:
             remedies.append(f"{words}: {fits} fits")
     nodes = cluster.nodes
-    while not remedies and cluster.inter_node and nodes < MOST_NODES * cluster.nodes:
+    most = MOST_NODES * cluster.nodes
+    while not remedies and cluster.inter_node and nodes < most and budget.left:
         nodes *= 2
         larger = replace(cluster, nodes=nodes)
         grown = evaluator.on(larger)
-        fits = _first_fit(grown, grown.candidates(choices))
+        fits = _first_fit(grown, grown.candidates(choices), budget)
         if fits is not None:
             remedies.append(f"{larger.num_devices} devices ({nodes} nodes): {fits} fits")
     if not remedies:
         more = "more nodes" if cluster.inter_node else "the file names no link to more nodes"
-        remedies.append(f"nothing that was tried: other degrees, sizes, recomputation, {more}")
+        tried = f"nothing that was tried: other degrees, sizes, recomputation, {more}"
+        remedies.append(tried if budget.left else "more --seconds: no time to try what would fit")
     return "; ".join(said) + "".join(f"\n  with {remedy}" for remedy in remedies)
 
 
@@ -158,13 +182,15 @@ def _by_need(evaluator: Evaluator, candidates: Iterable[Config]) -> list[Config]
 
 
 def _least_memory(
-    evaluator: Evaluator, candidates: Iterable[Config]
+    evaluator: Evaluator, candidates: Iterable[Config], budget: Budget
 ) -> tuple[float, Config] | None:
     """The least that the fullest device of one of the closest configs would need, for one
     microbatch at a time."""
     ample = evaluator.on(replace(evaluator.cluster, memory_gb=1e6))
-    found = []
+    found: list[tuple[float, Config]] = []
     for config in _by_need(ample, candidates)[:CLOSEST]:
+        if found and not budget.left:
+            break
         try:
             stages = ample.stages(config)
         except UnfitError:
@@ -175,9 +201,11 @@ def _least_memory(
     return min(found, default=None)
 
 
-def _first_fit(evaluator: Evaluator, candidates: Iterable[Config]) -> Config | None:
-    """One of the closest configs that fits; None if none does."""
+def _first_fit(evaluator: Evaluator, candidates: Iterable[Config], budget: Budget) -> Config | None:
+    """One of the closest configs that fits; None if none does, or the time is up."""
     for config in _by_need(evaluator, candidates)[:CLOSEST]:
+        if not budget.left:
+            break
         try:
             evaluator.refuse(config)
             evaluator.problem(config, 1)

@@ -45,8 +45,6 @@ def _whole(evaluator: Evaluator, outcome: Outcome, seconds: float, solver: str) 
     count = config.num_microbatches(evaluator.global_batch_size)
     stages = outcome.stages
     problem = evaluator.problem(config, count, stages)
-    if count * problem.placement.num_stages * len(problem.kinds) > LARGEST:
+    if seconds == 0 or evaluator.size(config, whole=True) > LARGEST:
         return evaluator.evaluate(config, synthesize(problem, math.inf, 0), stages=stages)
-    if seconds == 0:
-        return evaluator.evaluate(config, synthesize(problem, math.inf), stages=stages)
     return evaluator.evaluate(config, cached(problem, seconds, solver, solve), stages=stages)

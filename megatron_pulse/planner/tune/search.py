@@ -19,9 +19,10 @@ what is far from the best by its estimate is cut for such a bound before it is s
 from __future__ import annotations
 
 import heapq
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -44,6 +45,12 @@ FAR = 1.1
 MOST_KNOWN = 4
 """Cuts that are kept for a degree and layout, the latest."""
 
+SHARE = 0.1
+"""Of the time that is left, what one cut or simulation may take."""
+
+LOOKS = 64
+"""Configs that are estimated between two looks at the clock."""
+
 type Kind = tuple[int, Layout]
 
 
@@ -56,7 +63,10 @@ class _Step(IntEnum):
 
 @dataclass(order=True)
 class _Candidate:
-    """A config in the queue: ``seconds`` is its estimate, or what was simulated."""
+    """A config in the queue: ``seconds`` is its estimate, or what was simulated.
+
+    ``final``: no other schedule of these stages can be shorter, or soon enough to be listed.
+    """
 
     seconds: float
     simplicity: tuple[int, ...]
@@ -64,6 +74,7 @@ class _Candidate:
     bound: float
     step: _Step = _Step.EVEN
     stages: Stages | None = field(default=None, compare=False)
+    final: bool = field(default=False, compare=False)
 
     @property
     def kind(self) -> Kind:
@@ -77,14 +88,27 @@ def search(
     keep: int = 10,
     budget: Budget | None = None,
     progress: Callable[[Tuning], None] = lambda _: None,
+    finish_s: float = float("inf"),
 ) -> Tuning:
     """The ``keep`` best of ``candidates``, or of those that were looked at within ``budget``.
 
-    Without a budget all are. Configs that come to the same are listed once, as the simplest. One is
-    simulated however little time there is. ``progress`` is called after every step.
+    Without a budget all are. It begins once everything is compiled, and is left earlier where a
+    whole schedule of the best will take more than ``finish_s``, or later, by up to as much, where
+    nothing was simulated yet. Configs that come to the same are listed once, as the simplest.
+    ``progress`` is called after every step.
     """
+    began = time.monotonic()
     get_ready()
-    return _Search(evaluator, keep, budget or Budget(float("inf")), progress).run(candidates)
+    ready_s = time.monotonic() - began
+    budget = budget or Budget(float("inf"))
+    budget.begin()
+    found = _Search(evaluator, keep, budget, progress, finish_s).run(candidates)
+    found.ready_s = ready_s
+    return found
+
+
+class _TooLongError(Exception):
+    """A piece of work would take too much of the time that is left."""
 
 
 class _Search:
@@ -94,18 +118,31 @@ class _Search:
         keep: int,
         budget: Budget,
         progress: Callable[[Tuning], None],
+        finish_s: float,
     ) -> None:
         self.evaluator, self.budget, self.progress = evaluator, budget, progress
+        self.finish_s = finish_s
         self.listed, self.found = Shortlist(keep), Tuning()
         self.known: dict[Kind, list[Partition]] = {}
         self.queue: list[_Candidate] = []
         self.aside: list[_Candidate] = []
+        self.unseen = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether the time is up that is not needed for a whole schedule of the best, or all of it
+        where nothing was simulated."""
+        if not self.listed.best:
+            return self.budget.spent >= self.budget.seconds + self.finish_s
+        size = self.evaluator.size(self.listed.best[0].config, whole=True)
+        needed = self.budget.estimate("quick", size)
+        return self.budget.left <= max(0.0, needed - self.finish_s)
 
     def run(self, candidates: Iterable[Config]) -> Tuning:
         """Look at ``candidates`` until all are ruled out or the budget is spent."""
         self.fill(candidates)
         self.scout()
-        while self.queue and (self.budget.left > 0 or not self.listed.best):
+        while self.queue and not self.ended:
             candidate = heapq.heappop(self.queue)
             if candidate.bound >= self.listed.limit:
                 self.refuse(candidate.config, Unfit.SLOWER, str(candidate.config))
@@ -117,16 +154,21 @@ class _Search:
         found.refused[Unfit.SLOWER] += len(self.queue) - len(left)
         found.num_left = len(left)
         found.bound_s = min((c.bound for c in left), default=float("inf"))
+        if self.unseen:
+            found.num_left, found.bound_s = found.num_left + self.unseen, 0.0
         if self.listed.same:
             found.refused[Unfit.SAME] = len(self.listed.same)
         found.seconds = self.budget.spent
         return found
 
     def fill(self, candidates: Iterable[Config]) -> None:
-        """The queue of all that are not refused at once."""
+        """The queue of all that are not refused at once, or of those that there is time for."""
         evaluator = self.evaluator
-        for config in candidates:
+        for number, config in enumerate(candidates):
             self.found.num_configs += 1
+            if self.unseen or (number % LOOKS == 0 and self.queue and not self.budget.left):
+                self.unseen += 1
+                continue
             try:
                 evaluator.refuse(config)
             except UnfitError as error:
@@ -148,7 +190,7 @@ class _Search:
         for candidate in sorted(first.values(), key=lambda c: (_num_stages(c.config), c)):
             following: _Candidate | None = candidate
             while following is not None and following.step < _Step.QUICK:
-                if self.listed.best and (self.is_far(following) or self.budget.left <= 0):
+                if self.ended or self.is_far(following):
                     break
                 following = self.advance(following)
                 if following is not None and following.step is _Step.LIKE:
@@ -161,7 +203,7 @@ class _Search:
         heapq.heapify(self.queue)
 
     def advance(self, candidate: _Candidate) -> _Candidate | None:
-        """The candidate after its next step; None if there is none."""
+        """The candidate after its next step; None if there is none, or no time for it."""
         following = None
         try:
             if candidate.step is _Step.EVEN:
@@ -174,16 +216,27 @@ class _Search:
                 following = self.simulate(candidate)
         except UnfitError as error:
             self.refuse(candidate.config, error.reason, error.detail)
+        except _TooLongError:
+            self.aside.append(candidate)
         self.found.outcomes = self.listed.best
         self.found.seconds = self.budget.spent
         self.progress(self.found)
         return following
 
+    @contextmanager
+    def within(self, work: str, size: float) -> Iterator[None]:
+        """Do work that does not take too much of what is left of the time."""
+        if self.listed.best and not self.budget.fits(work, size, SHARE):
+            raise _TooLongError
+        with self.budget.timed(work, size):
+            yield
+
     def liken(self, candidate: _Candidate) -> _Candidate:
         """Estimated from known cuts, those of the least load among those that fit."""
         config, evaluator = candidate.config, self.evaluator
         if candidate.kind not in self.known:
-            self.known[candidate.kind] = [evaluator.cheap_cuts(config)]
+            with self.within(f"cheap cuts, {config.layout}", _num_stages(config) ** 2):
+                self.known[candidate.kind] = [evaluator.cheap_cuts(config)]
         choices = [evaluator.cut(config, cuts) for cuts in self.known[candidate.kind]]
         estimates = [(evaluator.cut_estimate(config, s), i) for i, s in enumerate(choices)]
         fitting = [(t, i) for t, i in estimates if evaluator.fits(choices[i])]
@@ -213,45 +266,54 @@ class _Search:
 
     def own(self, candidate: _Candidate) -> Stages:
         """The config's own stages, whose cuts are known from then on."""
-        stages = self.evaluator.stages(candidate.config)
+        config = candidate.config
+        with self.within(f"cuts, {config.layout}", _num_stages(config) ** 2):
+            stages = self.evaluator.stages(config)
         known = self.known.setdefault(candidate.kind, [])
         if stages.partition not in known:
             self.known[candidate.kind] = [*known, stages.partition][-MOST_KNOWN:]
         return stages
 
-    def simulate(self, candidate: _Candidate) -> _Candidate | None:
+    def simulate(self, candidate: _Candidate) -> _Candidate:
         """Simulated with a quick schedule."""
         outcome = self.evaluate(candidate, "quick", candidate.stages)
-        if outcome is None:
-            return None
         self.found.num_simulated += 1
-        gap = outcome.synthesis.certificate.gap
-        hope = HOPE * outcome.pipeline_s * gap / (1 + gap)
+        certificate = outcome.synthesis.certificate
+        hope = HOPE * outcome.pipeline_s * certificate.gap / (1 + certificate.gap)
         return replace(
-            candidate, seconds=outcome.step_s - hope, step=_Step.QUICK, stages=outcome.stages
+            candidate,
+            seconds=outcome.step_s - hope,
+            step=_Step.QUICK,
+            stages=outcome.stages,
+            final=self.is_final(outcome),
         )
+
+    def is_final(self, outcome: Outcome) -> bool:
+        """Whether the bound of schedules says that a search for a shorter one is of no use."""
+        certificate = outcome.synthesis.certificate
+        if outcome.extrapolated:
+            return certificate.proved
+        least = certificate.lower_bound + outcome.optimizer_s
+        return certificate.proved or least >= self.listed.limit
 
     def complete(self, candidate: _Candidate) -> None:
         """Simulated with the better of its cuts and its own, and a schedule that was searched."""
-        stages = candidate.stages
+        stages, final = candidate.stages, candidate.final
         own: Stages | None = None
-        with suppress(UnfitError):
+        with suppress(UnfitError, _TooLongError):
             own = self.own(candidate)
         if own is not None and stages is not None and own.partition != stages.partition:
-            quick = self.evaluate(candidate, "quick", own)
             before = self.listed.outcomes.get(candidate.config)
-            if quick is not None and (before is None or quick.step_s <= before.step_s):
-                stages = own
-        self.evaluate(candidate, "searched", stages)
+            quick = self.evaluate(candidate, "quick", own)
+            if before is None or quick.step_s <= before.step_s:
+                stages, final = own, self.is_final(quick)
+        if not final:
+            self.evaluate(candidate, "searched", stages)
 
-    def evaluate(self, candidate: _Candidate, how: str, stages: Stages | None) -> Outcome | None:
-        """The simulation, listed; None, and the candidate put aside, where it would be too long."""
+    def evaluate(self, candidate: _Candidate, how: str, stages: Stages | None) -> Outcome:
+        """The simulation, listed."""
         config, found = candidate.config, self.found
-        size = self.evaluator.size(config)
-        if self.listed.best and not self.budget.fits(how, size):
-            self.aside.append(candidate)
-            return None
-        with self.budget.timed(how, size):
+        with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
         self.listed.add(outcome)
         for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):

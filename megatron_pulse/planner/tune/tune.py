@@ -32,7 +32,8 @@ def tune(
 
     ``search_s`` seconds at most go to the search over configs, about ``finish_s`` to schedules of
     all microbatches by ``solver``. ``progress`` is called after every step of the search and once
-    before the schedules, with what is being done. Raises UntunableError.
+    before the schedules, with what is being done. Compiling, once on a machine, is not counted.
+    Raises UntunableError.
     """
     candidates = evaluator.candidates(choices)
     if not candidates:
@@ -41,9 +42,17 @@ def tune(
             f"{evaluator.global_batch_size} as asked: data degree x microbatch size must divide "
             "the batch, pipeline x tensor the devices, tensor the devices of a node"
         )
-    found = search(evaluator, candidates, keep, Budget(search_s), partial(progress, "tuning"))
+    budget = Budget(search_s)
+    found = search(evaluator, candidates, keep, budget, partial(progress, "tuning"), finish_s)
+    late = max(0.0, budget.spent - search_s)
+    if not found.outcomes and found.num_left:
+        raise UntunableError(
+            f"no config was simulated in {budget.spent:.1f} s, {found.num_left:,} were left: "
+            "give it more seconds, or fewer choices"
+        )
     if not found.outcomes:
-        raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates))
+        whole = Budget(max(0.0, finish_s - late))
+        raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates, whole))
     progress("whole schedules", found)
-    finish(evaluator, found, finish_s, solver)
+    finish(evaluator, found, max(0.0, finish_s - late), solver)
     return found

@@ -19,7 +19,8 @@ class Tuning:
 
     ``bound_s`` is the least that any config could take that was left. ``examples`` has one refusal
     in full for each reason. ``rivals`` are the best of every degree and layout that was simulated,
-    by "P=4" or "fold exact", and ``degrees`` counts refusals by pipeline degree.
+    by "P=4" or "fold exact", and ``degrees`` counts refusals by pipeline degree. ``seconds`` do not
+    have in them the ``ready_s`` of compiling.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -32,6 +33,7 @@ class Tuning:
     num_left: int = 0
     bound_s: float = float("inf")
     seconds: float = 0.0
+    ready_s: float = 0.0
 
     @property
     def proved(self) -> bool:

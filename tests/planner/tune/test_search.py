@@ -20,6 +20,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import nothing_fits
 from megatron_pulse.planner.tune.finish import finish
 from megatron_pulse.planner.tune.search import search
+from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.planner.tune.tuning import Tuning
 from tests.planner.tune.problems import cluster, profile, random_evaluator
 
@@ -83,10 +84,10 @@ def test_list_has_every_way_once() -> None:
 def test_out_of_time_says_what_is_left() -> None:
     evaluator = Evaluator(profile(random.Random(2), 14, 6), cluster(2, 4), 32)
     candidates = list(configs(8, 4, 32, True, Choices()))
-    short = search(evaluator, candidates, keep=3, budget=Budget(0.0))
-    assert len(short.outcomes) == 1 and short.num_left > 0 and not short.proved
+    short = search(evaluator, candidates, keep=3, budget=Budget(0.08, Clock()))
+    assert short.num_simulated < 5 and short.num_left > 0 and not short.proved
     assert 0 < short.bound_s < short.outcomes[0].step_s
-    long = search(evaluator, candidates, keep=3, budget=Budget(1.5))
+    long = search(evaluator, candidates, keep=3, budget=Budget(0.5, Clock()))
     assert short.bound_s <= long.outcomes[0].step_s <= short.outcomes[0].step_s
     for found in (short, long):
         counted = sum(found.refused.values()) + found.num_left
@@ -176,10 +177,30 @@ def test_refusals_add_up() -> None:
 
 
 class Clock:
-    """A clock that only work moves: by the operations simulated, and a unit at every look."""
+    """A clock that only work moves: a millisecond at every look, and what ``works`` says."""
 
     def __init__(self) -> None:
         self.now = 0.0
+
+    def works(self, monkeypatch: pytest.MonkeyPatch, slowness: float) -> None:
+        """Simulating and cutting take time by their size."""
+        evaluate, cheap, own = Evaluator.evaluate, Evaluator.cheap_cuts, Evaluator.stages
+
+        def simulated(self_: Evaluator, config: Config, *args: Any, **more: Any) -> Outcome:
+            self.now += slowness * 30e-6 * self_.size(config)
+            return evaluate(self_, config, *args, **more)
+
+        def cut(self_: Evaluator, config: Config) -> Any:
+            self.now += slowness * 1e-4 * config.placement.num_stages**2
+            return cheap(self_, config)
+
+        def cut_well(self_: Evaluator, config: Config) -> Any:
+            self.now += slowness * 4e-4 * config.placement.num_stages**2
+            return own(self_, config)
+
+        monkeypatch.setattr(Evaluator, "evaluate", simulated)
+        monkeypatch.setattr(Evaluator, "cheap_cuts", cut)
+        monkeypatch.setattr(Evaluator, "stages", cut_well)
 
     def __call__(self) -> float:
         self.now += 1e-3
@@ -190,7 +211,7 @@ class Clock:
 def test_more_work_is_never_worse(seed: int) -> None:
     chain = profile(random.Random(seed), 12, 5)
     steps = []
-    for seconds in (0.0, 0.03, 0.1, 0.3, 1.0):
+    for seconds in (0.03, 0.1, 0.3, 1.0):
         evaluator = Evaluator(chain, cluster(memory_gb=2.0), 16)
         budget = Budget(seconds, Clock())
         found = search(evaluator, evaluator.candidates(Choices()), 3, budget)
@@ -210,7 +231,43 @@ def test_first_simulations_are_of_every_kind(monkeypatch: pytest.MonkeyPatch) ->
         return evaluate(self, config, *args, **more)
 
     monkeypatch.setattr(Evaluator, "evaluate", noted)
-    search(evaluator, evaluator.candidates(Choices()), 3, Budget(0.1, Clock()))
+    search(evaluator, evaluator.candidates(Choices()), 3, Budget(0.3, Clock()))
     first = next(i for i, kind in enumerate(seen) if kind in seen[:i])
     assert first >= 5
     assert [stages for stages, _ in seen[:first]] == sorted(stages for stages, _ in seen[:first])
+
+
+@pytest.mark.parametrize("slowness", [1.0, 10.0, 30.0])
+@pytest.mark.parametrize("seconds", [2.0, 8.0])
+def test_deadline_is_obeyed(
+    monkeypatch: pytest.MonkeyPatch, slowness: float, seconds: float
+) -> None:
+    """However slow the machine: nothing is begun that would take too long."""
+    evaluator = Evaluator(profile(random.Random(0), 34, 15), cluster(4, 4, memory_gb=4.0), 64)
+    clock = Clock()
+    clock.works(monkeypatch, slowness)
+    budget = Budget(seconds, clock)
+    found = search(evaluator, evaluator.candidates(Choices()), 3, budget, finish_s=1)
+    assert found.num_left > 0 and found.bound_s < float("inf")
+    assert found.outcomes
+    assert found.seconds <= 1.1 * seconds
+    assert slowness > 1 or found.num_simulated > 10
+
+
+def test_time_is_left_for_a_whole_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so many microbatches that it takes longer than there is for finishing."""
+    evaluator = Evaluator(profile(random.Random(0), 12, 5), cluster(memory_gb=2.0), 512)
+    clock = Clock()
+    clock.works(monkeypatch, 1.0)
+    choices = Choices(pipeline=(4,), tensor=(1,), micro_batch_size=(1,))
+    budget = Budget(1.0, clock)
+    found = search(evaluator, evaluator.candidates(choices), 3, budget, finish_s=0.1)
+    whole = 30e-6 * evaluator.size(found.outcomes[0].config, whole=True)
+    assert whole > 0.3 and found.num_left > 0
+    assert found.seconds + whole <= 1.1 * (1.0 + 0.1)
+
+
+def test_no_time_at_all_is_said() -> None:
+    evaluator = Evaluator(profile(random.Random(0), 12, 5), cluster(memory_gb=2.0), 16)
+    with pytest.raises(UntunableError, match="no config was simulated in .* were left"):
+        tune(evaluator, Choices(), search_s=1e-9, finish_s=1e-9)

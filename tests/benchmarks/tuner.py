@@ -1,0 +1,211 @@
+"""The tuner's answer beside what longer searches of each pipeline degree alone find.
+
+    .venv/bin/python -m tests.benchmarks.tuner --jobs 2                      # 70 cells: many hours
+    .venv/bin/python -m tests.benchmarks.tuner --reference 6 --jobs 2        # one hour
+    .venv/bin/python -m tests.benchmarks.tuner --clusters 64:25 dgx-a100 --models sdxl flux-dev
+
+Clusters are presets, or N:G for N A100s of 80 GB, eight to a node with NVLink, whose nodes share G
+Gb/s. Times of layers are analytic. A step has so many samples for each device. Both searches stop
+after seconds of their own process's time, so that a busy machine does not bear on them (--wall:
+after seconds of the wall's). Answers are those of the search, before whole schedules are made.
+Loss is how much more throughput the best of the restricted searches has than the answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.planner.cluster.cluster import (
+    Cluster,
+    ClusterError,
+    ClusterLink,
+    Shared,
+    cluster,
+)
+from megatron_pulse.planner.tune.budget import Budget, Clock
+from megatron_pulse.planner.tune.config import Choices, divisors
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.search import search
+from megatron_pulse.planner.tune.tuning import Tuning
+from megatron_pulse.profile.devices import Roofline
+from megatron_pulse.profile.profile import Profile
+
+MODELS = ("uvit-h", "sdxl", "sd-v2-4.6b", "hunyuan-dit-3b", "flux-dev")
+CLUSTERS = (
+    *("dgx-a100", "dgx-a100:8", "dgx-h100:8", "pulse-v100", "pulse-910a"),
+    *("8:100", "64:100", "64:25", "256:100", "256:25", "1024:100", "1024:25"),
+)
+SHOWN = 1.001
+"""Times the throughput before, from which an answer counts as a better one."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cluster and a backbone with its profile there; ``divides`` and ``heads`` are for T > 1."""
+
+    cluster: str
+    model: str
+    profile: Profile
+    divides: bool
+    heads: tuple[int, ...]
+    batch: int
+
+    def evaluator(self) -> Evaluator:
+        """Without anything that an earlier search has learnt."""
+        where = machine(self.cluster)
+        samples = self.batch * where.num_devices
+        return Evaluator(self.profile, where, samples, self.divides, self.heads)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found: samples/s (0: nothing fits), when within 1 % of that, and its size."""
+
+    throughput: float
+    config: str
+    near_s: float
+    spent_s: float
+    num_configs: int
+    num_simulated: int
+    proved: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """A cell's answer, and those of every pipeline degree alone."""
+
+    cluster: str
+    model: str
+    answer: Answer
+    alone: dict[int, Answer]
+
+    @property
+    def best(self) -> Answer:
+        """The best of the restricted searches, or the answer where it is better."""
+        return max((self.answer, *self.alone.values()), key=lambda a: a.throughput)
+
+    @property
+    def loss(self) -> float:
+        """How much of the best throughput the answer lacks, as a share."""
+        return 1 - self.answer.throughput / self.best.throughput if self.best.throughput else 0.0
+
+
+def machine(name: str) -> Cluster:
+    """A preset, or N:G as the module has it; raises ClusterError."""
+    number, _, rate = name.partition(":")
+    if not number.isdigit():
+        return cluster(name)
+    if not rate.isdigit() or int(number) % 8:
+        raise ClusterError(f"{name!r}: write N:G, N a multiple of 8 and G in Gb/s, or a preset")
+    nvlink = ClusterLink("nvlink", 300.0, 5.0, Shared.DEVICE)
+    network = ClusterLink("ethernet", int(rate) / 8, 20.0, Shared.NODE)
+    nodes = int(number) // 8
+    return Cluster(name, nodes, 8, 80.0, "A100-80GB", nvlink, network if nodes > 1 else None, 0.9)
+
+
+def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer:
+    """What a search of so many seconds finds."""
+    evaluator, better = cell.evaluator(), [(0.0, 0.0)]
+
+    def progress(now: Tuning) -> None:
+        if now.outcomes and now.outcomes[0].throughput > better[-1][1] * SHOWN:
+            better.append((now.seconds, now.outcomes[0].throughput))
+
+    found = search(evaluator, evaluator.candidates(choices), 10, Budget(seconds, clock), progress)
+    best = found.outcomes[0] if found.outcomes else None
+    reached = best.throughput if best else 0.0
+    near_s = next((s for s, rate in better if rate >= 0.99 * reached), 0.0)
+    config = str(best.config) if best else "nothing fits"
+    numbers = found.num_configs, found.num_simulated, found.proved
+    return Answer(reached, config, near_s, found.seconds, *numbers)
+
+
+def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
+    """The answer to a cell after ``seconds``, and after ``reference`` for each degree alone."""
+    clock = time.monotonic if wall else time.process_time
+    alone = {}
+    for degree in divisors(machine(cell.cluster).num_devices):
+        if reference and degree <= len(cell.profile.layers):
+            alone[degree] = answer(cell, Choices(pipeline=(degree,)), reference, clock)
+    own = answer(cell, Choices(), seconds, clock)
+    return Result(cell.cluster, cell.model, own, alone)
+
+
+def cells(clusters: Sequence[str], models: Sequence[str], batch: int) -> list[Cell]:
+    """All pairs, their profiles worked out once for each kind of device."""
+    from megatron_pulse.profile.analytic import analyse
+    from model_specs import load_backbone
+
+    prepare_megatron()
+    profiles: dict[tuple[str, str], Profile] = {}
+    found = []
+    for name, model in product(clusters, models):
+        device, backbone = machine(name).peaks, load_backbone(model, {})
+        if device is None:
+            raise ClusterError(f"{name!r} has a measured device; here times are analytic")
+        if (model, device.name) not in profiles:
+            dtype = next(d for d in ("bfloat16", "float16", "float32") if d in device.peak_flops)
+            profiles[model, device.name] = analyse(backbone, (1, 8), Roofline(device, dtype))
+        about = backbone.divides_sequences, backbone.num_heads, batch
+        found.append(Cell(name, model, profiles[model, device.name], *about))
+    return found
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown."""
+    head = (
+        "| cluster | model | answer | samples/s | restricted | samples/s | loss % | near after s |"
+    )
+    lines = [f"{head} simulated | of |", "|---" * 10 + "|"]
+    for r in results:
+        own, best = r.answer, r.best
+        other = best.config if best is not own else "the same"
+        lines.append(
+            f"| {r.cluster} | {r.model} | {own.config} | {own.throughput:.4g} | {other} | "
+            f"{best.throughput:.4g} | {100 * r.loss:.1f} | {own.near_s:.1f} | "
+            f"{own.num_simulated} | {own.num_configs:,}{', proved' * own.proved} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--clusters", nargs="+", default=CLUSTERS, metavar="NAME", help="presets or N:G")
+    add("--models", nargs="+", default=MODELS, metavar="NAME", help="of 'pulse backbones'")
+    add("--batch", type=int, default=8, metavar="N", help="samples for each device (default 8)")
+    add("--seconds", type=float, default=17.5, help="of the answer (default 17.5: 70 %% of 25)")
+    add("--reference", type=float, default=60.0, help="of each degree alone; 0: none (default 60)")
+    add("--wall", action="store_true", help="seconds of the wall's clock, not the process's")
+    add("--jobs", type=int, default=1, help="processes, one cell each at a time")
+    add("--json", type=Path, metavar="FILE", help="write every answer there")
+    args = parser.parse_args()
+    todo = cells(args.clusters, args.models, args.batch)
+    with ProcessPoolExecutor(args.jobs) as pool:
+        jobs = [pool.submit(measure, c, args.seconds, args.reference, args.wall) for c in todo]
+        results = [job.result() for job in tqdm(jobs, smoothing=0)]
+    print(table(results))
+    losses = [100 * r.loss for r in results]
+    above = sum(loss > 1 for loss in losses)
+    print(f"\n{len(results)} cells; loss of {max(losses):.1f} % at most, above 1 % in {above}")
+    late = max(r.answer.spent_s for r in results)
+    print(f"longest search: {late:.1f} s of {args.seconds:g}")
+    if args.json is not None:
+        args.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
