@@ -25,7 +25,13 @@ from megatron_pulse.planner.partition.find import Goal, PartitionError, find_par
 from tests.planner.chains import HUNYUAN_DIT, SD_UNET, SDXL_UNET, UVIT_L, UVIT_S, chain
 
 Edges = Sequence[tuple[int, int]]
-ORDERS = (("load", "stage", "bytes"), ("stage", "load", "bytes"), ("load", "bytes"))
+ORDERS = (
+    ("load", "stage", "bytes"),
+    ("stage", "load", "bytes"),
+    ("load", "bytes"),
+    ("bytes", "load"),
+    ("load", "bytes", "stage"),
+)
 EXACT = Goal(collocate=True)
 
 

@@ -35,18 +35,53 @@ def optimal_fold(
     must hold at every cut. None if no fold is legal and fits.
     """
     caps: dict[str, float] = {}
-    cuts = None
+    cuts: tuple[int, ...] | None = None
     for measure in order:
-        found = None
-        for cap in _widening(pairs, measure):
-            found = _search(pairs, closed, measure, {**caps, measure: cap})
-            if found is not None:
-                break
-        if found is None:
-            return None
-        value, cuts = found
+        if cuts is not None and "bytes" in caps:
+            value, cuts = _smallest_within_bytes(pairs, closed, measure, caps, cuts)
+        else:
+            found = None
+            for cap in _widening(pairs, measure):
+                found = _search(pairs, closed, measure, {**caps, measure: cap})
+                if found is not None:
+                    break
+            if found is None:
+                return None
+            value, cuts = found
         caps[measure] = value * (1 + slack) * SLACK
     return cuts
+
+
+def _smallest_within_bytes(
+    pairs: PairCosts,
+    closed: Bools | None,
+    measure: str,
+    caps: dict[str, float],
+    cuts: tuple[int, ...],
+) -> tuple[float, tuple[int, ...]]:
+    """The smallest ``measure`` of cuts within ``caps``, the sum of bytes among them, as ``cuts``.
+
+    With so much at a pair up to a bound, fewer bytes are moved the higher it is: bisection finds
+    the lowest at which they are few enough.
+    """
+    low, high = 0.0, _largest(pairs, measure, cuts)
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        found = _search(pairs, closed, "bytes", {**caps, measure: middle})
+        if found is not None and found[0] <= caps["bytes"]:
+            cuts = found[1]
+            high = _largest(pairs, measure, cuts)
+        else:
+            low = middle
+    return high, cuts
+
+
+def _largest(pairs: PairCosts, measure: str, cuts: tuple[int, ...]) -> float:
+    """``measure`` of the largest pair."""
+    half = pairs.num_pairs + 1
+    ahead, behind = np.array(cuts[:half]), np.array(cuts[: -half - 1 : -1])
+    values = getattr(pairs, measure)(ahead[:-1], ahead[1:], behind[1:], behind[:-1])
+    return float(values.max())
 
 
 def _widening(pairs: PairCosts, measure: str) -> list[float]:

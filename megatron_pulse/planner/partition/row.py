@@ -28,15 +28,20 @@ def optimal_row(
     limit = pairs.memory.limit_bytes * SLACK if pairs.memory is not None else np.inf
     allowed = [table <= limit for table in held]
     cuts = None
+    moved: tuple[Floats, float] | None = None
     for measure in order:
-        found = _search(tables[measure], allowed, num_stages, measure == "bytes")
+        if measure == "bytes":
+            found = _fewest(tables[measure], allowed)
+        else:
+            found = _smallest(tables[measure], allowed, moved)
         if found is None:
             return None
         value, cuts = found
-        if measure != "bytes":
-            allowed = [
-                stage & (tables[measure] <= value * (1 + slack) * SLACK) for stage in allowed
-            ]
+        most = value * (1 + slack) * SLACK
+        if measure == "bytes":
+            moved = tables[measure], most
+        else:
+            allowed = [stage & (tables[measure] <= most) for stage in allowed]
     return cuts
 
 
@@ -46,15 +51,42 @@ def _table(num: int, begin: Ints, end: Ints, values: Floats) -> Floats:
     return table
 
 
-def _search(
-    table: Floats, allowed: list[Bools], num_stages: int, add: bool
+def _smallest(
+    table: Floats, allowed: list[Bools], moved: tuple[Floats, float] | None
 ) -> tuple[float, tuple[int, ...]] | None:
+    """Cuts whose largest stage is the smallest, and which move no more bytes than ``moved`` says.
+
+    With so many stages up to a bound, fewer bytes are moved the higher it is: bisection finds the
+    lowest at which they are few enough.
+    """
+    if moved is None:
+        return _search(table, allowed, add=False)
+    amounts, most = moved
+    bounds = np.unique(table[np.isfinite(table)])
+    best, low, high = None, 0, len(bounds) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        found = _fewest(amounts, [stage & (table <= bounds[middle]) for stage in allowed])
+        if found is not None and found[0] <= most:
+            best, high = (float(bounds[middle]), found[1]), middle - 1
+        else:
+            low = middle + 1
+    return best
+
+
+def _fewest(table: Floats, allowed: list[Bools]) -> tuple[float, tuple[int, ...]] | None:
+    """Cuts whose stages come to the least together."""
+    return _search(table, allowed, add=True)
+
+
+def _search(table: Floats, allowed: list[Bools], add: bool) -> tuple[float, tuple[int, ...]] | None:
+    """The least largest or, with ``add``, the least sum of allowed stages, and their cuts."""
     num = len(table) - 1
     value = np.full(num + 1, np.inf)
     value[0] = 0.0
     choices = []
-    for stage in range(num_stages):
-        cost = np.where(allowed[stage], table, np.inf)
+    for stage in allowed:
+        cost = np.where(stage, table, np.inf)
         total = value[:, None] + cost if add else np.maximum(value[:, None], cost)
         choices.append(total.argmin(axis=0))
         value = total.min(axis=0)
