@@ -155,14 +155,15 @@ def main() -> None:
         f"{'ms':>6}{'ms, P = 8':>11}"
     )
     for row in rows:
+        over = round(row.over - 1, 4) + 0.0  # not -0.00%
         print(
-            f"{row.backbone:18}{row.layers:>4}  {row.layout:17}{round(row.over - 1, 4) + 0.0:>10.2%}"
+            f"{row.backbone:18}{row.layers:>4}  {row.layout:17}{over:>10.2%}"
             f"{row.over_limited - 1:>12.2%}{row.refused:>4} of {row.limits}"
             f"{row.milliseconds:>6.0f}{row.milliseconds_of_8:>11.0f}"
         )
-    over = [row.over - 1 for row in rows]
+    shares = [row.over - 1 for row in rows]
     print(
-        f"\nover the best in the mean {np.mean(over):.2%}, at most {max(over):.2%}; "
+        f"\nover the best in the mean {np.mean(shares):.2%}, at most {max(shares):.2%}; "
         f"under limits at most {np.nanmax([row.over_limited for row in rows]) - 1:.2%}; refused "
         f"{sum(row.refused for row in rows)} of {sum(row.limits for row in rows)}"
     )
