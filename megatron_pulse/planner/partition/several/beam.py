@@ -229,23 +229,14 @@ class Beam:
     def _promising(self, begun: _Beginnings, at: int, width: int) -> _Beginnings:
         """The best ``width``: of every place the best, then the second best, and so on.
 
-        Where memory is limited every second one is the best of its place by memory.
+        Those of one place are better with less to come to, and else where all is spread evenly.
         """
         least = self._least(begun, at)
-        rank = _rank(begun.place, least, begun.load if self.measure == "load" else begun.held)
-        if self.walks.many.memory is not None and self.measure != "memory":
-            rank = np.minimum(
-                2 * rank, 1 + 2 * _rank(begun.place, begun.held.max(axis=1), begun.held)
-            )
-        return begun.only(np.lexsort((least, rank))[:width])
-
-
-def _rank(place: Ints, least: Floats, has: Floats) -> Ints:
-    """How many at the same place have less, or have it more evenly."""
-    order = np.lexsort(((has**2).sum(axis=1), least, place))
-    ordered = place[order]
-    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    rank: Ints = np.empty(len(place), dtype=np.int64)
-    sizes: Ints = np.diff(np.append(starts, len(place)))
-    rank[order] = np.arange(len(place)) - np.repeat(starts, sizes)
-    return rank
+        spread = np.zeros(len(least))
+        for has in (begun.load, begun.held):
+            spread += (has**2).sum(axis=1) / max((has**2).sum(axis=1).mean(), 1e-300)
+        order = np.lexsort((spread, least, begun.place))
+        place = begun.place[order]
+        starts = np.flatnonzero(np.append(True, place[1:] != place[:-1]))
+        rank = np.arange(len(place)) - np.repeat(starts, np.diff(np.append(starts, len(place))))
+        return begun.only(order[np.lexsort((least[order], rank))[:width]])
