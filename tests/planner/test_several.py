@@ -15,6 +15,7 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, interleaved
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.partition.several import seek
 from megatron_pulse.planner.partition.several.many import ManyCuts, Measures
 from tests.planner.blocks import fine_costs
 from tests.planner.test_partition import all_partitions
@@ -159,3 +160,18 @@ def test_little_work_still_finds_what_is_allowed(task, work: int) -> None:
     assert len(found.cuts) == placement.num_stages + 1
     assert list(found.cuts) == sorted(set(found.cuts))
     assert found == find_partition(costs, placement, goal, work=work)
+
+
+@pytest.mark.parametrize("num_places", [0, 20, 1000])
+def test_two_waves_of_few_mirror_cuts_keep_skips_at_home(
+    monkeypatch: pytest.MonkeyPatch, num_places: int
+) -> None:
+    """What is searched first where there are too many; the best of few is near the best of all."""
+    costs = first_layers(fine_costs("uvit-h"), 60)
+    goal = Goal(collocate=True)
+    best = max(goal.evaluate(costs, find_partition(costs, fold(4, 2), goal)).load_s)
+    monkeypatch.setattr(seek, "_PLACES", num_places)
+    found = find_partition(costs, fold(4, 2), goal)
+    home = found.device_of_layer
+    assert all(home(s.source) == home(s.destination) for s in costs.skips)
+    assert max(goal.evaluate(costs, found).load_s) <= 1.1 * best

@@ -81,7 +81,7 @@ class Block:
 
     Edges go from place to place and are sorted by place, then computing time: those of place v are
     ``first[v] <= e < first[v + 1]``. ``closes`` says that its device has no block after it, and
-    ``key`` orders all edges (see ``Walks.window``).
+    ``key`` orders all edges (see ``Walks.key``).
     """
 
     device: int
@@ -123,7 +123,6 @@ class Walks:
         self.sent_s = self._at_ends(seconds)
         self.sent_bytes = self._at_ends(ends)
         self.left_compute = self._between(self._compute)
-        self.left_forward = self._between(self._forward)
         self.left_parameters = self._between(self._parameters)
         self.left_saved = self._between(self._saved)
         self._middle = len(home) // 2 if self.paired else -1
