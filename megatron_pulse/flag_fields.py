@@ -165,6 +165,13 @@ def flag_name(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def flag_value(value: object) -> str:
+    """A value as flags take it: ``320,640``, ``true``, ``none``."""
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def _argparse(what: _Flag, kind: Any, default: Any) -> dict[str, Any]:
     """What argparse takes for a flag of that type."""
     if get_origin(kind) is Mapping:

@@ -35,6 +35,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
 from megatron_pulse.faults import raised, told, unknown
+from megatron_pulse.flag_fields import flag_value
 from model_specs.common.identity import Comparison, compare_configs, left_open
 from model_specs.common.options import (
     FamilyConfig,
@@ -43,7 +44,6 @@ from model_specs.common.options import (
     require_config,
     resolve,
     to_record,
-    to_text,
 )
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
@@ -196,7 +196,7 @@ def changed_options(backbone: Backbone) -> dict[str, str]:
     """By which options, as flags take them, ``backbone`` differs from the one of its name."""
     named = to_record(available()[backbone.record["name"]])
     return {
-        key: to_text(value)
+        key: flag_value(value)
         for key, value in backbone.record["options"].items()
         if named[key] != value
     }

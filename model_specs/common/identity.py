@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from model_specs.common.options import CHOICE, REASON, SETTLED_BY, FamilyConfig, Value, to_text
+from megatron_pulse.flag_fields import flag_value
+from model_specs.common.options import CHOICE, REASON, SETTLED_BY, FamilyConfig, Value
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,15 @@ def _open(config: FamilyConfig) -> dict[str, str]:
 def compare_configs[C: FamilyConfig](there: C, here: C, unknown: Mapping[str, Any]) -> Comparison:
     """``here`` beside the model ``there``, whose options ``unknown`` no field of ours names."""
     there, here = settle(there), settle(here)
-    different = [f"{key} {to_text(value)} there, no option here" for key, value in unknown.items()]
+    different = [
+        f"{key} {flag_value(value)} there, no option here" for key, value in unknown.items()
+    ]
     changed = []
     for field in dataclasses.fields(here):
         theirs, ours = getattr(there, field.name), getattr(here, field.name)
         if theirs == ours:
             continue
-        text = f"{field.name} {to_text(theirs)} there, {to_text(ours)} here"
+        text = f"{field.name} {flag_value(theirs)} there, {flag_value(ours)} here"
         if CHOICE in field.metadata:
             changed.append(f"{text}: {field.metadata[CHOICE].format(here)}")
         else:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from megatron_pulse.faults import meant, told
+from megatron_pulse.flag_fields import flag_value
 
 Value = str | int | float | bool | None | tuple[int, ...] | list[int]
 
@@ -112,7 +113,7 @@ def resolve[C: FamilyConfig](name: str, default: C, options: Mapping[str, Value]
     faults += config.faults()
     if faults:
         legal = "".join(
-            f"\n  {key} ({_KINDS[kinds[key]]}; default {to_text(getattr(default, key))})"
+            f"\n  {key} ({_KINDS[kinds[key]]}; default {flag_value(getattr(default, key))})"
             for key in kinds
         )
         what = f"options of backbone {name!r}"
@@ -128,20 +129,13 @@ def to_record(config: FamilyConfig) -> dict[str, Any]:
     }
 
 
-def to_text(value: object) -> str:
-    """A value as flags take it: ``320,640``, ``true``, ``none``."""
-    if isinstance(value, tuple | list):
-        return ",".join(map(str, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
 def _size_fault(key: str, value: Value) -> str | None:
     """Why no model has numbers like these: building its chain would not end."""
     numbers = value if isinstance(value, tuple) else (value,)
     most = _MOST_LAYERS if "layers" in key or "depth" in key else _MOST
     if all(isinstance(n, bool) or not isinstance(n, int) or abs(n) <= most for n in numbers):
         return None
-    return f"{key}: {to_text(value)[:60]} is beyond {most:,}"
+    return f"{key}: {flag_value(value)[:60]} is beyond {most:,}"
 
 
 def _convert(value: Value, kind: Any) -> Value:

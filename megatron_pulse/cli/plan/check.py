@@ -45,11 +45,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Check, then print."""
-    from megatron_pulse.planner.plan_file.plan_file import read_plan
+    from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan
     from megatron_pulse.planner.schedule.check.validate import faults_for
     from megatron_pulse.profile.cautions import plan_cautions
 
-    record, plan, faults = read_plan(args.plan)
+    try:
+        record, plan, faults = read_plan(args.plan)
+    except PlanFileError as error:  # no plan of this version at all
+        if args.json:
+            verdict = _verdict(args.plan, [str(error)], {})
+            answer(args, [], lambda: verdict)
+        raise
     fine: dict[str, str] = {}
     if record is not None:
         warn(*plan_cautions(record["provenance"], 0))
@@ -69,10 +75,13 @@ def run(args: argparse.Namespace) -> None:
             "",
             f"it can run: --pulse-plan {args.plan}",
         ]
-    said = {"plan": str(args.plan), "can_run": not faults, "faults": faults, "checked": fine}
     if lines or args.json:
-        answer(args, lines, lambda: said)
+        answer(args, lines, lambda: _verdict(args.plan, faults, fine))
     require([f"{args.plan}: {fault}" for fault in faults])
+
+
+def _verdict(path: Path, faults: list[str], fine: dict[str, str]) -> dict[str, Any]:
+    return {"plan": str(path), "can_run": not faults, "faults": faults, "checked": fine}
 
 
 def _schedule(plan: PlanFile) -> str:

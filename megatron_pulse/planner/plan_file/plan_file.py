@@ -18,6 +18,7 @@ from typing import Any
 from megatron_pulse.faults import UserError, told
 from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.flag_fields import flag_value
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
 from megatron_pulse.planner.plan_file.agreement import (
     edge_faults,
@@ -137,12 +138,17 @@ def read_plan(path: str | Path) -> tuple[dict[str, Any] | None, PlanFile | None,
 def _other_version(path: str | Path, record: Mapping[str, Any]) -> str:
     """That a plan is of another version; empty where it is not, or is no plan at all."""
     form = record.get("format")
-    if not isinstance(form, str) or form == FORMAT or kind_of(record) is not FileKind.PLAN:
+    if form is None or form == FORMAT or kind_of(record) is not FileKind.PLAN:
         return ""
-    name = record["backbone"].get("name") if isinstance(record.get("backbone"), dict) else None
+    backbone = record.get("backbone")
+    named = backbone if isinstance(backbone, dict) else {}
+    options = named.get("options")
+    model = f"--backbone {named.get('name', 'NAME')}"
+    for key, value in (options if isinstance(options, dict) else {}).items():
+        model += f" --option {key}={flag_value(value)}"
     return (
-        f"{path} is {form[:40]!r}, and only {FORMAT!r} can be checked and run: make it anew with "
-        f"'pulse tune --backbone {name or 'NAME'} --cluster CLUSTER --global-batch-size "
+        f"{path} is {str(form)[:40]!r}, and only {FORMAT!r} can be checked and run: make it anew "
+        f"with 'pulse tune {model} --cluster CLUSTER --global-batch-size "
         f"{record.get('global_batch_size', 'N')} -o {path}' (or --profile for --backbone)"
     )
 

@@ -342,7 +342,12 @@ def test_another_version_is_one_error_that_says_what_to_do(
     del record["profile"]
     said = refusal(record, tmp_path, capsys)
     assert "make it anew with 'pulse tune --backbone uvit-tiny" in said
+    depth = record["backbone"]["options"]["depth"]
+    assert f" --option depth={depth} " in said and " --option final_conv=true " in said
     assert "--global-batch-size 16" in said and len(said.splitlines()) == 1
+    assert main(["check", str(tmp_path / "plan.json"), "--json"]) == 2
+    verdict = json.loads(capsys.readouterr().out)
+    assert not verdict["can_run"] and verdict["faults"][0] in said
 
 
 @pytest.mark.parametrize("kind", ["fold", "sequential"])
