@@ -272,3 +272,16 @@ def test_bad_input_is_refused(case: str, here: Path, refused: Refused) -> None:
     (here / "broken.csv").write_text(broken)
     argv, expected = CASES[case]
     refused(["schedule", *argv.split()], *expected)
+
+
+def test_long_stages_are_not_drawn_unit_by_unit(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers of microseconds: a column for each would be millions, also for --json."""
+    times = {"forward": [2.5e6] * 4, "backward": [5e6] * 4}
+    (here / "long.json").write_text(json.dumps(times))
+    drawn: list[object] = []
+    monkeypatch.setattr(schedule_report, "grid", lambda shown: drawn.append(shown) or "")
+    for flag in ("", "--json"):
+        assert main(f"schedule --times long.json -p 2 -m 2 {flag} {FAST}".split()) == 0
+    assert drawn and all(isinstance(shown, Schedule) for shown in drawn)

@@ -15,7 +15,8 @@ from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 
 class Chain(NamedTuple):
-    """``microbatches`` M on P devices; times in ticks, memory in units, both as the shop.
+    """``microbatches`` M on P devices, ``columns`` of them under way at once or next to come; times
+    in ticks, memory in units, both as the shop.
 
     ``device``, ``time``, ``lag`` (from the position before), ``weight`` (the weight gradient that
     hangs on it, or 0), ``takes`` and ``gives`` (memory) are by position; ``tail[q, m]``: least time
@@ -28,6 +29,7 @@ class Chain(NamedTuple):
     """
 
     microbatches: int
+    columns: int
     device: Any
     time: Any
     lag: Any
@@ -49,13 +51,12 @@ class Chain(NamedTuple):
         """Operations of a step."""
         return int((len(self.time) + (self.weight > 0).sum()) * self.microbatches)
 
-    @property
-    def most_open(self) -> int:
-        """Microbatches that can be under way at once, and one to come: each holds what its first
-        operation took until its last."""
-        takes = int(self.takes[0])
-        room = int(self.cap[self.device[0]]) // takes if takes else self.microbatches
-        return min(self.microbatches, room + 1)
+
+def most_open(shop: JobShop) -> int:
+    """Microbatches that can be under way at once: each holds what its first forward took until its
+    last backward."""
+    takes, room = shop.delta[0], shop.cap[shop.device[0]]
+    return min(shop.num_microbatches, room // takes if takes else shop.num_microbatches)
 
 
 def chain_of(shop: JobShop, mirrored: bool = False) -> Chain:
@@ -91,6 +92,7 @@ def chain_of(shop: JobShop, mirrored: bool = False) -> Chain:
     rest = begin[-1] + time[-1] - begin - time
     return Chain(
         count,
+        min(count, most_open(shop) + 1),
         np.array(device, np.int64),
         np.array(time, np.int64),
         np.array(lag, np.int64),

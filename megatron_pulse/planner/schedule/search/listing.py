@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import Any
 
-from megatron_pulse.planner.schedule.operations import Kind
+import numpy as np
+
+from megatron_pulse.planner.schedule.compiled import compiled
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 
@@ -17,64 +20,116 @@ def list_schedule(shop: JobShop, date: Sequence[float], release: Sequence[int]) 
     each still get all the memory that they need on the device from what is spare and what the
     older ones give back (the banker's rule), so a cap never deadlocks.
     """
-    placement, count, home = shop.placement, shop.num_microbatches, shop.device
-    devices, classes = placement.num_devices, [shop.classes_of(d) for d in range(len(shop.cap))]
-    after: list[list[tuple[int, int]]] = [[] for _ in range(shop.num_classes)]
-    for k in range(shop.num_classes):
+    count, classes = shop.num_microbatches, range(shop.num_classes)
+    source: Any = np.full((shop.num_classes, 2), -1, np.int64)  # its class, and the lag
+    feeds: Any = np.full((shop.num_classes, 2), -1, np.int64)
+    for k in classes:
         for j, lag in shop.before[k * count]:
-            after[j // count].append((home[k * count], lag))
-    whole = [sum(max(0, shop.delta[k * count]) for k in mine) for mine in classes]
-    to_allocate, to_free = [[w] * count for w in whole], [[w] * count for w in whole]
-    frees = [sum(shop.delta[k * count] < 0 for k in mine) for mine in classes]
-    open_frees = [[n] * count for n in frees]
-    step, free = [0] * shop.num_classes, [0] * devices
-    live, oldest = [0] * devices, [0] * devices
-    start, end = [-1] * len(shop.duration), [-1] * len(shop.duration)
-    events = [(t, home[0]) for t in sorted(set(release))]
+            source[k] = j // count, lag
+            feeds[j // count, int(feeds[j // count, 0] >= 0)] = k
+    mine = [shop.classes_of(d) for d in range(len(shop.cap))]
+    most = max(map(len, mine))
+    return [
+        int(t)
+        for t in _listed(
+            np.array([shop.duration[k * count] for k in classes], np.int64),
+            np.array([shop.device[k * count] for k in classes], np.int64),
+            np.array([shop.delta[k * count] for k in classes], np.int64),
+            np.array(shop.cap, np.int64),
+            np.array([own + [-1] * (most - len(own)) for own in mine], np.int64),
+            source,
+            feeds,
+            np.array(date, np.float64),
+            np.array(release, np.int64),
+        )
+    ]
 
-    def ready(k: int, now: int) -> bool:
-        m = step[k]
-        if m == count or (k == 0 and release[m] > now):
-            return False
-        i = k * count + m
-        for j, lag in shop.before[i]:
-            if end[j] < 0 or end[j] + lag > now:
-                return False
-        return shop.delta[i] <= 0 or is_safe(home[i], m, shop.delta[i])
 
-    def is_safe(device: int, admitted: int, takes: int) -> bool:
-        spare = shop.cap[device] - live[device] - takes
-        for m in range(oldest[device], count):
-            needs = to_allocate[device][m] - (takes if m == admitted else 0)
-            if needs > spare:
-                return False
-            if m >= admitted and needs == whole[device]:
-                break
-            spare += to_free[device][m] - needs
-        return True
-
-    while events:
-        now, device = heapq.heappop(events)
-        if free[device] > now:
+@compiled
+def _listed(
+    duration: Any,
+    home: Any,
+    delta: Any,
+    cap: Any,
+    classes: Any,
+    source: Any,
+    feeds: Any,
+    date: Any,
+    release: Any,
+) -> Any:
+    """The same, with what is equal for all microbatches by class; ``classes`` by device, -1 where
+    there are no more; ``feeds``: the classes that wait for a class."""
+    count, devices = len(release), len(cap)
+    whole: Any = np.zeros(devices, np.int64)  # memory of a microbatch
+    frees: Any = np.zeros(devices, np.int64)  # classes that give memory back
+    for k in range(len(home)):
+        whole[home[k]] += max(0, delta[k])
+        frees[home[k]] += delta[k] < 0
+    to_allocate: Any = np.zeros((devices, count), np.int64)
+    to_free, open_frees = to_allocate.copy(), to_allocate.copy()
+    for d in range(devices):
+        to_allocate[d] = to_free[d] = whole[d]
+        open_frees[d] = frees[d]
+    live: Any = np.zeros(devices, np.int64)
+    oldest, free = live.copy(), live.copy()
+    step: Any = np.zeros(len(home), np.int64)
+    end: Any = np.full(len(date), -1, np.int64)
+    start = end.copy()
+    events = [(t, home[0]) for t in release]
+    heapq.heapify(events)
+    while len(events):
+        now, d = heapq.heappop(events)
+        if free[d] > now:
             continue
-        choices = [(date[k * count + step[k]], k) for k in classes[device] if ready(k, now)]
-        if not choices:
+        best = -1
+        for k in classes[d]:
+            if k < 0 or step[k] == count:
+                continue
+            m, j = step[k], source[k, 0]
+            if j < 0:
+                if release[m] > now:
+                    continue
+            elif end[j * count + m] < 0 or end[j * count + m] + source[k, 1] > now:
+                continue
+            if best >= 0 and date[k * count + m] >= date[best * count + step[best]]:
+                continue
+            if delta[k] > 0:
+                spare = cap[d] - live[d] - delta[k]
+                if not _is_safe(
+                    to_allocate[d], to_free[d], spare, oldest[d], m, delta[k], whole[d]
+                ):
+                    continue
+            best = k
+        if best < 0:
             continue
-        k = min(choices)[1]
-        m = step[k]
-        i = k * count + m
-        step[k] += 1
+        m, change = step[best], delta[best]
+        i = best * count + m
+        step[best] += 1
         start[i] = now
-        end[i] = free[device] = now + shop.duration[i]
-        heapq.heappush(events, (end[i], device))
-        for other, lag in after[k]:
-            heapq.heappush(events, (end[i] + lag, other))
-        change = shop.delta[i]
-        live[device] += change
-        if shop.kinds[k // placement.num_stages] is Kind.FORWARD:
-            to_allocate[device][m] -= change
-        to_free[device][m] += min(0, change)
-        open_frees[device][m] -= change < 0
-        while oldest[device] < count - 1 and not open_frees[device][oldest[device]]:
-            oldest[device] += 1
+        end[i] = free[d] = now + duration[best]
+        heapq.heappush(events, (end[i], d))
+        for k in feeds[best]:
+            if k >= 0:
+                heapq.heappush(events, (end[i] + source[k, 1], home[k]))
+        live[d] += change
+        to_allocate[d, m] -= max(0, change)
+        to_free[d, m] += min(0, change)
+        open_frees[d, m] -= change < 0
+        while oldest[d] < count - 1 and not open_frees[d, oldest[d]]:
+            oldest[d] += 1
     return start
+
+
+@compiled
+def _is_safe(
+    to_allocate: Any, to_free: Any, spare: int, oldest: int, admitted: int, takes: int, whole: int
+) -> bool:
+    """Whether all can be completed once microbatch ``admitted`` has taken so much memory."""
+    for m in range(oldest, len(to_free)):
+        needs = to_allocate[m] - (takes if m == admitted else 0)
+        if needs > spare:
+            return False
+        if m >= admitted and needs == whole:
+            return True
+        spare += to_free[m] - needs
+    return True

@@ -54,11 +54,11 @@ class Children(NamedTuple):
 
 def beginning(chain: Chain, width: int) -> Layer:
     """Room for ``width`` states; the first is the beginning of the step."""
-    open_, devices = chain.most_open, len(chain.cap)
+    columns, devices = chain.columns, len(chain.cap)
     layer = Layer(
         base=np.zeros(width, np.int64),
-        at=np.zeros((width, open_), np.int64),
-        ready=np.zeros((width, open_), np.int64),
+        at=np.zeros((width, columns), np.int64),
+        ready=np.zeros((width, columns), np.int64),
         waiting=np.zeros((width, len(chain.time) // 2), np.int64),
         free=np.zeros((width, devices), np.int64),
         live=np.zeros((width, devices), np.int64),

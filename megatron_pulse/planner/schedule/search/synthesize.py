@@ -34,6 +34,7 @@ from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.anneal import anneal
+from megatron_pulse.planner.schedule.search.chain import most_open
 from megatron_pulse.planner.schedule.search.extend import extended
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
@@ -55,6 +56,10 @@ schedule of fewer, then for starts and for shaken dates."""
 
 FEW_SHARE, MANY_SHARE = 0.05, 0.3
 """The same for sweeps: for few states at first, and for many where that is promising."""
+
+OPEN = 16
+"""Microbatches under way at once up to which sweeps are tried: with more there are too many
+states."""
 
 LOOKS = 20_000
 """Starts of operations that a sweep looks at in the time of one start."""
@@ -230,8 +235,10 @@ class _Search:
         self.try_all(chain(map(self.shop.earliest, self.fitting), given), None)
         if self.proved or budget.spent:
             return
-        sweeps = Widening(self.problem, self.shop)
-        self.sweep(sweeps, budget.share(FEW_SHARE))
+        sweeps = None
+        if most_open(self.shop) <= OPEN:
+            sweeps = Widening(self.problem, self.shop)
+            self.sweep(sweeps, budget.share(FEW_SHARE))
         count = CORE * self.problem.placement.num_devices
         large = len(self.start) > LARGE
         if self.problem.num_microbatches > count:
@@ -243,7 +250,7 @@ class _Search:
         for source, share in ((starts(self.shop), most), (self.shaken(), SHAKEN_SHARE)):
             part = budget.share(share)
             self.try_all(source, part)
-        if sweeps.reached <= BEHIND * self.ticks:
+        if sweeps is not None and sweeps.reached <= BEHIND * self.ticks:
             self.sweep(sweeps, budget.share(MANY_SHARE))
         for seed, (share, hot, price) in enumerate(ROUNDS):
             if self.proved or budget.spent:
