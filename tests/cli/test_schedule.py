@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.cli.plan import schedule_report
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import run
@@ -281,7 +282,7 @@ def test_long_stages_are_not_drawn_unit_by_unit(
     times = {"forward": [2.5e6] * 4, "backward": [5e6] * 4}
     (here / "long.json").write_text(json.dumps(times))
     drawn: list[object] = []
-    monkeypatch.setattr(schedule_report, "grid", lambda shown: drawn.append(shown) or "")
+    monkeypatch.setattr(schedule_report, "grid", lambda shown: drawn.append(shown) or "-")
     for flag in ("", "--json"):
         assert main(f"schedule --times long.json -p 2 -m 2 {flag} {FAST}".split()) == 0
     assert drawn and all(isinstance(shown, Schedule) for shown in drawn)

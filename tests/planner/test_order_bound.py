@@ -127,3 +127,9 @@ def test_with_links() -> None:
     """planner/schedule/README.md, Known optima: for P = 4, M = 8 and links of half a forward."""
     for cap, split, best in ((8, False, 66), (None, False, 60), (8, True, 56), (None, True, 52.5)):
         assert lower_bound(equal(fold(4), 8, cap, split, link=0.5)) == pytest.approx(best)
+
+
+def test_a_bound_ends_when_it_is_told_to() -> None:
+    problem = equal(fold(4), 8, 6)
+    quick = lower_bound(problem, work=0.0)
+    assert lower_bound(problem, until=0.0) == quick < lower_bound(problem)

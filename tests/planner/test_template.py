@@ -16,7 +16,7 @@ from megatron_pulse.planner.schedule.search.beam import beam_templates
 from megatron_pulse.planner.schedule.search.extend import extended
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import JobShop, job_shop
-from megatron_pulse.planner.schedule.search.starts import from_template, starts
+from megatron_pulse.planner.schedule.search.starts import from_template, starts, steady
 from megatron_pulse.planner.schedule.search.template import Template, faults, steady_peak
 from tests.planner.strategies import equal, problems
 
@@ -100,3 +100,9 @@ def test_the_steady_state_of_few_microbatches_is_that_of_many(
         assert faults_for(many, shop.schedule("extended", longer)) == []
     least = min(shop.makespan(improve(shop, longer)) for longer in found)
     assert 6 * 40 <= least <= 6 * 40 + 2 * bubble
+
+
+def test_steady_templates_are_few_once_time_is_up() -> None:
+    shop = job_shop(equal(fold(2), 12, 4))
+    asked = [len(list(steady(shop, lambda over=over: over))) for over in (True, False)]
+    assert asked[0] == 1 < asked[1]

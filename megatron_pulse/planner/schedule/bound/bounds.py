@@ -12,6 +12,7 @@ order_bound      per operation too, in the best order that keeps the device's me
 from __future__ import annotations
 
 import heapq
+import math
 
 import numpy as np
 
@@ -20,12 +21,13 @@ from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
-def lower_bound(problem: ScheduleProblem, work: float = WORK) -> float:
-    """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work``."""
+def lower_bound(problem: ScheduleProblem, work: float = WORK, until: float = math.inf) -> float:
+    """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work`` or
+    ``until`` (of ``time.monotonic``)."""
     path = MicrobatchPath(problem)
     bounds = (device_bound, one_machine_bound, memory_bound)
     quick = max(bound(problem, path) for bound in bounds)
-    return order_bound(path, quick, work) if work > 0 else quick
+    return order_bound(path, quick, work, until) if work > 0 else quick
 
 
 def device_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:

@@ -14,6 +14,8 @@ use is a sum of these numbers, so a cap leaves few states.
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,28 +94,36 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
     return DeviceClasses(times, heads, tails, tuple(after), tuple(held))
 
 
-def order_bound(path: MicrobatchPath, least: float = 0.0, work: float = WORK) -> float:
+def order_bound(
+    path: MicrobatchPath, least: float = 0.0, work: float = WORK, until: float = math.inf
+) -> float:
     """No schedule is shorter, whatever the device; ``least`` is a bound that is known.
 
-    Ends after ``work``; devices with too many states are left out.
+    Ends after ``work``, or at ``until`` (of ``time.monotonic``); devices with too many states are
+    left out.
     """
     cap, devices = path.problem.cap, range(path.problem.placement.num_devices)
     classes = [classes_of(path, device) for device in devices]
     # The busiest first, which is mostly what the bound comes from.
     for device in sorted(devices, key=lambda d: -classes[d].busy):
-        if work <= 0:
+        if work <= 0 or time.monotonic() >= until:
             break
         room = None if cap is None else cap[device]
-        least, spent = shortest_order(classes[device], room, least, work)
+        least, spent = shortest_order(classes[device], room, least, work, until)
         work -= spent
     return least
 
 
 def shortest_order(
-    classes: DeviceClasses, cap: float | None, least: float = 0.0, work: float = WORK
+    classes: DeviceClasses,
+    cap: float | None,
+    least: float = 0.0,
+    work: float = WORK,
+    until: float = math.inf,
 ) -> tuple[float, float]:
     """The makespan of the best order within ``cap``, at most ``CLOSE`` below it, where it is above
-    ``least``; else ``least``. A bound where that takes more than ``work``; with what it took."""
+    ``least``; else ``least``. A bound where that takes more than ``work``, or until after
+    ``until``; with what it took."""
     num, count = classes.head.shape
     most = min(MOST_STATES, work / (2 * TABLE_WORK * num))
     states = _states(classes, np.inf if cap is None else cap * _TIGHT, count, most)
@@ -121,7 +131,7 @@ def shortest_order(
         return least, 0.0
     table = _Table.of(states, classes)
     low, high, stride, spent = least, np.inf, 0.0, TABLE_WORK * states.size
-    while high > low * (1 + CLOSE) and spent < work:
+    while high > low * (1 + CLOSE) and spent < work and time.monotonic() < until:
         length = (low + high) / 2 if high < np.inf else low * (1 + stride)
         stride = 2 * stride or STRIDE
         end, reached, late, tried = _earliest(*table, length * _TIGHT)

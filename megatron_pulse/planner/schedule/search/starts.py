@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -69,15 +69,17 @@ def from_template(shop: JobShop, template: Template) -> Iterator[list[int]]:
     yield list_schedule(shop, dates, [0] * shop.num_microbatches)
 
 
-def steady(shop: JobShop) -> Iterator[list[int]]:
-    """Templates that keep the caps as they are, the shortest first: for many microbatches."""
+def steady(shop: JobShop, stop: Callable[[], bool]) -> Iterator[list[int]]:
+    """Templates that keep the caps as they are, the shortest first: for many microbatches. Those
+    of longer periods are left out once there is one and ``stop`` says so."""
     load = shop.most_load
-    found = [
-        template.unrolled(shop.num_microbatches)
-        for period in STEADY_PERIODS
-        for template in beam_templates(shop, int(load * period))[:1]
-        if not faults(shop, template)
-    ]
+    found: list[list[int]] = []
+    for period in STEADY_PERIODS:
+        if found and stop():
+            break
+        for template in beam_templates(shop, int(load * period))[:1]:
+            if not faults(shop, template):
+                found.append(template.unrolled(shop.num_microbatches))
     yield from sorted(found, key=shop.makespan)
 
 

@@ -83,6 +83,9 @@ starts there: a schedule of fewer microbatches is seldom found that repeats."""
 NOISE = (0.1, 0.3, 1.0)
 """How far dates are shaken, in units of the largest device load."""
 
+BOUND_SHARE = 0.25
+"""Of the time, after which the lower bound ends; on a machine that is not busy it has by then."""
+
 LONG_S, LEAST_STARTS = 10.0, 5
 """Seconds from which the lower bound may take all of its work, and starts for which it takes as
 much as for none; it takes all for ``MOST_STARTS``."""
@@ -117,7 +120,8 @@ def synthesize(
         operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
         effort = min(MOST_STARTS, max(16, WORK // operations))
     share = seconds / LONG_S if effort is None else max(effort, LEAST_STARTS) / MOST_STARTS
-    search = _Search(problem, BOUND_WORK * min(1.0, share))
+    until = math.inf if effort is not None else began + BOUND_SHARE * seconds
+    search = _Search(problem, BOUND_WORK * min(1.0, share), until)
     left = seconds - (time.monotonic() - began)
     stop = None if beside is None else lambda: beside(search.best, search.bound)
     search.spend(_Budget(left, effort, stop), tuple(templates))
@@ -211,9 +215,11 @@ class _Budget:
 class _Search:
     """The shortest schedule so far, in the problem's unit, and its start times in ticks."""
 
-    def __init__(self, problem: ScheduleProblem, bound_work: float) -> None:
+    def __init__(
+        self, problem: ScheduleProblem, bound_work: float, until: float = math.inf
+    ) -> None:
         self.problem, self.shop = problem, job_shop(problem)
-        self.bound = lower_bound(problem, bound_work)
+        self.bound = lower_bound(problem, bound_work, until)
         self.fitting = classics(problem)
         self.best = self.shop.schedule("wave", next(starts(self.shop)))
         self.length = run(problem, self.best).makespan
@@ -242,7 +248,8 @@ class _Search:
         count = CORE * self.problem.placement.num_devices
         large = len(self.start) > LARGE
         if self.problem.num_microbatches > count:
-            self.try_all(steady(self.shop), budget.share(STEADY_SHARE))
+            part = budget.share(STEADY_SHARE)
+            self.try_all(steady(self.shop, lambda: part.spent), part)
             if not large:
                 part = budget.share(CORE_SHARE)
                 self.try_all(self.by_core(count, part), None)
