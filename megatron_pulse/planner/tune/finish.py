@@ -15,6 +15,10 @@ from megatron_pulse.planner.tune.tuning import Tuning, simplicity
 LARGEST = 40_000
 """Operations of a step beyond which its schedule is the first that is found."""
 
+LEAST_S = 2.0
+"""Seconds for a schedule below which none is searched for: on a busy machine a solver takes as long
+to start. What the search found is kept, or the first schedule taken where that is not whole."""
+
 
 def finish(
     evaluator: Evaluator, found: Tuning, seconds: float, solver: str = "auto", count: int = 3
@@ -41,10 +45,13 @@ def finish(
 
 def _whole(evaluator: Evaluator, outcome: Outcome, seconds: float, solver: str) -> Outcome:
     """The outcome's config with a schedule of all microbatches."""
-    config = outcome.config
-    count = config.num_microbatches(evaluator.global_batch_size)
-    stages = outcome.stages
-    problem = evaluator.problem(config, count, stages)
-    if seconds == 0 or evaluator.size(config, whole=True) > LARGEST:
+    config, stages = outcome.config, outcome.stages
+    hurried = seconds < LEAST_S or evaluator.size(config, whole=True) > LARGEST
+    if hurried and not outcome.extrapolated:
+        return outcome
+    problem = evaluator.problem(
+        config, config.num_microbatches(evaluator.global_batch_size), stages
+    )
+    if hurried:
         return evaluator.evaluate(config, synthesize(problem, math.inf, 0), stages=stages)
     return evaluator.evaluate(config, cached(problem, seconds, solver, solve), stages=stages)

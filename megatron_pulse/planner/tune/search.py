@@ -11,7 +11,7 @@ done     simulated with the better of these cuts and its own, and a schedule tha
 =======  ==========================================================================================
 
 First the best config of every degree and layout becomes quick, the fewest stages first; how far its
-estimate then is from that of even work corrects the others'. From then on whatever has the least
+estimate is from that of even work corrects the others'. From then on whatever has the least
 time so far takes its next step. What is bound to take longer than all that are kept is dropped;
 what is far from the best by its estimate is cut for such a bound before it is simulated.
 """
@@ -140,8 +140,9 @@ class _Search:
 
     def run(self, candidates: Iterable[Config]) -> Tuning:
         """Look at ``candidates`` until all are ruled out or the budget is spent."""
-        self.fill(candidates)
-        self.scout()
+        for configs in _by_kind(candidates):
+            self.queue += self.scouted(self.estimated(configs))
+        heapq.heapify(self.queue)
         while self.queue and not self.ended:
             candidate = heapq.heappop(self.queue)
             if candidate.bound >= self.listed.limit:
@@ -161,12 +162,12 @@ class _Search:
         found.seconds = self.budget.spent
         return found
 
-    def fill(self, candidates: Iterable[Config]) -> None:
-        """The queue of all that are not refused at once, or of those that there is time for."""
-        evaluator = self.evaluator
-        for number, config in enumerate(candidates):
+    def estimated(self, configs: Iterable[Config]) -> list[_Candidate]:
+        """All that are not refused at once, or those that there is time for."""
+        evaluator, candidates = self.evaluator, []
+        for number, config in enumerate(configs):
             self.found.num_configs += 1
-            if self.unseen or (number % LOOKS == 0 and self.queue and not self.budget.left):
+            if self.unseen or (number % LOOKS == 0 and self.ended):
                 self.unseen += 1
                 continue
             try:
@@ -176,31 +177,26 @@ class _Search:
                 continue
             bound = evaluator.quick_bound(config)
             estimate = max(bound, evaluator.estimate(config))
-            self.queue.append(_Candidate(estimate, simplicity(config), config, bound))
+            candidates.append(_Candidate(estimate, simplicity(config), config, bound))
+        return candidates
 
-    def scout(self) -> None:
-        """Simulate the most promising config of every kind, and correct the estimates of others."""
-        first: dict[Kind, _Candidate] = {}
-        for candidate in self.queue:
-            if candidate.kind not in first or candidate < first[candidate.kind]:
-                first[candidate.kind] = candidate
-        scouts = {id(candidate) for candidate in first.values()}
-        rest = [candidate for candidate in self.queue if id(candidate) not in scouts]
-        self.queue, factor = [], {}
-        for candidate in sorted(first.values(), key=lambda c: (_num_stages(c.config), c)):
-            following: _Candidate | None = candidate
-            while following is not None and following.step < _Step.QUICK:
-                if self.ended or self.is_far(following):
-                    break
-                following = self.advance(following)
-                if following is not None and following.step is _Step.LIKE:
-                    factor[candidate.kind] = following.seconds / candidate.seconds
-            if following is not None:
-                self.queue.append(following)
-        for candidate in rest:
-            candidate.seconds *= factor.get(candidate.kind, 1.0)
-        self.queue += rest
-        heapq.heapify(self.queue)
+    def scouted(self, candidates: list[_Candidate]) -> list[_Candidate]:
+        """Candidates of one kind, the most promising simulated, and the others' estimates
+        corrected by what its cuts say."""
+        if not candidates:
+            return []
+        scout = min(candidates)
+        rest = [candidate for candidate in candidates if candidate is not scout]
+        following: _Candidate | None = scout
+        while following is not None and following.step < _Step.QUICK:
+            if self.ended or self.is_far(following):
+                break
+            following = self.advance(following)
+            if following is not None and following.step is _Step.LIKE:
+                factor = following.seconds / scout.seconds
+                for candidate in rest:
+                    candidate.seconds *= factor
+        return rest if following is None else [*rest, following]
 
     def advance(self, candidate: _Candidate) -> _Candidate | None:
         """The candidate after its next step; None if there is none, or no time for it."""
@@ -291,23 +287,20 @@ class _Search:
     def is_final(self, outcome: Outcome) -> bool:
         """Whether the bound of schedules says that a search for a shorter one is of no use."""
         certificate = outcome.synthesis.certificate
-        if outcome.extrapolated:
-            return certificate.proved
         least = certificate.lower_bound + outcome.optimizer_s
-        return certificate.proved or least >= self.listed.limit
+        return not outcome.extrapolated and (certificate.proved or least >= self.listed.limit)
 
     def complete(self, candidate: _Candidate) -> None:
-        """Simulated with the better of its cuts and its own, and a schedule that was searched."""
-        stages, final = candidate.stages, candidate.final
+        """Simulated with its cuts, and with its own, and schedules that were searched."""
+        todo = [] if candidate.final else [candidate.stages]
         own: Stages | None = None
         with suppress(UnfitError, _TooLongError):
             own = self.own(candidate)
-        if own is not None and stages is not None and own.partition != stages.partition:
-            before = self.listed.outcomes.get(candidate.config)
-            quick = self.evaluate(candidate, "quick", own)
-            if before is None or quick.step_s <= before.step_s:
-                stages, final = own, self.is_final(quick)
-        if not final:
+        known = candidate.stages
+        if own is not None and (known is None or own.partition != known.partition):
+            if not self.is_final(self.evaluate(candidate, "quick", own)):
+                todo.append(own)
+        for stages in todo:
             self.evaluate(candidate, "searched", stages)
 
     def evaluate(self, candidate: _Candidate, how: str, stages: Stages | None) -> Outcome:
@@ -326,6 +319,14 @@ class _Search:
         self.found.refused[reason] += 1
         self.found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
         self.found.examples.setdefault(reason, detail)
+
+
+def _by_kind(configs: Iterable[Config]) -> list[list[Config]]:
+    """Configs of each degree and layout, the fewest stages first."""
+    kinds: dict[Kind, list[Config]] = {}
+    for config in configs:
+        kinds.setdefault((config.pipeline, config.layout), []).append(config)
+    return sorted(kinds.values(), key=lambda alike: _num_stages(alike[0]))
 
 
 def _num_stages(config: Config) -> int:
