@@ -57,7 +57,7 @@ schedule of fewer, then for starts and for shaken dates."""
 FEW_SHARE, MANY_SHARE = 0.05, 0.3
 """The same for sweeps: for few states at first, and for many where that is promising."""
 
-OPEN = 16
+OPEN = 8
 """Microbatches under way at once up to which sweeps are tried: with more there are too many
 states."""
 
