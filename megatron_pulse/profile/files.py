@@ -93,7 +93,8 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
     if not isinstance(value, dict):
         faults.append(f"{where}: expected an object, got {_short(value)}")
         return None
-    if kind is ProfiledLayer and value.get("shard_sums") in range(_MOST_SUMS):
+    sums = value.get("shard_sums")
+    if kind is ProfiledLayer and type(sums) is int and 0 <= sums <= _MOST_SUMS:
         value = {**value, "shard_sums": _sums_of_boundaries(value)}
     kinds = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""
