@@ -97,6 +97,7 @@ class ProfiledLayer:
     tensors that the layer takes, together, per sample.
 
     Tensor parallelism divides ``sharded_parameters`` of the parameters, and sums ``shard_sums``.
+    ``optimizer_s`` is what Adam takes for the parameters (0: not measured).
     """
 
     name: str
@@ -104,6 +105,7 @@ class ProfiledLayer:
     boundary_bytes: int
     sharded_parameters: int = 0
     shard_sums: ShardSums = ShardSums()
+    optimizer_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ class Profile:
         for i, layer in enumerate(self.layers):
             if first.setdefault(layer.name, i) != i:
                 yield f"layers {first[layer.name]} and {i} are both called {layer.name!r}"
-            counts = ("parameters", "boundary_bytes", "sharded_parameters")
+            counts = ("parameters", "boundary_bytes", "sharded_parameters", "optimizer_s")
             yield from _beyond(f"layers[{i}]", layer, counts)
             sums = layer.shard_sums
             if not all(0 <= n <= _MOST for n in (*sums.rows, *sums.columns, *sums.contexts)):

@@ -72,8 +72,11 @@ class Cluster:
     """``nodes`` times ``devices_per_node`` devices of ``memory_gb`` (10^9 bytes) each.
 
     ``device`` is a preset of ``profile.devices``, the path of a measured profile, or figures;
-    ``all_reduce_efficiency`` is the part of the links' bandwidth that collectives reach. Raises
-    ClusterError for values that a file could not have either.
+    ``all_reduce_efficiency`` is the part of the links' bandwidth that collectives reach,
+    ``reduce_scatter_efficiency`` and ``all_gather_efficiency`` are those of their kinds where they
+    differ, ``collective_latency`` is the part of the links' latency that a collective has for a
+    step of its ring. ``operation_us`` are microseconds that the runtime adds to an operation.
+    Raises ClusterError for values that a file could not have either.
     """
 
     name: str
@@ -85,6 +88,10 @@ class Cluster:
     inter_node: ClusterLink | None = None
     usable_memory: float = 1.0
     all_reduce_efficiency: float = 1.0
+    reduce_scatter_efficiency: float | None = None
+    all_gather_efficiency: float | None = None
+    collective_latency: float = 1.0
+    operation_us: float = 0.0
 
     def __post_init__(self) -> None:
         _refuse(cluster_faults(to_record(self)), f"cluster {self.name!r}")
@@ -137,41 +144,52 @@ class Cluster:
         return Link(max(x.latency_s for x in links), min(x.bytes_per_s for x in links))
 
     def allreduce_s(self, num_bytes: float, ranks: Sequence[int], concurrent: int = 1) -> float:
-        """Seconds of an all-reduce of ``num_bytes`` on every rank: twice ``reduce_scatter_s``."""
-        return 2 * self.reduce_scatter_s(num_bytes, ranks, concurrent)
+        """Seconds of an all-reduce of ``num_bytes`` on every rank: two passes of a ring."""
+        return 2 * self._pass_s(num_bytes, ranks, concurrent, self.all_reduce_efficiency)
 
     def all_gather_s(self, num_bytes: float, ranks: Sequence[int], concurrent: int = 1) -> float:
         """Seconds until every rank has all of ``num_bytes``, of which each had its part."""
-        return self.reduce_scatter_s(num_bytes, ranks, concurrent)
+        efficiency = self.all_gather_efficiency or self.all_reduce_efficiency
+        return self._pass_s(num_bytes, ranks, concurrent, efficiency)
 
     def reduce_scatter_s(
         self, num_bytes: float, ranks: Sequence[int], concurrent: int = 1
     ) -> float:
-        """Seconds of a reduce-scatter of ``num_bytes``, with ``concurrent`` such groups at once.
+        """Seconds until every rank has its part of the sum of ``num_bytes`` on each."""
+        efficiency = self.reduce_scatter_efficiency or self.all_reduce_efficiency
+        return self._pass_s(num_bytes, ranks, concurrent, efficiency)
+
+    def _pass_s(
+        self, num_bytes: float, ranks: Sequence[int], concurrent: int, efficiency: float
+    ) -> float:
+        """Seconds in which every part of ``num_bytes`` passes through ``ranks``, with
+        ``concurrent`` such groups at once.
 
         One ring over r ranks: (r - 1) (latency + num_bytes / (r bandwidth)). A group with m ranks
         on each of k nodes works in two levels, m and k above 1: a ring inside each node, then m
         rings across nodes, at once, each of num_bytes / m. Other groups are one ring at the speed
-        of its slowest link. Bandwidths are multiplied by ``all_reduce_efficiency``.
+        of its slowest link. Bandwidths are multiplied by ``efficiency``.
         """
         self._check_group(ranks, concurrent)
+
+        def ring_s(num_bytes: float, size: int, link: Link) -> float:
+            latency_s = link.latency_s * self.collective_latency
+            reached = Link(latency_s, link.bytes_per_s * efficiency)
+            return (size - 1) * reached.time_s(num_bytes / size)
+
         nodes: dict[int, list[int]] = {}
         for rank in ranks:
             nodes.setdefault(self.node_of(rank), []).append(rank)
         inside = len(next(iter(nodes.values())))
         if any(len(members) != inside for members in nodes.values()):
             ordered = [rank for members in nodes.values() for rank in members]
-            return self._ring_s(num_bytes, len(ranks), self.link_between(ordered, concurrent))
-        seconds = self._ring_s(num_bytes, inside, self.intra_node.used_by(inside * concurrent))
+            return ring_s(num_bytes, len(ranks), self.link_between(ordered, concurrent))
+        seconds = ring_s(num_bytes, inside, self.intra_node.used_by(inside * concurrent))
         if len(nodes) > 1:
             across = self._kind(*(members[0] for members in list(nodes.values())[:2]))
             link = across.used_by(inside * concurrent)
-            seconds += self._ring_s(num_bytes / inside, len(nodes), link)
+            seconds += ring_s(num_bytes / inside, len(nodes), link)
         return seconds
-
-    def _ring_s(self, num_bytes: float, size: int, link: Link) -> float:
-        rate = link.bytes_per_s * self.all_reduce_efficiency
-        return (size - 1) * Link(link.latency_s, rate).time_s(num_bytes / size)
 
     def _kind(self, rank_a: int, rank_b: int) -> ClusterLink:
         if self.node_of(rank_a) == self.node_of(rank_b):
@@ -188,6 +206,15 @@ class Cluster:
             )
 
 
+_MEASURED = (
+    "all_reduce_efficiency",
+    "reduce_scatter_efficiency",
+    "all_gather_efficiency",
+    "collective_latency",
+    "operation_us",
+)
+
+
 def to_record(cluster: Cluster) -> dict[str, Any]:
     """What its file holds; optional values only where they are not the default."""
     links = {"intra_node": cluster.intra_node, "inter_node": cluster.inter_node}
@@ -201,10 +228,10 @@ def to_record(cluster: Cluster) -> dict[str, Any]:
         "links": {
             name: {**vars(link), "shared": str(link.shared)} for name, link in links.items() if link
         },
-        "all_reduce_efficiency": cluster.all_reduce_efficiency,
+        **{name: getattr(cluster, name) for name in _MEASURED},
     }
-    for name in ("usable_memory", "all_reduce_efficiency"):
-        if record[name] == 1:
+    for name in ("usable_memory", *_MEASURED):
+        if record[name] == Cluster.__dataclass_fields__[name].default:
             del record[name]
     return record
 

@@ -77,6 +77,14 @@ SCHEMA: dict[str, Any] = {
             inter_node=_LINK,
         ),
         all_reduce_efficiency=_above_0("the part of the bandwidth that collectives reach"),
+        reduce_scatter_efficiency=_above_0("the part that reduce-scatters reach"),
+        all_gather_efficiency=_above_0("the part that all-gathers reach"),
+        collective_latency=_above_0("the part of the latency that a collective's ring has"),
+        operation_us=number(
+            "a number from 0 to 1e9: microseconds that the runtime adds to an operation",
+            minimum=0,
+            maximum=1e9,
+        ),
     ),
 }
 

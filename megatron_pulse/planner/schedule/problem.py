@@ -113,20 +113,23 @@ def stage_problem(
     activation: tuple[float, ...] | None = None,
     cap: tuple[float, ...] | None = None,
     least_s: float = LEAST_S,
+    operation_s: float = 0.0,
 ) -> ScheduleProblem:
     """The problem of a chain that is cut: every stage takes what its layers take, in seconds.
 
-    With ``split`` the weight gradients are apart. An operation takes ``least_s`` or more. The rest
-    is as ScheduleProblem has it, and so are the errors.
+    With ``split`` the weight gradients are apart. An operation takes ``operation_s`` beside its
+    layers, and ``least_s`` or more. The rest is as ScheduleProblem has it, and so are the errors.
     """
 
     def total(values: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(max(least_s, seconds) for seconds in partition.per_stage(values))
+        return tuple(max(least_s, s + operation_s) for s in partition.per_stage(values))
 
     backward, weight = total(costs.backward_s), None
     if split:
         weight = total(costs.weight_grad_s)
-        backward = tuple(max(least_s, b - w) for b, w in zip(backward, weight, strict=True))
+        backward = tuple(
+            max(least_s, b + operation_s - w) for b, w in zip(backward, weight, strict=True)
+        )
     forward = total(costs.forward_s)
     return ScheduleProblem(
         partition.placement, num_microbatches, forward, backward, weight, link, activation, cap

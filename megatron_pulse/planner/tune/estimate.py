@@ -25,7 +25,8 @@ PARAMETER_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a parameter as the distributed optimizer gathers it."""
 
 OPTIMIZER_BYTES = 30
-"""Bytes that Adam reads and writes for a parameter: gradient, copy and both moments in fp32."""
+"""Bytes that Adam reads and writes for a parameter: gradient, copy and both moments in fp32. Used
+where the profile has not measured it."""
 
 CPU_BYTES_PER_S = 10e9
 """Of a CPU's memory, roughly, where the cluster does not say what its devices reach."""
@@ -64,7 +65,10 @@ class Estimator(Chain):
         num_heads: tuple[int, ...] = (),
     ) -> None:
         super().__init__(profile, cluster, global_batch_size, sequence_parallel, num_heads)
-        self.memory_bytes_per_s = memory_bytes_per_s(profile, cluster)
+        measured_s = sum(layer.optimizer_s for layer in profile.layers)
+        self.adam_s = measured_s / max(
+            1, sum(layer.parameters for layer in profile.layers)
+        ) or OPTIMIZER_BYTES / memory_bytes_per_s(profile, cluster)
 
     def quick_bound(self, config: Config) -> float:
         """No step of the config is shorter, however it is cut: all work, spread evenly as far as
@@ -161,7 +165,7 @@ class Estimator(Chain):
     def optimizer_s(self, config: Config, parameters: float) -> float:
         """Seconds of Adam over the ``parameters`` of a rank."""
         parts = config.data if config.distributed_optimizer else 1
-        return parameters * OPTIMIZER_BYTES / parts / self.memory_bytes_per_s
+        return parameters * self.adam_s / parts
 
     def _about(self, config: Config, work: float, delay: float, held: float) -> float:
         # Microbatches' worth of idling per further device, of equal stages with fused backwards.

@@ -105,6 +105,7 @@ class Chain(Costs):
             split=config.split,
             activation=stages.saved_bytes,
             cap=self._room(config, stages, num_microbatches),
+            operation_s=self.cluster.operation_us / 1e6,
         )
 
     def _room(self, config: Config, stages: Stages, num_microbatches: int) -> tuple[float, ...]:

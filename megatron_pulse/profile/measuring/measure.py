@@ -6,7 +6,7 @@ import gc
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from megatron_pulse.profile.measuring.machine import (
 )
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
+from megatron_pulse.profile.measuring.optimizer import optimizer_seconds
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 
@@ -75,6 +76,8 @@ def measure(
     sizes: list[Sizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
     known: dict[str, LayerMeasure] = {}
+    adams: dict[str, float] = {}
+    optimizer_s: list[float] = []
     layers = tqdm(backbone.layers, "measuring", unit="layer", delay=2, disable=not progress or None)
     checked = naming_module_faults(backbone, dtype)
     with computing_with(threads), checked, some_process_group():
@@ -97,8 +100,16 @@ def measure(
                         "profile smaller sizes"
                     ) from error
                 measured[size].append(known[key])
+            adam = str([tuple(p.shape) for p in module.parameters() if p.requires_grad])
+            if adam not in adams:
+                adams[adam] = optimizer_seconds(module.parameters(), place, patience)
+            optimizer_s.append(adams[adam])
             del module, call
     chain, skips, conditioning = describe_chain(backbone, sizes, dtype)
+    chain = tuple(
+        replace(layer, optimizer_s=seconds)
+        for layer, seconds in zip(chain, optimizer_s, strict=True)
+    )
     return Profile(
         backbone=backbone.record,
         source=Source.MEASURED,

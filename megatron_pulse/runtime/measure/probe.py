@@ -2,6 +2,7 @@
 
 All ranks call ``probe`` together; rank 0 gets the result. A link is latency + bytes / bandwidth,
 fitted to median ping-pong times; who shares its bandwidth is seen when several pairs send at once.
+What collectives reach of that, and what the runtime adds to every operation, is measured as well.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,10 +22,17 @@ import torch.distributed as dist
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.profile.devices import PRESETS
 from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.measure.empty_step import operation_s
 from megatron_pulse.runtime.measure.link_times import Meter, PairTimes, StreamTimes
 
 _ALL_REDUCE_S = 0.3
 _WARM_UP, _ROUNDS = 2, 5
+_SMALL_BYTES = 4096
+_COLLECTIVES = {
+    "all_reduce": "allreduce_s",
+    "reduce_scatter": "reduce_scatter_s",
+    "all_gather": "all_gather_s",
+}
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class ProbeSettings:
 
 @dataclass(frozen=True)
 class GroupTimes:
-    """An all-reduce on the first ranks, and what the links alone would make of it."""
+    """A collective on the first ranks, and what the links alone would make of it."""
 
     ranks: tuple[int, ...]
     num_bytes: int
@@ -130,13 +138,27 @@ class _Prober:
         )
         progress("all-reduces")
         sizes = sorted({2**i for i in range(1, self.world.bit_length())} | {each, self.world})
-        groups = tuple(self._all_reduce(cluster, n) for n in sizes if n > 1)
-        found = statistics.median(group.efficiency for group in groups)
-        cluster = Cluster(**{**vars(cluster), "all_reduce_efficiency": _rounded(found)})
+        groups = {
+            kind: tuple(self._collective(cluster, kind, n) for n in sizes if n > 1)
+            for kind in _COLLECTIVES
+        }
+        progress("operations")
+        reached = {
+            kind: _rounded(statistics.median(group.efficiency for group in found))
+            for kind, found in groups.items()
+        }
+        cluster = replace(
+            cluster,
+            all_reduce_efficiency=reached["all_reduce"],
+            reduce_scatter_efficiency=reached["reduce_scatter"],
+            all_gather_efficiency=reached["all_gather"],
+            collective_latency=self._collective_latency(cluster),
+            operation_us=_rounded(1e6 * self._operation_s()),
+        )
         self.meter.meet()
         if self.rank:
             return None
-        return Probed(cluster, (*pairs, *across), streams, groups, dist.get_backend())
+        return Probed(cluster, (*pairs, *across), streams, groups["all_reduce"], dist.get_backend())
 
     def layout(self) -> tuple[int, int]:
         """Nodes and ranks on each; a node is a host name with its own network interfaces."""
@@ -168,28 +190,53 @@ class _Prober:
             return "loopback"
         return "nvlink" if bandwidth_gbs > 64 else "pcie"  # PCIe 5 x16 has 64 GB/s one way
 
-    def _all_reduce(self, cluster: Cluster, size: int) -> GroupTimes:
+    def _collective(self, cluster: Cluster, kind: str, size: int) -> GroupTimes:
         """Of a size that takes a fraction of a second, if the links are to be believed."""
-        ranks = tuple(range(size))
+        ranks, seconds_by_links = tuple(range(size)), getattr(cluster, _COLLECTIVES[kind])
         num_bytes = self.settings.max_bytes
-        while num_bytes > 2**16 and cluster.allreduce_s(num_bytes, ranks) > _ALL_REDUCE_S:
+        while num_bytes > 2**16 and seconds_by_links(num_bytes, ranks) > _ALL_REDUCE_S:
             num_bytes //= 2
+        measured = self._seconds_of(kind, ranks, num_bytes)
+        by_links, latency = (seconds_by_links(count, ranks) for count in (num_bytes, 1e-9))
+        return GroupTimes(ranks, num_bytes, measured, by_links, latency)
+
+    def _seconds_of(self, kind: str, ranks: tuple[int, ...], num_bytes: int) -> float:
+        """Median seconds of a collective of fp32 on ``ranks``, the slowest rank's."""
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.settings.timeout_s))
         seconds = []
         if self.rank in ranks:
-            values = torch.ones(num_bytes // 4, device=self.settings.device)
+            count = max(1, num_bytes // 4 // len(ranks)) * len(ranks)
+            whole = torch.ones(count, device=self.settings.device)
+            part = torch.ones(count // len(ranks), device=self.settings.device)
             for _ in range(_WARM_UP + _ROUNDS):
                 dist.barrier(group)
                 self.meter.finish()
                 begin = time.perf_counter()
-                dist.all_reduce(values, group=group)
+                if kind == "all_reduce":
+                    dist.all_reduce(whole, group=group)
+                elif kind == "all_gather":
+                    dist.all_gather_into_tensor(whole, part, group=group)
+                else:
+                    dist.reduce_scatter_tensor(part, whole, group=group)
                 self.meter.finish()
                 seconds.append(time.perf_counter() - begin)
             dist.destroy_process_group(group)
         own = statistics.median(seconds[_WARM_UP:]) if seconds else 0.0
-        measured = max(self.meter.gather(own))
-        by_links, latency = (cluster.allreduce_s(count, ranks) for count in (num_bytes, 1e-9))
-        return GroupTimes(ranks, num_bytes, measured, by_links, latency)
+        return float(max(self.meter.gather(own)))
+
+    def _collective_latency(self, cluster: Cluster) -> float:
+        """Of a small all-reduce of two ranks, as a part of what their link alone would take."""
+        by_link = cluster.allreduce_s(_SMALL_BYTES, (0, 1))
+        return _rounded(self._seconds_of("all_reduce", (0, 1), _SMALL_BYTES) / by_link)
+
+    def _operation_s(self) -> float:
+        """Seconds of an operation of the runtime whose layer computes nothing, the slowest rank's.
+
+        Every rank runs a pipeline of its own.
+        """
+        groups = [dist.new_group([rank]) for rank in range(self.world)]
+        seconds = operation_s(groups[self.rank], self.settings.device)
+        return float(max(self.meter.gather(seconds)))
 
     def device(self, each: int) -> tuple[float, str | DeviceFigures]:
         """Memory of the smallest device, and a preset or the figures of the slowest."""
