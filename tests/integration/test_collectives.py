@@ -9,6 +9,11 @@ import pytest
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.layout.crossing import crossings
+from megatron_pulse.planner.layout.layouts import ROW
+from megatron_pulse.planner.plan_file.plan_file import save_plan
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.collectives import (
     Collective,
     Kind,
@@ -16,6 +21,10 @@ from megatron_pulse.planner.tune.collectives import (
     buckets,
     forward_sums,
 )
+from megatron_pulse.planner.tune.conditioning import conditioning
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline, custom_device
 from megatron_pulse.profile.measuring.building import meta_context
@@ -32,7 +41,8 @@ TENSOR = ["--tensor-model-parallel-size", "2"]
 
 def issued(num_ranks: int, flags: list[str], count: int) -> list[Counter[Call]]:
     """What every rank calls in a step of ``count`` microbatches on one pipeline."""
-    return run_ranks(num_ranks, census, [*BASE, *flags, "--global-batch-size", str(count)])
+    batch = ["--global-batch-size", str(count)]
+    return run_ranks(num_ranks, census, [*BASE, *flags, *batch])
 
 
 def of(calls: Counter[Call], group: str) -> Counter[Collective]:
@@ -139,3 +149,40 @@ def test_tensor_parallel_ranks_sum_what_is_counted(
     gathered = sum(times for call, times in more.items() if call.kind is Kind.ALL_GATHER)
     assert gathered <= sequence_parallel * count * (3 + 3 * recompute)
     assert not any(call.kind is Kind.REDUCE_SCATTER for call in more)
+
+
+@pytest.mark.parametrize("name", ["hunyuan", "sd"])
+def test_pipelines_send_and_copy_what_is_counted(name: str, tmp_path: Path) -> None:
+    """Boundaries, skips and conditioning to the byte, both ways, and embedders on every device."""
+    family, count = FAMILIES[name], 4
+    write_latents(tmp_path / "latents", family)
+    options = dict(option.split("=", 1) for option in family.options)
+    roofline = Roofline(custom_device(0.1, 20.0, 8.0), "float32")
+    profile = analyse(load_backbone(family.backbone, options), [MICROBATCH], roofline)
+    config = Config(2, 1, 1, MICROBATCH, ROW)
+    link = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
+    cluster = Cluster("tests", 1, 2, 8.0, DeviceFigures(0.1, 20.0), link)
+    evaluator = Evaluator(profile, cluster, MICROBATCH * count)
+    outcome = evaluator.evaluate(config, synthesize(evaluator.problem(config, count), effort=1))
+    save_plan(plan_of(outcome, profile, cluster, False), tmp_path / "plan.json")
+    flags = ["--pulse-plan", str(tmp_path / "plan.json"), "--pulse-data"]
+    ranks = issued(2, [*flags, f"latents:{tmp_path / 'latents'}"], MICROBATCH * count)
+
+    costs, partition = outcome.stages.costs, outcome.stages.partition
+    sent, copied = conditioning(profile, partition, costs.parameters, MICROBATCH * count)
+    assert bool(copied) == family.replicated and (name == "hunyuan" or sent)
+    there = [c.num_bytes for c in crossings(costs, partition) if not c.merged]
+    back = [*there, *(MICROBATCH * message.gradient_bytes for message in sent)]
+    there += [MICROBATCH * message.forward_bytes for message in sent]
+    collectives = [Call("broadcast", "pipeline", e.parameter_bytes) for e in copied]
+    collectives += [Call("reduce", "pipeline", e.gradient_bytes) for e in copied]
+    for calls, out, into in zip(ranks, (there, back), (back, there), strict=True):
+        found = Counter({c: n for c, n in calls.items() if c.group == "pipeline"})
+        found -= Counter([Call("broadcast", "pipeline", 8 * count)])  # the losses
+        assert found == Counter(
+            [
+                *(Call("send", "pipeline", size) for size in out * count),
+                *(Call("receive", "pipeline", size) for size in into * count),
+                *collectives,
+            ]
+        )

@@ -18,8 +18,11 @@ from megatron_pulse.planner.layout.placement import Partition
 
 Policy = Literal["auto", "send", "replicate"]
 
-_GRADIENT_BYTES = 8  # gradients of conditioning are summed and sent in fp64
-_PARAMETER_GRADIENT_BYTES = 4
+GRADIENT_BYTES = 8
+"""Of an element of conditioning, whose gradients are summed and sent in fp64."""
+
+PARAMETER_GRADIENT_BYTES = 4
+"""Of a parameter of an embedder's copy."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ def choose_embedders(
             users = {placed[partition.stage_of_layer(j)] for j in edge.consumers} - {home}
             others |= users
             per_sample = edge.spec.bytes_per_sample(compute_bytes)
-            per_sample += edge.spec.numel_per_sample * _GRADIENT_BYTES
+            per_sample += edge.spec.numel_per_sample * GRADIENT_BYTES
             sent += len(users) * samples_per_step * per_sample
-        size = compute_bytes + _PARAMETER_GRADIENT_BYTES
+        size = compute_bytes + PARAMETER_GRADIENT_BYTES
         replicated = len(others) * parameters[i] * size
         chosen = bool(others) and (
             policy == "replicate" or (policy == "auto" and replicated < sent)

@@ -8,7 +8,7 @@ that travel take their turn among the boundaries. Slow links then limit a step a
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -78,9 +78,11 @@ def edges_of(
 
 
 def lags(edges: Sequence[Edge], num_stages: int) -> tuple[float, ...]:
-    """Seconds of every boundary, as a ``ScheduleProblem`` has them; none where nothing is sent."""
-    known = {(edge.source, edge.destination): edge.seconds for edge in edges}
-    return tuple(known.get((s, s + 1), 0.0) for s in range(num_stages - 1))
+    """Seconds from every stage to the next, as a ``ScheduleProblem`` has them: of all messages."""
+    known: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for edge in edges:
+        known[edge.source, edge.destination] += edge.seconds
+    return tuple(known[s, s + 1] for s in range(num_stages - 1))
 
 
 def link_bound(problem: ScheduleProblem, edges: Sequence[Edge]) -> float:

@@ -142,7 +142,7 @@ class Evaluator(Estimator):
         else:
             found = synthesis
             timeline = replay(problem, found.schedule, stages.edges).timeline
-        pipeline_s = timeline.makespan
+        pipeline_s = timeline.makespan + stages.copying_s
         if count > core:
             pipeline_s += (count - core) * self._pace(config, stages, timeline, effort)
         reduce_s = self._exposed_reduction(config, stages, timeline)

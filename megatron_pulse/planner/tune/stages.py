@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from megatron_pulse.planner.partition.find import Goal, PartitionError, find_par
 from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, stage_problem
 from megatron_pulse.planner.step.replay import Edge, edges_of, lags
+from megatron_pulse.planner.tune.conditioning import Copied, Sent, conditioning
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Costs, Unfit, UnfitError
 from megatron_pulse.profile.profile import Profile
@@ -23,7 +25,8 @@ class Stages:
     """A config's stages; per stage what it keeps of a microbatch, and its parameters on a rank.
 
     Per device: ``held`` parameters, their bytes with gradients and optimizer as ``state_bytes``,
-    and ``transient_bytes`` while an operation runs and messages travel.
+    and ``transient_bytes`` while an operation runs and messages travel. ``copying_s`` are the
+    seconds in which embedders that run on every device are copied and their gradients summed.
     """
 
     partition: Partition
@@ -33,6 +36,7 @@ class Stages:
     parameters: tuple[float, ...]
     state_bytes: tuple[float, ...]
     transient_bytes: tuple[float, ...]
+    copying_s: float = 0.0
 
     def per_device(self, values: tuple[float, ...]) -> tuple[float, ...]:
         """Values of stages, summed over each device's."""
@@ -181,15 +185,47 @@ class Chain(Costs):
                 extra = times[i].peak_bytes - (0 if config.recompute else times[i].saved_bytes)
                 parts = config.tensor if self.profile.layers[i].sharded_parameters else 1
                 transient[device] = max(transient[device], max(0, extra) / parts)
+        samples = self.global_batch_size // config.data
+        sent, copied = conditioning(self.profile, partition, costs.parameters, samples)
+        link = self.ranks(config).link
         travelling = 2 * max(costs.boundary_bytes) if config.pipeline > 1 else 0
         stages = Stages(
             partition,
             costs,
-            edges_of(costs, partition, self.ranks(config).link),
+            edges_of(costs, partition, link) + self._conditioning_edges(config, placement, sent),
             tuple(map(float, partition.per_stage(costs.saved_bytes))),
             tuple(map(float, partition.per_stage(costs.parameters))),
             (),
             tuple(most + travelling for most in transient),
+            sum(self._copying_s(config, embedder) for embedder in copied),
         )
         held, each = stages.per_device(stages.parameters), self.per_parameter(config)
         return replace(stages, state_bytes=tuple(count * each for count in held))
+
+    def _conditioning_edges(
+        self, config: Config, placement: Placement, sent: Sequence[Sent]
+    ) -> tuple[Edge, ...]:
+        """Messages of conditioning; one and its gradient's take their mean each."""
+        link, home, size = (
+            self.ranks(config).link,
+            placement.device_of_stage,
+            config.micro_batch_size,
+        )
+        return tuple(
+            Edge(
+                message.source,
+                message.destination,
+                link(home[message.source], home[message.destination]).time_s(
+                    size * (message.forward_bytes + message.gradient_bytes) / 2
+                ),
+            )
+            for message in sent
+        )
+
+    def _copying_s(self, config: Config, embedder: Copied) -> float:
+        """Seconds of a broadcast and a reduction, each through all devices of the pipeline."""
+        others = [d for d in range(config.pipeline) if d != embedder.owner]
+        links = [self.ranks(config).link(embedder.owner, d) for d in others]
+        num_bytes = embedder.parameter_bytes + embedder.gradient_bytes
+        slowest = max(num_bytes / link.bytes_per_s for link in links)
+        return slowest + 2 * sum(link.latency_s for link in links)
