@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
-from megatron_pulse.planner.layout.layouts import WHOLE
+from megatron_pulse.planner.layout.layouts import ROW, WHOLE
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES
 from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -46,3 +46,36 @@ def test_a_device_whose_memory_is_not_known_is_refused(device: str) -> None:
         Evaluator(replace(CHAIN, device=device), MEASURED, 8)
     assert device in str(error.value)
     Evaluator(replace(CHAIN, device=device), cluster(), 8)
+
+
+def test_a_measured_optimizer_comes_before_its_bytes() -> None:
+    layers = tuple(replace(layer, optimizer_s=0.25) for layer in CHAIN.layers)
+    evaluator = Evaluator(replace(CHAIN, layers=layers, device="NVIDIA L40S"), MEASURED, 8)
+    held = sum(layer.parameters for layer in layers)
+    config = Config(1, 4, 1, 1, WHOLE)
+    assert evaluator.optimizer_s(config, held) == pytest.approx(0.25 * len(layers))
+    divided = replace(config, distributed_optimizer=True)
+    assert evaluator.optimizer_s(divided, held) == pytest.approx(0.25 * len(layers) / 4)
+
+
+def test_what_the_runtime_adds_lengthens_every_operation() -> None:
+    config = Config(2, 1, 1, 1, ROW, split=True)
+    machine = cluster(devices_per_node=2)
+    plain = Evaluator(CHAIN, machine, 4).problem(config, 4)
+    slowed = Evaluator(CHAIN, replace(machine, operation_us=500), 4).problem(config, 4)
+    for name in ("forward", "backward", "weight_grad"):
+        pairs = zip(getattr(plain, name), getattr(slowed, name), strict=True)
+        assert [b - a for a, b in pairs] == pytest.approx([5e-4] * 2)
+
+
+def test_collectives_have_their_own_efficiency_and_latency() -> None:
+    machine = replace(
+        cluster(intra_gbs=10.0),
+        all_reduce_efficiency=0.5,
+        all_gather_efficiency=0.25,
+        collective_latency=3.0,
+    )
+    ranks, latency_s = range(4), 3 * 3 * 5e-6
+    assert machine.allreduce_s(4e9, ranks) == pytest.approx(2 * (3 / 5 + latency_s))
+    assert machine.reduce_scatter_s(4e9, ranks) == pytest.approx(3 / 5 + latency_s)
+    assert machine.all_gather_s(4e9, ranks) == pytest.approx(3 / 2.5 + latency_s)
