@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
     with mending(PulseError), _joined(ranks, backend, args.timeout_s):
         from tqdm import tqdm
 
-        with tqdm(total=5, delay=2, leave=False, disable=ranks["RANK"] != "0" or None) as bar:
+        with tqdm(total=6, delay=2, leave=False, disable=ranks["RANK"] != "0" or None) as bar:
 
             def progress(what: str) -> None:
                 bar.set_description(what, refresh=False)

@@ -136,23 +136,23 @@ class _Prober:
         cluster = Cluster(
             self.settings.name, nodes, each, memory_gb, device, inside, links["inter_node"]
         )
-        progress("all-reduces")
+        progress("collectives")
+        cluster = replace(cluster, collective_latency=self._collective_latency(cluster))
         sizes = sorted({2**i for i in range(1, self.world.bit_length())} | {each, self.world})
         groups = {
             kind: tuple(self._collective(cluster, kind, n) for n in sizes if n > 1)
             for kind in _COLLECTIVES
         }
-        progress("operations")
         reached = {
             kind: _rounded(statistics.median(group.efficiency for group in found))
             for kind, found in groups.items()
         }
+        progress("operations")
         cluster = replace(
             cluster,
             all_reduce_efficiency=reached["all_reduce"],
             reduce_scatter_efficiency=reached["reduce_scatter"],
             all_gather_efficiency=reached["all_gather"],
-            collective_latency=self._collective_latency(cluster),
             operation_us=_rounded(1e6 * self._operation_s()),
         )
         self.meter.meet()
