@@ -142,3 +142,13 @@ def test_a_sweep_gives_up_when_it_is_told_to() -> None:
     assert found.order is None and not found.complete and found.looked == asked[-1]
     # No more is looked at in between than a block and one level.
     assert all(b - a < 2 * BLOCK + 4096 * 8 for a, b in zip(asked, asked[1:], strict=False))
+
+
+def test_sweeps_go_on_where_they_left_off() -> None:
+    """A second part of the budget begins without knowing how fast sweeps are."""
+    problem = equal(fold(4), 8, 5)
+    sweeps = Widening(problem, job_shop(problem))
+    next(sweeps.starts(lambda: 1e9, lambda _: math.inf))
+    assert not sweeps.done
+    assert list(sweeps.starts(lambda: 1e9, lambda done: 1e9 if done else math.inf))
+    assert sweeps.done and sweeps.bound == 72

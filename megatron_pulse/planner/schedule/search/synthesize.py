@@ -198,7 +198,7 @@ class _Budget:
             now = time.monotonic()
             if self.spent:
                 return 0.0
-            return max(1, done) * (self.deadline - now) / max(1e-9, now - began)
+            return done * (self.deadline - now) / max(1e-9, now - began) if done else math.inf
 
         return left
 

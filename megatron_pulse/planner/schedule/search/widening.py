@@ -66,7 +66,7 @@ class Widening:
             chain = self.chains[mirrored]
             width = min(self.width, MOST_KEPT // chain.levels)
             if self.each:
-                width = min(width, int(left(self.looked) / self.each))
+                width = int(min(width, left(self.looked) / self.each))
             if width * GROWTH < self.width * WORTH:
                 return
             below = math.ceil(length() / self.unit * (1 - 1e-9)) if self.turn else 1 << 60
