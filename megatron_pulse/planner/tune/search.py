@@ -291,17 +291,23 @@ class _Search:
         return not outcome.extrapolated and (certificate.proved or least >= self.listed.limit)
 
     def complete(self, candidate: _Candidate) -> None:
-        """Simulated with its cuts, and with its own, and schedules that were searched."""
+        """Simulated with its cuts, with its own, the best and the cheap ones (which have the more
+        even stages), and with schedules that were searched."""
+        config, evaluator = candidate.config, self.evaluator
         todo = [] if candidate.final else [candidate.stages]
-        own: Stages | None = None
+        more: list[Stages] = []
         with suppress(UnfitError, _TooLongError):
-            own = self.own(candidate)
-        known = candidate.stages
-        if own is not None and (known is None or own.partition != known.partition):
-            if not self.is_final(self.evaluate(candidate, "quick", own)):
-                todo.append(own)
-        for stages in todo:
-            self.evaluate(candidate, "searched", stages)
+            with self.within(f"cheap cuts, {config.layout}", _num_stages(config) ** 2):
+                more.append(evaluator.cut(config, evaluator.cheap_cuts(config)))
+            more.append(self.own(candidate))
+        seen = [candidate.stages.partition] if candidate.stages is not None else []
+        for stages in more:
+            if stages.partition not in seen and evaluator.fits(stages):
+                seen.append(stages.partition)
+                if not self.is_final(self.evaluate(candidate, "quick", stages)):
+                    todo.append(stages)
+        for chosen in todo:
+            self.evaluate(candidate, "searched", chosen)
 
     def evaluate(self, candidate: _Candidate, how: str, stages: Stages | None) -> Outcome:
         """The simulation, listed."""
