@@ -84,6 +84,7 @@ def test_weights_go_from_one_layout_to_another() -> None:
 def _measured() -> list[float]:
     """Losses of a step whose layers were measured on process 0."""
     dist.init_process_group("gloo")
+    _require_shared_refused()
     chain = pulse.chain([lambda: torch.nn.Linear(8, 8)] * 4, pulse.TensorSpec((8,)))
     found = [None]
     if dist.get_rank() == 0:
@@ -93,6 +94,15 @@ def _measured() -> list[float]:
     plan = pulse.make_plan(chain, found[0], pulse.fold(2))
     pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 2)
     return [loss.item() for loss in pipeline.step([{"noisy": torch.ones(2, 8)}] * 3)]
+
+
+def _require_shared_refused() -> None:
+    """Each process is told of a parameter that both would have."""
+    kept = torch.nn.Linear(2, 2)
+    chain = pulse.chain([lambda: kept] * 2, pulse.TensorSpec((2,)))
+    plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 2), pulse.sequential(2))
+    with pytest.raises(ValueError, match=r"layers.1: its parameter weight is also layers.0's"):
+        pulse.Pipeline(plan, lambda y, batch: y.sum(), 1)
 
 
 def test_a_chain_is_measured() -> None:

@@ -56,8 +56,11 @@ def _builder(make: Callable[[], Any], name: str) -> Callable[[Any], Any]:
 
     def build(context: Any) -> Any:
         module = make()
-        module.register_forward_pre_hook(_as_plain)
-        module.register_forward_hook(as_layer)
+        if not hasattr(module, "register_forward_hook"):
+            raise TypeError(f"{name}: its maker returned {type(module).__name__}, no torch module")
+        if _as_plain not in module._forward_pre_hooks.values():  # a maker may keep its module
+            module.register_forward_pre_hook(_as_plain)
+            module.register_forward_hook(as_layer)
         return module
 
     return build

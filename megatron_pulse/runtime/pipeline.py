@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.faults import told
 from megatron_pulse.planner.step.plan import Plan
@@ -16,6 +17,7 @@ from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor, Recorder, Workload
 from megatron_pulse.runtime.failures import PulseError, default_board
 from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.modules import built_elsewhere, unsound
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.settings import Batch, LossFunction, RunSettings
 from megatron_pulse.runtime.stage import Stage
@@ -62,6 +64,7 @@ class Pipeline:
             s: Stage(plan.backbone, plan.routes, s, seed, context, recompute).to(device, dtype)
             for s in plan.placement.stages_of_device(self.rank)
         }
+        _require_sound(plan, self.stages, context)
         self._board = default_board() if group is not None else None
         self.links: Links | None = None
         if self._group is not None and self._board is not None:
@@ -161,6 +164,17 @@ class Pipeline:
                 f"processes {', '.join(map(str, other))} have another plan than process 0 for "
                 f"{num_microbatches} microbatches: measure and plan on one, and send the plan"
             )
+
+
+def _require_sound(plan: Plan, stages: Mapping[int, Stage], context: LayerContext | None) -> None:
+    """Raise BackboneError, on every process alike, for layers that no pipeline can run."""
+    own = {i for s in stages for i in plan.partition.layers_of_stage(s)}
+    layers = plan.backbone.layers
+    modules = [(name, m) for stage in stages.values() for name, m in stage.named_layers()]
+    modules += built_elsewhere([la for i, la in enumerate(layers) if i not in own], context)
+    place = {layer.name: i for i, layer in enumerate(layers)}
+    if faults := unsound(sorted(modules, key=lambda pair: place[pair[0]])):
+        raise BackboneError(plan.backbone.name, faults)
 
 
 def replicate(

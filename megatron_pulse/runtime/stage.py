@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.returned import Kind, declared, misfit
 from megatron_pulse.planner.layout.crossing import Carrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.modules import unsound
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring
 
@@ -71,6 +76,10 @@ class Stage(nn.Module):
             _add_nested(self, spec.name, module)
             modules.append(module)
         self._chain = tuple(modules)  # a tuple: the modules are registered under their names
+        if faults := unsound(list(self.named_layers())):
+            raise BackboneError(backbone.name, faults)
+        self._backbone_name = backbone.name
+        self._declared: dict[tuple[int, torch.dtype], list[tuple[Kind, ...]]] = {}
 
     def forward(
         self,
@@ -88,7 +97,8 @@ class Stage(nn.Module):
         """
         skips = {**skips, **{name: inputs[i] for name, i in self._boundary_skips.items()}}
         conditioning = {**conditioning, **self._embed(conditioning)}
-        for spec, module in zip(self._specs, self._chain, strict=True):
+        expected = self._kinds(inputs)
+        for spec, module, kinds in zip(self._specs, self._chain, expected, strict=True):
             if spec.name in self._replicated:
                 continue
             popped = {name: _alias(skips.pop(name)) for name in spec.pops}
@@ -99,6 +109,7 @@ class Stage(nn.Module):
                 results = checkpoint(run, inputs, popped, used, use_reentrant=False)
             else:
                 results = run(inputs, popped, used)
+            results = self._returned(spec, module, inputs, results, kinds)
             inputs = results[: len(spec.outputs)]
             for name, tensor in zip(spec.provides, results[len(spec.outputs) :], strict=True):
                 conditioning[name] = tensor.double()
@@ -108,6 +119,39 @@ class Stage(nn.Module):
             {name: skips[name] for name in self._skips_out},
             {name: conditioning[name] for name in self._provides},
         )
+
+    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """The layers' modules by their names, in chain order."""
+        return zip((spec.name for spec in self._specs), self._chain, strict=True)
+
+    def _kinds(self, inputs: tuple[Tensor, ...]) -> list[tuple[Kind, ...]]:
+        """What each layer returns, behind these boundary tensors of the first."""
+        specs = self._specs[0].inputs
+        computed = (t.dtype for t, s in zip(inputs, specs, strict=True) if s.dtype == COMPUTE)
+        of_parameters = (p.dtype for p in self.parameters())
+        dtype = next(chain(computed, of_parameters), torch.get_default_dtype())
+        key = inputs[0].shape[specs[0].batch_dim], dtype
+        if key not in self._declared:
+            self._declared[key] = [declared(spec, *key) for spec in self._specs]
+        return self._declared[key]
+
+    def _returned(
+        self,
+        spec: Layer,
+        module: nn.Module,
+        inputs: tuple[Tensor, ...],
+        results: Any,
+        expected: tuple[Kind, ...],
+    ) -> tuple[Tensor, ...]:
+        """What a layer returned, laid out as a message would bring it."""
+        fault = misfit(results, expected)
+        if fault is None and _ends_backward(module, inputs, results):
+            fault = "returns nothing that its gradients could come from: is it detached?"
+        if fault is not None:
+            raise BackboneError(self._backbone_name, [f"{spec.name} {fault}"])
+        count = len(spec.outputs)
+        provided = (_alias(tensor) for tensor in results[count:])
+        return tuple(map(in_order, (*results[:count], *provided)))
 
     def _embed(self, conditioning: Tensors) -> Tensors:
         """What the replicated embedders compute for this stage, from the batch, in fp64."""
@@ -140,13 +184,37 @@ def _run(module: nn.Module, later: Later | None, *given: Any) -> Any:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same tensor behind an autograd node of its own.
+    """The same tensor behind an autograd node of its own, whose gradient is laid out in order.
 
     All that a layer contributes to its input's gradient is summed at this node first. A tensor
     that is boundary and skip then always adds two terms, wherever the chain is cut: sums are
-    associated the same way under every placement, so gradients are equal bit for bit.
+    associated the same way under every placement, so gradients are equal bit for bit. So are those
+    of kernels that round by strides: a gradient has here those that a message would give it.
     """
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(in_order)
+    return alias
+
+
+def _ends_backward(
+    module: nn.Module, inputs: tuple[Tensor, ...], results: tuple[Tensor, ...]
+) -> bool:
+    """Whether a layer that takes part in training returns only what has no gradient."""
+    if not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in results):
+        return False
+    return any(tensor.requires_grad for tensor in (*inputs, *module.parameters()))
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """The same values, contiguous, with the strides of a tensor just made."""
+    step = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if stride != step:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        step *= size or 1
+    return tensor
 
 
 def _add_nested(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,18 @@ class Plan:
     embedders: tuple[EmbedderChoice, ...] = ()
     problem: ScheduleProblem | None = None
     schedules: tuple[Schedule, ...] = ()
+
+    def __post_init__(self) -> None:
+        cuts, num_stages = self.partition.cuts, self.placement.num_stages
+        num_layers = len(self.backbone.layers)
+        rising = all(a < b for a, b in pairwise(cuts))
+        if (cuts[:1], cuts[-1:]) != ((0,), (num_layers,)) or not rising:
+            raise PlanError(
+                f"cuts {cuts} do not divide the {num_layers} layers of {self.backbone.name}: they "
+                f"rise from 0 to {num_layers}"
+            )
+        if len(cuts) != num_stages + 1:
+            raise PlanError(f"cuts {cuts} make {len(cuts) - 1} stages, the placement {num_stages}")
 
     @cached_property
     def routes(self) -> Routes:
@@ -159,6 +172,7 @@ def make_plan(
     minimised.
     """
     require_valid(backbone)
+    _require_costs_of(backbone, costs)
     if goal is None:
         goal = Goal(collocate=placement.kind.mirrored)
     partition = find_partition(costs, placement, goal)
@@ -169,6 +183,19 @@ def make_plan(
         split = Kind.WEIGHT_GRAD in schedules[0].kinds
     problem = _problem(costs, partition, schedule_name, split, cap, goal)
     return Plan(backbone, partition, schedule_name, problem=problem, schedules=schedules)
+
+
+def _require_costs_of(backbone: Backbone, costs: ChainCosts) -> None:
+    names = tuple(layer.name for layer in backbone.layers)
+    if costs.names == names:
+        return
+    if len(costs.names) != len(names):
+        fault = f"{len(costs.names)} layers, it has {len(names)}"
+    else:
+        pairs = zip(costs.names, names, strict=True)
+        i, (named, name) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        fault = f"layer {i} called {named!r}, its layer {i} is {name!r}"
+    raise PlanError(f"the costs are not those of {backbone.name}: they are of {fault}")
 
 
 def is_file(schedule_name: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
+from megatron_pulse.backbone.returned import Kind, declared, kind_of, misfit
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.measuring.building import Sizes
 from megatron_pulse.profile.profile import ProfiledConditioning, ProfiledLayer, ProfiledSkip
@@ -25,7 +26,7 @@ class LayerCall:
     skips: Mapping[str, Tensor]
     conditioning: Mapping[str, Tensor]
     shared: tuple[Tensor, ...]
-    expected: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    expected: tuple[Kind, ...]
     """Shapes and dtypes of the boundary outputs and of what the layer provides."""
 
     @property
@@ -46,12 +47,7 @@ class LayerCall:
 
     def misfit(self, results: Any) -> str | None:
         """How what the module returned differs from what its layer declares."""
-        if not isinstance(results, tuple) or not all(isinstance(t, Tensor) for t in results):
-            return f"returns no tuple of tensors but {type(results).__name__}"
-        found = tuple((tuple(tensor.shape), tensor.dtype) for tensor in results)
-        if found == self.expected:
-            return None
-        return f"returns {_kinds(found)}, its layer declares {_kinds(self.expected)}"
+        return misfit(results, self.expected)
 
     def seeds(self, results: Sequence[Tensor]) -> list[Tensor | None]:
         """Output gradients; None where training has none."""
@@ -94,11 +90,6 @@ class LayerCall:
                 parameter.requires_grad_(True)
 
 
-def _kinds(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
-    texts = [f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in tensors]
-    return ", ".join(texts) or "nothing"
-
-
 def _drop(tensor: Tensor) -> None:
     tensor.grad = None
 
@@ -124,12 +115,10 @@ def make_call(
     layer = backbone.layers[index]
     trained = not all(earlier.embedder for earlier in backbone.layers[:index])
 
-    def kind_of(spec: TensorSpec) -> tuple[tuple[int, ...], torch.dtype]:
-        kind = getattr(torch, dtype if spec.dtype == COMPUTE else spec.dtype)
-        return spec.full_shape(micro_batch_size), kind
+    compute = getattr(torch, dtype)
 
     def make(spec: TensorSpec, gradient: bool) -> Tensor:
-        shape, kind = kind_of(spec)
+        shape, kind = kind_of(spec, micro_batch_size, compute)
         if not kind.is_floating_point:
             return torch.ones(shape, dtype=kind, device=device)
         values = torch.randn(shape, dtype=kind, device=device)
@@ -148,7 +137,7 @@ def make_call(
         {name: make(spec, True) for name, spec in layer.pops.items()},
         {**fields, **given},
         tuple(fields.values()),
-        tuple(map(kind_of, (*layer.outputs, *layer.provides.values()))),
+        declared(layer, micro_batch_size, compute),
     )
 
 

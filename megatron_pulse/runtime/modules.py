@@ -1,0 +1,72 @@
+"""What layers' modules must be so that a chain computes the same however it is cut.
+
+Faults name the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_pulse.backbone.chain import Layer
+
+
+def built_elsewhere(layers: Iterable[Layer], context: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Layers of other processes by their names, built without memory; those that cannot be so
+    built are left out. What their makers hold already is what it is here."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        for layer in layers:
+            try:
+                yield layer.name, layer.build(context)
+            except Exception:  # their own process says what is wrong with them
+                continue
+
+
+def unsound(modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
+    """What keeps these layers from computing the same on any number of processes."""
+    return [
+        *(fault for name, module in modules for fault in _random(name, module)),
+        *_shared(modules),
+    ]
+
+
+def _random(layer: str, module: nn.Module) -> Iterator[str]:
+    for name, part in module.named_modules():
+        if part.training and (what := _draws(part)):
+            inside = f" ({name})" if name else ""
+            yield (
+                f"{layer}: {type(part).__name__}{inside} draws {what}, which no other layout "
+                "repeats: leave it out, or give it a probability of 0"
+            )
+
+
+def _draws(part: nn.Module) -> str:
+    """What a module draws at random in training; empty for none."""
+    match part:
+        case nn.modules.dropout._DropoutNd():
+            return f"with p = {part.p:g}" if part.p else ""
+        case nn.RNNBase() | nn.MultiheadAttention():
+            return f"with dropout = {part.dropout:g}" if part.dropout else ""
+        case nn.RReLU():
+            return "slopes" if part.lower != part.upper else ""
+        case nn.FractionalMaxPool2d() | nn.FractionalMaxPool3d():
+            return "regions"
+    return ""
+
+
+def _shared(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[str]:
+    first: dict[int, tuple[str, str]] = {}
+    told: set[tuple[str, str]] = set()
+    for layer, module in modules:
+        for name, parameter in module.named_parameters():
+            before, as_name = first.setdefault(id(parameter), (layer, name))
+            if before == layer or (before, layer) in told:
+                continue
+            told.add((before, layer))
+            yield (
+                f"{layer}: its parameter {name} is also {before}'s {as_name}; each layer has its "
+                "own, for they may be on different processes: make a new one in each"
+            )
