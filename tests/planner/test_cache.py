@@ -21,8 +21,8 @@ from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
+from megatron_pulse.planner.schedule.search.sweep.widening import Widening
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.schedule.search.widening import Widening
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ from megatron_pulse.planner.layout.placement import fold, interleaved, sequentia
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.search.chain import chain_of
-from megatron_pulse.planner.schedule.search.dynamic import Sweep, lines_of, sweep
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from megatron_pulse.planner.schedule.search.states import BLOCK
+from megatron_pulse.planner.schedule.search.sweep.chain import chain_of
+from megatron_pulse.planner.schedule.search.sweep.dynamic import Sweep, lines_of, sweep
+from megatron_pulse.planner.schedule.search.sweep.states import BLOCK
+from megatron_pulse.planner.schedule.search.sweep.widening import Widening
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.schedule.search.widening import Widening
 from tests.planner.exact import optimum
 from tests.planner.strategies import equal, problems
 

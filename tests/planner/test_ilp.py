@@ -22,16 +22,16 @@ from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.ilp import solvers
 from megatron_pulse.planner.schedule.ilp.attempt import attempt
 from megatron_pulse.planner.schedule.ilp.cpsat import shortest_by_cp_sat
-from megatron_pulse.planner.schedule.ilp.grid import on_grid
 from megatron_pulse.planner.schedule.ilp.modulo import Aim, fitting, modulo
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, Status, solve_model
 from megatron_pulse.planner.schedule.ilp.time_indexed import shortest
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
+from megatron_pulse.planner.schedule.search.grid import on_grid
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
+from megatron_pulse.planner.schedule.search.sweep.widening import Widening
 from megatron_pulse.planner.schedule.search.synthesize import BOUND_WORK, LONG_S, synthesize
 from megatron_pulse.planner.schedule.search.template import faults, steady_peak
-from megatron_pulse.planner.schedule.search.widening import Widening
 from megatron_pulse.planner.schedule.solve import solve
 from tests.planner.exact import optimum
 from tests.planner.paper import paper_model, paper_schedule

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.schedule.ilp.grid import Grid, on_grid
 from megatron_pulse.planner.schedule.ilp.solvers import Solver
 from megatron_pulse.planner.schedule.ilp.time_indexed import Found
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.grid import Grid, on_grid
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import TICKS, job_shop
 from megatron_pulse.planner.schedule.search.synthesize import synthesize

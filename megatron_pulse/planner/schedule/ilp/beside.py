@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-import megatron_pulse
 from megatron_pulse.files import replacing
 from megatron_pulse.planner.schedule.ilp.attempt import LEAST_S, Attempt, attempt
 from megatron_pulse.planner.schedule.ilp.solvers import Solver
@@ -90,7 +89,7 @@ class Beside:
     def _begin(self, schedule: Schedule, bound: float) -> None:
         question = (self.problem, self.solver, self.deadline, schedule, bound)
         (Path(self.folder.name) / QUESTION).write_bytes(pickle.dumps(question))
-        root = str(Path(megatron_pulse.__file__).parents[1])
+        root = str(Path(__file__).parents[4])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
             ending_with_us([sys.executable, "-P", "-m", __name__, self.folder.name]),

@@ -1,6 +1,6 @@
 """The shortest schedule that is found without a solver, for any placement, times and memory.
 
-The classic schedules that fit; bounded dynamic programming (``dynamic``), which with little memory
+The classic schedules that fit; bounded dynamic programming (``sweep``), which with little memory
 looks at everything; templates, list schedules by static rules, the shortest so far with its dates
 shaken, each squeezed by ``improve``; then swaps on the critical path (``anneal``). With many
 microbatches first a schedule of few, whose steady state is repeated (``extend``). See ../README.md:
@@ -34,14 +34,14 @@ from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.anneal import anneal
-from megatron_pulse.planner.schedule.search.chain import most_open
 from megatron_pulse.planner.schedule.search.extend import extended
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.listing import list_schedule
 from megatron_pulse.planner.schedule.search.starts import from_template, starts, steady
+from megatron_pulse.planner.schedule.search.sweep.chain import most_open
+from megatron_pulse.planner.schedule.search.sweep.widening import BEHIND, Widening
 from megatron_pulse.planner.schedule.search.template import Template
-from megatron_pulse.planner.schedule.search.widening import BEHIND, Widening
 
 WORK, MOST_STARTS = 60_000, 250
 """Operations in all starts together, and starts at the most, where neither effort nor time is
@@ -140,7 +140,7 @@ def get_ready() -> None:
     lower_bound(problem)
     shop = job_shop(problem)
     anneal(shop, improve(shop, next(starts(shop))), float)
-    next(Widening(problem, shop).starts(lambda: math.inf, lambda _: 1.0))
+    next(Widening(problem, shop).starts(lambda: math.inf, lambda _: 1.0), None)
     if (spent := time.monotonic() - began) > NOTABLE_S:
         log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-from megatron_pulse.planner.schedule.ilp.grid import on_grid
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.search.chain import Chain, chain_of
-from megatron_pulse.planner.schedule.search.dynamic import MOST_KEPT, lines_of, sweep
+from megatron_pulse.planner.schedule.search.grid import on_grid
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import JobShop, job_shop
+from megatron_pulse.planner.schedule.search.sweep.chain import Chain, chain_of
+from megatron_pulse.planner.schedule.search.sweep.dynamic import MOST_KEPT, lines_of, sweep
 
 FIRST, GROWTH = 64, 4
 """States of the first sweep, and how many times as many the next ones have."""
@@ -33,7 +33,7 @@ promising."""
 class Widening:
     """Sweeps of one problem, the next one wider where the last left states out.
 
-    They run on times rounded down to whole ticks, a relaxation (``ilp.grid``), so that a sweep that
+    They run on times rounded down to whole ticks, a relaxation (``grid``), so that a sweep that
     leaves out nothing proves a ``bound``, in the problem's unit. Where that grid would be too fine
     they run in the ticks of ``shop`` and prove none. ``reached``: ticks of the last schedule.
     """

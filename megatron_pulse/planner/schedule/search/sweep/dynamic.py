@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.search.chain import Chain, path_of
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-from megatron_pulse.planner.schedule.search.states import beginning, levels, no_children
+from megatron_pulse.planner.schedule.search.sweep.chain import Chain, path_of
+from megatron_pulse.planner.schedule.search.sweep.states import beginning, levels, no_children
 
 MOST_KEPT = 16_000_000
 """States to remember in all levels together, at 8 bytes each."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_pulse.planner.schedule.compiled import compiled
-from megatron_pulse.planner.schedule.search.chain import Chain
+from megatron_pulse.planner.schedule.search.sweep.chain import Chain
 
 BLOCK = 20_000
 """Starts of operations to look at between two looks at the clock."""

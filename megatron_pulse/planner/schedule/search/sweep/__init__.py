@@ -1,0 +1,1 @@
+"""Sweeps over how far microbatches have come: bounded dynamic programming."""
