@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.check import check_backbone as check_backbone
     from megatron_pulse.backbone.costs import ChainCosts as ChainCosts
     from megatron_pulse.backbone.costs import weighted_costs as weighted_costs
+    from megatron_pulse.backbone.derived.from_module import from_module as from_module
     from megatron_pulse.backbone.plain import chain as chain
     from megatron_pulse.planner.cluster.link import Link as Link
     from megatron_pulse.planner.layout.placement import Partition as Partition
@@ -35,6 +36,7 @@ _NAMES = {
     "megatron_pulse.backbone.chain": ("Backbone", "Layer", "TensorSpec"),
     "megatron_pulse.backbone.check": ("check_backbone",),
     "megatron_pulse.backbone.costs": ("ChainCosts", "weighted_costs"),
+    "megatron_pulse.backbone.derived.from_module": ("from_module",),
     "megatron_pulse.backbone.plain": ("chain",),
     "megatron_pulse.profile.measuring.measure": ("measure",),
     "megatron_pulse.planner.cluster.link": ("Link",),

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "megatron_pulse",  # the ground floor: faults, files, processes ...
     "megatron_pulse.backbone",
+    "megatron_pulse.backbone.derived",
     "megatron_pulse.diffusion",
     "megatron_pulse.data",
     "megatron_pulse.profile",

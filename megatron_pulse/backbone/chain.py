@@ -24,18 +24,21 @@ class TensorSpec:
     """Shape of one tensor of a microbatch, without its batch dimension.
 
     ``batch_dim`` says where the batch dimension is inserted: 0 for images ``[b, c, h, w]``,
-    1 for token streams in Megatron's order ``[s, b, h]``. ``dtype`` is ``"compute"`` or the name
-    of a torch dtype (``"float32"``, ``"int64"``). The first dimension of a ``sequence`` is divided
-    among tensor-parallel ranks under sequence parallelism.
+    1 for token streams in Megatron's order ``[s, b, h]``; None: there is none, the tensor is one
+    for all samples (T5's bias of positions), and counts like that of one sample. ``dtype`` is
+    ``"compute"`` or the name of a torch dtype (``"float32"``, ``"int64"``). The first dimension of
+    a ``sequence`` is divided among tensor-parallel ranks under sequence parallelism.
     """
 
     shape: tuple[int, ...]
-    batch_dim: int = 0
+    batch_dim: int | None = 0
     dtype: str = COMPUTE
     sequence: bool = False
 
     def full_shape(self, micro_batch_size: int) -> tuple[int, ...]:
         """The shape with the batch dimension inserted."""
+        if self.batch_dim is None:
+            return self.shape
         return (*self.shape[: self.batch_dim], micro_batch_size, *self.shape[self.batch_dim :])
 
     @property
@@ -61,7 +64,8 @@ class Layer:
     ``pushes`` maps a skip's name to the index of the *boundary output* that it is (in every known
     backbone a skip is the output of a layer; see torchgpipe's stash/pop). ``provides`` are
     conditioning tensors that this layer computes for any later layer (a timestep embedding).
-    ``name`` is the prefix of the layer's parameters in checkpoints.
+    ``name`` is the prefix of the layer's parameters in checkpoints; those of a ``qualified`` layer
+    have names of the whole model, and nothing is put before them.
 
     An ``embedder`` only provides: it reads nothing but the batch, its module returns its inputs
     as they are before what it provides, and called without inputs returns only that. So it can
@@ -77,6 +81,12 @@ class Layer:
     provides: Mapping[str, TensorSpec] = field(default_factory=dict)
     uses: tuple[str, ...] = ()
     embedder: bool = False
+    qualified: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """What comes before the names of its module's parameters in those of the whole model."""
+        return "" if self.qualified else f"{self.name}."
 
 
 @dataclass(frozen=True)

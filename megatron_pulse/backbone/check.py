@@ -112,6 +112,7 @@ def _names(layers: tuple[Layer, ...]) -> Iterator[str]:
             yield f"layer {i}: the name {layer.name!r} is already that of layer {first[layer.name]}"
         else:
             first[layer.name] = i
+    first = {name: i for name, i in first.items() if not layers[i].qualified}
     for name, i in first.items():
         parts = name.split(".")
         for cut in range(1, len(parts)):
@@ -125,7 +126,9 @@ def _names(layers: tuple[Layer, ...]) -> Iterator[str]:
 
 def _describe(spec: TensorSpec) -> str:
     dims = [str(d) for d in spec.shape]
-    return f"{spec.dtype}[{', '.join([*dims[: spec.batch_dim], 'b', *dims[spec.batch_dim :]])}]"
+    if spec.batch_dim is not None:
+        dims.insert(spec.batch_dim, "b")
+    return f"{spec.dtype}[{', '.join(dims)}]"
 
 
 def _tensors(backbone: Backbone) -> Iterator[str]:
@@ -160,7 +163,7 @@ def _tensors(backbone: Backbone) -> Iterator[str]:
                 f"{where} {name}: the shape {spec.shape} has {spec.numel_per_sample:,} values for "
                 f"each sample, {4 * spec.numel_per_sample / 1e12:,.1f} TB"
             )
-        if not 0 <= spec.batch_dim <= len(spec.shape):
+        if spec.batch_dim is not None and not 0 <= spec.batch_dim <= len(spec.shape):
             yield f"{where} {name}: batch_dim {spec.batch_dim} is outside the shape {spec.shape}"
 
 

@@ -54,7 +54,7 @@ def meta_weights(backbone: Backbone, most: float = math.inf) -> dict[str, Tensor
     with torch.device("meta"):
         for i, layer in enumerate(backbone.layers):
             try:
-                state = layer.build(context).state_dict(prefix=f"{layer.name}.")
+                state = layer.build(context).state_dict(prefix=layer.prefix)
             except (RuntimeError, OverflowError) as error:  # beyond what a tensor's size can be
                 fault = f"layer {i} ({layer.name}): cannot be built: {raised(error)}"
                 raise BackboneError(backbone.name, [fault]) from error

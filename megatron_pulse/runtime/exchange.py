@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.backbone.chain import COMPUTE, TensorSpec
 from megatron_pulse.planner.layout.routes import Delivery, Payload, Routes
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
@@ -23,7 +24,7 @@ from megatron_pulse.runtime.skips import TensorStore
 def message_spec(routes: Routes, message: Message) -> TensorSpec:
     """Shape and dtype of what ``message`` carries.
 
-    A gradient has its tensor's, except conditioning's, which is a sum in fp64 (see Stage).
+    A gradient has its tensor's, except conditioning's, a sum in fp64 (see Stage) where it is one.
     """
     match message.payload:
         case Payload.BOUNDARY:
@@ -34,7 +35,8 @@ def message_spec(routes: Routes, message: Message) -> TensorSpec:
         case Payload.CONDITIONING:
             spec = next(c.spec for c in routes.conditioning if c.name == message.name)
             is_gradient = message.producer.kind is not Kind.FORWARD
-            return replace(spec, dtype="float64") if is_gradient else spec
+            is_sum = spec.dtype == COMPUTE or getattr(torch, spec.dtype).is_floating_point
+            return replace(spec, dtype="float64") if is_gradient and is_sum else spec
 
 
 @dataclass(frozen=True)

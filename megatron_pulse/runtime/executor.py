@@ -28,6 +28,7 @@ from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.parameters.weight_gradients import Later
 from megatron_pulse.runtime.settings import Batch, RunSettings
+from megatron_pulse.runtime.stage import summed
 
 Workload = Callable[[int], None]
 """What a filler runs: takes the number of a slice, and is no part of the backbone."""
@@ -93,6 +94,7 @@ class Executor:
         self._own = routes.partition.placement.stages_of_device(device)
         self._last_stage = routes.partition.placement.num_stages - 1
         self._fields = {s: batch_fields_of(backbone, routes, s) for s in self._own}
+        self._computed = {edge.name: edge.spec for edge in backbone.conditioning}
         self._exchange = Exchange(routes, schedule, device, links)
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._later: dict[tuple[int, int], Later] = {}
@@ -197,13 +199,13 @@ class Executor:
 
     def _leaf(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        return tensor.requires_grad_() if self._training else tensor
+        return tensor.requires_grad_(self._training and tensor.is_floating_point())
 
     def _forward(self, op: Operation) -> None:
         stage = op.stage
         batch = self._batch(op.microbatch)
         taken = self._exchange.take_inputs(op)
-        conditioning = {name: t.double() for name, t in taken.conditioning.items()}
+        conditioning = {name: summed(t) for name, t in taken.conditioning.items()}
         saved = _Saved(Tensors(taken.boundary, taken.skips, conditioning).map(self._leaf))
         boundary = saved.inputs.boundary
         if stage == 0:
@@ -232,7 +234,7 @@ class Executor:
                     get_gradient_edge(tensor) if tensor.requires_grad else None
                 )
             if payload is Payload.CONDITIONING:
-                tensor = tensor.to(self._settings.dtype)
+                tensor = self._cast(tensor, self._computed[name])
             self._exchange.deliver(op, payload, name, tensor.detach())
         if self._training:
             self._saved[stage, op.microbatch] = saved
@@ -278,13 +280,12 @@ class Executor:
 
     def _announce(self, stage: int, awaited: set[nn.Parameter]) -> None:
         """Tell Megatron that all gradients of a stage but those ``awaited`` are complete."""
-        elsewhere = tuple(f"{name}." for name in self._routes.replicated)
+        inside = _inside(self._stages[stage])
+        elsewhere = set(inside.replicated_parameters())
         complete = [
             parameter
-            for name, parameter in _inside(self._stages[stage]).named_parameters()
-            if parameter.requires_grad
-            and parameter not in awaited
-            and not name.startswith(elsewhere)
+            for parameter in inside.parameters()
+            if parameter.requires_grad and parameter not in awaited | elsewhere
         ]
         if complete:
             torch.autograd.backward(complete, [torch.zeros_like(p) for p in complete])

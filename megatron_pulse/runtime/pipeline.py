@@ -187,12 +187,11 @@ def replicate(
     before_reading: Callable[[nn.Module], None] = lambda master: None,
 ) -> Replicas:
     """Give ``stages``, those of ``device``, their copies of the embedders that all devices run."""
-    names = [layer.name for layer in plan.backbone.layers]
     masters = {
-        names[i]: stage.get_submodule(names[i])
-        for number, stage in stages.items()
-        for i in plan.partition.layers_of_stage(number)
-        if names[i] in plan.routes.replicated
+        name: module
+        for stage in stages.values()
+        for name, module in stage.named_layers()
+        if name in plan.routes.replicated
     }
     replicas = Replicas(
         plan.backbone,

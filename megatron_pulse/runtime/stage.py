@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.derived.nesting import container_of, register_parameters
 from megatron_pulse.backbone.returned import Kind, declared, misfit
 from megatron_pulse.planner.layout.crossing import Carrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
@@ -65,7 +66,10 @@ class Stage(nn.Module):
             for r in routes.skips_into(stage)
             if r.carrier is Carrier.BOUNDARY
         }
-        self._computed = {edge.name for edge in backbone.conditioning}
+        self._computed = {
+            edge.name: None if edge.spec.dtype == COMPUTE else getattr(torch, edge.spec.dtype)
+            for edge in backbone.conditioning
+        }
         self._skips_out = tuple(r.name for r in routes.skips_out_of(stage))
         self._provides = tuple(c.name for c in routes.conditioning_out_of(stage))
         modules = []
@@ -73,9 +77,13 @@ class Stage(nn.Module):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(layer_seed(seed, spec.name))
                 module = spec.build(context)
-            _add_nested(self, spec.name, module)
+            if spec.qualified:
+                register_parameters(self, dict(module.named_parameters()))
+            else:
+                container, leaf = container_of(self, spec.name)
+                container.add_module(leaf, module)
             modules.append(module)
-        self._chain = tuple(modules)  # a tuple: the modules are registered under their names
+        self._chain = tuple(modules)  # a tuple: parameters are registered under their names
         if faults := unsound(list(self.named_layers())):
             raise BackboneError(backbone.name, faults)
         self._backbone_name = backbone.name
@@ -112,7 +120,7 @@ class Stage(nn.Module):
             results = self._returned(spec, module, inputs, results, kinds)
             inputs = results[: len(spec.outputs)]
             for name, tensor in zip(spec.provides, results[len(spec.outputs) :], strict=True):
-                conditioning[name] = tensor.double()
+                conditioning[name] = summed(tensor)
             skips.update((name, inputs[i]) for name, i in spec.pushes.items())
         return (
             inputs,
@@ -130,7 +138,12 @@ class Stage(nn.Module):
         computed = (t.dtype for t, s in zip(inputs, specs, strict=True) if s.dtype == COMPUTE)
         of_parameters = (p.dtype for p in self.parameters())
         dtype = next(chain(computed, of_parameters), torch.get_default_dtype())
-        key = inputs[0].shape[specs[0].batch_dim], dtype
+        sizes = (
+            tensor.shape[spec.batch_dim]
+            for tensor, spec in zip(inputs, specs, strict=True)
+            if spec.batch_dim is not None
+        )
+        key = next(sizes, 1), dtype
         if key not in self._declared:
             self._declared[key] = [declared(spec, *key) for spec in self._specs]
         return self._declared[key]
@@ -162,7 +175,7 @@ class Stage(nn.Module):
             fields = {name: conditioning[name] for name in spec.uses}
             results = self.replicas.module(spec.name)((), {}, fields)
             provided.update(
-                (name, tensor.double()) for name, tensor in zip(spec.provides, results, strict=True)
+                (name, summed(tensor)) for name, tensor in zip(spec.provides, results, strict=True)
             )
         return provided
 
@@ -174,7 +187,19 @@ class Stage(nn.Module):
         """
         if name not in self._computed:
             return tensor
-        return _alias(tensor).to(next(self.parameters()).dtype)
+        dtype = self._computed[name]
+        return _alias(tensor).to(next(self.parameters()).dtype if dtype is None else dtype)
+
+    def replicated_parameters(self) -> Iterator[nn.Parameter]:
+        """Those of the embedders here that run as copies on every device."""
+        for name, module in self.named_layers():
+            if name in self._replicated:
+                yield from module.parameters()
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """Conditioning as stages hand it on: in fp64, whole numbers and masks as they are."""
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _run(module: nn.Module, later: Later | None, *given: Any) -> Any:
@@ -215,13 +240,3 @@ def in_order(tensor: Tensor) -> Tensor:
             return tensor.clone(memory_format=torch.contiguous_format)
         step *= size or 1
     return tensor
-
-
-def _add_nested(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register ``module`` under a dotted name, making plain containers on the way."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root._modules[part]
-    root.add_module(leaf, module)

@@ -65,6 +65,7 @@ def test_sound():
         (changed(1, outputs=(Y,)), ["boundary 1|2 (b.0 -> b.1)", "[b, 8, 4, 4]"]),
         (changed(1, outputs=(replace(X, dtype="float32"),)), ["boundary 1|2", "float32"]),
         (changed(1, outputs=(replace(X, batch_dim=1),)), ["boundary 1|2", "[4, b, 8, 8]"]),
+        (changed(1, outputs=(replace(X, batch_dim=None),)), ["boundary 1|2", "compute[4, 8, 8]"]),
         (changed(1, outputs=(X, X)), ["boundary 1|2", "2 tensors leave, 1 are expected"]),
         (changed(0, uses=("mask",)), ["'mask'", "used by layer 0 (a)", "neither a batch field"]),
         (changed(0, uses=("temb",)), ["'temb'", "before layer 1 (b.0) provides it"]),
@@ -94,6 +95,13 @@ def test_a_skip_may_not_be_popped_before_it_is_pushed():
     ]
     same = Backbone("same", (layer("a", pops={"s": X}, pushes={"s": 0}),))
     assert len(check_backbone(same)) == 1
+
+
+def test_names_of_layers_may_nest_where_parameters_have_their_own():
+    names = ("a", "a.b", "a.b.c")
+    assert len(check_backbone(Backbone("nested", tuple(map(layer, names))))) == 3
+    qualified = tuple(replace(layer(name), qualified=True) for name in names)
+    assert check_backbone(Backbone("nested", qualified)) == []
 
 
 def test_all_faults_at_once():

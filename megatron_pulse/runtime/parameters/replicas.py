@@ -65,6 +65,8 @@ class Replicas:
             if name in self._masters:
                 self._before_reading(self._masters[name])
                 parameters = list(self._masters[name].parameters())
+            if not parameters:
+                continue
             values = _flat([parameter.detach() for parameter in parameters])
             self._links.broadcast(values, copy.owner, f"the parameters of {name}")
             copy.load(values)
@@ -72,6 +74,8 @@ class Replicas:
     def return_gradients(self) -> None:
         """Give the owners the sums of all copies' gradients. Joined by all devices."""
         for name, copy in self._copies.items():
+            if not copy.gradients:
+                continue
             gradients = _flat(copy.gradients)
             self._links.reduce(gradients, copy.owner, f"the gradients of {name}")
             if name in self._masters:

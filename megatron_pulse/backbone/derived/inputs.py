@@ -1,0 +1,116 @@
+"""What the inputs of a module are: the noisy sample, the timestep, conditioning, constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from megatron_pulse.backbone.derived.exported import DerivationError
+
+_SAMPLES = ("sample", "hidden_states", "input_ids")
+_TIMESTEPS = ("timestep", "timesteps")
+_CONSTANTS = ("img_ids", "txt_ids", "image_rotary_emb")
+"""How diffusers' and transformers' classes call them."""
+
+type Make = Callable[[int], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of a module by the names that torch.export gives their tensors.
+
+    ``sample`` is the noisy sample, ``timestep`` the times (None: there are none), ``constants``
+    are the same for every batch. ``make`` gives them all for a microbatch size.
+    """
+
+    sample: str
+    timestep: str | None
+    constants: frozenset[str]
+    make: Make
+    size: int
+
+
+def leaves_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of what a module is called with: ``added_cond_kwargs_text_embeds``."""
+    paths, _ = pytree.tree_flatten_with_path(dict(given))
+    return {"_".join(_key(part) for part in path): leaf for path, leaf in paths}
+
+
+def _key(part: Any) -> str:
+    return str(getattr(part, "key", getattr(part, "idx", part)))
+
+
+def read_inputs(
+    module: str,
+    given: Mapping[str, Any] | Make,
+    sample: str | None,
+    timestep: str | None,
+    constants: Collection[str],
+    size: int | None = None,
+) -> Inputs:
+    """The roles of what a module is called with.
+
+    A mapping is an example: what has as many rows as its sample is repeated for other microbatch
+    sizes, all else is the same for every batch. A function of the microbatch size makes them.
+    Raises DerivationError with a table of the inputs where a role is not known.
+    """
+    example = given(size or 2) if callable(given) else given
+    leaves = leaves_of(example)
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    faults = []
+    found = sample or next((n for n in _SAMPLES if n in tensors), None)
+    if found not in tensors:
+        what = f"sample={sample!r} is none" if sample else "say which is the noisy sample, sample="
+        faults.append(f"{what} of its inputs:{table(leaves)}")
+    times = timestep or next((n for n in _TIMESTEPS if n in leaves), None)
+    if times is not None and (times not in tensors or not tensors[times].ndim):
+        faults.append(
+            f"timestep {times!r} must be a tensor with a time for every sample:{table(leaves)}"
+        )
+    if wrong := [n for n in constants if not any(_is_within(m, (n,)) for m in tensors)]:
+        faults.append(f"constants {', '.join(wrong)}: none of its inputs:{table(leaves)}")
+    if faults or found is None:
+        raise DerivationError(module, faults)
+    rows = tensors[found].shape[0]
+    known = (*_CONSTANTS, *constants)
+    same = frozenset(
+        name
+        for name, tensor in tensors.items()
+        if _is_within(name, known)
+        or not callable(given)
+        and (not tensor.ndim or tensor.shape[0] != rows)
+    )
+
+    def repeated(new: int) -> Mapping[str, Any]:
+        def resize(path: Any, leaf: Any) -> Any:
+            name = "_".join(_key(part) for part in path)
+            if name in same or not isinstance(leaf, Tensor):
+                return leaf
+            return torch.cat([leaf] * -(-new // rows))[:new]
+
+        return dict(pytree.tree_map_with_path(resize, dict(example)))
+
+    return Inputs(found, times, same, given if callable(given) else repeated, rows)
+
+
+def _is_within(name: str, names: Collection[str]) -> bool:
+    return any(name == other or name.startswith(f"{other}_") for other in names)
+
+
+def table(leaves: Mapping[str, Any]) -> str:
+    """Names, shapes and dtypes, one below the other."""
+    width = max(map(len, leaves), default=0)
+    return "".join(
+        f"\n  {name:{width}}  "
+        + (
+            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            if isinstance(leaf, Tensor)
+            else repr(leaf)
+        )
+        for name, leaf in leaves.items()
+    )

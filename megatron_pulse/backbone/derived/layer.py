@@ -1,0 +1,233 @@
+"""A unit of a derived chain as the module of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.backbone.derived.nesting import register_parameters
+from megatron_pulse.backbone.derived.reading import operation
+from megatron_pulse.backbone.derived.units import Chain
+
+_RETARGETED = {
+    torch.ops.aten.linear.default: F.linear,
+    torch.ops.aten.conv1d.default: F.conv1d,
+    torch.ops.aten.conv2d.default: F.conv2d,
+    torch.ops.aten.conv3d.default: F.conv3d,
+    torch.ops.aten.conv1d.padding: F.conv1d,
+    torch.ops.aten.conv2d.padding: F.conv2d,
+    torch.ops.aten.conv3d.padding: F.conv3d,
+    torch.ops.aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
+}
+"""What weight gradients that wait, and the analysis of memory, know by its public name."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How a value holds the samples of a microbatch: ``rows`` of each, in dimension ``dim``; None
+    where it is the same for all."""
+
+    dim: int | None
+    rows: int = 1
+
+    def merge(self, tensor: Tensor) -> Tensor:
+        """From the contract's shape, where a sample's rows have a dimension, to the module's."""
+        if self.dim is None or self.rows == 1:
+            return tensor
+        return tensor.flatten(self.dim, self.dim + 1)
+
+    def split(self, tensor: Tensor) -> Tensor:
+        """From the module's shape to the contract's."""
+        if self.dim is None or self.rows == 1:
+            return tensor
+        return tensor.unflatten(self.dim, (-1, self.rows))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Source:
+    """What the layers of one derived chain share.
+
+    ``chains`` holds it at every microbatch size, with equal units. ``sample_of`` says of every
+    value how it holds samples, ``field_of`` how the batch calls an input of the module.
+    """
+
+    chains: Mapping[int, Chain]
+    sample_of: Mapping[str, Sample]
+    specs: Mapping[str, TensorSpec]
+    field_of: Mapping[str, str]
+    dtype: torch.dtype
+    known: dict[tuple[int, torch.device], dict[str, Any]] = field(default_factory=dict)
+
+    def constants(self, size: int, device: torch.device) -> dict[str, Any]:
+        """What depends on neither inputs nor parameters, once for each device."""
+        if (size, device) not in self.known:
+            chain = self.chains[size]
+            with torch.no_grad():
+                given = [chain.state[name].to(device) for name in chain.constant_state]
+                values = executable(chain.constants, chain, device)(*given)
+            self.known[size, device] = dict(zip(chain.constant_names, values, strict=True))
+        return self.known[size, device]
+
+
+class DerivedLayer(nn.Module):
+    """Unit ``index`` of a derived chain, called as ``Layer.build``'s modules are.
+
+    Its parameters begin as the module's and are its own; they have their qualified names. Buffers
+    are constants of the chain. Values are contiguous where they enter and leave, as are their
+    gradients: what comes from another device is, and some sums depend on it.
+    """
+
+    def __init__(self, source: Source, index: int) -> None:
+        super().__init__()
+        self._source, self._index = source, index
+        chain = next(iter(source.chains.values()))
+        self._unit = unit = chain.units[index]
+        links = [u for u in chain.units if not u.embedder]
+        number = next((i for i, u in enumerate(links) if u is unit), 0)
+        self._before = links[number - 1].boundary if number else (chain.sample,)
+        device = torch.get_default_device()
+        parameters = {}
+        for name in unit.weights:
+            weight = chain.state[name]
+            place = device if device.type == "meta" else weight.device
+            value = torch.empty_like(weight, device=place)
+            if place == weight.device:
+                value.copy_(weight.detach())
+            parameters[name] = nn.Parameter(value, weight.requires_grad)
+        register_parameters(self, parameters)
+        self._parameters_of = parameters
+        self._compiled: dict[tuple[int, torch.device], Any] = {}
+
+    def extra_repr(self) -> str:
+        """See nn.Module."""
+        return self._unit.name
+
+    def forward(
+        self, inputs: tuple[Tensor, ...], skips: dict[str, Tensor], conditioning: dict[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """See Layer."""
+        source, unit = self._source, self._unit
+        given = dict(zip(self._before, inputs, strict=False))  # embedders may get no inputs
+        field_of = source.field_of
+        for name in unit.takes:
+            if name not in given:
+                key = field_of.get(name, name)
+                given[name] = skips[name] if name in unit.pops else conditioning[key]
+        values = {n: _packed(source.sample_of[n].merge(t)) for n, t in given.items()}
+        size, device = self._place(given)
+        state = [self._state(name, size, device) for name in unit.state]
+        run = self._executable(size, device)
+        results = run(*(values[name] for name in unit.takes), *state)
+        values.update(zip(unit.gives, results, strict=True))
+        provided = tuple(self._give(values, name) for name in unit.provides)
+        if unit.embedder:
+            return (*inputs, *provided)
+        return (*(self._give(values, name) for name in unit.boundary), *provided)
+
+    def _give(self, values: Mapping[str, Tensor], name: str) -> Tensor:
+        return self._source.sample_of[name].split(_packed(values[name]))
+
+    def _place(self, given: Mapping[str, Tensor]) -> tuple[int, torch.device]:
+        """The microbatch size and the device of a call. Raises ValueError for another size or
+        dtype than were exported."""
+        source, sizes = self._source, self._source.chains
+        size = next(iter(sizes))
+        device = next((p.device for p in self._parameters_of.values()), torch.device("cpu"))
+        for name, tensor in given.items():
+            spec, device = source.specs[name], tensor.device
+            if spec.batch_dim is not None:
+                size = tensor.shape[spec.batch_dim]
+                break
+        if size not in sizes:
+            known = ", ".join(map(str, sizes))
+            raise ValueError(
+                f"{self._unit.name}: microbatches of {size}, but exported for {known}: "
+                f"from_module(..., micro_batch_sizes=({known}, {size}))"
+            )
+        wrong = {
+            p.dtype for n, p in self._parameters_of.items() if p.dtype != sizes[size].state[n].dtype
+        }
+        if wrong:
+            raise ValueError(
+                f"{self._unit.name}: parameters are {wrong.pop()}, but the module was exported in "
+                f"{source.dtype}: give from_module a module of the run's dtype"
+            )
+        return size, device
+
+    def _state(self, name: str, size: int, device: torch.device) -> Any:
+        if name in self._parameters_of:
+            return self._parameters_of[name]
+        constants = self._source.constants(size, device)
+        if name in constants:
+            return constants[name]
+        key = f"state {name}"  # a buffer, on the device once
+        if key not in constants:
+            constants[key] = self._source.chains[size].state[name].detach().to(device)
+        return constants[key]
+
+    def _executable(self, size: int, device: torch.device) -> Any:
+        if (size, device) not in self._compiled:
+            chain = self._source.chains[size]
+            unit = chain.units[self._index]
+            self._compiled[size, device] = executable(unit.graph, chain, device)
+        return self._compiled[size, device]
+
+
+def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:
+    """A graph of ``chain`` as a function on ``device``, whatever device it was exported on."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    regions = {n.target: chain.state[n.target] for n in copy.nodes if n.op == "get_attr"}
+    for node in copy.nodes:
+        if node.op != "call_function":
+            continue
+
+        def moved(value: Any) -> Any:
+            return device if isinstance(value, torch.device) else value
+
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        if "autocast" in operation(node) and isinstance(node.args[0], str):
+            node.args = (device.type, *node.args[1:])
+        if node.target in _RETARGETED:
+            node.target = _RETARGETED[node.target]
+    return fx.GraphModule(regions, copy)
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.contiguous() if not tensor.is_contiguous() else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
+
+
+def _packed(tensor: Tensor) -> Tensor:
+    """Contiguous, and so is its gradient."""
+    if tensor.requires_grad:
+        packed: Tensor = _Packed.apply(tensor)
+        return packed
+    return tensor.contiguous()
+
+
+def run(chain: Chain, given: Mapping[str, Tensor]) -> Tensor:
+    """All units one after another, on the module's own parameters, where they are."""
+    device = next(iter(given.values())).device
+    constants_given = [chain.state[name] for name in chain.constant_state]
+    with torch.no_grad():
+        constants = executable(chain.constants, chain, device)(*constants_given)
+    state = {**chain.state, **dict(zip(chain.constant_names, constants, strict=True))}
+    values = dict(given)
+    for unit in chain.units:
+        arguments = (*map(values.__getitem__, unit.takes), *map(state.__getitem__, unit.state))
+        results = executable(unit.graph, chain, device)(*arguments)
+        values.update(zip(unit.gives, results, strict=True))
+    return values[chain.output]

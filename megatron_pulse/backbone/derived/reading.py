@@ -1,0 +1,142 @@
+"""What the nodes of an exported graph do, read and write, and where in the model they come from."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+_HEAVY = ("linear", "conv", "scaled_dot", "matmul", "mm", "bmm", "baddbmm", "einsum", "embedding")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
+TORCH = str(Path(torch.__file__).parent)
+
+
+def operation(node: fx.Node) -> str:
+    """What a node calls, without its namespace: ``linear.default``."""
+    return str(node.target).removeprefix("aten.") if node.op == "call_function" else ""
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether a node is an operation that a piece of the chain is worth having for."""
+    return operation(node).startswith(_HEAVY)
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake tensor (or the structure of them) that a node gives."""
+    return node.meta.get("val")
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a node gives one tensor."""
+    return isinstance(value_of(node), Tensor)
+
+
+def size_of(node: fx.Node) -> int:
+    """Bytes of what a node gives."""
+    leaves = pytree.tree_leaves(value_of(node))
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def path_of(node: fx.Node) -> str:
+    """The qualified name of the innermost module that called a node's operation."""
+    stack = node.meta.get("nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def place_of(node: fx.Node) -> str:
+    """The line of the model that a node comes from: ``file.py:12 (conv1)``."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [(file, line) for file, line in frames if not file.startswith(TORCH)] or frames
+    line = f"{own[-1][0]}:{own[-1][1]}" if own else "an unknown line"
+    return f"{line} ({path})" if (path := path_of(node)) else line
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose memory a node writes."""
+    return [
+        value
+        for argument, value in _arguments(node)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _arguments(node: fx.Node) -> list[tuple[Any, fx.Node]]:
+    """The arguments of an operation that are nodes, lists of them one by one."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
+    given |= node.kwargs
+    return [
+        (argument, leaf)
+        for argument in schema.arguments
+        for leaf in pytree.tree_leaves(given.get(argument.name))
+        if isinstance(leaf, fx.Node)
+    ]
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The argument whose memory a node's result is."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[0]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return None
+    results = {s for r in schema.returns if r.alias_info for s in r.alias_info.before_set}
+    for argument, value in _arguments(node):
+        if argument.alias_info is not None and results & set(argument.alias_info.before_set):
+            return value
+    return None
+
+
+class Reading:
+    """What the nodes that lead to the output read and write, in order; the last is the output.
+
+    ``reads`` holds writes in place too: who reads memory depends on all that wrote it before.
+    ``memory`` maps a node to the one whose memory its result is (itself for most).
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.output = nodes[-1]
+        self.order = {node: i for i, node in enumerate(nodes)}
+        self.memory: dict[fx.Node, fx.Node] = {}
+        self.writers: dict[fx.Node, list[fx.Node]] = {}
+        self.reads: dict[fx.Node, list[fx.Node]] = {}
+        for node in nodes:
+            given = node.all_input_nodes
+            before = [w for a in given for w in self.writers.get(self.memory[a], ())]
+            self.reads[node] = list(dict.fromkeys([*given, *before]))
+            viewed = _viewed(node)
+            self.memory[node] = node if viewed is None else self.memory[viewed]
+            for value in written(node):
+                self.writers.setdefault(self.memory[value], []).append(node)
+        needed: set[fx.Node] = set()
+        stack = [self.output]
+        while stack:
+            new = [a for a in self.reads[stack.pop()] if a not in needed]
+            needed.update(new)
+            stack += new
+        self.calls = [n for n in nodes if n in needed and n.op == "call_function"]
+        self.users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in [*self.calls, self.output]:
+            for a in self.reads[node]:
+                self.users[a].append(node)
+
+    def after(self, start: Iterable[fx.Node]) -> set[fx.Node]:
+        """All that depends on ``start``; memory that is written with it does so as a whole."""
+        found, size = set(start), -1
+        while size != len(found):
+            size = len(found)
+            for node in self.calls:
+                if node in found or not found.intersection(self.reads[node]):
+                    continue
+                found.add(node)
+                found.update(self.memory[value] for value in written(node))
+        return found

@@ -1,0 +1,48 @@
+"""A derived chain beside the module that it was derived of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from megatron_pulse.backbone.derived.exported import export
+from megatron_pulse.backbone.derived.inputs import leaves_of, read_inputs
+from megatron_pulse.backbone.derived.layer import run
+from megatron_pulse.backbone.derived.units import Chain, derive
+
+
+def chain_equal_to(
+    module: nn.Module,
+    given: Mapping[str, Any],
+    sample: str | None = None,
+    output: int | None = None,
+    pieces: bool = True,
+) -> Chain:
+    """The chain of ``module``, whose output and gradients are the module's bit for bit."""
+    name = type(module).__name__
+    read = read_inputs(name, given, sample, None, ())
+    exported = export(module, read.make(read.size), read.constants, output)
+    chain = derive(exported, name, read.sample, pieces)
+    results = [leaf for leaf in pytree.tree_leaves(module(**given)) if isinstance(leaf, Tensor)]
+    tensors = {n: leaf for n, leaf in leaves_of(given).items() if isinstance(leaf, Tensor)}
+    wanted, found = results[output or 0], run(chain, tensors)
+    assert torch.equal(wanted, found)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    gradient = torch.randn_like(wanted)
+    pairs = zip(*(torch.autograd.grad(y, parameters, gradient, allow_unused=True)
+                  for y in (wanted, found)), strict=True)  # fmt: skip
+    held = [weight for unit in chain.units for weight in unit.weights]
+    assert len(held) == len(set(held)) and set(held) <= set(names)
+    for parameter, (a, b) in zip(names, pairs, strict=True):
+        assert (a is None) == (b is None) == (parameter not in held), parameter
+        assert a is None or torch.equal(a, b), parameter
+    return chain
+
+
+def skips_of(chain: Chain) -> int:
+    """How many skips a chain has."""
+    return sum(len(unit.pops) for unit in chain.units)

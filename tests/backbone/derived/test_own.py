@@ -1,0 +1,146 @@
+"""Modules unlike diffusers': right, or refused with the reason and the line."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import megatron_pulse as pulse
+from megatron_pulse.backbone.derived.exported import DerivationError
+from tests.backbone.derived.bits import chain_equal_to, skips_of
+from tests.backbone.derived.own import WIDTH, Block, Dense, InPlace, TwoOutputs
+
+
+def line_of(module: type, code: str) -> str:
+    """How a fault names the line of ``module`` that holds ``code``."""
+    lines, first = inspect.getsourcelines(module)
+    number = next(i for i, line in enumerate(lines) if code in line)
+    return f"{inspect.getsourcefile(module)}:{first + number}"
+
+
+def test_dense_skips() -> None:
+    given = {"image": torch.randn(2, 3, 4, 4), "when": torch.rand(2)}
+    chain = chain_equal_to(Dense(), given, "image")
+    provided = [name for unit in chain.units for name in unit.provides]
+    assert skips_of(chain) and provided
+
+
+def test_what_writes_in_place_stays_with_what_it_writes() -> None:
+    chain = chain_equal_to(InPlace(), {"x": torch.randn(3, WIDTH)}, "x")
+    assert [unit.name for unit in chain.units] == [f"blocks.{i}" for i in range(4)]
+
+
+def test_two_outputs_need_a_word() -> None:
+    given = {"x": torch.randn(3, WIDTH)}
+    with pytest.raises(DerivationError, match=r"2 tensors \(0: \[3, 2\], 1: \[3, 3\]\).*output=0"):
+        pulse.from_module(TwoOutputs(), given, sample="x")
+    chain = chain_equal_to(TwoOutputs(), given, "x", output=1)
+    assert "heads.1.weight" in chain.units[-1].weights
+    with pytest.raises(DerivationError, match="output=2"):
+        pulse.from_module(TwoOutputs(), given, sample="x", output=2)
+
+
+class Noisy(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn_like(x))
+
+
+class Deciding(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class Overwriting(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
+class Tied(nn.Module):
+    """The first and the last of its blocks are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = Block()
+        self.blocks = nn.ModuleList([first, Block(), Block()])
+        self.again = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.blocks, self.again):
+            x = block(x)
+        return x
+
+
+REFUSED = [
+    (Noisy(nn.Linear(WIDTH, 3)), "randn_like", line_of(Noisy, "randn_like")),
+    (Deciding(nn.Linear(WIDTH, 3)), "torch.export cannot follow it", line_of(Deciding, "sum")),
+    (Overwriting(nn.Linear(WIDTH, 3)), "writes to x", line_of(Overwriting, "mul_")),
+    (InPlace(counts=True), "writes to calls", line_of(InPlace, "add_(1)\n")),
+    (nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout(0.1)), "dropout.default is random", "(1)"),
+    (nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)), "running statistics", "(1)"),
+    (nn.Sequential(nn.ReLU()), "does not depend on", ""),
+]
+
+
+@pytest.mark.parametrize("module, reason, place", REFUSED, ids=[r for _, r, _ in REFUSED])
+def test_what_cannot_be_run_is_refused_with_its_line(
+    module: nn.Module, reason: str, place: str
+) -> None:
+    (name,) = inspect.signature(module.forward).parameters
+    with pytest.raises(DerivationError) as caught:
+        pulse.from_module(module, {name: torch.randn(3, WIDTH)}, sample=name)
+    assert reason in str(caught.value) and place in str(caught.value)
+    assert type(module).__name__ in str(caught.value)
+
+
+def test_uses_of_one_weight_are_not_parted() -> None:
+    chain = chain_equal_to(Tied(), {"x": torch.randn(2, WIDTH, 4, 4)}, "x")
+    assert len(chain.units) == 1
+
+
+def test_inputs_of_unknown_names_are_shown() -> None:
+    given = {"image": torch.randn(2, 3, 4, 4), "when": torch.rand(2)}
+    with pytest.raises(DerivationError) as caught:
+        pulse.from_module(Dense(), given)
+    assert "sample=" in str(caught.value) and "when" in str(caught.value)
+    assert "float32[2, 3, 4, 4]" in str(caught.value)
+    with pytest.raises(DerivationError, match="'x' is none of its inputs"):
+        pulse.from_module(Dense(), given, sample="x")
+    with pytest.raises(DerivationError, match="a time for every sample"):
+        one = {**given, "when": torch.tensor(3.0)}
+        pulse.from_module(Dense(), one, sample="image", timestep="when")
+
+
+def dense() -> pulse.Backbone:
+    given = {"image": torch.randn(2, 3, 4, 4), "when": torch.rand(2)}
+    return pulse.from_module(Dense(), given, sample="image", timestep="when")
+
+
+def test_a_derived_chain_is_a_backbone() -> None:
+    module = Dense()
+    given = {"image": torch.randn(2, 3, 4, 4), "when": torch.rand(2)}
+    backbone = pulse.from_module(
+        module, given, sample="image", timestep="when", micro_batch_sizes=(2, 4)
+    )
+    assert backbone.batch_fields == {"timesteps": pulse.TensorSpec(())}
+    assert backbone.input_spec == pulse.TensorSpec((3, 4, 4)) == backbone.output_spec
+    assert not pulse.check_backbone(backbone)
+    costs = pulse.weighted_costs(backbone, [1.0] * len(backbone.layers))
+    plan = pulse.make_plan(backbone, costs, pulse.sequential(1))
+    for size in (2, 4):
+        pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), size)
+        assert dict(pipeline.named_parameters()).keys() == dict(module.named_parameters()).keys()
+        noisy, times = torch.randn(size, 3, 4, 4), torch.rand(size)
+        (loss,) = pipeline.step([{"noisy": noisy, "timesteps": times}])
+        assert torch.equal(loss, module(noisy, times).square().mean())
+    with pytest.raises(ValueError, match="exported for 2, 4"):
+        pulse.Pipeline(plan, lambda y, batch: y.sum(), 3).evaluate(
+            [{"noisy": torch.ones(3, 3, 4, 4), "timesteps": torch.ones(3)}]
+        )
+    with pytest.raises(ValueError, match="exported in torch.float32"):
+        pulse.Pipeline(plan, lambda y, batch: y.sum(), 2, dtype=torch.float64).evaluate(
+            [{"noisy": torch.ones(2, 3, 4, 4), "timesteps": torch.ones(2)}]
+        )
