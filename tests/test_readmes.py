@@ -252,8 +252,17 @@ def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) ->
 
 def own_layers() -> str:
     """The front page's program."""
-    (block,) = blocks("python", (ROOT / "README.md").read_text())
+    _, block = blocks("python", (ROOT / "README.md").read_text())
     return block
+
+
+def test_the_derived_chain_of_the_front_page_is_as_it_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    block, _ = blocks("python", (ROOT / "README.md").read_text())
+    exec(compile(block, "README.md", "exec"), {"__name__": "mine"})
+    (skips,) = re.findall(r"# (\d+ skips)", block)
+    assert skips in capsys.readouterr().out
 
 
 def run_own_layers() -> dict[str, Any]:

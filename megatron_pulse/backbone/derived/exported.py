@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from megatron_pulse.backbone.derived.reading import (
     TORCH,
     Reading,
+    converts,
     operation,
     place_of,
     value_of,
@@ -155,11 +156,10 @@ def _drop_identities(graph: fx.Graph) -> None:
         if name.startswith("dropout."):
             same = not (node.args[1] and node.args[2])
         elif name.startswith(("to.", "type_as.")):
-            before, after = value_of(node.args[0]), value_of(node)
             copies = node.kwargs.get("copy") or (
                 name != "to.device" and True in node.args[3:4] or True in node.args[4:5]
             )
-            same = not copies and (before.dtype, before.device) == (after.dtype, after.device)
+            same = not copies and not converts(node, node.args[0])
         else:
             same = False
         if same:

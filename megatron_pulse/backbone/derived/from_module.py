@@ -45,6 +45,8 @@ def from_module(
     Raises DerivationError with every reason, the operation and the line of the model.
     """
     name = type(module).__name__
+    if granularity not in ("blocks", "pieces"):
+        raise DerivationError(name, [f"granularity is {granularity!r}, not 'blocks' or 'pieces'"])
     read = read_inputs(
         name, inputs, sample, timestep, constants, min(micro_batch_sizes, default=None)
     )
@@ -73,6 +75,10 @@ def from_module(
     fields = {n: n for n in sorted(taken - {first.sample})}
     if read.timestep in fields:
         fields[read.timestep] = "timesteps"
+    if len({"noisy", *fields.values()}) != len(fields) + 1:
+        raise DerivationError(
+            name, [f"two inputs would be one field of a batch: noisy, {', '.join(fields.values())}"]
+        )
     source = Source(chains, samples, specs, fields, dtype)
     backbone = Backbone(
         name,

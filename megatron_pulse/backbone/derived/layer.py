@@ -95,6 +95,11 @@ class DerivedLayer(nn.Module):
         parameters = {}
         for name in unit.weights:
             weight = chain.state[name]
+            if weight.is_meta and device.type != "meta":
+                raise ValueError(
+                    f"{name} is on the meta device, without values: such a chain is for planning; "
+                    "to run it, give from_module a module that has its weights"
+                )
             place = device if device.type == "meta" else weight.device
             value = torch.empty_like(weight, device=place)
             if place == weight.device:

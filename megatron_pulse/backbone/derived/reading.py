@@ -92,8 +92,16 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     results = {s for r in schema.returns if r.alias_info for s in r.alias_info.before_set}
     for argument, value in _arguments(node):
         if argument.alias_info is not None and results & set(argument.alias_info.before_set):
-            return value
+            return None if converts(node, value) else value
     return None
+
+
+def converts(node: fx.Node, given: fx.Node) -> bool:
+    """Whether a cast, which may return what it is given, makes another tensor of it."""
+    if not operation(node).startswith(("to.", "type_as.")):
+        return False
+    before, after = value_of(given), value_of(node)
+    return bool((before.dtype, before.device) != (after.dtype, after.device))
 
 
 class Reading:

@@ -62,6 +62,23 @@ class InPlace(nn.Module):
         return full
 
 
+class Regions(nn.Module):
+    """Has regions without gradients and of another precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = torch.arange(1, WIDTH + 1, device="cpu") * kept.sum(1, keepdim=True)
+        for block in self.blocks:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = block(x)
+            x = x + y.float() / scale
+        return x
+
+
 class TwoOutputs(nn.Module):
     """Returns a prediction and another one."""
 

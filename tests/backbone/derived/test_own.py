@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.profile.parameters import count_parameters
 from tests.backbone.derived.bits import chain_equal_to, skips_of
-from tests.backbone.derived.own import WIDTH, Block, Dense, InPlace, TwoOutputs
+from tests.backbone.derived.own import WIDTH, Block, Dense, InPlace, Regions, TwoOutputs
 
 
 def line_of(module: type, code: str) -> str:
@@ -31,6 +32,11 @@ def test_dense_skips() -> None:
 def test_what_writes_in_place_stays_with_what_it_writes() -> None:
     chain = chain_equal_to(InPlace(), {"x": torch.randn(3, WIDTH)}, "x")
     assert [unit.name for unit in chain.units] == [f"blocks.{i}" for i in range(4)]
+
+
+def test_regions_of_autocast_and_no_grad_stay_whole() -> None:
+    chain = chain_equal_to(Regions(), {"x": torch.randn(2, WIDTH), "kept": torch.ones(2, 3)}, "x")
+    assert sum(not unit.embedder for unit in chain.units) == 3
 
 
 def test_two_outputs_need_a_word() -> None:
@@ -109,14 +115,20 @@ def test_inputs_of_unknown_names_are_shown() -> None:
     assert "float32[2, 3, 4, 4]" in str(caught.value)
     with pytest.raises(DerivationError, match="'x' is none of its inputs"):
         pulse.from_module(Dense(), given, sample="x")
+    with pytest.raises(DerivationError, match="'layers', not 'blocks' or 'pieces'"):
+        pulse.from_module(Dense(), given, sample="image", granularity="layers")
     with pytest.raises(DerivationError, match="a time for every sample"):
         one = {**given, "when": torch.tensor(3.0)}
         pulse.from_module(Dense(), one, sample="image", timestep="when")
 
 
-def dense() -> pulse.Backbone:
-    given = {"image": torch.randn(2, 3, 4, 4), "when": torch.rand(2)}
-    return pulse.from_module(Dense(), given, sample="image", timestep="when")
+def test_a_module_without_values_is_for_planning() -> None:
+    with torch.device("meta"):
+        module, given = Dense(), {"image": torch.randn(2, 3, 4, 4), "when": torch.rand(2)}
+    backbone = pulse.from_module(module, given, sample="image")
+    assert sum(count_parameters(backbone)) == sum(p.numel() for p in module.parameters())
+    with pytest.raises(ValueError, match="is for planning"):
+        backbone.layers[0].build(None)
 
 
 def test_a_derived_chain_is_a_backbone() -> None:

@@ -15,6 +15,12 @@ def test_a_chain_gives_the_bits_of_its_module(name: str) -> None:
     assert len(chain.units) > 2 * SKIPS[name]
 
 
+def test_a_chain_of_bf16_gives_the_bits_of_its_module() -> None:
+    module, given = make("small_unet")
+    given = {name: t.bfloat16() for name, t in given.items()}
+    chain_equal_to(module.bfloat16(), given)
+
+
 def test_a_chain_of_whole_blocks_is_shorter() -> None:
     module, given = make("small_unet")
     blocks, pieces = (chain_equal_to(module, given, pieces=pieces) for pieces in (False, True))
