@@ -21,6 +21,7 @@ from megatron_pulse.backbone.derived.reading import (
     TORCH,
     Reading,
     converts,
+    inner_graphs,
     operation,
     place_of,
     value_of,
@@ -178,7 +179,7 @@ def _writes(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
                     "change what the module or its caller holds"
                 )
     for node in reading.calls:
-        for inner in _inner(node):
+        for inner in inner_graphs(node):
             inside = Reading(list(inner.nodes))
             if any(memory.op == "placeholder" for memory in inside.writers):
                 yield (
@@ -187,19 +188,9 @@ def _writes(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
                 )
 
 
-def _inner(node: fx.Node) -> Iterator[fx.Graph]:
-    """The graphs that a node runs, as those of autocast and no_grad do."""
-    for given in node.all_input_nodes:
-        module = None
-        if given.op == "get_attr" and given.graph.owning_module is not None:
-            module = getattr(given.graph.owning_module, str(given.target), None)
-        if isinstance(module, fx.GraphModule):
-            yield module.graph
-
-
 def _random(nodes: list[fx.Node]) -> Iterator[str]:
     for node in nodes:
-        for inner in _inner(node):
+        for inner in inner_graphs(node):
             yield from _random([n for n in inner.nodes if n.op == "call_function"])
         tags = getattr(node.target, "tags", ())
         name = operation(node)

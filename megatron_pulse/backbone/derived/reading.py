@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,19 @@ def operation(node: fx.Node) -> str:
 
 def is_heavy(node: fx.Node) -> bool:
     """Whether a node is an operation that a piece of the chain is worth having for."""
-    return operation(node).startswith(_HEAVY)
+    return operation(node).startswith(_HEAVY) or any(
+        is_heavy(inner) for graph in inner_graphs(node) for inner in graph.nodes
+    )
+
+
+def inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:
+    """The graphs that a node runs, as those of autocast and no_grad do."""
+    for given in node.all_input_nodes:
+        module = None
+        if given.op == "get_attr" and given.graph.owning_module is not None:
+            module = getattr(given.graph.owning_module, str(given.target), None)
+        if isinstance(module, fx.GraphModule):
+            yield module.graph
 
 
 def value_of(node: fx.Node) -> Any:
