@@ -79,8 +79,7 @@ class DerivedLayer(nn.Module):
     """Unit ``index`` of a derived chain, called as ``Layer.build``'s modules are.
 
     Its parameters begin as the module's and are its own; they have their qualified names. Buffers
-    are constants of the chain. Values are contiguous where they enter and leave, as are their
-    gradients: what comes from another device is, and some sums depend on it.
+    are constants of the chain.
     """
 
     def __init__(self, source: Source, index: int) -> None:
@@ -124,7 +123,7 @@ class DerivedLayer(nn.Module):
             if name not in given:
                 key = field_of.get(name, name)
                 given[name] = skips[name] if name in unit.pops else conditioning[key]
-        values = {n: _packed(source.sample_of[n].merge(t)) for n, t in given.items()}
+        values = {n: source.sample_of[n].merge(t) for n, t in given.items()}
         size, device = self._place(given)
         state = [self._state(name, size, device) for name in unit.state]
         run = self._executable(size, device)
@@ -136,7 +135,7 @@ class DerivedLayer(nn.Module):
         return (*(self._give(values, name) for name in unit.boundary), *provided)
 
     def _give(self, values: Mapping[str, Tensor], name: str) -> Tensor:
-        return self._source.sample_of[name].split(_packed(values[name]))
+        return self._source.sample_of[name].split(values[name])
 
     def _place(self, given: Mapping[str, Tensor]) -> tuple[int, torch.device]:
         """The microbatch size and the device of a call. Raises ValueError for another size or
@@ -203,24 +202,6 @@ def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:
         if node.target in _RETARGETED:
             node.target = _RETARGETED[node.target]
     return fx.GraphModule(regions, copy)
-
-
-class _Packed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.contiguous() if not tensor.is_contiguous() else tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
-
-
-def _packed(tensor: Tensor) -> Tensor:
-    """Contiguous, and so is its gradient."""
-    if tensor.requires_grad:
-        packed: Tensor = _Packed.apply(tensor)
-        return packed
-    return tensor.contiguous()
 
 
 def run(chain: Chain, given: Mapping[str, Tensor]) -> Tensor:
