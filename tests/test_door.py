@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import megatron_pulse as pulse
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.profile.measuring.clock import Patience
 from tests.ranks import RanksFailed, run_ranks
 
@@ -43,15 +46,66 @@ assert not {"megatron", "diffusers"} & set(sys.modules)
 
 
 def test_faults_of_a_chain_are_listed() -> None:
+    layers = [Linear, Linear(), None, 3, Linear]
+    skips: list[Any] = [(3, 0), (2, 9), (0, 1, 2), "ab", (0.0, 1), (0, 1), (0, 1)]
+    with pytest.raises(BackboneError) as caught:
+        pulse.chain(layers, (2,), skips)  # type: ignore[arg-type]
+    found = "\n".join(caught.value.faults)
+    for part in (
+        "use TensorSpec((2,))",
+        "layer 1 is a module (Linear), not what makes one",
+        "layer 2 must make a module when called, is None",
+        "layer 3 must make a module when called, is 3",
+        "skip 3 to 0: it must end at a layer after its source",
+        "skip 2 to 9: there are layers 0 to 4, no 9",
+        "skip 2 must be two layers' numbers, is (0, 1, 2)",
+        "skip 3 must be two layers' numbers, is 'ab'",
+        "skip 4 must be two layers' numbers, is (0.0, 1)",
+        "skip 0 to 1 is there twice",
+    ):
+        assert part in found, found
+    assert len(caught.value.faults) == 10
+    with pytest.raises(BackboneError, match=r"spec: the shape \(-2,\) has a dimension") as caught:
+        pulse.chain([Linear] * 3, pulse.TensorSpec((-2,)))
+    assert len(caught.value.faults) == 1
+
+
+class Linear(torch.nn.Linear):
+    """Of width 2, made without arguments."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+
+def test_faults_of_what_plans_are_made_of_are_said() -> None:
+    chain = pulse.chain([Linear] * 3, pulse.TensorSpec((2,)))
+    costs = pulse.weighted_costs(chain, [1.0] * 3)
     with pytest.raises(ValueError) as caught:
-        pulse.chain([object] * 4, pulse.TensorSpec((2,)), [(3, 0), (2, 9)])
-    assert "3 to 0" in str(caught.value) and "2 to 9" in str(caught.value)
+        pulse.make_plan(costs, chain, 2, cap="2", goal="bytes")  # type: ignore[arg-type]
+    said = str(caught.value)
+    assert "make_plan (5 faults)" in said and "placement must be of type Placement" in said
+    assert "cap must be a whole number from 1 on, is '2'" in said
+    with pytest.raises(ValueError, match=r"(?s)3 faults.*layers.0: '1'.*layers.1: nan.*: -1"):
+        pulse.weighted_costs(chain, ["1", math.nan, -1])  # type: ignore[list-item]
+    for number in (0, "2", True):
+        with pytest.raises(ValueError, match="number of devices must be a whole one from 1"):
+            pulse.fold(number)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"order must be a tuple of load, .*\('loads',\)"):
+        pulse.Goal(order=("loads",))
+    for sizes in (4, [0, -3], []):
+        with pytest.raises(ValueError, match=r"micro_batch_sizes must be a list of whole"):
+            pulse.measure(chain, sizes)  # type: ignore[arg-type]
 
 
-def _one_device(make: Callable[[], torch.nn.Module]) -> pulse.Pipeline:
-    chain = pulse.chain([make] * 2, pulse.TensorSpec((2,)))
+def _one_device(
+    make: Callable[[], torch.nn.Module],
+    loss: Callable[..., Any] = lambda y, batch: y.sum(),
+    size: Any = 3,
+    skips: Sequence[tuple[int, int]] = (),
+) -> pulse.Pipeline:
+    chain = pulse.chain([make] * 2, pulse.TensorSpec((2,)), skips)
     plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 2), pulse.sequential(1))
-    return pulse.Pipeline(plan, lambda y, batch: y.sum(), 3)
+    return pulse.Pipeline(plan, loss, size)
 
 
 def test_faults_of_batches_are_listed() -> None:
@@ -63,6 +117,33 @@ def test_faults_of_batches_are_listed() -> None:
     assert "microbatch 1: noisy is missing" in str(caught.value)
     with pytest.raises(RuntimeError, match="at least one"):
         pipeline.evaluate([])
+    with pytest.raises(RuntimeError, match=r"(?s)0: must map names.*1: noisy must be a tensor"):
+        pipeline.step([torch.ones(3, 2), {"noisy": 3}])  # type: ignore[list-item,dict-item]
+    with pytest.raises(RuntimeError, match="must be a list of mappings, is dict"):
+        pipeline.step({"noisy": torch.ones(3, 2)})  # type: ignore[arg-type]
+    for size in (0, "4"):
+        with pytest.raises(RuntimeError, match="micro_batch_size must be a whole number from 1"):
+            _one_device(Linear, size=size)
+
+
+def test_faults_of_losses_and_layers_are_said_where_they_are() -> None:
+    batches = [{"noisy": torch.ones(3, 2)}]
+    for loss, fault in ((3.0, "of one number, is float"), (torch.ones(3), r"has the shape \(3,\)")):
+        with pytest.raises(ValueError, match=fault):
+            _one_device(Linear, lambda y, batch, loss=loss: loss).step(batches)
+    with pytest.raises(TypeError, match=r"layers.1: Linear.forward is called .* and 1 skip"):
+        _one_device(Linear, skips=[(0, 1)])
+    with pytest.raises(TypeError, match="layers.0: its maker returned object, no torch module"):
+        _one_device(object)
+
+    class Failing(Linear):
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            raise OSError("mine")
+
+    with pytest.raises(OSError, match="mine") as caught:
+        _one_device(Failing).step(batches)
+    assert caught.value.__notes__[0] == "layer layers.0"
+    assert "stage 0, microbatch 0" in caught.value.__notes__[1]
 
 
 def test_a_layer_of_another_shape_is_named() -> None:
@@ -79,6 +160,14 @@ def test_weights_go_from_one_layout_to_another() -> None:
     assert first.state_dict().keys() == dict(first.named_parameters()).keys()
     batches = [{"noisy": torch.ones(3, 2)}]
     assert first.evaluate(batches) == second.evaluate(batches)
+    wrong = {"layers.0.weight": torch.ones(5), "layers.1.x": torch.ones(1), "y": torch.ones(1)}
+    with pytest.raises(RuntimeError) as caught:
+        second.load_state_dict(wrong)
+    for part in (
+        "6 faults", "layers.0.bias is missing", "layers.1.x is nothing that its layer has",
+        "y belongs to no layer", "layers.0.weight is (5,), not (2, 2)",
+    ):  # fmt: skip
+        assert part in str(caught.value), caught.value
 
 
 def _measured() -> list[float]:

@@ -151,20 +151,25 @@ def _tensors(backbone: Backbone) -> Iterator[str]:
         specs += [(f"{layer.name}: popped skip", name, spec) for name, spec in layer.pops.items()]
         specs += [(f"{layer.name}: provided", name, spec) for name, spec in layer.provides.items()]
     for where, name, spec in specs:
-        if not isinstance(spec.shape, tuple) or not all(type(d) is int for d in spec.shape):
-            yield f"{where} {name}: the shape must be a tuple of whole numbers, is {spec.shape!r}"
-            continue
-        if spec.dtype not in _DTYPES:
-            yield f"{where} {name}: the dtype {spec.dtype!r} is none of {', '.join(_DTYPES)}"
-        if any(d < 1 for d in spec.shape):
-            yield f"{where} {name}: the shape {spec.shape} has a dimension below 1"
-        elif spec.numel_per_sample > _MOST_VALUES:
-            yield (
-                f"{where} {name}: the shape {spec.shape} has {spec.numel_per_sample:,} values for "
-                f"each sample, {4 * spec.numel_per_sample / 1e12:,.1f} TB"
-            )
-        if spec.batch_dim is not None and not 0 <= spec.batch_dim <= len(spec.shape):
-            yield f"{where} {name}: batch_dim {spec.batch_dim} is outside the shape {spec.shape}"
+        yield from spec_faults(f"{where} {name}", spec)
+
+
+def spec_faults(where: str, spec: TensorSpec) -> Iterator[str]:
+    """Why ``spec`` describes no tensor."""
+    if not isinstance(spec.shape, tuple) or not all(type(d) is int for d in spec.shape):
+        yield f"{where}: the shape must be a tuple of whole numbers, is {spec.shape!r}"
+        return
+    if spec.dtype not in _DTYPES:
+        yield f"{where}: the dtype {spec.dtype!r} is none of {', '.join(_DTYPES)}"
+    if any(d < 1 for d in spec.shape):
+        yield f"{where}: the shape {spec.shape} has a dimension below 1"
+    elif spec.numel_per_sample > _MOST_VALUES:
+        yield (
+            f"{where}: the shape {spec.shape} has {spec.numel_per_sample:,} values for "
+            f"each sample, {4 * spec.numel_per_sample / 1e12:,.1f} TB"
+        )
+    if spec.batch_dim is not None and not 0 <= spec.batch_dim <= len(spec.shape):
+        yield f"{where}: batch_dim {spec.batch_dim} is outside the shape {spec.shape}"
 
 
 def _boundaries(layers: tuple[Layer, ...]) -> Iterator[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.faults import told
 
 type Floats = NDArray[np.float64]
 
@@ -62,17 +65,25 @@ def weighted_costs(backbone: Backbone, weights: Sequence[float]) -> ChainCosts:
     """``backbone`` with ``weights`` as forward times and twice that as backward times.
 
     Bytes are of one sample in bf16; parameters and saved activations are unknown, and so 0.
+    Raises ValueError for another number of weights, or with each that is no finite number.
     """
     if len(weights) != len(backbone.layers):
         raise ValueError(
             f"{backbone.name}: need {len(backbone.layers)} weights, one per layer; got "
             f"{len(weights)}"
         )
+    faults = [
+        f"{layer.name}: {weight!r}"
+        for layer, weight in zip(backbone.layers, weights, strict=True)
+        if not (isinstance(weight, SupportsFloat) and 0 <= float(weight) < math.inf)
+    ]
+    if faults:
+        raise ValueError(told("weights must be finite numbers from 0 on", faults))
     none = (0,) * len(weights)
     return ChainCosts(
         tuple(layer.name for layer in backbone.layers),
         tuple(map(float, weights)),
-        tuple(2.0 * weight for weight in weights),
+        tuple(2.0 * float(weight) for weight in weights),
         none,
         none,
         tuple(sum(map(_half_bytes, layer.inputs)) for layer in backbone.layers),

@@ -170,9 +170,10 @@ class Executor:
         if isinstance(error, PulseError):
             return
         where = "between operations" if self._current is None else _describe(self._current)
+        layer = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         error.add_note(f"pipeline device {self._device}, {where}")
         if self._board is not None:
-            self._board.report(f"{where}: {type(error).__name__}: {error}")
+            self._board.report(f"{where}{layer}: {type(error).__name__}: {error}")
 
     def _run(self, operation: Operation) -> None:
         match operation.kind:
@@ -222,7 +223,7 @@ class Executor:
         results = [(Payload.SKIP, name, tensor) for name, tensor in skips.items()]
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
         if stage == self._last_stage:
-            saved.loss = self._settings.loss(outputs[0], batch)
+            saved.loss = _loss(self._settings.loss(outputs[0], batch))
             self._losses.append(saved.loss.detach())
         else:
             results += [(Payload.BOUNDARY, str(i), t) for i, t in enumerate(outputs)]
@@ -301,6 +302,15 @@ def _inside(stage: nn.Module) -> nn.Module:
 def _gradient(leaf: Tensor) -> Tensor:
     """The gradient of a leaf, zero where nothing depended on it."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _loss(value: object) -> Tensor:
+    """What a loss function returned; raises ValueError unless it is one number."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"the loss must be a tensor of one number, is {type(value).__name__}")
+    if value.numel() != 1:
+        raise ValueError(f"the loss must be one number, has the shape {tuple(value.shape)}")
+    return value
 
 
 def _describe(op: Operation) -> str:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.faults import told
@@ -50,6 +51,10 @@ class Pipeline:
     ) -> None:
         if group is None and dist.is_initialized():
             group = dist.group.WORLD
+        if type(micro_batch_size) is not int or micro_batch_size < 1:
+            raise PulseError(
+                f"micro_batch_size must be a whole number from 1 on, is {micro_batch_size!r}"
+            )
         num_processes = 1 if group is None else group.size()
         if num_processes != plan.placement.num_devices:
             raise PulseError(
@@ -60,12 +65,17 @@ class Pipeline:
         self.rank = 0 if group is None else group.rank()
         self._group = group if num_processes > 1 else None
         self._settings = RunSettings(micro_batch_size, dtype, torch.device(device), loss)
-        self.stages = {
-            s: Stage(plan.backbone, plan.routes, s, seed, context, recompute).to(device, dtype)
-            for s in plan.placement.stages_of_device(self.rank)
-        }
-        _require_sound(plan, self.stages, context)
         self._board = default_board() if group is not None else None
+        try:
+            self.stages = {
+                s: Stage(plan.backbone, plan.routes, s, seed, context, recompute).to(device, dtype)
+                for s in plan.placement.stages_of_device(self.rank)
+            }
+            _require_sound(plan, self.stages, context)
+        except Exception as error:
+            if self._board is not None:
+                self._board.report(f"building its layers: {type(error).__name__}: {error}")
+            raise
         self.links: Links | None = None
         if self._group is not None and self._board is not None:
             self.links = Links(
@@ -96,7 +106,28 @@ class Pipeline:
         return {k: v for stage in self.stages.values() for k, v in stage.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights of this process's layers from those of a whole model."""
+        """Take the weights of this process's layers from those of a whole model.
+
+        Raises PulseError that lists what is missing, unknown or of another shape; nothing is
+        loaded then.
+        """
+        own = self.state_dict()
+        layers = tuple(f"{layer.name}." for layer in self.plan.backbone.layers)
+        faults = [f"{name} is missing" for name in own if name not in state]
+        faults += [f"{name} belongs to no layer" for name in state if not name.startswith(layers)]
+        faults += [
+            f"{name} is {tuple(state[name].shape)}, not {tuple(value.shape)}"
+            for name, value in own.items()
+            if name in state and state[name].shape != value.shape
+        ]
+        mine = tuple(f"{name}." for s in self.stages.values() for name, _ in s.named_layers())
+        faults += [
+            f"{name} is nothing that its layer has"
+            for name in state
+            if name.startswith(mine) and name not in own
+        ]
+        if faults:
+            raise PulseError(told("weights to load", faults))
         for stage in self.stages.values():
             stage.load_state_dict({name: state[name] for name in stage.state_dict()})
 
@@ -140,15 +171,14 @@ class Pipeline:
         return self._executors[key]
 
     def _require_fit(self, batches: Sequence[Batch]) -> None:
+        if not isinstance(batches, Sequence) or isinstance(batches, Tensor | str):
+            raise PulseError(f"batches must be a list of mappings, is {type(batches).__name__}")
         backbone = self.plan.backbone
         wanted = {"noisy": backbone.input_spec, **backbone.batch_fields}
-        shapes = {n: s.full_shape(self._settings.micro_batch_size) for n, s in wanted.items()}
         faults = [
-            f"microbatch {m}: {name} "
-            + (f"is {tuple(batch[name].shape)}, not {shape}" if name in batch else "is missing")
+            f"microbatch {m}: {fault}"
             for m, batch in enumerate(batches)
-            for name, shape in shapes.items()
-            if name not in batch or tuple(batch[name].shape) != shape
+            for fault in _misfits(batch, wanted, self._settings)
         ]
         if faults or not batches:
             raise PulseError(told("batches", faults or ["a step needs at least one"]))
@@ -158,12 +188,36 @@ class Pipeline:
             return
         digests: list[Any] = [None] * self._group.size()
         own = self.plan.digest(num_microbatches)
-        dist.all_gather_object(digests, own, self._group)
+        try:
+            dist.all_gather_object(digests, own, self._group)
+        except RuntimeError as error:
+            first = self._board.first_failure(wait_s=0.5) if self._board is not None else None
+            raise PulseError(
+                "comparing plans, another process closed the connection (it died or failed)\n"
+                f"first failure in this job: {first or error}"
+            ) from error
         if other := [i for i, digest in enumerate(digests) if digest != digests[0]]:
             raise PulseError(
                 f"processes {', '.join(map(str, other))} have another plan than process 0 for "
                 f"{num_microbatches} microbatches: measure and plan on one, and send the plan"
             )
+
+
+def _misfits(
+    batch: object, wanted: Mapping[str, TensorSpec], settings: RunSettings
+) -> Iterator[str]:
+    """What a microbatch lacks of the fields that the chain reads."""
+    if not isinstance(batch, Mapping):
+        yield f"must map names to tensors, is {type(batch).__name__}"
+        return
+    for name, spec in wanted.items():
+        shape, value = spec.full_shape(settings.micro_batch_size), batch.get(name)
+        if value is None:
+            yield f"{name} is missing"
+        elif not isinstance(value, Tensor):
+            yield f"{name} must be a tensor, is {type(value).__name__}"
+        elif tuple(value.shape) != shape:
+            yield f"{name} is {tuple(value.shape)}, not {shape}"
 
 
 def _require_sound(plan: Plan, stages: Mapping[int, Stage], context: LayerContext | None) -> None:

@@ -112,7 +112,7 @@ class Stage(nn.Module):
             popped = {name: _alias(skips.pop(name)) for name in spec.pops}
             used = {name: self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
-            run = functools.partial(_run, module, later)
+            run = functools.partial(_run, spec.name, module, later)
             if self.recompute and torch.is_grad_enabled():
                 results = checkpoint(run, inputs, popped, used, use_reentrant=False)
             else:
@@ -202,10 +202,14 @@ def summed(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _run(module: nn.Module, later: Later | None, *given: Any) -> Any:
+def _run(name: str, module: nn.Module, later: Later | None, *given: Any) -> Any:
     """A layer; called again to recompute it, it leaves its weight gradients to the same place."""
-    with deferring(later):
-        return module(*given)
+    try:
+        with deferring(later):
+            return module(*given)
+    except Exception as error:
+        error.add_note(f"layer {name}")
+        raise
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -62,6 +62,12 @@ class PlacementKind:
 
     def place(self, num_devices: int, num_chunks: int) -> Placement:
         """``num_chunks`` stages on each device; raises ValueError for a number not allowed."""
+        for what, number in (("devices", num_devices), ("stages on a device", num_chunks)):
+            if type(number) is not int or number < 1:
+                raise ValueError(
+                    f"{self.name}: the number of {what} must be a whole one from 1 on, is "
+                    f"{number!r}"
+                )
         if not self.allows(num_chunks):
             raise ValueError(
                 f"a device of {self.name} hosts {self.chunks} stage(s); got {num_chunks}"

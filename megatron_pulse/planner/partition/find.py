@@ -22,6 +22,9 @@ class PartitionError(UserError):
     """No legal partition exists; the message says why and what would be legal."""
 
 
+MEASURES = ("load", "stage", "bytes")
+"""By which partitions are compared."""
+
 MemoryRules = Callable[[Placement], MemoryRule]
 
 
@@ -37,12 +40,17 @@ class Goal:
     hold under a placement.
     """
 
-    order: tuple[str, ...] = ("load", "stage", "bytes")
+    order: tuple[str, ...] = MEASURES
     collocate: bool = False
     link: Link = field(default_factory=Link)
     lam: float = 1.0
     memory: MemoryRules | None = None
     slack: float = 0.0
+
+    def __post_init__(self) -> None:
+        order = self.order
+        if not isinstance(order, tuple) or not order or any(m not in MEASURES for m in order):
+            raise ValueError(f"order must be a tuple of {', '.join(MEASURES)}; is {order!r:.60}")
 
     def evaluate(self, costs: ChainCosts, partition: Partition) -> Evaluation:
         """The costs of ``partition`` with this goal's link and memory rule."""

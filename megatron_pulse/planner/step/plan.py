@@ -169,8 +169,9 @@ def make_plan(
     """Partition ``backbone`` by its ``costs`` and choose its schedule.
 
     Without a ``goal`` a mirrored placement keeps every skip on one device, and the largest load is
-    minimised.
+    minimised. Raises PlanError for arguments of other kinds and for costs of another chain.
     """
+    _require_kinds(backbone, costs, placement, schedule_name, cap, goal)
     require_valid(backbone)
     _require_costs_of(backbone, costs)
     if goal is None:
@@ -183,6 +184,27 @@ def make_plan(
         split = Kind.WEIGHT_GRAD in schedules[0].kinds
     problem = _problem(costs, partition, schedule_name, split, cap, goal)
     return Plan(backbone, partition, schedule_name, problem=problem, schedules=schedules)
+
+
+def _require_kinds(
+    backbone: object, costs: object, placement: object, schedule: object, cap: object, goal: object
+) -> None:
+    given: tuple[tuple[str, object, type, str], ...] = (
+        ("backbone", backbone, Backbone, ""),
+        ("costs", costs, ChainCosts, ", as weighted_costs or measure(...).at(size) make them"),
+        ("placement", placement, Placement, ", as fold, sequential or interleaved make them"),
+        ("schedule_name", schedule, str, ""),
+        ("goal", Goal() if goal is None else goal, Goal, ""),
+    )
+    faults = [
+        f"{name} must be of type {kind.__name__}{remark}, is {value!r:.60}"
+        for name, value, kind, remark in given
+        if not isinstance(value, kind)
+    ]
+    if cap is not None and (type(cap) is not int or cap < 1):
+        faults.append(f"cap must be a whole number from 1 on, is {cap!r}")
+    if faults:
+        raise PlanError(told("make_plan", faults))
 
 
 def _require_costs_of(backbone: Backbone, costs: ChainCosts) -> None:

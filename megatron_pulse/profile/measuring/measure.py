@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.faults import told
 from megatron_pulse.profile.measuring.building import (
     Sizes,
@@ -70,6 +71,16 @@ def measure(
     (default: as many as this process has).
     Raises ProfileError if a layer does not fit into the device's memory.
     """
+    require_valid(backbone)
+    if (
+        not isinstance(micro_batch_sizes, Sequence)
+        or not micro_batch_sizes
+        or not all(type(size) is int and size > 0 for size in micro_batch_sizes)
+    ):
+        raise ProfileError(
+            "micro_batch_sizes must be a list of whole numbers from 1 on, as in [1, 2, 4]; is "
+            f"{micro_batch_sizes!r:.60}"
+        )
     place = torch.device(device)
     _require_memory(backbone, place, dtype)
     context = meta_context(dtype)
