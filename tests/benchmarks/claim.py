@@ -129,7 +129,7 @@ def tune(
     from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
     from megatron_pulse.planner.tune.config import Choices
     from megatron_pulse.planner.tune.evaluate import Evaluator
-    from megatron_pulse.planner.tune.search import search
+    from megatron_pulse.planner.tune.searching.search import search
 
     link = ClusterLink("other", rate, 10.0, Shared.DEVICE)
     cluster = Cluster("claim", ranks, 1, memory_gb, "V100-32GB", link, link, usable_memory=USABLE)

@@ -199,7 +199,7 @@ def warm(names: Sequence[str]) -> None:
     import matplotlib.font_manager  # noqa: F401
 
     import megatron_pulse.cli.plan.plan_page  # noqa: F401
-    import megatron_pulse.planner.tune.search  # noqa: F401
+    import megatron_pulse.planner.tune.searching.search  # noqa: F401
     import model_specs
 
     model_specs.available()

@@ -24,12 +24,12 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster, cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.partition.volume import relayed
-from megatron_pulse.planner.tune.budget import Budget
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.finish import finish
-from megatron_pulse.planner.tune.search import search
-from megatron_pulse.planner.tune.tuning import Tuning
+from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.finish import finish
+from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import ELEMENT_BYTES, Device, Roofline
 from megatron_pulse.profile.profile import Profile

@@ -32,11 +32,11 @@ from megatron_pulse.planner.cluster.cluster import (
     Shared,
     cluster,
 )
-from megatron_pulse.planner.tune.budget import Budget, Clock
 from megatron_pulse.planner.tune.config import Choices, divisors
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.search import search
-from megatron_pulse.planner.tune.tuning import Tuning
+from megatron_pulse.planner.tune.searching.budget import Budget, Clock
+from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.profile.devices import Roofline
 from megatron_pulse.profile.profile import Profile
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.cluster.cluster import Cluster
     from megatron_pulse.planner.tune.config import Choices
     from megatron_pulse.planner.tune.evaluate import Evaluator
-    from megatron_pulse.planner.tune.tuning import Tuning
+    from megatron_pulse.planner.tune.searching.tuning import Tuning
     from megatron_pulse.profile.profile import Profile
 
 _DESCRIPTION = """\

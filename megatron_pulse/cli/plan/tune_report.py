@@ -7,7 +7,7 @@ from typing import Any
 from megatron_pulse.cli.output import table
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import certainty, explain
-from megatron_pulse.planner.tune.tuning import Tuning
+from megatron_pulse.planner.tune.searching.tuning import Tuning
 
 _COLUMNS = (
     *("", "P", "D", "T", "b", "M", "layout", "schedule", "inside", "ms/sample", "samples/s"),

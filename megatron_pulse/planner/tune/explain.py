@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_pulse.planner.tune.budget import Budget
 from megatron_pulse.planner.tune.config import Choices, Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.tuning import Tuning
+from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.tuning import Tuning
 
 MOST_NODES = 64
 """Times as many nodes as there are, up to which it is tried whether something fits."""

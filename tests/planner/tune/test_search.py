@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
 from megatron_pulse.planner.schedule.check.validate import faults_for
-from megatron_pulse.planner.tune.budget import Budget
 from megatron_pulse.planner.tune.config import Choices, Config, configs
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.estimate import even_cuts
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import nothing_fits
-from megatron_pulse.planner.tune.finish import finish
-from megatron_pulse.planner.tune.search import search
+from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.finish import finish
+from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.tune import UntunableError, tune
-from megatron_pulse.planner.tune.tuning import Tuning
 from tests.planner.tune.problems import cluster, profile, random_evaluator
 
 

@@ -10,7 +10,7 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.tuning import Tuning, simplicity
+from megatron_pulse.planner.tune.searching.tuning import Tuning, simplicity
 
 LARGEST = 40_000
 """Operations of a step beyond which its schedule is the first that is found."""

@@ -29,12 +29,12 @@ from enum import IntEnum
 from megatron_pulse.planner.layout.layouts import Layout
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.search.synthesize import get_ready
-from megatron_pulse.planner.tune.budget import Budget
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, simplicity
 from megatron_pulse.planner.tune.stages import Stages
-from megatron_pulse.planner.tune.tuning import Shortlist, Tuning, simplicity
 
 HOPE = 0.5
 """Part of the gap of a quick schedule that a search for a better one may close."""
