@@ -1,8 +1,9 @@
 """The tuner's predictions against real training steps, over degrees, sizes and layouts.
 
 Profiles a U-ViT and a UNet on one core, and on two at once, and probes what two ranks have; then,
-for each config, with the profile of as many ranks, writes the plan that the tuner would write, trains by it (Megatron's own ``train_step``:
-pipeline, collectives of replicas and of tensor-parallel ranks, optimizer), and compares the step.
+for each config, with the profile of as many ranks, writes the plan that the tuner would write,
+trains by it (Megatron's own ``train_step``: pipeline, collectives of replicas and of
+tensor-parallel ranks, optimizer), and compares the step.
 At most two ranks run at once, because two cores do.
 
     .venv/bin/python -m tests.benchmarks.steps --only "D=2" --steps 5
