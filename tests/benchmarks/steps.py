@@ -34,7 +34,7 @@ from tests.benchmarks.busy import BACKBONES
 from tests.integration.test_families import Family, write_latents
 from tests.ranks import run_ranks
 
-SIZES = (1, 4)
+SIZES = (1, 2, 4)
 WARM_UP = 2
 CASES: tuple[tuple[Config, int], ...] = (
     (Config(1, 1, 1, 2, WHOLE), 4),
