@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -70,6 +70,11 @@ class Stage(nn.Module):
             edge.name: None if edge.spec.dtype == COMPUTE else getattr(torch, edge.spec.dtype)
             for edge in backbone.conditioning
         }
+        self._taken = {
+            name: (i, k)
+            for i, layer in enumerate(backbone.layers)
+            for k, name in enumerate(layer.pops)
+        }
         self._skips_out = tuple(r.name for r in routes.skips_out_of(stage))
         self._provides = tuple(c.name for c in routes.conditioning_out_of(stage))
         modules = []
@@ -103,7 +108,8 @@ class Stage(nn.Module):
         layer computed it). Returns the boundary tensors, the skips that leave, and the
         conditioning that leaves (fp64). Weight gradients that can wait are left to ``later``.
         """
-        skips = {**skips, **{name: inputs[i] for name, i in self._boundary_skips.items()}}
+        inputs, carried = self._fan_out(inputs, self._boundary_skips)
+        skips = {**skips, **carried}
         conditioning = {**conditioning, **self._embed(conditioning)}
         expected = self._kinds(inputs)
         for spec, module, kinds in zip(self._specs, self._chain, expected, strict=True):
@@ -121,7 +127,8 @@ class Stage(nn.Module):
             inputs = results[: len(spec.outputs)]
             for name, tensor in zip(spec.provides, results[len(spec.outputs) :], strict=True):
                 conditioning[name] = summed(tensor)
-            skips.update((name, inputs[i]) for name, i in spec.pushes.items())
+            inputs, pushed = self._fan_out(inputs, spec.pushes)
+            skips.update(pushed)
         return (
             inputs,
             {name: skips[name] for name in self._skips_out},
@@ -165,6 +172,19 @@ class Stage(nn.Module):
         count = len(spec.outputs)
         provided = (_alias(tensor) for tensor in results[count:])
         return tuple(map(in_order, (*results[:count], *provided)))
+
+    def _fan_out(
+        self, tensors: tuple[Tensor, ...], skips: Mapping[str, int]
+    ) -> tuple[tuple[Tensor, ...], Tensors]:
+        """The boundary tensors, and by their names the ``skips`` that these are."""
+        onward, found = list(tensors), {name: tensors[i] for name, i in skips.items()}
+        for i, tensor in enumerate(tensors):
+            names = [name for name, index in skips.items() if index == i]
+            if len(names) > 1 and tensor.requires_grad:  # of two terms no order matters
+                names.sort(key=self._taken.__getitem__)
+                onward[i], *others = _FanOut.apply(tensor, 1 + len(names))
+                found.update(zip(names, others, strict=True))
+        return tuple(onward), found
 
     def _embed(self, conditioning: Tensors) -> Tensors:
         """What the replicated embedders compute for this stage, from the batch, in fp64."""
@@ -225,6 +245,24 @@ def _alias(tensor: Tensor) -> Tensor:
     alias = tensor.view_as(tensor)
     alias.register_hook(in_order)
     return alias
+
+
+class _FanOut(torch.autograd.Function):
+    """The same tensor several times, whose gradients are added from the first to the last.
+
+    The next layer's comes first, then those of skips in the order of the layers that take them:
+    what a cut has summed elsewhere, behind a boundary that is also a skip, begins that sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, times: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for _ in range(times))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        terms = [gradient for gradient in gradients if gradient is not None]
+        return (functools.reduce(torch.add, terms) if terms else None), None
 
 
 def _ends_backward(

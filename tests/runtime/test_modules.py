@@ -86,6 +86,36 @@ def test_the_same_bits_however_a_chain_is_cut() -> None:
         assert all(same), (placement, schedule, settings)
 
 
+class Mixing(nn.Linear):
+    """Adds skips, each with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, given: Tensor, *skips: Tensor) -> Tensor:
+        for i, skip in enumerate(skips):
+            given = given + (0.3 + i) * torch.sin(skip)
+        return given + torch.tanh(super().forward(given))
+
+
+@pytest.mark.parametrize("ends", [(2, 4, 6), (3, 7), (1, 2, 3, 7)])
+def test_the_same_bits_where_an_output_is_several_skips(ends: tuple[int, ...]) -> None:
+    chain = pulse.chain([Mixing] * 8, pulse.TensorSpec((64, 4)), [(0, end) for end in ends])
+
+    def gradients(cuts: tuple[int, ...]) -> list[Tensor | None]:
+        num = len(cuts) - 1
+        placement = pulse.interleaved(1, num) if num > 1 else pulse.sequential(1)
+        plan = pulse.Plan(chain, pulse.Partition(placement, cuts))
+        pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 2)
+        noisy = torch.randn(2, 64, 4, generator=torch.Generator().manual_seed(1))
+        pipeline.step([{"noisy": noisy}])
+        return [parameter.grad for parameter in pipeline.parameters()]
+
+    expected = gradients((0, 8))
+    for cuts in ((0, 1, 8), (0, 2, 8), (0, 3, 8), (0, 1, 4, 5, 8), (0, 1, 2, 3, 6, 8)):
+        assert all(map(torch.equal, gradients(cuts), expected)), cuts
+
+
 def pipeline_of(makers: list[Callable[[], Any]], **settings: Any) -> pulse.Pipeline:
     """A chain of width 4 on this process."""
     chain = pulse.chain(makers, SMALL)
