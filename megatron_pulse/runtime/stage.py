@@ -111,7 +111,7 @@ class Stage(nn.Module):
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
         conditioning = {**conditioning, **self._embed(conditioning)}
-        expected = self._kinds(inputs)
+        expected = self._kinds(inputs, skips)
         for spec, module, kinds in zip(self._specs, self._chain, expected, strict=True):
             if spec.name in self._replicated:
                 continue
@@ -139,15 +139,16 @@ class Stage(nn.Module):
         """The layers' modules by their names, in chain order."""
         return zip((spec.name for spec in self._specs), self._chain, strict=True)
 
-    def _kinds(self, inputs: tuple[Tensor, ...]) -> list[tuple[Kind, ...]]:
-        """What each layer returns, behind these boundary tensors of the first."""
+    def _kinds(self, inputs: tuple[Tensor, ...], skips: Tensors) -> list[tuple[Kind, ...]]:
+        """What each layer returns, behind these boundary tensors of the first and these skips."""
         specs = self._specs[0].inputs
         computed = (t.dtype for t, s in zip(inputs, specs, strict=True) if s.dtype == COMPUTE)
         of_parameters = (p.dtype for p in self.parameters())
         dtype = next(chain(computed, of_parameters), torch.get_default_dtype())
+        popped = [(skips[n], s) for la in self._specs for n, s in la.pops.items() if n in skips]
         sizes = (
             tensor.shape[spec.batch_dim]
-            for tensor, spec in zip(inputs, specs, strict=True)
+            for tensor, spec in (*zip(inputs, specs, strict=True), *popped)
             if spec.batch_dim is not None
         )
         key = next(sizes, 1), dtype
