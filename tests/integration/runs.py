@@ -170,11 +170,14 @@ def _watch() -> Executed:
     """Fills while this rank runs."""
     from megatron_pulse.integration.megatron.model import unwrap
     from megatron_pulse.runtime.executor import Executor
+    from megatron_pulse.runtime.stage import Stage
 
     executed = Executed(set(), "", frozenset(), False)
     original = Executor._run
 
     def run(self: Executor, operation: Any) -> None:
+        if any(type(stage) is Stage for stage in self._stages.values()):
+            return original(self, operation)  # the probe's own step, which is not Megatron's
         executed.operations.add(operation.kind.value)
         executed.placement = self._routes.partition.placement.kind.name
         executed.replicated = frozenset(self._routes.replicated)
