@@ -13,15 +13,14 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.devices import Kernel, Roofline
 from megatron_pulse.profile.flops import FlashAttention
 from megatron_pulse.profile.measuring.building import (
-    Sizes,
     meta_context,
-    module_sizes,
     some_process_group,
 )
 from megatron_pulse.profile.measuring.kernels import Kernels
 from megatron_pulse.profile.measuring.layer_call import describe_chain, layer_kind, make_call
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
+from megatron_pulse.profile.measuring.sizes import Sizes, module_sizes
 from megatron_pulse.profile.profile import NO_SPREAD, LayerTimes, Profile, ProfileError, Source
 
 

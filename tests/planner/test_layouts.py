@@ -96,7 +96,7 @@ def test_stages_on_a_device(kind: str, allowed: set[int], text: str) -> None:
         max([k for k in allowed if k <= n], default=min(allowed)) for n in range(6)
     ]
     with pytest.raises(ValueError, match=f"a device of {kind} hosts {text.replace('.', '[.]')}"):
-        row.place(2, 0)
+        row.place(2, next(n for n in range(1, 6) if n not in allowed))
 
 
 def test_one_row_is_all_that_a_placement_needs(further: Layout) -> None:

@@ -33,9 +33,9 @@ from megatron_pulse.profile.devices import (
     known_device,
 )
 from megatron_pulse.profile.files import load_profile
-from megatron_pulse.profile.measuring.building import Sizes
 from megatron_pulse.profile.measuring.layer_call import describe_chain
 from megatron_pulse.profile.measuring.machine import device_memory
+from megatron_pulse.profile.measuring.sizes import Sizes
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import Profile
 from model_specs import load_backbone, load_recorded

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.backbone.returned import Kind, declared, kind_of, misfit
 from megatron_pulse.profile.devices import ELEMENT_BYTES
-from megatron_pulse.profile.measuring.building import Sizes
+from megatron_pulse.profile.measuring.sizes import Sizes
 from megatron_pulse.profile.profile import ProfiledConditioning, ProfiledLayer, ProfiledSkip
 
 

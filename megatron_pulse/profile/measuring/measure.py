@@ -19,9 +19,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.faults import told
 from megatron_pulse.profile.measuring.building import (
-    Sizes,
     meta_context,
-    module_sizes,
     some_process_group,
 )
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
@@ -35,6 +33,7 @@ from megatron_pulse.profile.measuring.machine import (
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
 from megatron_pulse.profile.measuring.optimizer import optimizer_seconds
+from megatron_pulse.profile.measuring.sizes import Sizes, module_sizes
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 

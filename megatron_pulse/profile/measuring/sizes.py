@@ -1,0 +1,58 @@
+"""What a built layer holds, and what tensor parallelism makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pulse.profile.measuring.building import count_module_parameters
+from megatron_pulse.profile.profile import ShardSums
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a built layer holds, and what tensor parallelism does to it (see ``ProfiledLayer``)."""
+
+    parameters: int
+    sharded: int = 0
+    sums: ShardSums = ShardSums()
+
+
+def module_sizes(module: Any, forward: Callable[[], object], samples: int) -> Sizes:
+    """The sizes of one layer, built whole; ``forward`` runs it on ``samples``."""
+    sharded = (p for p in module.parameters() if getattr(p, "tensor_model_parallel", False))
+    sums = _shard_sums(module, forward, samples)
+    return Sizes(count_module_parameters(module), sum(p.numel() for p in sharded), sums)
+
+
+def _shard_sums(module: Any, forward: Callable[[], object], samples: int) -> ShardSums:
+    """What Megatron's row- and column-parallel linears within ``module`` give and take."""
+    import torch
+
+    rows: list[int] = []
+    columns: list[int] = []
+    contexts: list[int] = []
+    hooks = []
+    for name, part in module.named_modules():
+        kind = type(part).__name__
+        if "RowParallel" in kind:
+            hooks.append(
+                part.register_forward_hook(
+                    lambda _, given, made: rows.append(made[0].nbytes // samples)
+                )
+            )
+        elif "ColumnParallel" in kind:
+            # Keys and values of Megatron's CrossAttention are of a context.
+            found = contexts if name.endswith("linear_kv") else columns
+            hooks.append(
+                part.register_forward_pre_hook(
+                    lambda _, given, found=found: found.append(given[0].nbytes // samples)
+                )
+            )
+    if hooks:
+        with torch.no_grad():
+            forward()
+    for hook in hooks:
+        hook.remove()
+    return ShardSums(tuple(rows), tuple(columns), tuple(contexts))
