@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from numba import njit
@@ -14,3 +20,27 @@ def compiled[F: Callable[..., Any]](function: F) -> F:
         return cast(F, njit(cache=True)(function))
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
         return cast(F, njit(function))
+
+
+@contextmanager
+def compiling(longest_s: float = 60.0) -> Iterator[None]:
+    """One process of this user at a time: the next then reads what the first has compiled.
+
+    The ranks of a first run would otherwise all compile the same on the cores that they share.
+    Who has waited for ``longest_s`` goes on regardless.
+    """
+    path = Path(tempfile.gettempdir()) / f"megatron_pulse-compiling-{os.getuid()}"
+    try:
+        file = path.open("a")
+    except OSError:
+        yield
+        return
+    with file:
+        until = time.monotonic() + longest_s
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        yield

@@ -31,6 +31,7 @@ from megatron_pulse.planner.schedule.bound.order_bound import WORK as BOUND_WORK
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
+from megatron_pulse.planner.schedule.compiled import compiling
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.anneal import anneal
@@ -137,10 +138,11 @@ def get_ready() -> None:
     """Compile what the search runs most, or read it from disk: no search's time is spent on it."""
     began = time.monotonic()
     problem = ScheduleProblem(fold(1), 1, (1.0, 1.0), (1.0, 1.0))
-    lower_bound(problem)
-    shop = job_shop(problem)
-    anneal(shop, improve(shop, next(starts(shop))), float)
-    next(Widening(problem, shop).starts(lambda: math.inf, lambda _: 1.0), None)
+    with compiling():
+        lower_bound(problem)
+        shop = job_shop(problem)
+        anneal(shop, improve(shop, next(starts(shop))), float)
+        next(Widening(problem, shop).starts(lambda: math.inf, lambda _: 1.0), None)
     if (spent := time.monotonic() - began) > NOTABLE_S:
         log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
 
