@@ -14,6 +14,7 @@ import pytest
 
 from tests.integration.runs import BASE, TINY, pipeline
 from tests.launch.sessions import BIN, Session, session
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,8 @@ TRAINING = [
 
 def train(launcher: str, save: Path, *flags: str) -> list[str | Path]:
     first = [BIN / "pulse", "run"] if launcher == "pulse run" else [BIN / launcher]
-    return [*first, "--nproc-per-node", "2", *TRAINING, "--save", str(save), *flags]
+    own = ["--nproc-per-node", "2", "--master-port", str(free_port())]  # others run beside this
+    return [*first, *own, *TRAINING, "--save", str(save), *flags]
 
 
 def saved(folder: Path) -> int:
