@@ -64,10 +64,14 @@ def choose_embedders(
             per_sample = edge.spec.bytes_per_sample(compute_bytes)
             per_sample += edge.spec.numel_per_sample * GRADIENT_BYTES
             sent += len(users) * samples_per_step * per_sample
-        size = compute_bytes + PARAMETER_GRADIENT_BYTES
-        replicated = len(others) * parameters[i] * size
+        replicated = replicated_bytes(len(others), parameters[i], compute_bytes)
         chosen = bool(others) and (
             policy == "replicate" or (policy == "auto" and replicated < sent)
         )
         choices.append(EmbedderChoice(layer.name, sent, replicated, chosen))
     return tuple(choices)
+
+
+def replicated_bytes(copies: int, parameters: int, compute_bytes: int) -> int:
+    """Bytes that copies of an embedder take a step: its parameters there, their gradients back."""
+    return copies * parameters * (compute_bytes + PARAMETER_GRADIENT_BYTES)

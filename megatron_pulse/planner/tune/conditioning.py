@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_pulse.planner.layout.embedders import GRADIENT_BYTES, PARAMETER_GRADIENT_BYTES
+from megatron_pulse.planner.layout.embedders import (
+    GRADIENT_BYTES,
+    PARAMETER_GRADIENT_BYTES,
+    replicated_bytes,
+)
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.profile import Profile
@@ -62,7 +66,7 @@ def conditioning(
         others = {home[message.destination] for message in sent[layer]}
         moved = sum(message.forward_bytes + message.gradient_bytes for message in sent[layer])
         count = parameters[layer]
-        if len(others) * count * (size + PARAMETER_GRADIENT_BYTES) < samples_per_step * moved:
+        if replicated_bytes(len(others), count, size) < samples_per_step * moved:
             owner = home[partition.stage_of_layer(layer)]
             copied.append(Copied(layer, owner, count * size, count * PARAMETER_GRADIENT_BYTES))
             del sent[layer]

@@ -65,6 +65,8 @@ class Estimator(Chain):
         num_heads: tuple[int, ...] = (),
     ) -> None:
         super().__init__(profile, cluster, global_batch_size, sequence_parallel, num_heads)
+        self._spreads: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._reductions: dict[tuple[object, ...], float] = {}
         measured_s = sum(layer.optimizer_s for layer in profile.layers)
         self.adam_s = measured_s / max(
             1, sum(layer.parameters for layer in profile.layers)

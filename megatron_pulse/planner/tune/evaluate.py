@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.volume import volume
@@ -22,7 +23,6 @@ from megatron_pulse.planner.tune.estimate import (
     Estimator,
 )
 from megatron_pulse.planner.tune.stages import Stages
-from megatron_pulse.profile.profile import Profile
 
 CORE = 3
 """Microbatches for each pipeline device that are simulated, at the most."""
@@ -86,16 +86,11 @@ class Evaluator(Estimator):
     effort = 6
     overlap = True
 
-    def __init__(
+    @cached_property
+    def _simulated(
         self,
-        profile: Profile,
-        cluster: Cluster,
-        global_batch_size: int,
-        sequence_parallel: bool = False,
-        num_heads: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(profile, cluster, global_batch_size, sequence_parallel, num_heads)
-        self._simulated = lru_cache(maxsize=128)(self._simulate)
+    ) -> Callable[[ScheduleProblem, tuple[Edge, ...], int], tuple[Synthesis, Timeline]]:
+        return lru_cache(maxsize=128)(self._simulate)
 
     def on(self, cluster: Cluster) -> Evaluator:
         """The same backbone and batch on another cluster."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
@@ -17,7 +16,6 @@ from megatron_pulse.planner.step.replay import Edge, edges_of, lags
 from megatron_pulse.planner.tune.conditioning import Copied, Sent, conditioning
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Costs, Unfit, UnfitError
-from megatron_pulse.profile.profile import Profile
 
 
 @dataclass(frozen=True)
@@ -53,19 +51,15 @@ class Chain(Costs):
     own.
     """
 
-    def __init__(
+    @cached_property
+    def _stages_of(self) -> Callable[[Config], Stages | UnfitError]:
+        return lru_cache(maxsize=4096)(self._make_stages)
+
+    @cached_property
+    def _partition_of(
         self,
-        profile: Profile,
-        cluster: Cluster,
-        global_batch_size: int,
-        sequence_parallel: bool = False,
-        num_heads: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(profile, cluster, global_batch_size, sequence_parallel, num_heads)
-        self._stages_of = lru_cache(maxsize=4096)(self._make_stages)
-        self._partition_of = lru_cache(maxsize=1024)(self._find_partition)
-        self._spreads: dict[tuple[object, ...], tuple[float, float, float]] = {}
-        self._reductions: dict[tuple[object, ...], float] = {}
+    ) -> Callable[[tuple[int, bool, int], Placement, Goal], Partition | PartitionError]:
+        return lru_cache(maxsize=1024)(self._find_partition)
 
     def stages(self, config: Config) -> Stages:
         """The config's own: of its best cuts. Raises UnfitError.
