@@ -160,6 +160,11 @@ class Profile:
             raise ProfileError(told("the profile is not sound", faults))
 
     @property
+    def embedders(self) -> frozenset[int]:
+        """The layers that can run on every device."""
+        return frozenset(edge.source for edge in self.conditioning if edge.embedder)
+
+    @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """The profiled sizes, ascending."""
         return tuple(sorted(self.times))

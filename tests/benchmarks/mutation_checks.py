@@ -15,7 +15,8 @@ import yaml
 
 from megatron_pulse.planner.cluster.cluster import load_cluster, to_record
 from megatron_pulse.planner.observe.trace import load_trace, save_trace
-from megatron_pulse.planner.plan_file.plan_file import load_plan, save_plan
+from megatron_pulse.planner.plan_file.plan_file import save_plan
+from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.profile.files import load_profile, save_profile
 
 
@@ -60,7 +61,7 @@ def differences(said: Any, read: Any, where: str = "") -> list[str]:
 def check_plan(folder: Path) -> list[str]:
     """The plan as a run takes it, and what its parts say of each other."""
     said = _plain(folder / "plan.json")
-    save_plan(load_plan(folder / "plan.json"), folder / "again.json")
+    save_plan(load_checked(folder / "plan.json"), folder / "again.json")
     found = differences(said, _plain(folder / "again.json"))
     order, stages = said["schedule"]["order"], said["stages"]
     done = [op for row in order for op in row]

@@ -1,14 +1,15 @@
 """The tuner's answer beside what longer searches of each pipeline degree alone find.
 
     .venv/bin/python -m tests.benchmarks.tuner --jobs 2                      # 70 cells: many hours
-    .venv/bin/python -m tests.benchmarks.tuner --reference 6 --jobs 2        # one hour
+    .venv/bin/python -m tests.benchmarks.tuner --reference 10 --jobs 2       # under two hours
     .venv/bin/python -m tests.benchmarks.tuner --clusters 64:25 dgx-a100 --models sdxl flux-dev
 
 Clusters are presets, or N:G for N A100s of 80 GB, eight to a node with NVLink, whose nodes share G
 Gb/s. Times of layers are analytic. A step has so many samples for each device. Both searches stop
 after seconds of their own process's time, so that a busy machine does not bear on them (--wall:
 after seconds of the wall's). Answers are those of the search, before whole schedules are made.
-Loss is how much more throughput the best of the restricted searches has than the answer.
+Loss is how much more throughput the best of the restricted searches has than the answer. Degrees
+are searched alone unless no config of theirs can be sooner than the answer, by its bound.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -32,7 +34,8 @@ from megatron_pulse.planner.cluster.cluster import (
     Shared,
     cluster,
 )
-from megatron_pulse.planner.tune.config import Choices, divisors
+from megatron_pulse.planner.tune.config import Choices, Config, divisors
+from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Budget, Clock
 from megatron_pulse.planner.tune.searching.search import search
@@ -133,12 +136,23 @@ def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer
 def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
     """The answer to a cell after ``seconds``, and after ``reference`` for each degree alone."""
     clock = time.monotonic if wall else time.process_time
-    alone = {}
-    for degree in divisors(machine(cell.cluster).num_devices):
-        if reference and degree <= len(cell.profile.layers):
-            alone[degree] = answer(cell, Choices(pipeline=(degree,)), reference, clock)
-    own = answer(cell, Choices(), seconds, clock)
+    own, evaluator, alone = answer(cell, Choices(), seconds, clock), cell.evaluator(), {}
+    for degree in divisors(machine(cell.cluster).num_devices) if reference else ():
+        only = Choices(pipeline=(degree,))
+        least_s = least_step(evaluator, evaluator.candidates(only))
+        if least_s * own.throughput < evaluator.global_batch_size:
+            alone[degree] = answer(cell, only, reference, clock)
     return Result(cell.cluster, cell.model, own, alone)
+
+
+def least_step(evaluator: Evaluator, candidates: Iterable[Config]) -> float:
+    """Seconds that a step of any of them takes at the least; infinite where none can run."""
+    least_s = float("inf")
+    for config in candidates:
+        with suppress(UnfitError):
+            evaluator.refuse(config)
+            least_s = min(least_s, evaluator.quick_bound(config))
+    return least_s
 
 
 def cells(clusters: Sequence[str], models: Sequence[str], batch: int) -> list[Cell]:

@@ -19,7 +19,7 @@ from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.profile.files import load_profile
-from tests.cli.conftest import of_class
+from tests.cli.conftest import Refused, of_class
 from tests.plans import MICRO_BATCH, small_plan, small_profile, trace_of
 
 
@@ -136,6 +136,19 @@ def test_compare_refuses_another_run(here: Path, capsys: pytest.CaptureFixture[s
     assert main("compare plan.json row.json".split()) == 2
     assert "stages are on devices (0, 1, 1, 0) in the plan" in capsys.readouterr().err
     assert not (here / "o.svg").exists()
+
+
+def test_a_plan_with_other_figures_than_its_costs_come_to_is_not_compared(
+    here: Path, refused: Refused
+) -> None:
+    plan = small_plan()
+    save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
+    record = json.loads((here / "plan.json").read_text())
+    record["times"]["forward"][1] *= 0.5
+    record["predicted"]["bubble"] = 0.0
+    (here / "plan.json").write_text(json.dumps(record))
+    argv = "compare plan.json trace.json -o both.svg --profile profile.json --write-profile n.json"
+    refused(argv.split(), "2 faults", "times.forward.1 is", "predicted.bubble is 0; from the costs")
 
 
 def test_waiting_is_drawn(here: Path) -> None:

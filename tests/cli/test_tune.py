@@ -11,7 +11,7 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import save_cluster
-from megatron_pulse.planner.plan_file.plan_file import load_plan
+from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.profile.files import save_profile
 from tests.planner.tune.problems import cluster, profile
 
@@ -51,7 +51,7 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     assert sure["among_simulated"]["num_simulated"] == record["num_simulated"]
     assert sure["among_all"]["proved"] or sure["among_all"]["bound_s"] < best["step_s"]
     assert "why P=" in text and "the mean device computes" in text
-    plan = load_plan(here / "plan.json")
+    plan = load_checked(here / "plan.json")
     assert (plan.pipeline, plan.data, plan.tensor) == (
         best["pipeline"], best["data"], best["tensor"]
     )  # fmt: skip

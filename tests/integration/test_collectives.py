@@ -12,6 +12,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.layouts import ROW
+from megatron_pulse.planner.layout.routes import embedders_of, trace_routes
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.collectives import (
@@ -171,6 +172,11 @@ def test_pipelines_send_and_copy_what_is_counted(name: str, tmp_path: Path) -> N
     costs, partition = outcome.stages.costs, outcome.stages.partition
     sent, copied = conditioning(profile, partition, costs.parameters, MICROBATCH * count)
     assert bool(copied) == family.replicated and (name == "hunyuan" or sent)
+    backbone = load_backbone(family.backbone, options)
+    routes = trace_routes(backbone, partition, frozenset(costs.names[e.layer] for e in copied))
+    for stage in range(2):
+        run_there = {e.layer for e in copied if stage in e.stages}
+        assert run_there == set(embedders_of(backbone, routes, stage))
     there = [c.num_bytes for c in crossings(costs, partition) if not c.merged]
     back = [*there, *(MICROBATCH * message.gradient_bytes for message in sent)]
     there += [MICROBATCH * message.forward_bytes for message in sent]

@@ -10,10 +10,11 @@ import pytest
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
-from megatron_pulse.planner.plan_file.plan_file import load_plan, save_plan
+from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline
@@ -133,7 +134,7 @@ def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:
     ]
     first = run(2, *flags, "--train-iters", "3", backbone="none")
     assert len(first.losses) == 3 and None not in first.losses
-    plan = load_plan(tmp_path / "plan.json")
+    plan = load_checked(tmp_path / "plan.json")
     assert plan.world_size == 2 and plan.global_batch_size == BATCH
     assert plan.micro_batch_size == 2  # asked for
     # Started again it is the same job, with the same plan, further on.

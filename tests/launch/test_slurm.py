@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.diffusion.curves import read_scalars
-from megatron_pulse.planner.plan_file.plan_file import load_plan
+from megatron_pulse.planner.tune.plans.recompute import load_checked
 from tests.integration.runs import BASE, TINY, pipeline, run
 from tests.launch.sessions import session
 from tests.launch.slurm import SlurmCluster, SlurmError, slurm_cluster, why_no_slurm
@@ -171,7 +171,7 @@ def test_tune_writes_a_plan(cluster: SlurmCluster, tmp_path: Path) -> None:
         cluster.wait_for(job, {"COMPLETED"}, timeout_s=START_S)
     except SlurmError as error:
         raise SlurmError(f"{error}\n{output.read_text()}") from error
-    assert load_plan(plan).backbone["options"]["depth"] == 4
+    assert load_checked(plan).backbone["options"]["depth"] == 4
     assert len(list(tmp_path.glob("plan.profile-*.json"))) == 1
 
 

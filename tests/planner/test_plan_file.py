@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from megatron_pulse.planner.plan_file.plan_file import (
     PlanFileError,
-    load_plan,
     read_plan,
     save_plan,
 )
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.step.replay import link_bound
+from megatron_pulse.planner.tune.plans.recompute import load_checked
 from tests.plans import small_plan
 
 Record = dict[str, Any]
@@ -32,7 +32,7 @@ def test_a_plan_is_read_as_it_was_written(
 ) -> None:
     plan = small_plan(kind, split, pipeline)
     save_plan(plan, tmp_path / "new" / "plan.json")
-    again = load_plan(tmp_path / "new" / "plan.json")
+    again = load_checked(tmp_path / "new" / "plan.json")
     assert again == plan and [p.name for p in (tmp_path / "new").iterdir()] == ["plan.json"]
     assert again.world_size == 2 * pipeline and again.num_microbatches == 4
     names = [name for stage in plan.stages for name in stage]
@@ -164,7 +164,7 @@ def test_all_faults_are_listed_at_once(
     written = json.dumps(broken)
     file.write_text(written)
     with pytest.raises(PlanFileError) as error:
-        load_plan(file)
+        load_checked(file)
     lines = [line for line in str(error.value).splitlines() if line.startswith("  - ")]
     lines = lines or [str(error.value)]
     assert len(lines) == 1 or f"({len(lines)} faults)" in str(error.value).splitlines()[0]
@@ -224,9 +224,9 @@ def test_what_is_no_json_cannot_be_read(text: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PlanFileError, match="cannot be read as a plan"):
-        load_plan(file)
+        load_checked(file)
     with pytest.raises(PlanFileError, match="cannot be read as a plan"):
-        load_plan(tmp_path / "none.json")
+        load_checked(tmp_path / "none.json")
 
 
 def test_a_failed_write_leaves_the_old_plan(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import DeviceFigures
 from megatron_pulse.planner.observe.compare import doubts, mismatches
 from megatron_pulse.planner.observe.trace import Trace, load_trace, save_trace
-from megatron_pulse.planner.plan_file.plan_file import load_plan, save_plan
+from megatron_pulse.planner.plan_file.plan_file import save_plan
+from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.profile.cautions import (
     device_caution,
     plan_cautions,
@@ -22,7 +23,7 @@ from megatron_pulse.profile.cautions import (
 )
 from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.profile import Profile, Source
-from tests.plans import small_plan, small_profile, trace_of
+from tests.plans import MICRO_BATCH, small_plan, small_profile, trace_of
 
 
 def disturbed() -> Profile:
@@ -94,7 +95,7 @@ def test_tuning_says_it_and_plans_keep_it(
     assert main(argv) == 0
     err = capsys.readouterr().err
     assert "warning: 2 of" in err and "warning: costs were measured with 2 thread(s)" in err
-    kept = load_plan("plan.json").provenance
+    kept = load_checked("plan.json").provenance
     assert len(plan_cautions(kept, 1)) == 2 and len(plan_cautions(kept, 2)) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert main(argv) == 0
@@ -140,16 +141,18 @@ def test_what_a_trace_is_not_of_is_named(
 def test_what_makes_a_comparison_doubtful_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    provenance = {**small_plan().provenance, "threads": 4, "unsteady": "3 of 9 spread"}
-    plan = replace(small_plan(), provenance=provenance)
+    first, *others = small_plan().profile.times[MICRO_BATCH]
+    wide = replace(first, forward_spread_s=0.5 * first.whole_s)
+    costs = replace(small_plan().profile, times={MICRO_BATCH: (wide, *others)}, threads=4)
+    plan = recomputed(replace(small_plan(), profile=costs))
     said = doubts(plan, replace(traced(), machine={"device": "there"}))
-    assert said[0] == "3 of 9 spread" and "measured with 4 thread(s)" in said[1]
+    assert said[0].startswith("1 of 20 measurements") and "measured with 4 thread(s)" in said[1]
     assert said[2] == "the run was on there, but costs are measured, here"
     save_plan(plan, tmp_path / "plan.json")
     save_trace(traced(), tmp_path / "trace.json")
     assert main(["compare", str(tmp_path / "plan.json"), str(tmp_path / "trace.json")]) == 0
     out, err = capsys.readouterr()
-    assert "warning: 3 of 9 spread" in err and "warning: costs were measured with 4" in err
+    assert "warning: 1 of 20 measurements" in err and "warning: costs were measured with 4" in err
     assert "makespan" in out
 
 

@@ -17,7 +17,8 @@ _DESCRIPTION = """\
 A run with --pulse-plan PLAN --pulse-trace DIR writes DIR/trace.json: when each operation of some
 steps ran on the devices of the first pipeline. This sets it beside what the plan predicts, and says
 in words where they differ most: for every kind of operation and stage its duration (median), for
-every device how long it computes and waits, the makespan, the bubble, and the bytes sent.
+every device how long it computes and waits, the makespan, the bubble, and the bytes sent. A plan
+whose figures are not what its costs come to (see 'pulse check') is refused.
 
 -o draws both timelines on one time axis (.svg), or with the tables (.html), or as events for
 ui.perfetto.dev (.json); of the traced steps that of median length.
@@ -76,10 +77,10 @@ def _compared(args: argparse.Namespace) -> Compared:
     from megatron_pulse.cli.measure.compare_report import Compared
     from megatron_pulse.planner.observe.compare import compare, doubts, mismatches
     from megatron_pulse.planner.observe.trace import load_trace
-    from megatron_pulse.planner.plan_file.plan_file import load_plan
+    from megatron_pulse.planner.tune.plans.recompute import load_checked
 
     path = args.trace / "trace.json" if args.trace.is_dir() else args.trace
-    plan, trace = load_plan(args.plan), load_trace(path)
+    plan, trace = load_checked(args.plan), load_trace(path)
     require([f"{path}: {fault}" for fault in mismatches(plan, trace)])
     warn(*doubts(plan, trace))
     replayed = plan.replay()

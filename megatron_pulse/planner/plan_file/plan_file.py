@@ -15,7 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.faults import UserError, told
+from megatron_pulse.faults import UserError
 from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.flag_fields import flag_value
@@ -107,14 +107,6 @@ def save_plan(plan: PlanFile, path: str | Path) -> None:
     """Write ``plan``; what was there before is only replaced by a complete file."""
     with replacing(path) as beside:
         beside.write_text(json.dumps(to_record(plan), indent=1) + "\n", encoding="utf-8")
-
-
-def load_plan(path: str | Path) -> PlanFile:
-    """Read a plan; raises PlanFileError that lists every fault of form and of legality."""
-    _, plan, faults = read_plan(path)
-    if plan is None or faults:
-        raise PlanFileError(told(f"{path} is not a plan that can run", faults))
-    return plan
 
 
 def read_plan(path: str | Path) -> tuple[dict[str, Any] | None, PlanFile | None, list[str]]:

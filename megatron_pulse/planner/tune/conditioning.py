@@ -1,14 +1,16 @@
 """What conditioning moves between the devices of a pipeline, as a run chooses to move it.
 
 The choice is that of ``layout.embedders``: an embedder's results are sent to every device that uses
-them, or its parameters are, once a step, if that is less.
+them, or its parameters are, once a step, if that is less. Then every stage that uses them computes
+them: all of their backward with the stage's input gradient, and no activations recomputed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.embedders import (
     GRADIENT_BYTES,
     PARAMETER_GRADIENT_BYTES,
@@ -16,7 +18,7 @@ from megatron_pulse.planner.layout.embedders import (
 )
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.profile.devices import ELEMENT_BYTES
-from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.profile import LayerTimes, Profile
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class Copied:
-    """An embedder on every device: its owner broadcasts ``parameter_bytes`` once a step, and gets
-    the sum of ``gradient_bytes`` of all."""
+    """An embedder on every device, computed in ``stages``: its owner broadcasts
+    ``parameter_bytes`` once a step, and gets the sum of ``gradient_bytes`` of all."""
 
     layer: int
     owner: int
+    stages: tuple[int, ...]
     parameter_bytes: int
     gradient_bytes: int
 
@@ -60,14 +63,48 @@ def conditioning(
         sent.setdefault(edge.source, []).extend(
             Sent(source, stage, there, back) for stage in first.values()
         )
-    embedders = {edge.source for edge in profile.conditioning if edge.embedder}
     copied = []
-    for layer in sorted(embedders & {i for i, messages in sent.items() if messages}):
+    for layer in sorted(profile.embedders & {i for i, messages in sent.items() if messages}):
         others = {home[message.destination] for message in sent[layer]}
         moved = sum(message.forward_bytes + message.gradient_bytes for message in sent[layer])
         count = parameters[layer]
         if replicated_bytes(len(others), count, size) < samples_per_step * moved:
             owner = home[partition.stage_of_layer(layer)]
-            copied.append(Copied(layer, owner, count * size, count * PARAMETER_GRADIENT_BYTES))
+            edges = (edge for edge in profile.conditioning if edge.source == layer)
+            stages = {partition.stage_of_layer(j) for edge in edges for j in edge.consumers}
+            moved_bytes = count * size, count * PARAMETER_GRADIENT_BYTES
+            copied.append(Copied(layer, owner, tuple(sorted(stages)), *moved_bytes))
             del sent[layer]
     return tuple(message for messages in sent.values() for message in messages), tuple(copied)
+
+
+def with_copies(
+    costs: ChainCosts,
+    partition: Partition,
+    copied: Sequence[Copied],
+    times: Sequence[LayerTimes],
+    recompute: bool,
+) -> ChainCosts:
+    """``costs`` as stages compute: those of ``copied`` are with the first layer of each stage that
+    uses them. ``times`` are the layers' without recomputation."""
+    if not copied:
+        return costs
+    forward, backward = list(costs.forward_s), list(costs.backward_s)
+    weight, saved = list(costs.weight_grad_s), list(costs.saved_bytes)
+    for i in (embedder.layer for embedder in copied):
+        forward[i] = backward[i] = weight[i] = 0.0
+        saved[i] = 0
+    for embedder in copied:
+        i = embedder.layer
+        again = costs.forward_s[i] if recompute else 0.0
+        for first in (partition.cuts[stage] for stage in embedder.stages):
+            forward[first] += costs.forward_s[i]
+            backward[first] += costs.backward_s[i] - again
+            saved[first] += times[i].saved_bytes if recompute else costs.saved_bytes[i]
+    return replace(
+        costs,
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        weight_grad_s=tuple(weight),
+        saved_bytes=tuple(saved),
+    )

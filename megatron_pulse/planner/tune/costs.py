@@ -45,7 +45,8 @@ class UnfitError(ValueError):
 @dataclass(frozen=True)
 class Totals:
     """Sums over a chain's layers; ``largest_s`` is the work of the largest layer, and
-    ``forward_share`` the least that the forward is of a layer's work."""
+    ``forward_share`` the least that the forward is of a layer's work. Embedders may run as copies:
+    they are counted as one that is not recomputed, and whose activations are nowhere."""
 
     forward_s: float
     backward_s: float
@@ -184,14 +185,19 @@ class Costs:
         return forward, backward
 
     def _make_totals(self, micro_batch_size: int, recompute: bool, tensor: int) -> Totals:
-        costs = self._costs_of(micro_batch_size, recompute, tensor)
-        layers = list(zip(costs.forward_s, costs.backward_s, strict=True))
+        costs, backward_s = self._costs_of(micro_batch_size, recompute, tensor), []
+        for i, (forward, backward) in enumerate(
+            zip(costs.forward_s, costs.backward_s, strict=True)
+        ):
+            again = recompute and i in self.profile.embedders
+            backward_s.append(backward - (forward if again else 0.0))
+        layers = list(zip(costs.forward_s, backward_s, strict=True))
         return Totals(
             sum(costs.forward_s),
-            sum(costs.backward_s),
+            sum(backward_s),
             sum(costs.weight_grad_s),
             sum(costs.parameters),
-            sum(costs.saved_bytes),
+            sum(n for i, n in enumerate(costs.saved_bytes) if i not in self.profile.embedders),
             max(f + b for f, b in layers),
             min((f / (f + b) for f, b in layers if f + b > 0), default=0.0),
         )

@@ -13,7 +13,12 @@ from megatron_pulse.planner.partition.find import Goal, PartitionError, find_par
 from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, stage_problem
 from megatron_pulse.planner.step.replay import Edge, edges_of, lags
-from megatron_pulse.planner.tune.conditioning import Copied, Sent, conditioning
+from megatron_pulse.planner.tune.conditioning import (
+    Copied,
+    Sent,
+    conditioning,
+    with_copies,
+)
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Costs, Unfit, UnfitError
 
@@ -22,6 +27,7 @@ from megatron_pulse.planner.tune.costs import Costs, Unfit, UnfitError
 class Stages:
     """A config's stages; per stage what it keeps of a microbatch, and its parameters on a rank.
 
+    ``costs`` have what stages compute of copied embedders (``conditioning.with_copies``).
     Per device: ``held`` parameters, their bytes with gradients and optimizer as ``state_bytes``,
     and ``transient_bytes`` while an operation runs and messages travel. ``copying_s`` are the
     seconds in which embedders that run on every device are copied and their gradients summed.
@@ -171,16 +177,20 @@ class Chain(Costs):
     def cut(self, config: Config, partition: Partition) -> Stages:
         """The config's stages by these cuts, whether or not they fit."""
         costs, placement = self.costs(config), partition.placement
-        layers = [partition.layers_of_stage(s) for s in range(placement.num_stages)]
         times = self.profile.times_at(config.micro_batch_size)
+        samples = self.global_batch_size // config.data
+        sent, copied = conditioning(self.profile, partition, costs.parameters, samples)
+        costs = with_copies(costs, partition, copied, times, config.recompute)
+        layers = [
+            [*partition.layers_of_stage(s), *(e.layer for e in copied if s in e.stages)]
+            for s in range(placement.num_stages)
+        ]
         transient = [0.0] * config.pipeline
         for stage, device in enumerate(placement.device_of_stage):
             for i in layers[stage]:
                 extra = times[i].peak_bytes - (0 if config.recompute else times[i].saved_bytes)
                 parts = config.tensor if self.profile.layers[i].sharded_parameters else 1
                 transient[device] = max(transient[device], max(0, extra) / parts)
-        samples = self.global_batch_size // config.data
-        sent, copied = conditioning(self.profile, partition, costs.parameters, samples)
         link = self.ranks(config).link
         travelling = 2 * max(costs.boundary_bytes) if config.pipeline > 1 else 0
         stages = Stages(
@@ -194,7 +204,8 @@ class Chain(Costs):
             sum(self._copying_s(config, embedder) for embedder in copied),
         )
         held, each = stages.per_device(stages.parameters), self.per_parameter(config)
-        return replace(stages, state_bytes=tuple(count * each for count in held))
+        copies = sum(e.parameter_bytes + e.gradient_bytes for e in copied)
+        return replace(stages, state_bytes=tuple(count * each + copies for count in held))
 
     def _conditioning_edges(
         self, config: Config, placement: Placement, sent: Sequence[Sent]

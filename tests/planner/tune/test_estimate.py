@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
-from megatron_pulse.planner.layout.layouts import ROW, WHOLE
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.profile.profile import ProfiledConditioning
 from tests.planner.tune.problems import cluster, profile
 
 CHAIN = profile(random.Random(0), 4, 1)
@@ -79,3 +81,35 @@ def test_collectives_have_their_own_efficiency_and_latency() -> None:
     assert machine.allreduce_s(4e9, ranks) == pytest.approx(2 * (3 / 5 + latency_s))
     assert machine.reduce_scatter_s(4e9, ranks) == pytest.approx(3 / 5 + latency_s)
     assert machine.all_gather_s(4e9, ranks) == pytest.approx(3 / 2.5 + latency_s)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_stage_that_uses_a_copied_embedder_computes_it(recompute: bool) -> None:
+    """Layer 0 for stages 1 to 3 of a fold over two devices: its own stage does without."""
+    edge = ProfiledConditioning("text", 0, (2, 4, 5, 7), 10**9, embedder=True)
+    chain = profile(random.Random(0), 8, 0)
+    config = Config(2, 1, 1, 1, FOLD_EXACT, split=True, recompute=recompute)
+    cuts = Partition(config.placement, (0, 2, 4, 6, 8))
+    plain = Evaluator(chain, cluster(devices_per_node=2), 4)
+    copying = Evaluator(replace(chain, conditioning=(edge,)), cluster(devices_per_node=2), 4)
+    alone, stages = plain.cut(config, cuts), copying.cut(config, cuts)
+    before, after = (e.problem(config, 4, s) for e, s in ((plain, alone), (copying, stages)))
+    embedder = chain.times[1][0]
+    backward_s = embedder.input_grad_s + embedder.weight_grad_s
+    again = embedder.forward_s if recompute else 0.0
+    for name, own, added in (
+        ("forward", embedder.forward_s, embedder.forward_s),
+        ("backward", embedder.input_grad_s + again, backward_s),  # nothing of it is put off
+        ("weight_grad", embedder.weight_grad_s, 0.0),
+    ):
+        moved = [b - a for a, b in zip(getattr(before, name), getattr(after, name), strict=True)]
+        assert moved == pytest.approx([-own, added, added, added])
+    saved = [b - a for a, b in zip(alone.saved_bytes, stages.saved_bytes, strict=True)]
+    read = 10**9 if recompute else 0  # what recomputed layers read is kept
+    kept = alone.costs.saved_bytes[0], embedder.saved_bytes
+    assert saved == [-kept[0], kept[1] + read, kept[1] + 2 * read, kept[1] + read]
+    copies = chain.layers[0].parameters * (2 + 4)  # bfloat16, and gradients in fp32
+    assert [b - a for a, b in zip(alone.state_bytes, stages.state_bytes, strict=True)] == [
+        copies
+    ] * 2
+    assert copying.quick_bound(config) <= copying.bound(config, stages)

@@ -29,8 +29,9 @@ ROUNDING = 1e-6
 
 
 def load_checked(path: str | Path) -> PlanFile:
-    """``load_plan``, and all that a step takes worked out again; raises PlanFileError.
+    """The plan that a file holds, with all that a step takes worked out again.
 
+    Raises PlanFileError that lists every fault of form and of legality, or else all that differs.
     Some tenths of a second for the largest plans: the schedule is not simulated for its bounds.
     """
     record, plan, faults = read_plan(path)
