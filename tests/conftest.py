@@ -20,7 +20,7 @@ settings.register_profile("new", deadline=None, suppress_health_check=[HealthChe
 settings.register_profile("same", settings.get_profile("new"), derandomize=True)
 settings.load_profile("same")
 
-from tests.remembered import FOLDER, remember_analyses, remember_flags  # noqa: E402
+from tests.remembered import FOLDER, remember_analyses  # noqa: E402
 
 FIRST = ("launch", "integration", "runtime", "planner")
 """Folders with the longest files: begun first, nothing waits for them at the end."""
@@ -57,7 +57,6 @@ def remembering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FOLDER, str(folder))
         remember_analyses()
-        remember_flags()
         yield
 
 

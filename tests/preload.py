@@ -13,15 +13,15 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402, F401
 import torch.distributed.checkpoint  # noqa: E402, F401
 
+import megatron_pulse.integration.megatron.linear  # noqa: E402, F401
 import megatron_pulse.integration.pretrain  # noqa: E402, F401
 from megatron_pulse.data.images.digits import load_digits  # noqa: E402
-from megatron_pulse.integration.flags.parse import Parser  # noqa: E402
 from megatron_pulse.planner.schedule.search.synthesize import get_ready  # noqa: E402
-from tests.remembered import remember_analyses, remember_flags  # noqa: E402
+from model_specs import available  # noqa: E402
+from tests.remembered import remember_analyses  # noqa: E402
 
 torch.set_num_threads(1)
 load_digits("digits8")
 get_ready()
 remember_analyses()
-remember_flags()
-Parser()  # so that ranks find what is remembered
+available()

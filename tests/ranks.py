@@ -80,6 +80,7 @@ def _main(
 ) -> None:
     threading.Thread(target=_end_with_caller, daemon=True).start()
     os.environ.update(env)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have ranks ignore
     rank = env["RANK"]
     log = os.open(f"{folder}/log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)

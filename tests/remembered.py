@@ -48,16 +48,6 @@ def remember_analyses() -> None:
         _remember(module, name)
 
 
-def remember_flags() -> None:
-    """Megatron reads the sources of its dataclasses for what its flags say: once in this process,
-    and not for every parser."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    original = ArgumentGroupFactory._get_field_docstrings
-    texts = functools.cache(lambda of: original(object.__new__(ArgumentGroupFactory), of))
-    ArgumentGroupFactory._get_field_docstrings = lambda self, of: dict(texts(of))
-
-
 def _remember(module: Any, name: str) -> None:
     original = getattr(module, name)
 

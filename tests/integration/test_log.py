@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,17 +16,22 @@ from tests.integration.runs import BASE, TINY, train
 from tests.ranks import run_ranks
 
 NUM_STEPS = 20
+NEEDED_BY_FEW = {"mlxtend", "pandas", "scipy.stats", "sklearn", "wandb"}
+"""Packages that a rank which needs none of them would spend its start on."""
 
 
-def said(argv: list[str]) -> tuple[str, str]:
-    """(stdout, stderr) of one rank's run."""
+def said(argv: list[str]) -> tuple[str, str, set[str]]:
+    """(stdout, stderr) of one rank's run, and what it imported of ``NEEDED_BY_FEW``."""
+    import megatron.core.timers as timers
+
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         train([*TINY["uvit"], *BASE, "--global-batch-size", "2", *argv])
-    return out.getvalue(), err.getvalue()
+    assert timers.wandb is sys.modules.get("wandb"), "timers would not write to it"
+    return out.getvalue(), err.getvalue(), NEEDED_BY_FEW & sys.modules.keys()
 
 
-def logs(*runs: list[str]) -> list[tuple[str, str]]:
+def logs(*runs: list[str]) -> list[tuple[str, str, set[str]]]:
     """What each run said, one after the other in fresh processes."""
     return [run_ranks(1, said, argv)[0] for argv in runs]
 
@@ -41,8 +47,9 @@ def scalars(folder: Path, tag: str) -> list[float]:
 def test_the_log_of_twenty_steps_is_short_and_whole(tmp_path: Path) -> None:
     save, board = tmp_path / "run", tmp_path / "tensorboard"
     steps = ["--train-iters", str(NUM_STEPS), "--eval-interval", "10"]
-    ((out, err),) = logs([*steps, "--save", str(save), "--seed", "77",
+    ((out, err, imported),) = logs([*steps, "--save", str(save), "--seed", "77",
                           "--tensorboard-dir", str(board)])  # fmt: skip
+    assert not imported
     lines = out.splitlines()
     assert len(lines) < 2 * NUM_STEPS + 25, out
     logged = re.findall(r"\] iteration +(\d+)/ +20 \|", out)
@@ -58,10 +65,12 @@ def test_the_log_of_twenty_steps_is_short_and_whole(tmp_path: Path) -> None:
     assert len(written.splitlines()) > 500
 
 
-def test_what_flags_ask_for_is_said() -> None:
+def test_what_flags_ask_for_is_said(tmp_path: Path) -> None:
     steps = ["--train-iters", "2", "--eval-iters", "0"]
     timers = ["--timing-log-level", "1", "--log-memory-interval", "1"]
-    (some, _), (every, _) = logs([*steps, *timers], [*steps, "--pulse-verbose"])
+    wandb = ["--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(tmp_path)]
+    (some, _, imported), (every, *_) = logs([*steps, *timers, *wandb], [*steps, "--pulse-verbose"])
+    assert imported == {"wandb"}
     assert "optimizer" in some and "time across ranks" in some
     assert "[Rank 0]" in some and "memory (MB)" in some
     assert "end of arguments" not in some and "end of arguments" in every

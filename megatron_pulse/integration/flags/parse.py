@@ -6,10 +6,12 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import add_megatron_arguments
 
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
@@ -44,7 +46,9 @@ class Parser(argparse.ArgumentParser):
             description="Train a diffusion backbone: Megatron's flags that work here, and ours.",
             allow_abbrev=False,
         )
-        add_pulse_arguments(add_megatron_arguments(self))
+        with _without_their_texts():
+            add_megatron_arguments(self)
+        add_pulse_arguments(self)
         table = load_table()
         hidden = 0
         for action in self._actions:
@@ -84,6 +88,17 @@ class Parser(argparse.ArgumentParser):
         """End with status 2 and one line, without the list of all flags."""
         print(f"error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(2)
+
+
+@contextmanager
+def _without_their_texts() -> Iterator[None]:
+    """Megatron parses the sources of its dataclasses for helps that are replaced here: 0.4 s."""
+    original = ArgumentGroupFactory._get_field_docstrings
+    ArgumentGroupFactory._get_field_docstrings = lambda self, of: {}
+    try:
+        yield
+    finally:
+        ArgumentGroupFactory._get_field_docstrings = original
 
 
 def parse(argv: Sequence[str] | None = None) -> CommandLine:

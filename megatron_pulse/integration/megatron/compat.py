@@ -2,14 +2,16 @@
 
 ``install()`` must run before the first ``import megatron``: it replaces the ``torch.cuda``
 functions that Megatron calls unconditionally, and redirects tensors that name a CUDA device to
-the CPU. With a CUDA device present it does nothing. ``patch_megatron()`` runs after
+the CPU. With a CUDA device present it only imports Megatron. ``patch_megatron()`` runs after
 ``import megatron.training``; three of its patches are needed on GPUs as well.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
+import importlib
 import importlib.metadata
 import logging
 import os
@@ -142,10 +144,13 @@ _patched = False
 
 
 def install() -> None:
-    """Make Megatron importable and runnable here. Does nothing where CUDA is available."""
+    """Import Megatron; where no CUDA is available, make that and its runs possible before."""
     global _redirect
     require_tested_megatron()
-    if _redirect is not None or torch.cuda.is_available():
+    if _redirect is not None:
+        return
+    if torch.cuda.is_available():
+        _import_without_wandb()
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("compat.install() must run before megatron is imported")
@@ -156,6 +161,32 @@ def install() -> None:
     torch.nn.Module.cuda = lambda self, device=None: self
     _redirect = _CudaToCpu()
     _redirect.__enter__()
+    _import_without_wandb()
+
+
+def _import_without_wandb() -> None:
+    """Import ``megatron.core``, whose timers import wandb: half a second that few runs have use
+    for. ``patch_megatron`` hands it to them where a run does."""
+    if "wandb" in sys.modules or "megatron.core" in sys.modules:
+        return
+    sys.modules["wandb"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core.timers")
+    finally:
+        del sys.modules["wandb"]
+
+
+def _hand_wandb_to_timers() -> None:
+    import megatron.core.timers as timers
+    import megatron.training.global_vars as global_vars
+
+    start_writer = global_vars._set_wandb_writer
+
+    def start(args: argparse.Namespace) -> None:
+        start_writer(args)
+        timers.wandb = sys.modules.get("wandb")
+
+    global_vars._set_wandb_writer = start
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -244,6 +275,7 @@ def patch_megatron() -> None:
         optimizer_class._set_main_param_and_optimizer_states
     )
     _use_fused_adam()
+    _hand_wandb_to_timers()
     wait_for_weight_gradients()
     if _redirect is None:
         return
