@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import megatron.core.timers as timers
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import validate_args
-from megatron.training.global_vars import set_global_variables
+from megatron.training.global_vars import get_wandb_writer, set_global_variables
 
 from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.masters import with_fp32_weights, with_masters
@@ -49,6 +50,7 @@ def train(
     stopping = stopping_hooks(args)
     validate_args(args, {})
     set_global_variables(args, build_tokenizer=False)
+    timers.wandb = get_wandb_writer()  # the module, where asked for; compat has kept it from them
     patch_megatron()
     patch_saving()
     # It compares flags that follow the layout here; faults_of compares the backbones.

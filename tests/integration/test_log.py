@@ -69,6 +69,7 @@ def test_what_flags_ask_for_is_said(tmp_path: Path) -> None:
     steps = ["--train-iters", "2", "--eval-iters", "0"]
     timers = ["--timing-log-level", "1", "--log-memory-interval", "1"]
     wandb = ["--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir", str(tmp_path)]
+    wandb += ["--tensorboard-dir", str(tmp_path)]
     (some, _, imported), (every, *_) = logs([*steps, *timers, *wandb], [*steps, "--pulse-verbose"])
     assert imported == {"wandb"}
     assert "optimizer" in some and "time across ranks" in some

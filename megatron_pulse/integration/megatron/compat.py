@@ -8,7 +8,6 @@ the CPU. With a CUDA device present it only imports Megatron. ``patch_megatron()
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib
@@ -166,7 +165,7 @@ def install() -> None:
 
 def _import_without_wandb() -> None:
     """Import ``megatron.core``, whose timers import wandb: half a second that few runs have use
-    for. ``patch_megatron`` hands it to them where a run does."""
+    for. ``training.train`` hands it to them where one does."""
     if "wandb" in sys.modules or "megatron.core" in sys.modules:
         return
     sys.modules["wandb"] = None  # type: ignore[assignment]
@@ -174,19 +173,6 @@ def _import_without_wandb() -> None:
         importlib.import_module("megatron.core.timers")
     finally:
         del sys.modules["wandb"]
-
-
-def _hand_wandb_to_timers() -> None:
-    import megatron.core.timers as timers
-    import megatron.training.global_vars as global_vars
-
-    start_writer = global_vars._set_wandb_writer
-
-    def start(args: argparse.Namespace) -> None:
-        start_writer(args)
-        timers.wandb = sys.modules.get("wandb")
-
-    global_vars._set_wandb_writer = start
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -275,7 +261,6 @@ def patch_megatron() -> None:
         optimizer_class._set_main_param_and_optimizer_states
     )
     _use_fused_adam()
-    _hand_wandb_to_timers()
     wait_for_weight_gradients()
     if _redirect is None:
         return
