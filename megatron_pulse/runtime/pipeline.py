@@ -64,6 +64,7 @@ class Pipeline:
         self.plan = plan
         self.rank = 0 if group is None else group.rank()
         self._group = group if num_processes > 1 else None
+        self._context = context
         self._settings = RunSettings(micro_batch_size, dtype, torch.device(device), loss)
         self._board = default_board() if group is not None else None
         try:
@@ -112,15 +113,23 @@ class Pipeline:
         loaded then.
         """
         own = self.state_dict()
-        layers = tuple(f"{layer.name}." for layer in self.plan.backbone.layers)
+        layers = self.plan.backbone.layers
+        prefixes = tuple(layer.prefix for layer in layers if not layer.qualified)
+        qualified = built_elsewhere([la for la in layers if la.qualified], self._context)
+        names = {name for _, module in qualified for name, _ in module.named_parameters()}
         faults = [f"{name} is missing" for name in own if name not in state]
-        faults += [f"{name} belongs to no layer" for name in state if not name.startswith(layers)]
+        faults += [
+            f"{name} belongs to no layer"
+            for name in state
+            if not name.startswith(prefixes) and name not in names
+        ]
         faults += [
             f"{name} is {tuple(state[name].shape)}, not {tuple(value.shape)}"
             for name, value in own.items()
             if name in state and state[name].shape != value.shape
         ]
-        mine = tuple(f"{name}." for s in self.stages.values() for name, _ in s.named_layers())
+        here = {name for s in self.stages.values() for name, _ in s.named_layers()}
+        mine = tuple(la.prefix for la in layers if la.name in here and not la.qualified)
         faults += [
             f"{name} is nothing that its layer has"
             for name in state

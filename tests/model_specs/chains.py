@@ -69,7 +69,7 @@ class Chain:
     def parameters(self):
         """Parameters by their names in a checkpoint."""
         return {
-            f"{layer.name}.{name}": parameter
+            f"{layer.prefix}{name}": parameter
             for layer, module in zip(self.backbone.layers, self.modules, strict=True)
             for name, parameter in module.named_parameters()
         }
@@ -77,7 +77,7 @@ class Chain:
     def state(self):
         """Parameters and persistent buffers by their names in a checkpoint."""
         return {
-            f"{layer.name}.{name}": tensor
+            f"{layer.prefix}{name}": tensor
             for layer, module in zip(self.backbone.layers, self.modules, strict=True)
             for name, tensor in module.state_dict().items()
             if not name.endswith("_extra_state")

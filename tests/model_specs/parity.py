@@ -1,23 +1,22 @@
-"""A chain against the module of the library that published it: outputs and all gradients."""
+"""A chain beside the module of the library that published it: outputs and all gradients."""
 
 import torch
 
 from megatron_pulse.backbone.published import adopted, require_fit, to_published
-from model_specs import load_published, published_form
+from model_specs import load_published
 from tests.model_specs.chains import perturb, relative_error
+from tests.model_specs.twins import Twin
 
 
-def assert_same_numbers(
-    chain, reference, call, tolerance, batch_size=2, run_chooses=(), gradient_tolerance=None
-):
-    """Gives ``reference`` the chain's weights and compares prediction and gradients.
+def assert_same_numbers(chain, tolerance, batch_size=2, run_chooses=(), gradient_tolerance=None):
+    """Gives the published module the chain's weights and compares prediction and gradients.
 
-    ``call(reference, image, fields)`` returns the reference's prediction in the chain's shape.
     Weights go out and come back bit for bit, and ``config.json`` describes the same backbone, but
     for the options that ``run_chooses``. Gradients are compared to ``gradient_tolerance``, or to
     ``tolerance`` too.
     """
-    published = published_form(chain.backbone)
+    twin = Twin(chain.backbone, chain.dtype)
+    published, reference = twin.published, twin.module
     perturb(chain.parameters().values())
     weights = to_published(published, chain.state())
     reference.load_state_dict(weights)
@@ -34,7 +33,7 @@ def assert_same_numbers(
     image, fields = chain.batch(batch_size)
     image.requires_grad_()
     ours = chain(image, fields)
-    theirs = call(reference, image, fields)
+    theirs = twin(image, fields)
     assert relative_error(ours, theirs) < tolerance
     tolerance = gradient_tolerance or tolerance
     factors = torch.randn(ours.shape, generator=torch.Generator().manual_seed(2)).to(ours.dtype)

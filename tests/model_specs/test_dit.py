@@ -54,20 +54,11 @@ def test_operations_and_boundaries_are_those_measured(sample_size, patches, bloc
     assert numbers[1:-1] == [[tokens], [tokens, 3 * 1152], [tokens], [tokens, 3 * 1152], [tokens]]
 
 
-def call(reference, image, fields):
-    return reference(image, timestep=fields["timesteps"], class_labels=fields["labels"]).sample
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("options", [{}, {"out_channels": 4, "patch_size": 4, "sample_size": 16}])
-def test_same_numbers_as_diffusers(options, dtype, tolerance, one_rank):
+def test_same_numbers_as_diffusers(options, one_rank):
     """diffusers drops labels in training mode; here that is the data's business."""
-    from diffusers import DiTTransformer2DModel
-
     backbone = model_specs.load_backbone("dit-tiny", options)
-    settings = model_specs.published_form(backbone).config
-    reference = DiTTransformer2DModel(**settings).to(dtype).eval()
-    assert_same_numbers(build_chain(backbone, dtype), reference, call, tolerance)
+    assert_same_numbers(build_chain(backbone, torch.float64), 1e-10)
 
 
 def test_configurations_that_are_published():

@@ -8,6 +8,7 @@ from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
 from tests.model_specs.chains import build_chain, perturb, relative_error
 from tests.model_specs.parity import assert_same_numbers
+from tests.model_specs.twins import Twin
 
 DIM = 3072
 
@@ -70,47 +71,18 @@ def test_operations_and_boundaries_are_those_measured(sample_size, embedding, do
     assert numbers[1:-1] == [[image], [image, text], [image, text], [image, text], [image]]
 
 
-def call(reference, image, fields):
-    """What ``FluxPipeline`` does around the transformer."""
-    from diffusers import FluxPipeline
-
-    b, c, h, w = image.shape
-    packed = FluxPipeline._pack_latents(image, b, c, h, w)
-    ids = FluxPipeline._prepare_latent_image_ids(b, h // 2, w // 2, image.device, image.dtype)
-    prediction = reference(
-        packed,
-        encoder_hidden_states=fields["context"],
-        pooled_projections=fields["pooled"],
-        timestep=fields["timesteps"] / 1000,
-        img_ids=ids,
-        txt_ids=ids.new_zeros(fields["context"].shape[1], 3),
-        guidance=fields.get("guidance"),
-        return_dict=False,
-    )[0]
-    return FluxPipeline._unpack_latents(prediction, 8 * h, 8 * w, 8)
-
-
-def reference_of(backbone, dtype):
-    from diffusers import FluxTransformer2DModel
-
-    return FluxTransformer2DModel(**model_specs.published_form(backbone).config).to(dtype)
-
-
 @pytest.mark.parametrize("guidance", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_same_numbers_as_diffusers(guidance, dtype, tolerance, one_rank):
-    """Output and every gradient, to rounding, with the same weights.
+def test_same_numbers_as_diffusers(guidance, one_rank):
+    """Output and every gradient, to rounding, with the same weights (fp32: ``test_twins``).
 
     Both turn queries and keys in fp32, whatever the dtype; ours adds up the gradients there too.
     """
     backbone = model_specs.load_backbone("flux-tiny", {"guidance_embeds": guidance})
     assert_same_numbers(
-        build_chain(backbone, dtype),
-        reference_of(backbone, dtype),
-        call,
-        tolerance,
+        build_chain(backbone, torch.float64),
+        1e-10,
         run_chooses=("context_length", "sample_size"),
-        gradient_tolerance=max(tolerance, 2e-6),
+        gradient_tolerance=2e-6,
     )
 
 
@@ -125,13 +97,14 @@ def test_scalars_keep_fp32_under_bf16(one_rank):
     (ours,) = half((), {}, {**fields, "pooled": pooled})
     (exact,) = whole((), {}, {**fields, "pooled": pooled.float()})
     assert relative_error(ours.float(), exact) < 1e-2
-    reference = reference_of(backbone, torch.bfloat16)
+    twin = Twin(backbone, torch.bfloat16)
+    reference = twin.module
     reference.time_text_embed.load_state_dict(half.state_dict())
     seen = []
     reference.time_text_embed.register_forward_hook(lambda m, i, out: seen.append(out))
     image = torch.randn(2, 4, 8, 8, dtype=torch.bfloat16)
     context = torch.randn(2, 6, 24, dtype=torch.bfloat16)
-    call(reference, image, {**fields, "pooled": pooled, "context": context})
+    twin(image, {**fields, "pooled": pooled, "context": context})
     assert relative_error(seen[0].float(), exact) > 2e-2
 
 

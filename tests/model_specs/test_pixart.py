@@ -8,6 +8,7 @@ from megatron_pulse.profile.flops import count_flops
 from megatron_pulse.profile.parameters import count_parameters
 from tests.model_specs.chains import build_chain, perturb, relative_error
 from tests.model_specs.parity import assert_same_numbers
+from tests.model_specs.twins import Twin
 
 
 @pytest.mark.parametrize(
@@ -56,18 +57,6 @@ def test_operations_and_boundaries_are_those_measured(sample_size, patches, bloc
     assert provided == {"t6": 6912, "embedded_timestep": 1152, "caption": 300 * 1152}
 
 
-def call(reference, image, fields):
-    conditions = {name: fields.get(name) for name in ("resolution", "aspect_ratio")}
-    return reference(
-        image,
-        encoder_hidden_states=fields["context"],
-        timestep=fields["timesteps"],
-        added_cond_kwargs=conditions,
-        encoder_attention_mask=fields["context_mask"],
-    ).sample
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -77,33 +66,24 @@ def call(reference, image, fields):
         {"interpolation_scale": 3},
     ],
 )
-def test_same_numbers_as_diffusers(options, dtype, tolerance, one_rank):
+def test_same_numbers_as_diffusers(options, one_rank):
     """About half of the words are masked out."""
-    from diffusers import PixArtTransformer2DModel
-
-    backbone = model_specs.load_backbone("pixart-tiny", options)
-    settings = model_specs.published_form(backbone).config
-    reference = PixArtTransformer2DModel(**settings).to(dtype)
-    chain = build_chain(backbone, dtype)
-    assert_same_numbers(chain, reference, call, tolerance, run_chooses=["caption_length"])
+    chain = build_chain(model_specs.load_backbone("pixart-tiny", options), torch.float64)
+    assert_same_numbers(chain, 1e-10, run_chooses=["caption_length"])
 
 
 def test_masks_are_diffusers(one_rank):
     """Masked words change nothing, and a caption whose words are all masked is seen whole."""
-    from diffusers import PixArtTransformer2DModel
-
     from megatron_pulse.backbone.published import to_published
 
-    backbone = model_specs.load_backbone("pixart-tiny")
-    published = model_specs.published_form(backbone)
-    chain = build_chain(backbone, torch.float64)
+    chain = build_chain(model_specs.load_backbone("pixart-tiny"), torch.float64)
     perturb(chain.parameters().values())
-    reference = PixArtTransformer2DModel(**published.config).to(torch.float64)
-    reference.load_state_dict(to_published(published, chain.state()))
+    twin = Twin(chain.backbone, torch.float64)
+    twin.module.load_state_dict(to_published(twin.published, chain.state()))
     image, fields = chain.batch(3)
     fields["context_mask"] = torch.tensor([[1] * 4 + [0] * 6, [1] * 10, [0] * 10])
     prediction = chain(image, fields)
-    assert relative_error(prediction, call(reference, image, fields)) < 1e-10
+    assert relative_error(prediction, twin(image, fields)) < 1e-10
     other = fields["context"].clone()
     other[:, 4:] += 1
     changed = (chain(image, {**fields, "context": other}) - prediction).flatten(1).abs().amax(1)

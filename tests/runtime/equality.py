@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.context import LayerContext
@@ -167,15 +167,16 @@ def train(
     config: Any,
     group: dist.ProcessGroup | None,
     fillers: Sequence[Workload] = (),
+    batches_of: Callable[[int], list[dict[str, Tensor]]] | None = None,
 ) -> Outcome:
-    """A few steps of AdamW on this rank's stages."""
+    """A few steps of AdamW on this rank's stages; ``batches_of`` gives a step's microbatches."""
     pipeline = make_pipeline(backbone, case, config, group, fillers=fillers)
     parameters = dict(pipeline.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, foreach=False)
     outcome = Outcome()
     for step in range(case.steps):
         optimizer.zero_grad()
-        batches = make_batches(backbone, case, step)
+        batches = batches_of(step) if batches_of else make_batches(backbone, case, step)
         recorder = StepRecorder(pipeline.rank, torch.device("cpu"))
         losses = pipeline.step(batches, recorder=recorder)
         outcome.losses += [loss.item() for loss in losses]
@@ -194,10 +195,10 @@ def train(
     return outcome
 
 
-def leave_zero(pipeline: Pipeline) -> None:
+def leave_zero(model: Pipeline | nn.Module) -> None:
     """Gates and heads that begin at zero would hide what is behind them for the first steps."""
     with torch.no_grad():
-        for name, parameter in pipeline.named_parameters():
+        for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(layer_seed(SEED, name))
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
 

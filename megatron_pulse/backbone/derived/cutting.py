@@ -12,8 +12,8 @@ from torch import fx
 
 from megatron_pulse.backbone.derived.reading import (
     Reading,
+    can_travel,
     is_heavy,
-    is_tensor,
     path_of,
     size_of,
 )
@@ -80,7 +80,7 @@ def cut(
         for begin, end in zip(times, times[1:], strict=False):
             add(alive, begin, end, size)
             add(used, begin, end, 0 if blocks.rests(begin, end) else size)
-            add(whole, begin, end, 0 if is_tensor(node) else 1)
+            add(whole, begin, end, 0 if can_travel(node) else 1)
         for writer in reading.writers.get(node, ()):
             if writer in number:
                 add(whole, number[node], number[writer], 1)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ from megatron_pulse.backbone.derived.reading import (
     TORCH,
     Reading,
     converts,
-    inner_graphs,
     operation,
-    place_of,
     value_of,
 )
+from megatron_pulse.backbone.derived.refusals import refusals
+from megatron_pulse.backbone.derived.untraced import watched
 from megatron_pulse.faults import raised, told
 
 
@@ -64,10 +65,14 @@ def export(
     Raises DerivationError with the operation and the line where that is not possible.
     """
     name = type(module).__name__
+    unseen: list[str] = []
     try:
-        program = torch.export.export(module, (), dict(given), strict=False)
+        with watched(module) as unseen, _dataclasses_as_dictionaries(module):
+            program = torch.export.export(module, (), dict(given), strict=False)
     except Exception as error:
-        raise DerivationError(name, [_reason(error, module)]) from error
+        raise DerivationError(name, [*unseen, _reason(error, module)]) from error
+    if unseen:
+        raise DerivationError(name, unseen)
     graph = program.graph
     _drop_identities(graph)
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
@@ -90,7 +95,7 @@ def export(
         names[node] = f"input {node.name}"
         state[names[node]] = leaves[node]
     reading = Reading(nodes)
-    if faults := [*_writes(reading, names), *_random(reading.calls), *_running(reading.calls)]:
+    if faults := list(refusals(reading, names)):
         raise DerivationError(name, list(dict.fromkeys(faults)))
     return Exported(
         reading,
@@ -103,19 +108,50 @@ def export(
     )
 
 
+@contextmanager
+def _dataclasses_as_dictionaries(module: nn.Module) -> Iterator[None]:
+    """Within, what ``module`` returns as a dataclass that torch does not know is a dictionary."""
+
+    def plain(_module: nn.Module, _args: Any, result: Any) -> Any:
+        known = type(result) in pytree.SUPPORTED_NODES
+        return None if known or not is_dataclass(result) else dict(vars(result))
+
+    handle = module.register_forward_hook(plain)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def _is_weight(spec: Any) -> bool:
     return spec.kind is InputKind.PARAMETER
 
 
 def _blocks(module: nn.Module) -> frozenset[str]:
-    """Members of lists whose members all have children: blocks, not the parts of an MLP."""
-    return frozenset(
+    """The members of lists whose members all have children: blocks, not the parts of an MLP.
+
+    Where there are none: the outermost parts that have children, and side by side with others.
+    Where there are none of these either: all that have parameters of their own.
+    """
+    members = {
         f"{name}.{key}".lstrip(".")
         for name, parent in module.named_modules()
-        if isinstance(parent, nn.ModuleList | nn.Sequential)
+        if isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
         and all(child._modules for child in parent.children())
         for key in parent._modules
-    )
+    }
+    if members:
+        return frozenset(members)
+    name, parts = "", module
+    while len(list(parts.children())) == 1:
+        ((key, parts),) = parts.named_children()
+        name = f"{name}.{key}".lstrip(".")
+    outermost = {
+        f"{name}.{key}".lstrip(".") for key, part in parts.named_children() if part._modules
+    }
+    if len(outermost) > 1:
+        return frozenset(outermost)
+    return frozenset(name for name, part in module.named_modules() if name and part._parameters)
 
 
 def _reason(error: Exception, module: nn.Module) -> str:
@@ -166,75 +202,3 @@ def _drop_identities(graph: fx.Graph) -> None:
         if same:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-
-
-def _writes(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
-    """Writes to what is not the call's own memory."""
-    for memory, writers in reading.writers.items():
-        if memory.op != "call_function":
-            what = names.get(memory, memory.name)
-            for writer in writers:
-                yield (
-                    f"{operation(writer)} writes to {what}, at {place_of(writer)}: a step must not "
-                    "change what the module or its caller holds"
-                )
-    for node in reading.calls:
-        for inner in inner_graphs(node):
-            inside = Reading(list(inner.nodes))
-            if any(memory.op == "placeholder" for memory in inside.writers):
-                yield (
-                    f"{operation(node)} writes to what it is given, at {place_of(node)}: not "
-                    "possible in a region of autocast or no_grad"
-                )
-
-
-def _random(nodes: list[fx.Node]) -> Iterator[str]:
-    for node in nodes:
-        for inner in inner_graphs(node):
-            yield from _random([n for n in inner.nodes if n.op == "call_function"])
-        tags = getattr(node.target, "tags", ())
-        name = operation(node)
-        if name.startswith("scaled_dot_product"):
-            chance = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0)
-            is_random = bool(chance)
-        elif name.startswith("dropout."):
-            is_random = True
-        else:
-            is_random = torch.Tag.nondeterministic_seeded in tags
-        if is_random:
-            yield (
-                f"{name} is random, at {place_of(node)}: results would depend on the layout; set "
-                "dropout to 0, or call eval()"
-            )
-
-
-def _running(nodes: list[fx.Node]) -> Iterator[str]:
-    """Norms that update running statistics, which their schemas do not say."""
-    for node in nodes:
-        name = operation(node)
-        if name.startswith(("batch_norm", "instance_norm")) and node.args[3] and node.args[5]:
-            yield (
-                f"{name} changes its running statistics, at {place_of(node)}: call eval() on it, "
-                "or track none"
-            )
-
-
-def own_memory_faults(reading: Reading, home: Mapping[fx.Node, set[int]]) -> Iterator[str]:
-    """Writes that would reach, or miss, what another unit holds; ``home`` says who has a node."""
-    for memory, writers in reading.writers.items():
-        for writer in writers:
-            if not home.get(writer, set()) <= home.get(memory, set()):
-                yield _parted(writer)
-        last = max(reading.order[w] for w in writers)
-        units = set().union(*(home.get(w, set()) for w in writers))
-        for alias in (n for n, m in reading.memory.items() if m is memory):
-            for user in reading.users.get(alias, ()):
-                if reading.order[user] < last and not home.get(user, units) <= units:
-                    yield _parted(user)
-
-
-def _parted(node: fx.Node) -> str:
-    return (
-        f"{operation(node)}, at {place_of(node)}, shares memory with a value that another part of "
-        "the chain writes in place"
-    )

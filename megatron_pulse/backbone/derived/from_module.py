@@ -70,7 +70,7 @@ def from_module(
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     used = {n for u in first.units for n in (*u.takes, *u.gives)} | {first.sample}
     samples = {n: _sample_of(name, n, larger, probe, sizes[-1]) for n in used}
-    specs = {n: _spec(larger.values[n], samples[n], dtype) for n in used}
+    specs = {n: _spec(name, n, larger.values[n], samples[n], dtype) for n in used}
     taken = {n for u in first.units for n in u.takes} - {n for u in first.units for n in u.gives}
     fields = {n: n for n in sorted(taken - {first.sample})}
     if read.timestep in fields:
@@ -141,10 +141,12 @@ def _sample_of(module: str, name: str, chain: Chain, probe: Chain, size: int) ->
     return Sample(dim, a[dim] // size)
 
 
-def _spec(value: Any, sample: Sample, dtype: torch.dtype) -> TensorSpec:
+def _spec(module: str, name: str, value: Any, sample: Sample, dtype: torch.dtype) -> TensorSpec:
     shape, kind = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     if kind not in DTYPE_BYTES:
-        raise DerivationError("the module", [f"a tensor of {kind} is handed on"])
+        raise DerivationError(
+            module, [f"{name} is {kind}, and a chain takes {', '.join(DTYPE_BYTES)}"]
+        )
     if sample.dim is not None:
         rows = (sample.rows,) if sample.rows > 1 else ()
         shape = (*shape[: sample.dim], *rows, *shape[sample.dim + 1 :])

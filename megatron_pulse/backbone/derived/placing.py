@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from megatron_pulse.backbone.derived.cutting import Blocks, cut
-from megatron_pulse.backbone.derived.exported import DerivationError, Exported, own_memory_faults
-from megatron_pulse.backbone.derived.reading import is_heavy, is_tensor, path_of, size_of
+from megatron_pulse.backbone.derived.exported import DerivationError, Exported
+from megatron_pulse.backbone.derived.reading import can_travel, is_heavy, path_of, size_of
+from megatron_pulse.backbone.derived.refusals import own_memory_faults
 
 _COPIED_BYTES = 1 << 16
 """What holds no parameter and writes no more is computed again by each of its users."""
@@ -93,9 +94,27 @@ class Placing:
 
     def _place_rest(self) -> Iterator[list[fx.Node]]:
         """Find homes for what is no link and no constant; yields the members of each embedder."""
-        facts, home = self.facts, self.home
+        facts = self.facts
         constant = set(self.constants)
-        rest = [n for n in facts.calls if n not in home and n not in constant]
+        rest = [n for n in facts.calls if n not in self.home and n not in constant]
+        found, shared = self._homes(rest, set())
+        while parted := self._parted(found, shared):
+            found, shared = self._homes(rest, shared | parted)
+        self.home.update(found)
+        groups: list[set[fx.Node]] = []  # connected by values or by parameters
+        for node in (n for n in facts.calls if n in shared):
+            joined = {a for a in facts.reads[node] if a in shared or a in self.exported.weights}
+            own = {node, *joined}
+            own = own.union(*(g for g in groups if g & own))
+            groups = [g for g in groups if not g & own] + [own]
+        for group in groups:
+            yield [n for n in facts.calls if n in group]
+
+    def _homes(
+        self, rest: list[fx.Node], embedded: set[fx.Node]
+    ) -> tuple[dict[fx.Node, set[int]], set[fx.Node]]:
+        """The units that compute each of ``rest``, and what embedders do, ``embedded`` at least."""
+        facts, home = self.facts, dict(self.home)
         cone: dict[fx.Node, int] = {}
         for node in rest:
             cone[node] = size_of(node) + sum(cone.get(a, 0) for a in facts.reads[node])
@@ -103,21 +122,26 @@ class Placing:
         for node in reversed(rest):
             users = {k for u in facts.users[node] for k in home.get(u, ())}
             small = node not in self._trained and cone[node] <= _COPIED_BYTES
-            if shared.intersection(facts.users[node]):
+            if node in embedded or shared.intersection(facts.users[node]):
                 # what is a list, and writes to it, stay with those who use it
-                shared.update([node] if is_tensor(node) else [node, *facts.users[node]])
-            elif len(users) < 2 or small or node in self._tainted or not is_tensor(node):
+                shared.add(node)
+                if not can_travel(node):
+                    shared.update(u for u in facts.users[node] if u in home and u not in self.home)
+            elif len(users) < 2 or small or node in self._tainted or not can_travel(node):
                 home[node] = users
             elif len({self.blocks.of[self.ends[k]] or k for k in users}) == 1:
                 home[node] = {min(users)}
             else:
                 shared.add(node)
-        groups: list[set[fx.Node]] = []  # connected by values or by parameters
-        for node in (n for n in facts.calls if n in shared):
-            home.pop(node, None)
-            joined = {a for a in facts.reads[node] if a in shared or a in self.exported.weights}
-            own = {node, *joined}
-            own = own.union(*(g for g in groups if g & own))
-            groups = [g for g in groups if not g & own] + [own]
-        for group in groups:
-            yield [n for n in facts.calls if n in group]
+        return {n: home[n] for n in rest if n not in shared}, shared
+
+    def _parted(self, found: dict[fx.Node, set[int]], shared: set[fx.Node]) -> set[fx.Node]:
+        """Operations on one weight that are no links, and have several homes: embedders do them,
+        as where a block's embedding is computed again for the head (DiT)."""
+        parted: set[fx.Node] = set()
+        for weight in self.exported.weights:
+            users = self.facts.users[weight]
+            homes = {k for u in users for k in found.get(u, ())}
+            if set(users) <= {*found, *shared} and len(homes) + bool(shared & set(users)) > 1:
+                parted.update(u for u in users if u in found)
+        return parted

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from megatron_pulse.backbone.chain import DTYPE_BYTES
+
 _HEAVY = ("linear", "conv", "scaled_dot", "matmul", "mm", "bmm", "baddbmm", "einsum", "embedding")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 TORCH = str(Path(torch.__file__).parent)
@@ -45,9 +47,10 @@ def value_of(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def is_tensor(node: fx.Node) -> bool:
-    """Whether a node gives one tensor."""
-    return isinstance(value_of(node), Tensor)
+def can_travel(node: fx.Node) -> bool:
+    """Whether what a node gives can be handed from unit to unit."""
+    value = value_of(node)
+    return isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") in DTYPE_BYTES
 
 
 def size_of(node: fx.Node) -> int:

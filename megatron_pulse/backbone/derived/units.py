@@ -12,7 +12,7 @@ from torch import fx
 
 from megatron_pulse.backbone.derived.exported import DerivationError, Exported
 from megatron_pulse.backbone.derived.placing import Placing
-from megatron_pulse.backbone.derived.reading import is_tensor, place_of, value_of
+from megatron_pulse.backbone.derived.reading import can_travel, place_of, value_of
 from megatron_pulse.backbone.derived.routing import route
 
 
@@ -105,9 +105,9 @@ def _units(placing: Placing, module: str) -> list[Unit]:
     ]
     weights = [tuple(exported.names[a] for a in own if a in exported.weights) for own in read]
     faults = [
-        f"{n.name}, at {place_of(n)}, is no tensor, and handed on"
+        f"{n.name}, at {place_of(n)}, is no tensor of a kind that can be handed on"
         for n in (n for gives in given for n in gives)
-        if not is_tensor(n)
+        if not can_travel(n)
     ]
     if faults := [*faults, *_shared_faults(names, weights)]:
         raise DerivationError(module, faults)

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megatron_pulse.backbone.derived.exported import export
-from megatron_pulse.backbone.derived.inputs import leaves_of, read_inputs
+from megatron_pulse.backbone.derived.inputs import Make, leaves_of, read_inputs
 from megatron_pulse.backbone.derived.layer import run
 from megatron_pulse.backbone.derived.units import Chain, derive
+from tests.backbone.derived.unlike import Answer
 
 
 def chain_equal_to(
     module: nn.Module,
-    given: Mapping[str, Any],
+    given: Mapping[str, Any] | Make,
     sample: str | None = None,
     output: int | None = None,
     pieces: bool = True,
@@ -25,10 +26,13 @@ def chain_equal_to(
     """The chain of ``module``, whose output and gradients are the module's bit for bit."""
     name = type(module).__name__
     read = read_inputs(name, given, sample, None, ())
-    exported = export(module, read.make(read.size), read.constants, output)
+    example = read.make(read.size)
+    exported = export(module, example, read.constants, output)
     chain = derive(exported, name, read.sample, pieces)
-    results = [leaf for leaf in pytree.tree_leaves(module(**given)) if isinstance(leaf, Tensor)]
-    tensors = {n: leaf for n, leaf in leaves_of(given).items() if isinstance(leaf, Tensor)}
+    returned = module(**example)
+    returned = vars(returned) if isinstance(returned, Answer) else returned
+    results = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
+    tensors = {n: leaf for n, leaf in leaves_of(example).items() if isinstance(leaf, Tensor)}
     wanted, found = results[output or 0], run(chain, tensors)
     assert torch.equal(wanted, found)
     names, parameters = zip(*module.named_parameters(), strict=True)

@@ -109,3 +109,16 @@ class Masked(nn.Module):
             y = block(x) + bias
             x = x + F.scaled_dot_product_attention(y, y, y, mask)
         return x
+
+
+def dense() -> tuple[nn.Module, dict[str, Tensor], str]:
+    return Dense(), {"image": torch.randn(2, 3, 4, 4), "when": torch.rand(2)}, "image"
+
+
+def masked() -> tuple[nn.Module, dict[str, Tensor], str]:
+    kept = torch.ones(2, Masked.TOKENS, dtype=torch.bool)
+    return Masked(), {"x": torch.randn(2, Masked.TOKENS, WIDTH), "kept": kept}, "x"
+
+
+OWN = {"dense": dense, "masked": masked}
+"""Modules, what they are called with, and which of that is the sample."""

@@ -148,6 +148,10 @@ def test_a_derived_chain_is_a_backbone() -> None:
         noisy, times = torch.randn(size, 3, 4, 4), torch.rand(size)
         (loss,) = pipeline.step([{"noisy": noisy, "timesteps": times}])
         assert torch.equal(loss, module(noisy, times).square().mean())
+    pipeline.load_state_dict({n: p.detach() + 1 for n, p in module.named_parameters()})
+    assert torch.equal(pipeline.state_dict()["enter.bias"], module.enter.bias + 1)
+    with pytest.raises(RuntimeError, match="leave.more belongs to no layer"):
+        pipeline.load_state_dict({**pipeline.state_dict(), "leave.more": torch.ones(1)})
     with pytest.raises(ValueError, match="exported for 2, 4"):
         pulse.Pipeline(plan, lambda y, batch: y.sum(), 3).evaluate(
             [{"noisy": torch.ones(3, 3, 4, 4), "timesteps": torch.ones(3)}]

@@ -1,98 +1,78 @@
-"""Derived chains on two devices: bit for bit those of one process."""
+"""Derived chains on two devices: bit for bit those of one process.
+
+A sample of what ``python -m tests.benchmarks.modules`` runs at length.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import megatron_pulse as pulse
-from megatron_pulse.backbone.chain import Backbone
-from tests.backbone.derived.own import WIDTH, Dense, Masked
-from tests.backbone.derived.zoo import make
-from tests.ranks import run_ranks
-from tests.runtime.equality import (
-    Case,
-    Outcome,
-    differences,
-    join_pipeline,
-    merge,
-    plan_of,
-    references,
-    split,
-    train,
-)
+from tests.backbone.derived.layouts import Layout, Trained, all_layouts, train_all
+from tests.backbone.derived.own import Masked
+from tests.backbone.derived.subject import Subject
+from tests.benchmarks import modules
+from tests.runtime.equality import Outcome
 
-P, M = 2, 3
-CASES: list[tuple[Case, int | None]] = [
-    (Case("fold", M, dtype="float32"), None),
-    (Case("fold", M, dtype="float32", recompute=True), 2),
-    (Case("sequential", M, dtype="float32"), 1),
-]
-"""With the number of backwards after which a weight gradient follows; None: whole ones."""
+ALONE = Layout("float32")
 
 
-def backbone(name: str) -> Backbone:
-    torch.manual_seed(3)
-    if name == "dense":
-        given = {"image": torch.randn(2, 3, 4, 4), "when": torch.rand(2)}
-        return pulse.from_module(Dense(), given, sample="image", timestep="when")
-    if name == "masked":
-        given = {"x": torch.randn(2, Masked.TOKENS, WIDTH)}
-        given["kept"] = torch.ones(2, Masked.TOKENS, dtype=torch.bool)
-        return pulse.from_module(Masked(), given, sample="x")
-    return pulse.from_module(*make(name))
-
-
-def run_cases(cases: list[tuple[str, Case, int | None]]) -> list[Outcome]:
-    """All of one chain, on this rank."""
-    torch.set_num_threads(1)
-    config, group = join_pipeline()
-    chain = backbone(cases[0][0])
-    outcomes = []
-    embedders = frozenset(layer.name for layer in chain.layers if layer.embedder)
-    for _, case, delay in cases:
-        if delay is not None:
-            schedule = plan_of(chain, case, P).step(case.num_microbatches).schedule
-            case = replace(case, schedule=split(schedule, delay))
-        if case.replicated:
-            case = replace(case, replicated=embedders)
-        outcomes.append(train(chain, case, config, group))
-    torch.distributed.barrier()
-    return outcomes
-
-
-@pytest.mark.parametrize("name", ["small_unet", "hunyuan", "flux", "dense"])
-def test_a_derived_chain_equals_one_process(name: str) -> None:
-    cases = [(name, case, delay) for case, delay in CASES]
-    alone: list[tuple[str, Case, int | None]] = [(name, case.alone, None) for case, _ in CASES]
-    expected = references(run_cases, alone)
-    ranks = run_ranks(P, run_cases, cases)
-    for i, (_, case, delay) in enumerate(cases):
-        got, reference = merge([outcomes[i] for outcomes in ranks]), expected[i]
-        assert got.losses == reference.losses and len(got.losses) == 3 * M, case
-        assert not differences(got.gradients, reference.gradients), case
-        assert not differences(got.parameters, reference.parameters), case
-        assert (got.num_weight_gradients > 0) == (delay is not None)
-        if case.placement == "fold" and name in ("small_unet", "hunyuan"):
-            assert got.skip_bytes == 0
+@pytest.mark.parametrize("name", ["small_unet", "dense"])
+def test_a_derived_chain_equals_one_process_and_its_module(name: str) -> None:
+    layouts = [ALONE, Layout("float32", 2, "fold", 1, True), Layout("float32", 2)]
+    trained, eager = train_all(name, layouts, 2)
+    assert not [f"{each.layout}: {fault}" for each in trained for fault in each.faults]
+    assert [each.outcome.num_weight_gradients > 0 for each in trained] == [False, True, False]
+    assert eager["float32"] == pytest.approx(trained[0].reference.losses, rel=1e-4)
 
 
 def test_a_mask_and_a_tensor_without_samples_are_handed_on() -> None:
     """Sent, and made by copies on every device; one of the embedders has no parameters."""
-    chain = backbone("masked")
-    specs = {edge.spec for edge in chain.conditioning}
+    specs = {edge.spec for edge in Subject("masked", "float32").chain.conditioning}
     tokens = Masked.TOKENS
     assert pulse.TensorSpec((tokens, tokens), dtype="bool") in specs
     assert pulse.TensorSpec((tokens, 1), batch_dim=None) in specs
-    case = Case("sequential", M, dtype="float32")
-    alone: tuple[str, Case, int | None] = ("masked", case.alone, None)
-    (reference,) = references(run_cases, [alone])
-    copied = replace(case, replicated=frozenset({"all"}))
-    ranks = run_ranks(P, run_cases, [("masked", case, None), ("masked", copied, None)])
-    sent, made = (merge([outcomes[i] for outcomes in ranks]) for i in range(2))
-    assert sent.losses == reference.losses
-    assert not differences(sent.parameters, reference.parameters)
-    assert made.losses == pytest.approx(reference.losses, rel=1e-6)
+    two = Layout("float32", 2)
+    trained, _ = train_all("masked", [ALONE, two, replace(two, copied=True)], 2)
+    sent, made = (each.outcome for each in trained[1:])
+    assert not trained[1].faults
+    assert made.losses == pytest.approx(trained[0].outcome.losses, rel=1e-6)
     assert made.forward_bytes < sent.forward_bytes - tokens**2
+
+
+def test_all_layouts_of_a_class() -> None:
+    layouts = all_layouts(("float32", "bfloat16"), 4, folds=True)
+    assert len(set(layouts)) == len(layouts) == 2 * (4 + 8 + 8)
+    assert all(layout.reference in layouts for layout in layouts)
+    assert len(all_layouts(("float32",), 2, folds=False)) == 4 + 4
+
+
+def test_a_difference_is_found_and_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = {"w": torch.ones(2)}
+    expected = Outcome([1.0], weight, weight)
+    same = replace(expected, num_weight_gradients=2)
+    split = Layout("float32", 2, "fold", delay=1)
+    assert not Trained(split, same, expected).faults
+    changed = {"w": torch.tensor([1.0, 1.0 + 2**-23])}
+    for wrong, said in (
+        (expected, "0 weight gradients were computed apart"),
+        (replace(same, losses=[1.0 + 2**-52]), "losses"),
+        (replace(same, parameters=changed), "1 of 1 parameters differ, w most, by 1.2e-07"),
+        (replace(same, gradients={}), "gradients of ['w']"),
+        (replace(same, skip_bytes=8), "8 bytes of skips were sent"),
+    ):
+        (fault,) = Trained(split, wrong, expected).faults
+        assert said in fault
+    wrong = Trained(split, expected, expected)
+    monkeypatch.setattr(modules, "train_all", lambda *_, **__: ([wrong], {"float32": [1.5]}))
+    monkeypatch.setattr(modules, "_compare_once", lambda report, dtype: None)
+    report = tmp_path / "report.json"
+    assert modules.main(["--only", "sd", "--json", str(report)]) == 1
+    assert "fold P=2 float32 split: 0 weight" in capsys.readouterr().out
+    assert '"float32": 0.5' in report.read_text()

@@ -1,0 +1,64 @@
+"""Modules that do what diffusers' do not: right to the bit, or refused with the line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import megatron_pulse as pulse
+from megatron_pulse.backbone.derived.exported import DerivationError
+from tests.backbone.derived import unlike
+from tests.backbone.derived.bits import chain_equal_to, skips_of
+from tests.backbone.derived.unlike import RIGHT, Flat, Strange, Volume
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_it_is_right(name: str) -> None:
+    torch.manual_seed(0)
+    make, links, skips = RIGHT[name]
+    chain = chain_equal_to(*make())
+    assert sum(not unit.embedder for unit in chain.units) == links
+    assert skips_of(chain) == skips
+
+
+@pytest.mark.parametrize(
+    "what, said, code",
+    [
+        (unlike.tripled, "Tripled is an autograd.Function", "apply"),
+        (unlike.hooked, "a tensor's gradient has a hook", "register_hook"),
+        (unlike.counted, "calls was 0 before the call and is 1 after it", ""),
+        (unlike.shaken, "Python's random numbers are drawn", ""),
+        (unlike.shaken_by_numpy, "numpy's random numbers are drawn", ""),
+        (unlike.chosen, "depends on data", ""),
+        (unlike.outside, "torch.export cannot follow it", ""),
+    ],
+)
+def test_it_is_refused(what: Callable[..., torch.Tensor], said: str, code: str) -> None:
+    with pytest.raises(DerivationError) as caught:
+        pulse.from_module(*unlike.rows(Strange(what))[:2], sample="x")
+    assert said in str(caught.value)
+    lines, first = inspect.getsourcelines(what)
+    number = first + next(i for i, line in enumerate(lines) if code in line)
+    assert not code or f"{unlike.__file__}:{number}" in str(caught.value)
+
+
+def test_a_reentrant_checkpoint_is_refused() -> None:
+    module, given, sample = unlike.volume(Volume(reentrant=True))
+    with pytest.raises(DerivationError, match="use_reentrant=False") as caught:
+        pulse.from_module(module, given, sample=sample)
+    assert caught.value.faults[0].startswith(f"checkpoint at {unlike.__file__}:")
+
+
+def test_hooks_of_gradients_are_refused_all_at_once() -> None:
+    module, given, sample = unlike.rows(Flat())
+    module.layers[2].register_full_backward_hook(lambda *_: None)
+    module.layers[3].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(DerivationError) as caught:
+        pulse.from_module(module, given, sample=sample)
+    assert [fault.split(":")[0] for fault in caught.value.faults] == [
+        "layers.2 has hooks of its backward pass",
+        "the gradient of layers.3.weight has a hook, which its copy in a chain would not have",
+    ]

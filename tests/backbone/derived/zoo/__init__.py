@@ -1,0 +1,58 @@
+"""The study's classes in sizes that are exported in seconds, with random weights.
+
+``make(name)`` gives the module and what it is called with for a microbatch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.backbone.derived.zoo import images, texts, unets, videos
+from tests.backbone.derived.zoo.draw import Given, Made
+
+STUDY: dict[str, Callable[[], Made]] = {
+    made.__name__: made
+    for made in (
+        *(unets.sd, unets.sdxl, unets.svd, unets.motion),
+        *(images.hunyuan, videos.hunyuan_video, videos.wan, videos.wan_i2v),
+        *(videos.cogvideox_2b, videos.cogvideox_5b, videos.ltx, videos.mochi),
+        *(images.flux, images.sd3, images.pixart_alpha, images.pixart_sigma, images.autoencoder),
+        *(texts.clip, texts.t5),
+    )
+}
+ZOO = {**STUDY, "small_unet": unets.small_unet, "small_svd": unets.small_svd}
+SKIPS = {"sd": 12, "sdxl": 9, "svd": 12, "motion": 12, "hunyuan": 2, "small_unet": 4,
+         "small_svd": 4}  # fmt: skip
+"""Published: of a UNet one a level, block and resampling, of Hunyuan-DiT n / 2 - 1 of n blocks."""
+OUTPUT = {"clip": 0}
+"""Which of several results is compared."""
+_KEPT = ("timestep", "image_rotary_emb", "img_ids", "txt_ids")
+"""Inputs that pipelines keep in fp32 in a bf16 run."""
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> Made:
+    """A class in training mode, no parameter all equal: zeros would hide what is behind them."""
+    torch.manual_seed(3)
+    module, given = ZOO[name]()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.numel() and (parameter == parameter.flatten()[0]).all():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return module.train().to(dtype), _in(dtype, given)
+
+
+def _in(dtype: torch.dtype, given: Given) -> Given:
+    def converted(size: int) -> Mapping[str, Any]:
+        def convert(path: Any, leaf: Any) -> Any:
+            floats = isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.to(dtype) if floats and path[0].key not in _KEPT else leaf
+
+        torch.manual_seed(size)
+        return dict(pytree.tree_map_with_path(convert, dict(given(size))))
+
+    return converted

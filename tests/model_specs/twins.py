@@ -1,0 +1,143 @@
+"""diffusers' modules of the families' configurations, called with what our chains take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.models.embeddings import get_2d_rotary_pos_embed
+from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
+from torch import Tensor
+
+import megatron_pulse as pulse
+import model_specs
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.derived.inputs import leaves_of
+
+Fields = Mapping[str, Tensor]
+
+
+class Twin:
+    """The module that published a configuration; dropout of labels, the data's business here, is
+    off."""
+
+    def __init__(self, backbone: Backbone, dtype: torch.dtype) -> None:
+        self.published = model_specs.published_form(backbone)
+        assert self.published is not None
+        self._class_name = self.published.class_name
+        module = getattr(diffusers, self._class_name)(**self.published.config)
+        self.module = module.to(dtype).train(self._class_name != "DiTTransformer2DModel")
+
+    def given(self, image: Tensor, fields: Fields) -> dict[str, Any]:
+        """What the module is called with for a microbatch of our chain."""
+        return _GIVEN[self._class_name](self.module.config, image, fields)
+
+    def derive(self, image: Tensor, fields: Fields) -> Backbone:
+        """The module as a chain, exported for such a microbatch."""
+        return pulse.from_module(self.module, self.given(image, fields))
+
+    def batch(self, image: Tensor, fields: Fields) -> tuple[Tensor, dict[str, Tensor]]:
+        """A microbatch of our chain as one of the derived chain."""
+        leaves = leaves_of(self.given(image, fields))
+        sample = leaves.pop("sample" if "sample" in leaves else "hidden_states")
+        leaves["timesteps"] = leaves.pop("timestep")
+        return sample, leaves
+
+    def unpacked(self, prediction: Tensor, image: Tensor) -> Tensor:
+        """A prediction of the module's, in the shape of our chain's."""
+        if self._class_name != "FluxTransformer2DModel":
+            return prediction
+        height, width = image.shape[-2:]
+        found: Tensor = diffusers.FluxPipeline._unpack_latents(prediction, 8 * height, 8 * width, 8)
+        return found
+
+    def __call__(self, image: Tensor, fields: Fields) -> Tensor:
+        """The module's prediction, in the shape of our chain's."""
+        (prediction, *_) = self.module(**self.given(image, fields), return_dict=False)
+        return self.unpacked(prediction, image)
+
+
+def _unet(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
+    given = {
+        "sample": image,
+        "timestep": fields["timesteps"],
+        "encoder_hidden_states": fields["context"],
+    }
+    if "labels" in fields:
+        given["class_labels"] = fields["labels"]
+    if "pooled" in fields:
+        added = {"text_embeds": fields["pooled"], "time_ids": fields["time_ids"]}
+        return {**given, "added_cond_kwargs": added}
+    return given
+
+
+def _hunyuan(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
+    side, base = image.shape[-1] // config.patch_size, 512 // 8 // config.patch_size
+    region = get_resize_crop_region_for_grid((side, side), base)
+    given = {
+        "hidden_states": image,
+        "timestep": fields["timesteps"].to(image.dtype),
+        "encoder_hidden_states": fields["context"],
+        "text_embedding_mask": fields["context_mask"],
+        "encoder_hidden_states_t5": fields["context_t5"],
+        "text_embedding_mask_t5": fields["context_t5_mask"],
+        "image_rotary_emb": get_2d_rotary_pos_embed(
+            config.attention_head_dim, region, (side, side), output_type="pt"
+        ),
+    }
+    if config.use_style_cond_and_image_meta_size:
+        given["image_meta_size"] = fields["image_meta_size"].to(image.dtype)
+        given["style"] = torch.zeros(len(image), dtype=torch.int64)
+    return given
+
+
+def _dit(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
+    labels = fields["labels"]
+    return {"hidden_states": image, "timestep": fields["timesteps"], "class_labels": labels}
+
+
+def _pixart(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
+    return {
+        "hidden_states": image,
+        "encoder_hidden_states": fields["context"],
+        "timestep": fields["timesteps"],
+        "added_cond_kwargs": {n: fields.get(n) for n in ("resolution", "aspect_ratio")},
+        "encoder_attention_mask": fields["context_mask"],
+    }
+
+
+def _sd3(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
+    return {
+        "hidden_states": image,
+        "encoder_hidden_states": fields["context"],
+        "pooled_projections": fields["pooled"],
+        "timestep": fields["timesteps"],
+    }
+
+
+def _flux(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
+    """What ``FluxPipeline`` does before the transformer."""
+    b, c, h, w = image.shape
+    make_ids = diffusers.FluxPipeline._prepare_latent_image_ids
+    ids = make_ids(b, h // 2, w // 2, image.device, image.dtype)
+    given = {
+        "hidden_states": diffusers.FluxPipeline._pack_latents(image, b, c, h, w),
+        "encoder_hidden_states": fields["context"],
+        "pooled_projections": fields["pooled"],
+        "timestep": fields["timesteps"] / 1000,
+        "img_ids": ids,
+        "txt_ids": ids.new_zeros(fields["context"].shape[1], 3),
+    }
+    return {**given, "guidance": fields["guidance"]} if "guidance" in fields else given
+
+
+_GIVEN: dict[str, Callable[[Any, Tensor, Fields], dict[str, Any]]] = {
+    "UNet2DConditionModel": _unet,
+    "HunyuanDiT2DModel": _hunyuan,
+    "DiTTransformer2DModel": _dit,
+    "PixArtTransformer2DModel": _pixart,
+    "SD3Transformer2DModel": _sd3,
+    "FluxTransformer2DModel": _flux,
+}
