@@ -162,6 +162,19 @@ def test_little_work_still_finds_what_is_allowed(task, work: int) -> None:
     assert found == find_partition(costs, placement, goal, work=work)
 
 
+def test_with_little_work_cuts_that_need_little_memory_are_moved_until_they_fit() -> None:
+    """A limit that walks of so little work do not reach; as good as twenty times the work."""
+    costs, placement = first_layers(fine_costs("uvit-h"), 60), interleaved(4)
+    rule = MemoryRule(1.01 * 2_692_686_464, 18, tuple(range(16, 0, -2)))
+    goal = Goal(link=Link(0, 1e10), memory=lambda p: rule)
+    loads = []
+    for work in (1000, 20_000):
+        found = goal.evaluate(costs, find_partition(costs, placement, goal, work=work))
+        assert max(found.memory_bytes) <= rule.limit_bytes
+        loads.append(max(found.load_s))
+    assert loads[0] == pytest.approx(loads[1])
+
+
 @pytest.mark.parametrize("num_places", [0, 20, 1000])
 def test_two_waves_of_few_mirror_cuts_keep_skips_at_home(
     monkeypatch: pytest.MonkeyPatch, num_places: int

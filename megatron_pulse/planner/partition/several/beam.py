@@ -55,10 +55,12 @@ class _Beginnings:
 
 
 class Beam:
-    """Searches for walks that are least by ``measure``, a measure of goals or "memory"."""
+    """Searches for walks that are least by ``measure``, a measure of goals or "memory", among those
+    that fit or, not ``limited``, all."""
 
-    def __init__(self, walks: Walks, measure: str, collocate: bool) -> None:
+    def __init__(self, walks: Walks, measure: str, collocate: bool, limited: bool = True) -> None:
         self.walks, self.measure, self.collocate = walks, measure, collocate
+        self.limited = limited
         self._pushed, self._popped = self._skips()
         after = [[b.device for b in walks.blocks[at:]] for at in range(1, len(walks.blocks) + 1)]
         self._open = [sorted(set(devices)) for devices in after]
@@ -143,7 +145,7 @@ class Beam:
     def _fits(self, begun: _Beginnings, at: int, device: int) -> Bools:
         """Whether memory suffices for what a device has, and may for all that is left."""
         rule, still = self.walks.many.memory, self._open[at]
-        if rule is None:
+        if rule is None or not self.limited:
             return np.ones(len(begun.place), dtype=np.bool_)
         limit = rule.limit_bytes * SLACK
         fits: Bools = begun.held[:, device] <= limit

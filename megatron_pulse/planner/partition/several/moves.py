@@ -15,6 +15,10 @@ _FAR = 2
 """Layers that two cuts move at once at the most; one alone moves anywhere."""
 
 
+_SHAKEN, _SHARE = 8, 0.3
+"""Random starts of which the best is bettered, and the share of the cuts that are moved."""
+
+
 @dataclass
 class Ranking:
     """Which cuts are better: first what is forbidden, then the measures of ``order``.
@@ -60,11 +64,14 @@ class Ranking:
         return tuple(columns[at].tolist()), cuts[at]
 
 
-def improved(ranking: Ranking, cuts: Ints, work: int) -> tuple[tuple[float, ...], Ints]:
-    """Where moves lead from ``cuts``, the best each time, among about ``work`` candidates."""
+def improved(
+    ranking: Ranking, cuts: Ints, work: int, far: int = _FAR
+) -> tuple[tuple[float, ...], Ints, int]:
+    """Where moves lead from ``cuts``, the best each time, among about ``work`` candidates; and what
+    is left of the work. Two cuts move by up to ``far`` layers at once."""
     score, best = ranking.best(cuts[None, :])
     while work > 0:
-        candidates = neighbours(best)
+        candidates = neighbours(best, far)
         work -= len(candidates)
         if not len(candidates):
             break
@@ -72,14 +79,35 @@ def improved(ranking: Ranking, cuts: Ints, work: int) -> tuple[tuple[float, ...]
         if found >= score:
             break
         score, best = found, moved
+    return score, best, max(0, work)
+
+
+def shaken(ranking: Ranking, cuts: Ints, work: int) -> tuple[tuple[float, ...], Ints]:
+    """The best that moves lead to from ``cuts``, some of which were moved at random; again from
+    there while ``work`` lasts."""
+    rng = np.random.default_rng(0)
+    score, best = ranking.best(cuts[None, :])
+    while work > 0:
+        work -= _SHAKEN
+        steps = rng.integers(-_FAR, _FAR + 1, (_SHAKEN, len(best)))
+        steps[rng.random(steps.shape) > _SHARE] = 0
+        steps[:, [0, -1]] = 0
+        starts = best + steps
+        starts = starts[(np.diff(starts, axis=1) > 0).all(axis=1)]
+        if not len(starts):
+            continue
+        start = ranking.best(starts)[1]
+        found, moved, work = improved(ranking, start, work, far=1)
+        if found < score:
+            score, best = found, moved
     return score, best
 
 
-def neighbours(cuts: Ints) -> Ints:
+def neighbours(cuts: Ints, far: int = _FAR) -> Ints:
     """All cuts in which one is elsewhere, two are a little, or all from one to another are."""
     num = len(cuts) - 2
     width = int(np.diff(cuts).max())
-    moved = cuts + np.concatenate([_alone(num, width), _together(num)])
+    moved = cuts + np.concatenate([_alone(num, width), _together(num, far)])
     result: Ints = moved[(np.diff(moved, axis=1) > 0).all(axis=1)]
     return result
 
@@ -94,9 +122,9 @@ def _alone(num: int, width: int) -> Ints:
 
 
 @lru_cache
-def _together(num: int) -> Ints:
-    """Two cuts by up to ``_FAR`` layers each, or all from one to another by as many."""
-    steps = np.array([d for d in range(-_FAR, _FAR + 1) if d])
+def _together(num: int, far: int) -> Ints:
+    """Two cuts by up to ``far`` layers each, or all from one to another by as many."""
+    steps = np.array([d for d in range(-far, far + 1) if d])
     pairs = np.stack(np.meshgrid(steps, steps), axis=-1).reshape(-1, 2)
     shifts: list[Ints] = [np.zeros((0, num + 2), dtype=np.int64)]
     for first in range(1, num + 1):

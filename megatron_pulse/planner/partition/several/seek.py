@@ -17,7 +17,7 @@ from megatron_pulse.planner.partition.closed import evenly_closed
 from megatron_pulse.planner.partition.pair_costs import Bools, Ints
 from megatron_pulse.planner.partition.several.beam import Beam
 from megatron_pulse.planner.partition.several.many import ManyCuts
-from megatron_pulse.planner.partition.several.moves import Ranking, improved
+from megatron_pulse.planner.partition.several.moves import Ranking, improved, shaken
 from megatron_pulse.planner.partition.several.walks import Walks
 
 WORK = 200_000
@@ -78,11 +78,15 @@ class _Seeker:
             proved = self._walk(walks, self.order[0], share)
             if self.best is None and not proved and self.many.memory is not None:
                 self._walk(walks, "memory", share)
+                if self.best is None:
+                    self._repair(walks, share)
             proved = proved and not walks.paired
         if self.best is None:
             return Sought(None, proved)
         for measure in self.order if slack else self.order[-1:]:
-            self.score, self.best = improved(self.ranking, self.best, work // 3)
+            self.score, self.best, left = improved(self.ranking, self.best, work // 3)
+            if not proved and self.many.memory is not None:
+                self.score, self.best = shaken(self.ranking, self.best, left // 5)
             if slack:
                 value = self.ranking.value(measure, self.best)
                 self.ranking.caps[measure] = value * (1 + slack)
@@ -114,6 +118,22 @@ class _Seeker:
             if wider < _WORTH or (measure == "memory" and self.best is not None):
                 return False
             width = int(wider * width)
+
+    def _repair(self, walks: Walks, work: int) -> None:
+        """Move cuts that need the least memory of those that do not fit, until they do."""
+        found = Beam(walks, "memory", self.collocate, limited=False).search(np.inf, _NARROW)
+        tried = [
+            walks.cuts(found.ends[i].tolist(), lean=True)
+            for i in np.argsort(found.value, kind="stable")[:_TRIED]
+        ]
+        if not tried:
+            return
+        nearest = self.ranking.best(np.array(tried))[1]
+        score, cuts, left = improved(self.ranking, nearest, work)
+        if not self.ranking.allows(score):
+            score, cuts = shaken(self.ranking, cuts, left)
+        if self.ranking.allows(score):
+            self.score, self.best = score, cuts
 
     def _bound(self, measure: str) -> float:
         """What is better than the best is below this."""
