@@ -19,6 +19,9 @@ reads its ``config.json``.
 The folders here are cut alike: ``config.py`` (on the ground), ``chain.py`` (``build_backbone``),
 ``modules.py`` (torch, imported when a layer builds), ``published.py``; ``common/`` is what they
 share. A folder's name is the family's in checkpoints.
+
+A name with a colon is no configuration of these, but a module or a chain of one's own, of which a
+family is made (``derived/``).
 """
 
 from __future__ import annotations
@@ -45,6 +48,12 @@ from model_specs.common.options import (
     resolve,
     to_record,
 )
+from model_specs.derived.family import DTYPE as DTYPE
+from model_specs.derived.family import DerivedFamily
+from model_specs.derived.names import allow as allow
+from model_specs.derived.names import family_of
+from model_specs.derived.names import is_code as is_code
+from model_specs.derived.names import is_module as is_module
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
 
@@ -67,7 +76,7 @@ def _find_families() -> tuple[dict[str, ModuleType], tuple[str, ...]]:
     found: dict[str, ModuleType] = {}
     faults = []
     for info in pkgutil.iter_modules(__path__):
-        if info.name == "common" or info.name.startswith("_"):
+        if info.name in ("common", "derived") or info.name.startswith("_"):
             continue
         where = f"model_specs/{info.name}" + ("" if info.ispkg else ".py")
         try:
@@ -97,12 +106,31 @@ def available() -> dict[str, FamilyConfig]:
     return {name: family.CONFIGS[name] for name, family in _families().items()}
 
 
+def _family(name: str) -> ModuleType | DerivedFamily:
+    """The family that has the configuration ``name``; raises ValueError where none has it."""
+    if is_module(name):
+        return family_of(name)
+    if fault := unknown_backbone(name):
+        raise ValueError(fault)
+    return _families()[name]
+
+
+def _name_of(family: ModuleType | DerivedFamily) -> str:
+    """How records call a family."""
+    return family.family if isinstance(family, DerivedFamily) else family.__name__.split(".")[-1]
+
+
+def _name_in(family: ModuleType | DerivedFamily, name: str) -> str:
+    """How records call the configuration that was asked for as ``name``."""
+    return family.recorded if isinstance(family, DerivedFamily) else name
+
+
 def unknown_backbone(name: str) -> str:
     """Why there is no such backbone: what is like it, what there is, which families cannot be used.
 
-    Empty if there is one.
+    Empty if there is one, or if it is no name of a family's.
     """
-    if name in available():
+    if is_module(name) or name in available():
         return ""
     broken = "".join(f"\n{fault}" for fault in unusable_families())
     return unknown("backbone", name, sorted(available())) + broken
@@ -117,21 +145,46 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
     (with close matches), for faulty options (with all faults and the legal keys), and, as
     BackboneError, for a family whose chain is not sound (with all faults).
     """
-    families = _families()
-    if name not in families:
-        raise ValueError(unknown_backbone(name))
-    config = resolve(name, families[name].CONFIGS[name], options)
-    family = families[name].__name__.rpartition(".")[2]
+    family = _family(name)
+    name = _name_in(family, name)
+    config = resolve(name, family.CONFIGS[name], options)
     try:
-        backbone = families[name].build_backbone(name, config)
+        backbone = family.build_backbone(name, config)
     except Exception as error:  # a family of one's own may raise anything
+        if isinstance(family, DerivedFamily) and isinstance(error, ValueError):
+            raise  # it says what is wrong, and where
         raise BackboneError(name, [f"build_backbone failed: {raised(error)}"]) from error
     if not isinstance(backbone, Backbone):
         fault = f"build_backbone must return a Backbone, returned {type(backbone).__name__}"
         raise BackboneError(name, [fault])
     require_valid(backbone)
-    record = {"name": name, "family": family, "options": to_record(config)}
+    found = backbone.record if isinstance(family, DerivedFamily) else {}
+    record = {
+        "name": name,
+        "family": _name_of(family),
+        "options": {**to_record(config), **found},
+    }
     return dataclasses.replace(backbone, record=record)
+
+
+def check_options(name: str, options: Mapping[str, Value]) -> None:
+    """Raise ValueError as ``load_backbone`` does before it builds a chain."""
+    family = _family(name)
+    resolve(name, family.CONFIGS[_name_in(family, name)], options)
+
+
+def in_dtype(
+    name: str, options: Mapping[str, Value], dtype: str, by: str = "the run"
+) -> Mapping[str, Value]:
+    """``options`` of a run whose parameters are of ``dtype``, which a module is exported in.
+
+    Raises ValueError where they say another, which ``by`` contradicts.
+    """
+    if not is_module(name):
+        return options
+    if options.get(DTYPE, dtype) != dtype:
+        raise ValueError(f"{DTYPE}={options[DTYPE]}, but {by} is in {dtype}: leave it out")
+    return {**options, DTYPE: dtype}
 
 
 def load_recorded(record: Mapping[str, Any]) -> Backbone:
@@ -151,8 +204,8 @@ def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Compari
 
     Options that an older record lacks have the values of the named configuration.
     """
-    family = _families()[here["name"]]
     theirs = there.get("family")
+    family = _family(here["name"])
     if theirs != here["family"]:
         return Comparison((f"family {theirs} there, {here['family']} here",))
     ours = resolve(here["name"], family.CONFIGS[here["name"]], here["options"])
@@ -174,17 +227,19 @@ def continue_model(
     backbone = load_backbone(name, options)
     if there.get("family") != backbone.record["family"]:
         return backbone
-    family = _families()[name]
+    family = _family(name)
     try:
         config, _ = _recorded(family, there)
     except ValueError:
         return backbone
-    ours = resolve(name, family.CONFIGS[name], options)
+    ours = resolve(name, family.CONFIGS[_name_in(family, name)], options)
     backbone = load_backbone(name, {**options, **left_open(config, ours)})
     return dataclasses.replace(backbone, kept=there.get("kept", {}))
 
 
-def _recorded(family: ModuleType, record: Mapping[str, Any]) -> tuple[FamilyConfig, dict[str, Any]]:
+def _recorded(
+    family: ModuleType | DerivedFamily, record: Mapping[str, Any]
+) -> tuple[FamilyConfig, dict[str, Any]]:
     """The config of a record, and its options that no field names; may raise ValueError."""
     named = family.CONFIGS.get(record["name"]) or next(iter(family.CONFIGS.values()))
     known = {key: value for key, value in record["options"].items() if key in vars(named)}
@@ -194,7 +249,8 @@ def _recorded(family: ModuleType, record: Mapping[str, Any]) -> tuple[FamilyConf
 
 def changed_options(backbone: Backbone) -> dict[str, str]:
     """By which options, as flags take them, ``backbone`` differs from the one of its name."""
-    named = to_record(available()[backbone.record["name"]])
+    name = backbone.record["name"]
+    named = to_record(_family(name).CONFIGS[name])
     return {
         key: flag_value(value)
         for key, value in backbone.record["options"].items()
@@ -205,13 +261,15 @@ def changed_options(backbone: Backbone) -> dict[str, str]:
 def published_form(backbone: Backbone) -> Published | None:
     """How the library that published this backbone stores it; None if none did."""
     name = backbone.record["name"]
-    family = _families()[name]
+    family = _family(name)
     if not hasattr(family, "published"):
         return None
     config = resolve(name, family.CONFIGS[name], backbone.record["options"])
     form: Published | None = family.published(config)
     if form is None or not backbone.kept:
         return form
+    if isinstance(family, DerivedFamily):
+        return dataclasses.replace(form, config={**backbone.kept, **form.config})
     settings = {**form.config, **backbone.kept}
     if not _means(family, settings, form):
         settings = {**backbone.kept, **form.config}

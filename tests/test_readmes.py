@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_pulse.cli.main import make_parser
+from megatron_pulse.cli.main import main, make_parser
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -256,13 +256,23 @@ def own_layers() -> str:
     return block
 
 
-def test_the_derived_chain_of_the_front_page_is_as_it_says(
-    capsys: pytest.CaptureFixture[str],
+def test_the_front_pages_module_is_taken_by_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    block, _ = blocks("python", (ROOT / "README.md").read_text())
-    exec(compile(block, "README.md", "exec"), {"__name__": "mine"})
-    (skips,) = re.findall(r"# (\d+ skips)", block)
-    assert skips in capsys.readouterr().out
+    text = (ROOT / "README.md").read_text()
+    block, _ = blocks("python", text)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(block)
+    page = text[text.index(block) :]
+    for line in list(lines(page))[:3]:
+        words = shlex.split(line)[1:]
+        if words[0] == "profile":
+            words += ["--seconds-per-layer", "0.001", "--micro-batch-size", "2"]
+        if words[0] == "tune":
+            words += ["--seconds", "2"]
+        assert main(words) == 0, line
+    assert "8 skips" in capsys.readouterr().out
+    assert main(["check", "plan.json"]) == 0
 
 
 def run_own_layers() -> dict[str, Any]:

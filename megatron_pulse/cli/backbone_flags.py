@@ -1,11 +1,46 @@
-"""``--option KEY=VALUE``, which several commands take."""
+"""``--backbone``, ``--module`` and ``--option KEY=VALUE``, which several commands take."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from megatron_pulse.faults import collecting
 from megatron_pulse.flag_fields import key_values
+
+_MODULE = (
+    "a torch module as it is, or a chain of your own: diffusers:FOLDER, diffusers:CLASS, "
+    "FILE.py:FACTORY or PACKAGE.MODULE:FACTORY"
+)
+
+
+def add_backbone_flags(parser: Any, meaning: str, *, backbone: bool = True) -> None:
+    """Add ``--backbone``, whose help is ``meaning``, and ``--module`` to a group of which one is
+    given."""
+    if backbone:
+        parser.add_argument("--backbone", metavar="NAME", type=named, help=meaning)
+    parser.add_argument(
+        "--module", dest="backbone", metavar="NAME", type=_named_module, help=_MODULE
+    )
+
+
+def named(name: str) -> str:
+    """The type of a flag that names a backbone: if that is code, it may be run."""
+    from model_specs import allow
+
+    allow(name)
+    return name
+
+
+def _named_module(name: str) -> str:
+    from model_specs import is_module
+
+    if not is_module(name):
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is no module: write diffusers:FOLDER, diffusers:CLASS, FILE.py:FACTORY or "
+            "PACKAGE.MODULE:FACTORY; named backbones are --backbone's"
+        )
+    return named(name)
 
 
 def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
@@ -25,13 +60,17 @@ def option_faults(args: argparse.Namespace) -> list[str]:
 
 def backbone_faults(args: argparse.Namespace) -> list[str]:
     """Why there is no such backbone, or not with these options."""
-    from model_specs import load_backbone, unknown_backbone
+    from model_specs import check_options, is_module, load_backbone, unknown_backbone
 
     if fault := unknown_backbone(args.backbone):
         return [fault, *option_faults(args)]
     faults: list[str] = []
     with collecting(faults):
-        load_backbone(args.backbone, options_of(args))
+        options = options_of(args)
+        if is_module(args.backbone):
+            check_options(args.backbone, options)  # its chain is made in the dtype that is needed
+        else:
+            load_backbone(args.backbone, options)
     return faults
 
 

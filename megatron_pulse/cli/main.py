@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_pulse.cli import flags, run
 from megatron_pulse.cli.measure import compare, probe, profile
-from megatron_pulse.cli.models import backbones, curve, data, sample, weights
+from megatron_pulse.cli.models import backbones, curve, data, module, sample, weights
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, tune
 from megatron_pulse.faults import UserError, unknown
 from megatron_pulse.full_disk import why_full
@@ -25,6 +25,7 @@ Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first t
 
   bash launch/quickstart.sh                            train on digits, then all of the below
   pulse backbones                                      what can be trained, and how far it folds
+  pulse module diffusers:UNet2DModel                   any torch module as a chain
   pulse profile --backbone uvit-tiny -o profile.json   what each layer costs on this machine
   pulse partition --profile profile.json -p 2          where to cut it for two devices
   pulse schedule --profile profile.json -p 2 -m 8      in which order they then work
@@ -72,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (
         backbones,
+        module,
         profile,
         clusters,
         probe,

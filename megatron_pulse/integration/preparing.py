@@ -28,26 +28,28 @@ from megatron_pulse.integration.flags.together import check_megatron
 from megatron_pulse.integration.planning.auto import plan_here
 from megatron_pulse.integration.planning.planning import (
     global_batch_size,
+    load_here,
     num_microbatches,
+    options_here,
     plan_run,
     share_schedules,
 )
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked
-from model_specs import continue_model, load_backbone
+from model_specs import allow, continue_model, is_module
 
 
 def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
     """The flags, and the plan that they name if they agree with it; faults are in the line."""
     line = parse()
     args = line.args
-    faults = list(line.faults)
+    faults = [*line.faults, *_name_module(args)]
     if not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
-        if not {"--pulse-backbone", "--pulse-plan"} & set(line.unread):
+        if not {"--pulse-backbone", "--pulse-module", "--pulse-plan"} & set(line.unread):
             faults.append(
-                "--pulse-backbone must name a backbone ('pulse backbones' lists them), or "
-                "--pulse-plan a plan of one"
+                "--pulse-backbone must name a backbone ('pulse backbones' lists them), "
+                "--pulse-module a module, or --pulse-plan a plan of one"
             )
     if args.save is not None and args.save_interval is None:
         args.save_interval = 1000  # Megatron has no default and stops without one
@@ -72,15 +74,30 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
     return line, options, given
 
 
+def _name_module(args: argparse.Namespace) -> Iterator[str]:
+    """Let ``--pulse-module`` be the backbone; code that the command line names may be run."""
+    module = args.pulse_module
+    if module and args.pulse_backbone:
+        yield "--pulse-backbone and --pulse-module each name the model: leave one out"
+    elif module and not is_module(module):
+        yield (
+            f"--pulse-module {module} is no module: write diffusers:FOLDER, diffusers:CLASS, "
+            "FILE.py:FACTORY or PACKAGE.MODULE:FACTORY; named backbones are --pulse-backbone's"
+        )
+    args.pulse_backbone = args.pulse_backbone or module
+    if args.pulse_backbone:
+        allow(args.pulse_backbone)
+
+
 def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
     args = line.args
     if options.plan is not None:
         yield "--pulse-auto makes a plan, --pulse-plan brings one: leave one out"
     if not args.pulse_backbone:
-        yield "--pulse-auto needs --pulse-backbone"
+        yield "--pulse-auto needs --pulse-backbone or --pulse-module"
     elif options.plan is None:
         try:
-            load_backbone(options.backbone, options.options)
+            load_here(args, options)
         except ValueError as error:
             yield str(error)
     yield from decided_by("--pulse-auto", line)
@@ -117,7 +134,7 @@ def prepare(
     try:
         there = {} if start is None else start.saved.record
         if options.backbone:
-            backbone = continue_model(there, options.backbone, options.options)
+            backbone = continue_model(there, options.backbone, options_here(args, options))
         if backbone is not None and args.sequence_parallel:
             backbone = _divide(backbone, args.tensor_model_parallel_size)
     except ValueError as error:

@@ -10,6 +10,7 @@ A field is part of a model's identity unless it is declared otherwise: by ``run_
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import typing
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from megatron_pulse.faults import meant, told
 from megatron_pulse.flag_fields import flag_value
 
 Value = str | int | float | bool | None | tuple[int, ...] | list[int]
+"""Of the fields of a family; a module's settings may be any JSON."""
 
 _MOST, _MOST_LAYERS = 10_000_000, 1_000
 
@@ -67,6 +69,7 @@ _KINDS: dict[Any, str] = {
     tuple[int, ...]: "ints, as in 320,640,1280",
     int | None: "int or none",
     float | None: "number or none",
+    Any: "text or JSON",
 }
 
 
@@ -131,7 +134,7 @@ def to_record(config: FamilyConfig) -> dict[str, Any]:
 
 def _size_fault(key: str, value: Value) -> str | None:
     """Why no model has numbers like these: building its chain would not end."""
-    numbers = value if isinstance(value, tuple) else (value,)
+    numbers = value if isinstance(value, tuple | list) else (value,)
     most = _MOST_LAYERS if "layers" in key or "depth" in key else _MOST
     if all(isinstance(n, bool) or not isinstance(n, int) or abs(n) <= most for n in numbers):
         return None
@@ -139,6 +142,8 @@ def _size_fault(key: str, value: Value) -> str | None:
 
 
 def _convert(value: Value, kind: Any) -> Value:
+    if kind is Any:
+        return _to_json(value) if isinstance(value, str) else value
     if kind is bool:
         return _to_bool(value)
     if kind is int:
@@ -155,6 +160,16 @@ def _convert(value: Value, kind: Any) -> Value:
         items = value.strip("()[]").split(",") if isinstance(value, str) else value
         return tuple(map(_to_int, items if isinstance(items, list | tuple) else [items]))
     raise TypeError(f"config fields of type {kind} are not supported")
+
+
+def _to_json(text: str) -> Any:
+    """``32,64`` is a list, ``none`` is nothing; what is no JSON is text."""
+    if "," in text and text[0] not in '[{"':
+        return [_to_json(part) for part in text.split(",")]
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except ValueError:
+        return None if text.lower() == "none" else text
 
 
 def _to_bool(value: Value) -> bool:

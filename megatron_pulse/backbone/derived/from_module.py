@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -11,10 +12,14 @@ from torch import nn
 
 from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.check import require_valid
-from megatron_pulse.backbone.derived.exported import DerivationError, export
+from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.derived.chains import Chains
+from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.inputs import Make, read_inputs
 from megatron_pulse.backbone.derived.layer import DerivedLayer, Sample, Source
-from megatron_pulse.backbone.derived.units import Chain, Unit, derive
+from megatron_pulse.backbone.derived.units import Chain, Unit
+
+_NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
 
 def from_module(
@@ -23,22 +28,25 @@ def from_module(
     *,
     sample: str | None = None,
     timestep: str | None = None,
+    timestep_scale: float = 1.0,
     constants: Collection[str] = (),
+    fields: Mapping[str, str] = _NO_FIELDS,
     output: int | None = None,
     granularity: Literal["blocks", "pieces"] = "pieces",
-    micro_batch_sizes: Collection[int] = (),
 ) -> Backbone:
     """The chain of ``module``, with its skips, conditioning and embedders.
 
     ``inputs`` is an example of what it is called with by name, or a function of the microbatch size
     that makes one. ``sample`` is the name of the noisy sample (``noisy`` in a batch), ``timestep``
-    that of the times (``timesteps`` in a batch); known for diffusers' and transformers' classes.
+    that of the times (``timesteps`` in a batch, from 0 to 1,000, which times ``timestep_scale`` is
+    what the module wants); known for diffusers' and transformers' classes.
     All other inputs with a row for every sample are batch fields under their own names (of a
-    nested one, its path: ``added_cond_kwargs_text_embeds``), the rest, and ``constants``, is the
-    same for every batch. ``output`` says which of several results is the prediction. Links begin
-    between blocks (members of the module's lists), and with "pieces" within them too, where no more
-    bytes are in use than at a block's ends. Graphs are of the example's microbatch size, or of
-    ``micro_batch_sizes``, and of the module's dtype.
+    nested one, its path: ``added_cond_kwargs_text_embeds``) or those that ``fields`` gives them,
+    the rest, and ``constants``, is the same for every batch. ``output`` says which of several
+    results is the prediction. Links begin between blocks (members of the module's lists), and with
+    "pieces" within them too, where no more bytes are in use than at a block's ends. The module is
+    exported again when a microbatch of another size than the example's first comes. Graphs are of
+    the module's dtype.
 
     Layers begin with copies of the module's weights, whatever the seed, under the module's own
     names; its buffers are constants. A module on the meta device gives a chain for planning.
@@ -47,46 +55,38 @@ def from_module(
     name = type(module).__name__
     if granularity not in ("blocks", "pieces"):
         raise DerivationError(name, [f"granularity is {granularity!r}, not 'blocks' or 'pieces'"])
-    read = read_inputs(
-        name, inputs, sample, timestep, constants, min(micro_batch_sizes, default=None)
-    )
-    sizes = sorted({*(micro_batch_sizes or (read.size,))})
-    chains = {
-        size: derive(
-            export(module, read.make(size), read.constants, output),
-            name,
-            read.sample,
-            granularity == "pieces",
-        )
-        for size in (*sizes, sizes[-1] + 1)
-    }
-    first = chains[sizes[0]]
-    for size, chain in chains.items():
-        if [u.signature for u in chain.units] != [u.signature for u in first.units]:
-            raise DerivationError(
-                name, [f"microbatches of {size} take another way through it than of {sizes[0]}"]
-            )
-    larger, probe = chains[sizes[-1]], chains.pop(sizes[-1] + 1)
+    read = read_inputs(name, inputs, sample, timestep, constants)
+    chains = Chains(module, name, read, output, granularity == "pieces")
+    first, probe = chains.first, chains[read.size + 1]
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     used = {n for u in first.units for n in (*u.takes, *u.gives)} | {first.sample}
-    samples = {n: _sample_of(name, n, larger, probe, sizes[-1]) for n in used}
-    specs = {n: _spec(name, n, larger.values[n], samples[n], dtype) for n in used}
+    samples = {n: _sample_of(name, n, first, probe, read.size) for n in used}
+    specs = {n: _spec(name, n, first.values[n], samples[n], dtype) for n in used}
     taken = {n for u in first.units for n in u.takes} - {n for u in first.units for n in u.gives}
-    fields = {n: n for n in sorted(taken - {first.sample})}
-    if read.timestep in fields:
-        fields[read.timestep] = "timesteps"
-    if len({"noisy", *fields.values()}) != len(fields) + 1:
-        raise DerivationError(
-            name, [f"two inputs would be one field of a batch: noisy, {', '.join(fields.values())}"]
-        )
-    source = Source(chains, samples, specs, fields, dtype)
+    field_of = {n: fields.get(n, n) for n in sorted(taken - {first.sample})}
+    if read.timestep in field_of:
+        field_of[read.timestep] = "timesteps"
+    if len({"noisy", *field_of.values()}) != len(field_of) + 1:
+        found = ", ".join(field_of.values())
+        raise DerivationError(name, [f"two inputs would be one field of a batch: noisy, {found}"])
+    scale_of = {read.timestep: timestep_scale} if read.timestep and timestep_scale != 1 else {}
+    source = Source(chains, samples, specs, field_of, scale_of, dtype)
     backbone = Backbone(
         name,
         tuple(_layers(source, first)),
-        {field: specs[n] for n, field in fields.items()},
+        {field: specs[n] for n, field in field_of.items()},
     )
     require_valid(backbone)
     return backbone
+
+
+def source_of(backbone: Backbone) -> Source | None:
+    """What the layers of a derived chain share; None of another."""
+    build = backbone.layers[0].build
+    if isinstance(build, functools.partial) and build.func is _build:
+        source: Source = build.args[0]
+        return source
+    return None
 
 
 def _layers(source: Source, chain: Chain) -> list[Layer]:
@@ -119,8 +119,8 @@ def _layer(
     )
 
 
-def _build(source: Source, index: int, context: object) -> DerivedLayer:
-    return DerivedLayer(source, index)
+def _build(source: Source, index: int, context: LayerContext | None) -> DerivedLayer:
+    return DerivedLayer(source, index, context is None or context.config.perform_initialization)
 
 
 def _sample_of(module: str, name: str, chain: Chain, probe: Chain, size: int) -> Sample:

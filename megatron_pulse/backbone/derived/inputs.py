@@ -51,7 +51,6 @@ def read_inputs(
     sample: str | None,
     timestep: str | None,
     constants: Collection[str],
-    size: int | None = None,
 ) -> Inputs:
     """The roles of what a module is called with.
 
@@ -59,7 +58,7 @@ def read_inputs(
     sizes, all else is the same for every batch. A function of the microbatch size makes them.
     Raises DerivationError with a table of the inputs where a role is not known.
     """
-    example = given(size or 2) if callable(given) else given
+    example = given(2) if callable(given) else given
     leaves = leaves_of(example)
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
     faults = []
@@ -72,7 +71,7 @@ def read_inputs(
         faults.append(
             f"timestep {times!r} must be a tensor with a time for every sample:{table(leaves)}"
         )
-    if wrong := [n for n in constants if not any(_is_within(m, (n,)) for m in tensors)]:
+    if wrong := [n for n in constants if not any(_is_within(m, (n,)) for m in leaves)]:
         faults.append(f"constants {', '.join(wrong)}: none of its inputs:{table(leaves)}")
     if faults or found is None:
         raise DerivationError(module, faults)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.backbone.derived.chains import Chains
+from megatron_pulse.backbone.derived.hollow import is_hollow
 from megatron_pulse.backbone.derived.nesting import register_parameters
 from megatron_pulse.backbone.derived.reading import operation
 from megatron_pulse.backbone.derived.units import Chain
@@ -53,14 +55,16 @@ class Sample:
 class Source:
     """What the layers of one derived chain share.
 
-    ``chains`` holds it at every microbatch size, with equal units. ``sample_of`` says of every
-    value how it holds samples, ``field_of`` how the batch calls an input of the module.
+    ``chains`` gives it at every microbatch size, with equal units. ``sample_of`` says of every
+    value how it holds samples, ``field_of`` how the batch calls an input of the module, and
+    ``scale_of`` by how much its values there are multiplied.
     """
 
-    chains: Mapping[int, Chain]
+    chains: Chains
     sample_of: Mapping[str, Sample]
     specs: Mapping[str, TensorSpec]
     field_of: Mapping[str, str]
+    scale_of: Mapping[str, float]
     dtype: torch.dtype
     known: dict[tuple[int, torch.device], dict[str, Any]] = field(default_factory=dict)
 
@@ -78,14 +82,14 @@ class Source:
 class DerivedLayer(nn.Module):
     """Unit ``index`` of a derived chain, called as ``Layer.build``'s modules are.
 
-    Its parameters begin as the module's and are its own; they have their qualified names. Buffers
-    are constants of the chain.
+    Its parameters begin as the module's, or empty without ``initialise`` where that has none, and
+    are its own; they have their qualified names. Buffers are constants of the chain.
     """
 
-    def __init__(self, source: Source, index: int) -> None:
+    def __init__(self, source: Source, index: int, initialise: bool = True) -> None:
         super().__init__()
         self._source, self._index = source, index
-        chain = next(iter(source.chains.values()))
+        chain = source.chains.first
         self._unit = unit = chain.units[index]
         links = [u for u in chain.units if not u.embedder]
         number = next((i for i, u in enumerate(links) if u is unit), 0)
@@ -94,14 +98,14 @@ class DerivedLayer(nn.Module):
         parameters = {}
         for name in unit.weights:
             weight = chain.state[name]
-            if weight.is_meta and device.type != "meta":
+            valued = device.type != "meta" and not is_hollow(weight)
+            if initialise and device.type != "meta" and not valued:
                 raise ValueError(
                     f"{name} is on the meta device, without values: such a chain is for planning; "
                     "to run it, give from_module a module that has its weights"
                 )
-            place = device if device.type == "meta" else weight.device
-            value = torch.empty_like(weight, device=place)
-            if place == weight.device:
+            value = torch.empty_like(weight, device=weight.device if valued else device)
+            if valued:
                 value.copy_(weight.detach())
             parameters[name] = nn.Parameter(value, weight.requires_grad)
         register_parameters(self, parameters)
@@ -123,6 +127,8 @@ class DerivedLayer(nn.Module):
             if name not in given:
                 key = field_of.get(name, name)
                 given[name] = skips[name] if name in unit.pops else conditioning[key]
+                if name in source.scale_of:
+                    given[name] = given[name] * source.scale_of[name]
         values = {n: source.sample_of[n].merge(t) for n, t in given.items()}
         size, device = self._place(given)
         state = [self._state(name, size, device) for name in unit.state]
@@ -138,24 +144,19 @@ class DerivedLayer(nn.Module):
         return self._source.sample_of[name].split(values[name])
 
     def _place(self, given: Mapping[str, Tensor]) -> tuple[int, torch.device]:
-        """The microbatch size and the device of a call. Raises ValueError for another size or
-        dtype than were exported."""
-        source, sizes = self._source, self._source.chains
-        size = next(iter(sizes))
+        """The microbatch size and the device of a call. Raises ValueError for another dtype than
+        was exported."""
+        source, size = self._source, self._source.chains.size
         device = next((p.device for p in self._parameters_of.values()), torch.device("cpu"))
         for name, tensor in given.items():
             spec, device = source.specs[name], tensor.device
             if spec.batch_dim is not None:
                 size = tensor.shape[spec.batch_dim]
                 break
-        if size not in sizes:
-            known = ", ".join(map(str, sizes))
-            raise ValueError(
-                f"{self._unit.name}: microbatches of {size}, but exported for {known}: "
-                f"from_module(..., micro_batch_sizes=({known}, {size}))"
-            )
         wrong = {
-            p.dtype for n, p in self._parameters_of.items() if p.dtype != sizes[size].state[n].dtype
+            p.dtype
+            for n, p in self._parameters_of.items()
+            if p.dtype != source.chains.first.state[n].dtype
         }
         if wrong:
             raise ValueError(

@@ -6,7 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.backbone_flags import add_option_flag, backbone_faults, options_of
+from megatron_pulse.cli.backbone_flags import (
+    add_backbone_flags,
+    add_option_flag,
+    backbone_faults,
+    options_of,
+)
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,
@@ -22,6 +27,7 @@ from megatron_pulse.faults import unknown
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 
 if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.profile.devices import Roofline
     from megatron_pulse.profile.profile import Profile
 
@@ -57,7 +63,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--backbone", metavar="NAME", help="one of 'pulse backbones'")
+    add_backbone_flags(what, "one of 'pulse backbones'")
     what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
     add_option_flag(parser, "override one of the backbone's options")
     add(
@@ -255,15 +261,17 @@ def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
 
 
 def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
-    from model_specs import load_backbone
+    from model_specs import in_dtype, load_backbone
 
-    backbone = load_backbone(args.backbone, options_of(args))
+    def load(dtype: str) -> Backbone:
+        return load_backbone(args.backbone, in_dtype(args.backbone, options_of(args), dtype))
+
     roofline = _roofline(args) if args.preset or args.peak_tflops is not None else None
     prepare_megatron()
     if roofline is not None:
         from megatron_pulse.profile.analytic import analyse
 
-        return analyse(backbone, sizes, roofline, args.recompute, progress=True)
+        return analyse(load(roofline.dtype), sizes, roofline, args.recompute, progress=True)
     import torch
 
     from megatron_pulse.profile.cautions import rank_threads
@@ -279,7 +287,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     dtype = args.dtype or _dtype_of(device)
     patience = Patience() if limit_s is None else Patience(limit_s=limit_s)
     return measure(
-        backbone,
+        load(dtype),
         sizes,
         device,
         dtype,

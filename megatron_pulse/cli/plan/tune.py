@@ -7,7 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.backbone_flags import add_option_flag, backbone_faults, options_of
+from megatron_pulse.cli.backbone_flags import (
+    add_backbone_flags,
+    add_option_flag,
+    backbone_faults,
+    options_of,
+)
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,
@@ -70,7 +75,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add = parser.add_argument
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--backbone", metavar="NAME", help="one of 'pulse backbones'")
+    add_backbone_flags(what, "one of 'pulse backbones'")
     what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
     add_option_flag(parser, "override one of the backbone's options")
     add(
@@ -184,26 +189,24 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
     require(device.dtype_faults("--dtype", args.dtype))
     from megatron_pulse.cli.megatron import prepare_megatron
     from megatron_pulse.profile.devices import Roofline
-    from model_specs import load_backbone
+    from model_specs import in_dtype, load_backbone
 
     prepare_megatron()
     from megatron_pulse.profile.analytic import analyse
 
-    backbone = load_backbone(args.backbone, options_of(args))
     roofline = Roofline(device, args.dtype or device.half_dtype)
+    options = in_dtype(args.backbone, options_of(args), roofline.dtype)
+    backbone = load_backbone(args.backbone, options)
     return analyse(backbone, _PROFILED, roofline, progress=True)
 
 
 def _backbone_of(profile: Profile) -> Backbone | None:
     """What was profiled, which says how tensor parallelism can divide it; None if not known."""
-    from model_specs import available, load_backbone
+    from model_specs import load_recorded
 
-    record = profile.backbone
-    if record.get("name") not in available():
-        return None
     try:
-        return load_backbone(str(record["name"]), dict(record.get("options", {})))
-    except ValueError:
+        return load_recorded(profile.backbone)
+    except (KeyError, ValueError):
         return None
 
 

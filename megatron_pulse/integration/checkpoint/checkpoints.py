@@ -24,7 +24,7 @@ from megatron_pulse.integration.checkpoint.process import saved_process
 from megatron_pulse.integration.checkpoint.verify import require_readable
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.megatron.stage import MegatronStage
-from model_specs import compare_models, continue_model
+from model_specs import DTYPE, compare_models, continue_model, in_dtype
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,14 @@ class SavedRun:
         return not (self.released or getattr(self.arguments, "no_save_optim", False))
 
     def load_backbone(self, options: Mapping[str, str] = MappingProxyType({})) -> Backbone:
-        """The backbone as the run had it, but for ``options`` that make no other model of it.
+        """The backbone as the run had it, in fp32, but for ``options`` that make no other model.
 
         Raises CheckpointError for those that would, and ValueError for faulty ones.
         """
         theirs = self.record
-        backbone = continue_model(theirs, theirs["name"], {**theirs["options"], **options})
+        kept = {key: value for key, value in theirs["options"].items() if key != DTYPE}
+        wanted = in_dtype(theirs["name"], {**kept, **options}, "float32", "it")
+        backbone = continue_model(theirs, theirs["name"], wanted)
         if different := compare_models(theirs, backbone.record).different:
             raise CheckpointError(
                 told(f"{self.folder} holds another model than these options make", different)

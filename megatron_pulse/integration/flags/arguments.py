@@ -77,6 +77,12 @@ class PulseOptions:
     backbone: str = flag(
         "a named backbone such as uvit-s or sd-v1.5; 'pulse backbones' lists them", metavar="NAME"
     )
+    module: str | None = flag(
+        "in place of --pulse-backbone: a torch module as it is, or a chain of your own: "
+        "diffusers:FOLDER, diffusers:CLASS, FILE.py:FACTORY or PACKAGE.MODULE:FACTORY "
+        "('pulse module --help' has more)",
+        metavar="NAME",
+    )
     options: Mapping[str, Any] = flag(
         "override one field of the backbone's configuration, e.g. depth=8 (repeatable)",
         {},

@@ -11,19 +11,20 @@ from megatron_pulse.flag_fields import flag_name, marked
 from megatron_pulse.integration.flags.arguments import Mark, PulseOptions
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from model_specs import load_backbone, load_recorded
+from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
 
 def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> PulseOptions:
     """Fill ``args`` and ``options`` with what ``plan`` decides.
 
-    Flags that say otherwise are ``contradictions``.
+    Flags that say otherwise are ``contradictions``. A module keeps the name that was given: it
+    says where its weights are.
     """
     for name, value in _decided(plan).items():
         setattr(args, name, value)
     return replace(
         options,
-        backbone=plan.backbone["name"],
+        backbone=options.backbone if is_module(options.backbone or "") else plan.backbone["name"],
         options=dict(plan.backbone["options"]),
         placement=str(plan.placement.kind),
         num_chunks=plan.placement.num_chunks,
@@ -71,13 +72,15 @@ def contradictions(
         name = options.backbone or plan.backbone["name"]
         try:
             decided = load_recorded(plan.backbone).record
-            same = load_backbone(name, options.options).record == decided
+            here = in_dtype(name, options.options, plan.dtype, by)
+            same = load_backbone(name, here).record == decided
         except ValueError as error:
             yield str(error)
             same = True  # that is said
         if not same:
+            flag = "--pulse-module" if is_module(name) else "--pulse-backbone"
             yield (
-                f"--pulse-backbone {name} with these options is not what {by} is of "
+                f"{flag} {name} with these options is not what {by} is of "
                 f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"
             )
     yield from decided_by(by, line)

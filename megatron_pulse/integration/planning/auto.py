@@ -15,7 +15,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.parse import CommandLine
-from megatron_pulse.integration.planning.planning import by_rank_0, compute_dtype
+from megatron_pulse.integration.planning.planning import by_rank_0, compute_dtype, load_here
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Choices
@@ -26,7 +26,7 @@ from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
-from model_specs import load_backbone, load_recorded
+from model_specs import load_recorded
 
 SIZES = (1, 4)
 """Microbatch sizes that are measured; others are interpolated."""
@@ -50,7 +50,7 @@ def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFi
     if not path.exists():
         return None
     plan = load_checked(path)
-    record = load_backbone(options.backbone, options.options).record
+    record = load_here(args, options).record
     if plan.world_size != args.world_size or load_recorded(plan.backbone).record != record:
         raise ValueError(
             f"--pulse-auto: {path} is the plan of another job ({plan.backbone['name']} on "
@@ -83,7 +83,7 @@ def _tune(
     assert cluster is not None
     if options.memory_gb is not None:
         cluster = replace(cluster, memory_gb=options.memory_gb)
-    backbone = load_backbone(options.backbone, options.options)
+    backbone = load_here(args, options)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
     profile = _measure(args, backbone)
     divided = backbone.divides_sequences

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from megatron_pulse.profile.measuring.machine import device_memory
 from megatron_pulse.profile.measuring.sizes import Sizes
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import Profile
-from model_specs import load_backbone, load_recorded
+from model_specs import in_dtype, load_backbone, load_recorded
 
 
 def plan_run(
@@ -177,6 +177,19 @@ def _replicas(args: argparse.Namespace) -> int:
     return int(
         args.world_size // (args.pipeline_model_parallel_size * args.tensor_model_parallel_size)
     )
+
+
+def options_here(args: argparse.Namespace, options: PulseOptions) -> Mapping[str, Any]:
+    """The options of the backbone of these flags; a module is exported in the run's dtype.
+
+    Raises ValueError where they say another dtype.
+    """
+    return in_dtype(options.backbone, options.options, compute_dtype(args))
+
+
+def load_here(args: argparse.Namespace, options: PulseOptions) -> Backbone:
+    """The backbone of these flags; raises ValueError where there is none."""
+    return load_backbone(options.backbone, options_here(args, options))
 
 
 def compute_dtype(args: argparse.Namespace) -> str:

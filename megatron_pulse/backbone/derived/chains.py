@@ -1,0 +1,45 @@
+"""A module's chain at every microbatch size."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megatron_pulse.backbone.derived.exported import DerivationError, export
+from megatron_pulse.backbone.derived.inputs import Inputs
+from megatron_pulse.backbone.derived.units import Chain, derive
+
+
+class Chains:
+    """The chains of one module, exported when a microbatch size is first asked for.
+
+    All have the units of ``first``, which is of the example's ``size``. ``constants``
+    are the inputs that are the same for every batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, inputs: Inputs, output: int | None, pieces: bool
+    ) -> None:
+        self._module, self._name, self._inputs = module, name, inputs
+        self._output, self._pieces = output, pieces
+        self._found: dict[int, Chain] = {}
+        self.size, self.constants = inputs.size, inputs.constants
+        self.first = self[self.size]
+
+    def __getitem__(self, size: int) -> Chain:
+        """The chain at a microbatch size.
+
+        Raises DerivationError if the module cannot be exported there, or has other units.
+        """
+        if size not in self._found:
+            inputs = self._inputs
+            exported = export(self._module, inputs.make(size), inputs.constants, self._output)
+            chain = derive(exported, self._name, inputs.sample, self._pieces)
+            if self._found and [unit.signature for unit in chain.units] != [
+                unit.signature for unit in self.first.units
+            ]:
+                raise DerivationError(
+                    self._name,
+                    [f"microbatches of {size} take another way through it than of {inputs.size}"],
+                )
+            self._found[size] = chain
+        return self._found[size]

@@ -1,0 +1,60 @@
+"""Modules whose parameters have shapes and no memory, and whose buffers have their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Within, a parameter is on the meta device as soon as a module has it."""
+    register = nn.Module.register_parameter
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            meta = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            param = made.setdefault(id(param), (param, meta))[1]
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_parameter
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def made_hollow[T](make: Callable[[], T]) -> T:
+    """What ``make`` returns; the modules that it makes have parameters on the meta device.
+
+    What initialises parameters does nothing. One tensor at a time has memory.
+    """
+    with _without_memory():
+        return make()
+
+
+def hollow(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``module`` in ``dtype``, its parameters on the CPU, but without memory; in place.
+
+    So it can be exported beside buffers that have values.
+    """
+    module.to(dtype)
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and id(parameter) not in made:
+                tensor = torch.empty_like(parameter, device="cpu")
+                tensor.untyped_storage().resize_(0)
+                made[id(parameter)] = nn.Parameter(tensor, parameter.requires_grad)
+            if parameter is not None:
+                part._parameters[name] = made[id(parameter)]
+    return module
+
+
+def is_hollow(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and no values."""
+    return bool(tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.nbytes)

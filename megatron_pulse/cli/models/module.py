@@ -1,0 +1,161 @@
+"""``pulse module``: a module as a chain."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.backbone_flags import add_option_flag, backbone_faults, named, options_of
+from megatron_pulse.cli.errors import add_parser, mending, require
+from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.output import add_json, answer, table
+
+if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone, TensorSpec
+
+_DESCRIPTION = """\
+Exports the module with torch.export, without memory for its weights, and shows what it was taken
+for: which of its inputs are the noisy sample, the times and fields of the batch, what is the same
+for every batch, and its links, skips and embedders. NAME is what --module and --pulse-module take:
+
+  diffusers:FOLDER        the class and the sizes that the folder's config.json says
+  diffusers:CLASS         the class with its defaults; --option says other sizes
+  FILE.py:FACTORY         a function of your own (its keywords are options), which returns
+  PACKAGE.MODULE:FACTORY    module, inputs              example tensors by the names of forward's
+                                                        arguments, or a function of the microbatch
+                                                        size that makes them
+                            module, inputs, keywords    and what those are: {"sample": "x"} is the
+                                                        noisy sample, "timestep", "constants" (the
+                                                        same for every batch), "fields" (how the
+                                                        batch calls them), "output" (which of
+                                                        several results is the prediction)
+                            backbone                    a chain by hand (megatron_pulse.Backbone)
+
+What cannot be run in a pipeline is told with the line of the model.
+
+examples:
+  pulse module diffusers:UNet2DModel --option sample_size=32
+  pulse module diffusers:downloads/kandinsky3/unet
+  pulse module mine.py:build --option depth=8 --json
+"""
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """One input: its name in the module and in a batch, the shape of a sample, its dtype."""
+
+    name: str
+    field: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """One link or embedder; ``boundary`` is what it hands on, values of one sample."""
+
+    name: str
+    embedder: bool
+    num_parameters: int
+    boundary: int
+    pushes: tuple[str, ...]
+    pops: tuple[str, ...]
+    uses: tuple[str, ...]
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``module``."""
+    parser = add_parser(commands, "module", "show a torch module as a chain", _DESCRIPTION, run)
+    parser.add_argument("backbone", metavar="NAME", type=named, help="as --module takes it")
+    add_option_flag(parser, "override one of its options")
+    add_json(parser, to_file=False)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Export and print."""
+    require(backbone_faults(args))
+    prepare_megatron()
+    from megatron_pulse.planner.partition.closed import largest_fold
+    from megatron_pulse.profile.parameters import count_parameters
+    from model_specs import load_backbone
+
+    with mending(ValueError):
+        backbone = load_backbone(args.backbone, options_of(args))
+        counts = count_parameters(backbone)
+    inputs, same = _inputs(backbone)
+    links = [
+        LinkRow(
+            layer.name,
+            layer.embedder,
+            count,
+            sum(spec.numel_per_sample for spec in layer.outputs),
+            tuple(layer.pushes),
+            tuple(layer.pops),
+            layer.uses,
+        )
+        for layer, count in zip(backbone.layers, counts, strict=True)
+    ]
+    fold = largest_fold(len(backbone.layers), backbone.skips)
+    embedders = sum(link.embedder for link in links)
+    lines = [
+        f"{backbone.name}: {len(links) - embedders} links, {embedders} embedders, "
+        f"{len(backbone.skips)} skips, {sum(counts):,} parameters; folds over {fold} devices",
+        "",
+        *table(
+            [
+                ("input", "in a batch", "a sample", "dtype"),
+                *((row.name, row.field, _shape(row.shape), row.dtype) for row in inputs),
+            ],
+            left=(0, 1, 2, 3),
+        ),
+        *([f"the same for every batch: {', '.join(same)}"] if same else []),
+        "",
+        *table(
+            [
+                ("link", "parameters", "hands on", "skips", "conditioning"),
+                *(
+                    (
+                        link.name + " (embedder)" * link.embedder,
+                        f"{link.num_parameters:,}",
+                        f"{link.boundary:,}",
+                        " ".join([*["begins"] * len(link.pushes), *["ends"] * len(link.pops)]),
+                        ", ".join(link.uses),
+                    )
+                    for link in links
+                ),
+            ],
+            left=(0, 3, 4),
+        ),
+    ]
+    record = {
+        **backbone.record,
+        "inputs": [asdict(row) for row in inputs],
+        "constants": same,
+        "links": [asdict(link) for link in links],
+        "largest_fold": fold,
+    }
+    answer(args, lines, lambda: record)
+
+
+def _inputs(backbone: Backbone) -> tuple[list[InputRow], list[str]]:
+    """What the module is called with, and which of it is the same for every batch."""
+    from megatron_pulse.backbone.derived.from_module import source_of
+
+    source = source_of(backbone)
+    fields = {"noisy": backbone.input_spec, **backbone.batch_fields}
+    if source is None:
+        return [_row(name, name, spec) for name, spec in fields.items()], []
+    called = {field: name for name, field in source.field_of.items()}
+    called["noisy"] = source.chains.first.sample
+    rows = [_row(called[name], name, spec) for name, spec in fields.items()]
+    return rows, sorted(source.chains.constants)
+
+
+def _row(name: str, field: str, spec: TensorSpec) -> InputRow:
+    dtype = "the run's" if spec.dtype == "compute" else spec.dtype
+    return InputRow(name, field, spec.shape, dtype)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "one number"

@@ -1,0 +1,64 @@
+"""Code of one's own, run only where a command line names it: a file of a stranger runs nothing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.faults import raised
+
+_allowed: set[str] = set()
+
+
+def allow(name: str) -> None:
+    """Who started this process names the code ``name``, so that it may be run."""
+    _allowed.add(canonical(name))
+
+
+def canonical(name: str) -> str:
+    """``name`` as records have it: ``./a/../mine.py:build`` is ``mine.py:build``."""
+    place, _, attribute = name.rpartition(":")
+    return f"{os.path.normpath(place)}:{attribute}" if place.endswith(".py") else name
+
+
+def find(name: str) -> Any:
+    """What ``name`` names. Raises ValueError where that is nothing, or nobody allowed it."""
+    name = canonical(name)
+    if name not in _allowed:
+        raise ValueError(
+            f"{name} is code, and a file that names code is obeyed only where you name it too: "
+            f"look at it, and give --module {name} (in training --pulse-module {name})"
+        )
+    place, _, attribute = name.rpartition(":")
+    try:
+        module = _load(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # it may raise anything
+        raise ValueError(f"{name}: {place} cannot be imported: {raised(error)}") from error
+    if not hasattr(module, attribute):
+        there = ", ".join(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
+        raise ValueError(f"{name}: {place} has no {attribute!r}; there are: {there}")
+    return getattr(module, attribute)
+
+
+def _load(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    known = f"_pulse_{path.resolve().with_suffix('').as_posix().replace('/', '_')}"
+    if known not in sys.modules:
+        spec = importlib.util.spec_from_file_location(known, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[known] = module
+        sys.path.insert(0, str(path.resolve().parent))  # as a script finds its neighbours
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[known]
+            raise
+        finally:
+            sys.path.pop(0)
+    return sys.modules[known]

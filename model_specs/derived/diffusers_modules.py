@@ -1,0 +1,115 @@
+"""``diffusers:FOLDER`` and ``diffusers:CLASS``: a class of diffusers with its config."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.published import Published
+from megatron_pulse.faults import raised, unknown
+from model_specs.common.options import FamilyConfig
+from model_specs.derived.classes import CLASSES
+from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
+
+PREFIX = "diffusers:"
+_DTYPE_EFFECT = "the module is exported in {0.dtype}"
+
+
+def family_of(name: str) -> DerivedFamily:
+    """The family of ``diffusers:CLASS``, or of the class and config in ``diffusers:FOLDER``.
+
+    Raises ValueError where there is no such folder or class, or its inputs are not known.
+    """
+    target = name.removeprefix(PREFIX)
+    folder = Path(target)
+    given: Mapping[str, Any] = {}
+    class_name = target
+    if folder.is_dir():
+        from megatron_pulse.diffusion.published import find_component, read_config
+
+        given = read_config(find_component(folder))
+        class_name = given["_class_name"]
+    elif not target.isidentifier():
+        raise ValueError(f"{name}: there is no folder {target}, and no class is called that")
+    known = CLASSES.get(class_name)
+    if known is None:
+        raise ValueError(
+            f"{name}: {unknown('class whose inputs are declared', class_name, CLASSES)}. Another "
+            "class is a factory of your own: FILE.py:FACTORY, which returns the module and its "
+            "inputs"
+        )
+    identity = defaults_of(class_name)
+    settings = {key: value for key, value in given.items() if not key.startswith("_")}
+    config = {key: settings.get(key, value) for key, value in identity.items()}
+    choices = {
+        size: (int | None, None, f"samples are of {size} {{0.{size}}}")
+        for size in known.defaults(config)
+        if size not in config
+    }
+    kinds = options_class(class_name, identity, {**choices, DTYPE: (str, DTYPES[0], _DTYPE_EFFECT)})
+    return DerivedFamily(
+        class_name,
+        f"{PREFIX}{class_name}",
+        kinds(**config),
+        functools.partial(_build, class_name),
+        functools.partial(_published, class_name),
+        {key: value for key, value in settings.items() if key not in config},
+    )
+
+
+@functools.cache
+def defaults_of(class_name: str) -> dict[str, Any]:
+    """The settings of a class with their defaults, as JSON has them."""
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters
+    return {
+        key: None
+        if each.default is inspect.Parameter.empty
+        else json.loads(json.dumps(each.default))
+        for key, each in list(parameters.items())[1:]
+        if each.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+
+
+def _build(class_name: str, config: FamilyConfig) -> Backbone:
+    return _built(class_name, json.dumps(vars(config)))
+
+
+@functools.lru_cache(maxsize=8)
+def _built(class_name: str, options: str) -> Backbone:
+    """The chain; what is exported for one is there for all who ask for the same."""
+    import diffusers
+    import torch
+
+    from megatron_pulse.backbone.derived.from_module import from_module
+    from megatron_pulse.backbone.derived.hollow import hollow, made_hollow
+
+    values = json.loads(options)
+    settings = {key: values[key] for key in defaults_of(class_name)}
+    dtype = values[DTYPE]
+    kind = getattr(diffusers, class_name)
+    try:
+        declared = CLASSES[class_name].declared(settings, values)
+        module = made_hollow(lambda: kind.from_config(settings))
+    except Exception as error:  # a class raises what it likes
+        raise ValueError(f"{class_name} cannot be made of this config: {raised(error)}") from error
+    module = hollow(module.train(), getattr(torch, dtype))
+    backbone = from_module(module, declared.make(dtype), **declared.keywords())
+    return dataclasses.replace(
+        backbone,
+        num_classes=declared.num_classes,
+        null_label=declared.null_label,
+        patch_size=declared.patch_size,
+    )
+
+
+def _published(class_name: str, config: FamilyConfig) -> Published:
+    values = vars(config)
+    return Published("diffusers", class_name, {k: values[k] for k in defaults_of(class_name)})

@@ -1,0 +1,73 @@
+"""A name with a colon as a family: typed options, a chain, and what is recorded of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.published import Published
+from model_specs.common.options import FamilyConfig, run_choice
+
+DTYPE = "dtype"
+"""The option that says which dtype a module is exported in; a run's, and no part of the model."""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class DerivedFamily:
+    """What ``model_specs`` knows of a family, made for one name.
+
+    ``family`` and ``recorded`` are the names in records, the latter not always the one that was
+    given; ``kept`` are settings without meaning here (see ``Backbone``).
+    """
+
+    family: str
+    recorded: str
+    config: FamilyConfig
+    build: Callable[[FamilyConfig], Backbone]
+    publish: Callable[[FamilyConfig], Published | None] = lambda config: None
+    kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def CONFIGS(self) -> dict[str, FamilyConfig]:
+        """See ``model_specs``."""
+        return {self.recorded: self.config}
+
+    def build_backbone(self, name: str, config: FamilyConfig) -> Backbone:
+        """See ``model_specs``."""
+        return dataclasses.replace(self.build(config), name=self.recorded, kept=self.kept)
+
+    def published(self, config: FamilyConfig) -> Published | None:
+        """See ``model_specs``."""
+        return self.publish(config)
+
+
+class ModuleOptions:
+    """Base of the options that are made for one name."""
+
+    def faults(self) -> list[str]:
+        """What is inconsistent between the fields."""
+        found = []
+        if (dtype := getattr(self, DTYPE, DTYPES[0])) not in DTYPES:
+            found.append(f"{DTYPE}: {dtype!r} is none of {', '.join(DTYPES)}")
+        return found
+
+
+def options_class(
+    name: str, identity: Mapping[str, Any], choices: Mapping[str, tuple[Any, Any, str]]
+) -> type[Any]:
+    """A config whose fields are the model's ``identity`` with their defaults, and the ``choices``
+    of a run: type, default and effect of each."""
+    fields: list[tuple[str, Any, Any]] = [
+        (key, Any, dataclasses.field(default_factory=functools.partial(copy.deepcopy, value)))
+        for key, value in identity.items()
+    ]
+    fields += [
+        (key, kind, run_choice(value, effect)) for key, (kind, value, effect) in choices.items()
+    ]
+    return dataclasses.make_dataclass(name, fields, bases=(ModuleOptions,), frozen=True)

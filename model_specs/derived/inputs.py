@@ -1,0 +1,127 @@
+"""What a module is called with, said by shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input: its ``path`` among the keywords (``added_cond_kwargs.time_ids``), the ``shape`` of
+    one sample, its dtype ("compute": the run's), and how a batch calls it (as the module does, if
+    that is not said). Whole numbers are below ``below``."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str = COMPUTE
+    field: str = ""
+    below: int = 2
+
+
+@dataclass(frozen=True)
+class Same:
+    """One input that is the same for every batch; ``value`` makes it for a number of samples."""
+
+    path: str
+    value: Callable[[int], Any]
+
+
+@dataclass(frozen=True)
+class Declared:
+    """All inputs of a module; ``sample`` is the path of the noisy sample, ``timestep`` that of the
+    times, see ``from_module``. ``num_classes`` and ``null_label``: see ``Backbone``."""
+
+    sample: str
+    timestep: str | None
+    inputs: tuple[Input | Same, ...]
+    timestep_scale: float = 1.0
+    num_classes: int | None = None
+    null_label: int | None = None
+    patch_size: int = 1
+    output: int | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """What ``from_module`` is to know of them."""
+        flat = {each.path.replace(".", "_"): each for each in self.inputs}
+        return {
+            "sample": self.sample,
+            "timestep": self.timestep,
+            "timestep_scale": self.timestep_scale,
+            "constants": [name for name, each in flat.items() if isinstance(each, Same)],
+            "fields": {
+                name: each.field
+                for name, each in flat.items()
+                if isinstance(each, Input) and each.field
+            },
+            "output": self.output,
+        }
+
+    def make(self, dtype: str) -> Callable[[int], dict[str, Any]]:
+        """What makes the inputs for a microbatch size, where the run's dtype is ``dtype``."""
+        return lambda size: nested((i.path, _value(i, size, dtype)) for i in self.inputs)
+
+
+type Config = SimpleNamespace
+"""The settings of a module of a class that is known."""
+type Sizes = SimpleNamespace
+"""What a run chooses: height, width, frames, text_length."""
+type Defaults = Mapping[str, int] | Callable[[Config], Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A class: the sizes that a run chooses, with their defaults, and its inputs by both."""
+
+    sizes: Defaults
+    inputs: Callable[[Config, Sizes], Declared]
+
+    def declared(self, config: Mapping[str, Any], chosen: Mapping[str, int | None]) -> Declared:
+        """The inputs of a module of this config; None among the sizes: the default."""
+        sizes = {name: chosen.get(name) or size for name, size in self.defaults(config).items()}
+        return self.inputs(SimpleNamespace(**config), SimpleNamespace(**sizes))
+
+    def defaults(self, config: Mapping[str, Any]) -> Mapping[str, int]:
+        """The sizes, as a module of this config has them where a run chooses none."""
+        return self.sizes(SimpleNamespace(**config)) if callable(self.sizes) else self.sizes
+
+
+def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Keywords by their paths."""
+    found: dict[str, Any] = {}
+    for path, value in values:
+        *outer, last = path.split(".")
+        place = found
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return found
+
+
+def _value(given: Input | Same, size: int, dtype: str) -> Any:
+    import torch
+
+    if isinstance(given, Same):
+        return given.value(size)
+    kind = getattr(torch, dtype if given.dtype == COMPUTE else given.dtype)
+    shape = (size, *given.shape)
+    if kind.is_floating_point:
+        return torch.zeros(shape, dtype=kind)
+    return torch.ones(shape, dtype=kind)
+
+
+def cast(inputs: Mapping[str, Any], times: str | None, dtype: Any) -> dict[str, Any]:
+    """``inputs`` with tensors of fp32 in ``dtype``, but for the times."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    def convert(path: Any, leaf: Any) -> Any:
+        name = "_".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path)
+        is_cast = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 and name != times
+        return leaf.to(dtype) if is_cast else leaf
+
+    return dict(pytree.tree_map_with_path(convert, dict(inputs)))

@@ -1,0 +1,122 @@
+"""``package.module:factory`` and ``path/to/file.py:factory``: modules and chains of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.faults import raised
+from model_specs.common.options import FamilyConfig
+from model_specs.derived.code import canonical, find
+from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
+from model_specs.derived.inputs import cast
+
+WEIGHTS = "weights"
+"""The option that says which parameters a factory's module has: a digest of names and shapes."""
+_HOW = """\
+a factory returns one of
+  a torch module of a class of diffusers whose inputs are known
+  (module, inputs), as pulse.from_module takes them: example tensors by name
+  (module, inputs, {"sample": NAME, "timestep": NAME, ...}): with its keywords
+  a chain by hand: megatron_pulse.Backbone"""
+
+
+def family_of(name: str) -> DerivedFamily:
+    """The family of what the code ``name`` makes. Raises ValueError where it makes nothing."""
+    code = canonical(name)
+    made = find(code)
+    identity = {**_parameters(code, made), WEIGHTS: ""}
+    kinds = options_class("Options", identity, {DTYPE: (str, DTYPES[0], "exported in {0.dtype}")})
+    return DerivedFamily("own", code, kinds(), functools.partial(_build, code))
+
+
+def _parameters(name: str, factory: Any) -> dict[str, Any]:
+    """The keywords of a factory, which are options, with their defaults."""
+    if isinstance(factory, Backbone):
+        return {}
+    if not callable(factory):
+        raise ValueError(f"{name} is of type {type(factory).__name__}; {_HOW}")
+    found = {}
+    for key, each in inspect.signature(factory).parameters.items():
+        if each.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+            continue
+        if each.default is inspect.Parameter.empty:
+            raise ValueError(f"{name}: {key} has no default: all that a factory takes is an option")
+        try:
+            found[key] = json.loads(json.dumps(each.default))
+        except TypeError:
+            raise ValueError(
+                f"{name}: {key} is {each.default!r:.60}; options are numbers, texts and lists"
+            ) from None
+    if clash := {WEIGHTS, DTYPE} & found.keys():
+        raise ValueError(f"{name}: {', '.join(sorted(clash))} means something else here: rename it")
+    return found
+
+
+def _build(name: str, config: FamilyConfig) -> Backbone:
+    values = dict(vars(config))
+    recorded = values.pop(WEIGHTS)
+    backbone, digest = _built(name, json.dumps(values))
+    if recorded and recorded != digest:
+        raise ValueError(
+            f"{name} makes other parameters than what is recorded was made with: it has changed"
+        )
+    return dataclasses.replace(backbone, record={WEIGHTS: digest})
+
+
+@functools.lru_cache(maxsize=8)
+def _built(name: str, options: str) -> tuple[Backbone, str]:
+    from megatron_pulse.backbone.derived.hollow import made_hollow
+
+    factory, values = find(name), json.loads(options)
+    dtype = values.pop(DTYPE)
+    if isinstance(factory, Backbone):
+        return factory, ""
+    try:
+        made = made_hollow(lambda: factory(**values))
+    except Exception as error:  # it may raise anything
+        raise ValueError(f"{name} failed: {raised(error)}") from error
+    if isinstance(made, Backbone):
+        return made, ""
+    return _derived(name, made, dtype)
+
+
+def _derived(name: str, made: Any, dtype: str) -> tuple[Backbone, str]:
+    import torch
+
+    from megatron_pulse.backbone.derived.from_module import from_module
+    from megatron_pulse.backbone.derived.hollow import hollow
+    from model_specs.derived.classes import CLASSES
+
+    parts = made if isinstance(made, tuple) else (made,)
+    module, *rest = parts
+    if not isinstance(module, torch.nn.Module) or len(rest) > 2:
+        raise ValueError(f"{name} returned {_kind(made)}; {_HOW}")
+    said: Mapping[str, Any] = rest[1] if len(rest) > 1 else {}
+    kind = getattr(torch, dtype)
+    inputs: Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
+    if rest:
+        given, times = rest[0], said.get("timestep")
+        inputs = cast(given, times, kind)
+        if callable(given):
+            inputs = lambda size: cast(given(size), times, kind)  # noqa: E731
+    elif type(module).__name__ in CLASSES:
+        declared = CLASSES[type(module).__name__].declared(module.config, {})
+        inputs, said = declared.make(dtype), declared.keywords()
+    else:
+        raise ValueError(f"{name} returned {_kind(made)} without its inputs; {_HOW}")
+    backbone = from_module(hollow(module, kind), inputs, **said)
+    weights = sorted((n, tuple(p.shape)) for n, p in module.named_parameters())
+    return backbone, f"sha256:{hashlib.sha256(repr(weights).encode()).hexdigest()[:16]}"
+
+
+def _kind(made: Any) -> str:
+    if isinstance(made, tuple):
+        return f"({', '.join(type(part).__name__ for part in made)})"
+    return type(made).__name__

@@ -1,0 +1,144 @@
+"""diffusers' classes that take packed tokens or moving pictures; ``classes`` has the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model_specs.derived.inputs import Config, Declared, Input, Known, Same, Sizes
+
+_THOUSANDTH = 1e-3
+"""Of classes whose times are from 0 to 1."""
+
+
+def _flux(config: Config, size: Sizes) -> Declared:
+    """Packed latents: a token for each 2 x 2 of them; positions are constants."""
+    height, width = size.height // 2, size.width // 2
+    inputs: list[Input | Same] = [
+        Input("hidden_states", (height * width, config.in_channels)),
+        Input("timestep", (), "float32"),
+        Input(
+            "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
+        ),
+        Input("pooled_projections", (config.pooled_projection_dim,), field="pooled"),
+        Same("img_ids", lambda batch: _places(height, width)),
+        Same("txt_ids", lambda batch: _nowhere(size.text_length)),
+    ]
+    if config.guidance_embeds:
+        inputs.append(Input("guidance", (), "float32"))
+    return Declared("hidden_states", "timestep", tuple(inputs), _THOUSANDTH)
+
+
+def _places(height: int, width: int) -> Any:
+    import torch
+
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    places = torch.stack([torch.zeros_like(rows), rows, columns], -1)
+    return places.reshape(-1, 3).float()
+
+
+def _nowhere(length: int) -> Any:
+    import torch
+
+    return torch.zeros(length, 3)
+
+
+def _video(config: Config, size: Sizes) -> Input:
+    return Input("hidden_states", (config.in_channels, size.frames, size.height, size.width))
+
+
+def _hunyuan_video(config: Config, size: Sizes) -> Declared:
+    inputs = [
+        _video(config, size),
+        Input("timestep", (), "float32"),
+        Input("encoder_hidden_states", (size.text_length, config.text_embed_dim), field="context"),
+        Input("encoder_attention_mask", (size.text_length,), "int64", "context_mask"),
+        Input("pooled_projections", (config.pooled_projection_dim,), field="pooled"),
+    ]
+    if config.guidance_embeds:
+        inputs.append(Input("guidance", (), "float32"))
+    return Declared("hidden_states", "timestep", tuple(inputs))
+
+
+def _wan(config: Config, size: Sizes) -> Declared:
+    inputs = [
+        _video(config, size),
+        Input("timestep", (), "float32"),
+        Input("encoder_hidden_states", (size.text_length, config.text_dim), field="context"),
+    ]
+    if config.image_dim:
+        inputs.append(Input("encoder_hidden_states_image", (257, config.image_dim)))
+    return Declared("hidden_states", "timestep", tuple(inputs))
+
+
+def _mochi(config: Config, size: Sizes) -> Declared:
+    length = config.max_sequence_length
+    inputs = (
+        _video(config, size),
+        Input("timestep", (), "float32"),
+        Input("encoder_hidden_states", (length, config.text_embed_dim), field="context"),
+        Input("encoder_attention_mask", (length,), "bool", "context_mask"),
+    )
+    return Declared("hidden_states", "timestep", inputs)
+
+
+def _ltx(config: Config, size: Sizes) -> Declared:
+    tokens = size.frames * size.height * size.width
+    inputs: tuple[Input | Same, ...] = (
+        Input("hidden_states", (tokens, config.in_channels)),
+        Input("timestep", (), "float32"),
+        Input(
+            "encoder_hidden_states", (size.text_length, config.caption_channels), field="context"
+        ),
+        Input("encoder_attention_mask", (size.text_length,), "int64", "context_mask"),
+        Same("num_frames", lambda batch: size.frames),
+        Same("height", lambda batch: size.height),
+        Same("width", lambda batch: size.width),
+        Same("rope_interpolation_scale", lambda batch: (8 / 25, 32.0, 32.0)),
+    )
+    return Declared("hidden_states", "timestep", inputs)
+
+
+def _cogvideox(config: Config, size: Sizes) -> Declared:
+    """Frames before channels; the sizes are the config's, as its positions are made for them."""
+    frames = (config.sample_frames - 1) // config.temporal_compression_ratio + 1
+    frames += -frames % (config.patch_size_t or 1)
+    height, width = config.sample_height, config.sample_width
+    text = (config.max_text_seq_length, config.text_embed_dim)
+    inputs: list[Input | Same] = [
+        Input("hidden_states", (frames, config.in_channels, height, width)),
+        Input("timestep", (), "float32"),
+        Input("encoder_hidden_states", text, field="context"),
+    ]
+    if config.ofs_embed_dim:
+        inputs.append(Input("ofs", (), "float32"))
+    if config.use_rotary_positional_embeddings:
+        grid = height // config.patch_size, width // config.patch_size
+        inputs.append(Same("image_rotary_emb", lambda b: _cogvideox_rotary(config, frames, grid)))
+    return Declared("hidden_states", "timestep", tuple(inputs))
+
+
+def _cogvideox_rotary(config: Config, frames: int, grid: tuple[int, int]) -> Any:
+    """As diffusers' pipeline makes it at the config's own size."""
+    from diffusers.models.embeddings import get_3d_rotary_pos_embed
+
+    head = config.attention_head_dim
+    if config.patch_size_t is None:
+        return get_3d_rotary_pos_embed(head, ((0, 0), grid), grid, frames)
+    steps = frames // config.patch_size_t
+    return get_3d_rotary_pos_embed(head, None, grid, steps, grid_type="slice", max_size=grid)
+
+
+TOKENS = {
+    "FluxTransformer2DModel": Known({"height": 128, "width": 128, "text_length": 512}, _flux),
+    "HunyuanVideoTransformer3DModel": Known(
+        {"frames": 33, "height": 90, "width": 160, "text_length": 256}, _hunyuan_video
+    ),
+    "WanTransformer3DModel": Known(
+        {"frames": 21, "height": 60, "width": 104, "text_length": 512}, _wan
+    ),
+    "MochiTransformer3DModel": Known({"frames": 28, "height": 60, "width": 106}, _mochi),
+    "LTXVideoTransformer3DModel": Known(
+        {"frames": 21, "height": 16, "width": 24, "text_length": 128}, _ltx
+    ),
+    "CogVideoXTransformer3DModel": Known({}, _cogvideox),
+}

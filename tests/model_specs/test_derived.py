@@ -1,0 +1,169 @@
+"""Names with a colon: diffusers' classes and code of one's own, recorded, rebuilt and refused."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import model_specs
+from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.cli.main import main
+from megatron_pulse.profile.parameters import count_parameters
+from model_specs.derived import code
+
+UNET = {
+    "block_out_channels": "8,16",
+    "down_block_types": "DownBlock2D,AttnDownBlock2D",
+    "up_block_types": "AttnUpBlock2D,UpBlock2D",
+    "layers_per_block": "1",
+    "norm_num_groups": "4",
+    "attention_head_dim": "4",
+    "sample_size": "8",
+}
+"""Of a class that no family here has."""
+NAME = "diffusers:UNet2DModel"
+OPTIONS = [word for key, value in UNET.items() for word in ("--option", f"{key}={value}")]
+
+
+def test_a_class_is_a_backbone_that_its_record_rebuilds(tmp_path: Path) -> None:
+    import diffusers
+
+    backbone = model_specs.load_backbone(NAME, UNET)
+    assert backbone.input_spec == TensorSpec((3, 8, 8)) == backbone.output_spec
+    assert list(backbone.batch_fields) == ["timesteps"] and len(backbone.skips) == 4
+    record = json.loads(json.dumps(backbone.record))
+    assert (record["name"], record["family"]) == (NAME, "UNet2DModel")
+    assert model_specs.load_recorded(record).record == backbone.record
+    options = model_specs.changed_options(backbone)
+    assert model_specs.load_backbone(NAME, options).record == backbone.record
+
+    settings = {key: value for key, value in record["options"].items() if key not in
+                ("height", "width", "dtype")}  # fmt: skip
+    module = diffusers.UNet2DModel.from_config(settings)
+    assert sum(count_parameters(backbone)) == sum(p.numel() for p in module.parameters())
+    module.save_config(tmp_path)
+    folder = model_specs.load_backbone(f"diffusers:{tmp_path}")
+    assert folder.record == backbone.record
+    form = model_specs.published_form(folder)
+    assert form is not None and form.class_name == "UNet2DModel" and form.config == settings
+
+
+def test_what_a_run_chooses_makes_no_other_model() -> None:
+    backbone = model_specs.load_backbone(NAME, UNET)
+    chosen = {**UNET, "height": "16", "dtype": "bfloat16"}
+    other = model_specs.continue_model(backbone.record, NAME, chosen)
+    assert other.input_spec == TensorSpec((3, 16, 8))
+    compared = model_specs.compare_models(backbone.record, other.record)
+    assert not compared.different and len(compared.changed) == 2
+    wider = {**backbone.record, "options": {**backbone.record["options"], "norm_num_groups": 8}}
+    (different,) = model_specs.compare_models(wider, backbone.record).different
+    assert different == "norm_num_groups 8 there, 4 here"
+    with torch.device("meta"):
+        (weight,) = {p.dtype for p in other.layers[1].build(None).parameters()}
+    assert weight == torch.bfloat16
+
+
+FACTORIES = """
+    import torch
+    from torch import nn
+
+    import megatron_pulse as pulse
+
+    print("run")
+
+
+    class Net(nn.Module):
+        def __init__(self, width, depth):
+            super().__init__()
+            blocks = (nn.Sequential(nn.Linear(width, width)) for _ in range(depth))
+            self.blocks = nn.ModuleList(blocks)
+            self.register_buffer("table", torch.arange(width).float(), persistent=False)
+
+        def forward(self, x, when):
+            for block in self.blocks:
+                x = x + block(x + when[:, None] * self.table)
+            return x
+
+
+    def build(width=8, depth=2):
+        given = {"x": torch.randn(2, width), "when": torch.rand(2)}
+        return Net(width, depth), given, {"sample": "x", "timestep": "when"}
+
+
+    def alone():
+        return Net(8, 2)
+
+
+    def needs(width):
+        return None
+
+
+    hand = pulse.chain([nn.Linear] * 2, pulse.TensorSpec((4,)))
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a file of one's own that nobody has allowed."""
+    monkeypatch.setattr(code, "_allowed", set())
+    (tmp_path / "mine.py").write_text(textwrap.dedent(FACTORIES))
+    return f"{tmp_path}/mine.py"
+
+
+def test_code_runs_only_where_it_is_named(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{own}:build"
+    record = {"name": name, "family": "own", "options": {"width": 4}}
+    for load in (model_specs.load_recorded, lambda r: model_specs.continue_model(r, name)):
+        with pytest.raises(ValueError, match=r"is code[\s\S]*--pulse-module"):
+            load(record)
+    assert "run" not in capsys.readouterr().out
+    model_specs.allow(f"{Path(own).parent}/./mine.py:build")
+    backbone = model_specs.load_recorded(record)
+    assert "run" in capsys.readouterr().out
+    assert sum(count_parameters(backbone)) == 2 * (4 * 4 + 4)
+    assert list(backbone.batch_fields) == ["timesteps"]
+    assert model_specs.load_recorded(backbone.record).record == backbone.record
+    changed = {**backbone.record["options"], "width": 8}
+    with pytest.raises(ValueError, match="it has changed"):
+        model_specs.load_backbone(name, changed)
+    wider = model_specs.load_backbone(name, {"width": "8"})
+    different = model_specs.compare_models(backbone.record, wider.record).different
+    assert [text.split()[0] for text in different] == ["width", "weights"]
+
+
+def test_what_a_factory_may_return(own: str) -> None:
+    for name in ("hand", "alone", "needs", "nothing"):
+        model_specs.allow(f"{own}:{name}")
+    by_hand = model_specs.load_backbone(f"{own}:hand")
+    assert len(by_hand.layers) == 2 and by_hand.record["name"] == f"{own}:hand"
+    for name, reason in (
+        ("alone", "returned Net without its inputs"),
+        ("needs", "width has no default"),
+        ("nothing", "has no 'nothing'; there are: "),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            model_specs.load_backbone(f"{own}:{name}")
+
+
+def test_commands_take_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = ["--module", NAME, *OPTIONS]
+    files = {name: str(tmp_path / f"{name}.json") for name in ("analytic", "measured", "plan")}
+    analytic = ["--preset", "H100", "--micro-batch-size", "1,4", "-o", files["analytic"]]
+    assert main(["profile", *module, *analytic]) == 0
+    measured = ["--device", "cpu", "--micro-batch-size", "2", "--seconds-per-layer", "0.001"]
+    assert main(["profile", *module, *measured, "-o", files["measured"]]) == 0
+    assert main(["partition", "--profile", files["measured"], "-p", "2"]) == 0
+    tune = ["--profile", files["measured"], "--cluster", "cpu", "--global-batch-size", "8"]
+    assert main(["tune", *tune, "--pipeline", "2", "--seconds", "2", "-o", files["plan"]]) == 0
+    capsys.readouterr()
+    assert main(["check", files["plan"]]) == 0
+    assert main(["module", NAME, *OPTIONS, "--json"]) == 0
+    said = capsys.readouterr().out
+    shown = json.loads(said[said.index("{") :])
+    assert [row["field"] for row in shown["inputs"]] == ["noisy", "timesteps"]
+    assert sum(len(link["pops"]) for link in shown["links"]) == 4
+    assert main(["profile", "--module", "uvit-tiny", "-o", files["plan"]]) == 2
