@@ -48,6 +48,9 @@ from model_specs.common.options import (
     resolve,
     to_record,
 )
+from model_specs.derived.classes import CLASSES
+from model_specs.derived.diffusers_modules import PREFIX as DIFFUSERS
+from model_specs.derived.diffusers_modules import split
 from model_specs.derived.family import DTYPE as DTYPE
 from model_specs.derived.family import DerivedFamily
 from model_specs.derived.names import allow as allow
@@ -290,7 +293,8 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     Its ``kept`` settings change nothing here (as ``upcast_attention``, which fused attention
     passes over) or are written otherwise; ``published_form`` has them again.
 
-    Raises ValueError for a class that no family builds, and for settings that its family lacks.
+    A class that no family builds is a module. Raises ValueError for one whose inputs are not
+    known, and for settings that its family lacks.
     """
     wanted = config.get("_class_name")
     if wanted == "Transformer2DModel":
@@ -300,10 +304,12 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
         for family in _families().values()
         if hasattr(family, "PUBLISHED_AS")
     }
+    if wanted not in families and wanted in CLASSES:
+        options, kept = split(wanted, config)
+        return dataclasses.replace(load_backbone(f"{DIFFUSERS}{wanted}", options), kept=kept)
     if wanted not in families:
-        raise ValueError(
-            f"no family builds {wanted!r}; known classes: {', '.join(sorted(families))}"
-        )
+        known = sorted({*families, *CLASSES})
+        raise ValueError(f"no family builds {wanted!r}; known classes: {', '.join(known)}")
     family = families[wanted]
     ours = family.config_from_published(config)
     record = to_record(ours)

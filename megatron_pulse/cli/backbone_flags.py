@@ -14,13 +14,22 @@ _MODULE = (
 )
 
 
-def add_backbone_flags(parser: Any, meaning: str, *, backbone: bool = True) -> None:
+def add_backbone_flags(parser: Any, meaning: str) -> None:
     """Add ``--backbone``, whose help is ``meaning``, and ``--module`` to a group of which one is
     given."""
-    if backbone:
-        parser.add_argument("--backbone", metavar="NAME", type=named, help=meaning)
+    parser.add_argument("--backbone", metavar="NAME", type=named, help=meaning)
     parser.add_argument(
         "--module", dest="backbone", metavar="NAME", type=_named_module, help=_MODULE
+    )
+
+
+def add_code_flag(parser: Any, what: str) -> None:
+    """Add ``--module`` to a command that reads ``what``, which may name code."""
+    parser.add_argument(
+        "--module",
+        metavar="NAME",
+        type=_named_module,
+        help=f"the code of your own that {what} names, if it does: it runs only if you name it too",
     )
 
 

@@ -30,8 +30,8 @@ def find(name: str) -> Any:
     name = canonical(name)
     if name not in _allowed:
         raise ValueError(
-            f"{name} is code, and a file that names code is obeyed only where you name it too: "
-            f"look at it, and give --module {name} (in training --pulse-module {name})"
+            f"{name} is code, which runs only where you name it, not where a file does: look at "
+            f"it, and give --module {name} (in training --pulse-module {name})"
         )
     place, _, attribute = name.rpartition(":")
     try:

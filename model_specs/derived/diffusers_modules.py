@@ -45,8 +45,8 @@ def family_of(name: str) -> DerivedFamily:
             "inputs"
         )
     identity = defaults_of(class_name)
-    settings = {key: value for key, value in given.items() if not key.startswith("_")}
-    config = {key: settings.get(key, value) for key, value in identity.items()}
+    options, kept = split(class_name, given)
+    config = {**identity, **options}
     choices = {
         size: (int | None, None, f"samples are of {size} {{0.{size}}}")
         for size in known.defaults(config)
@@ -59,7 +59,17 @@ def family_of(name: str) -> DerivedFamily:
         kinds(**config),
         functools.partial(_build, class_name),
         functools.partial(_published, class_name),
-        {key: value for key, value in settings.items() if key not in config},
+        kept,
+    )
+
+
+def split(class_name: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of a ``config.json`` that the class has, and those that it passes over."""
+    known = defaults_of(class_name)
+    settings = {key: value for key, value in config.items() if not key.startswith("_")}
+    return (
+        {key: value for key, value in settings.items() if key in known},
+        {key: value for key, value in settings.items() if key not in known},
     )
 
 

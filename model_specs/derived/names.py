@@ -25,4 +25,4 @@ def allow(name: str) -> None:
 
 def family_of(name: str) -> DerivedFamily:
     """See ``diffusers_modules`` and ``own``."""
-    return (own if is_code(name) else diffusers_modules).family_of(name)
+    return own.family_of(name) if is_code(name) else diffusers_modules.family_of(name)

@@ -9,7 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.backbone_flags import add_option_flag, option_faults, options_of
+from megatron_pulse.cli.backbone_flags import (
+    add_code_flag,
+    add_option_flag,
+    option_faults,
+    options_of,
+)
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,
@@ -85,6 +90,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
     add("--raw", action="store_true", help="the weights as trained, not their moving average")
     add_option_flag(parser, "draw at another size or text length: sample_size=64")
+    add_code_flag(parser, "the checkpoint")
     add("--vae", type=Path, metavar="PATH", help="decode latents with this AutoencoderKL folder")
     add(
         "--score",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import (
+    add_code_flag,
     add_option_flag,
     backbone_faults,
     option_faults,
@@ -91,6 +92,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--to", type=Path, required=True, metavar="PATH", help="the folder or file to write; new")
     add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
     add("--raw", action="store_true", help="the weights as trained, not their moving average")
+    add_code_flag(parser, "the checkpoint")
     add(
         "--dtype",
         choices=["float32", "float16", "bfloat16"],

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.errors import add_parser, require, warn
 from megatron_pulse.cli.output import add_json, answer, columns
 
@@ -40,6 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add ``check``."""
     parser = add_parser(commands, "check", "say whether a plan can run", _DESCRIPTION, run)
     parser.add_argument("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
+    add_code_flag(parser, "the plan")
     add_json(parser, to_file=False)
 
 
