@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import torch
 from torch import nn
 
 from megatron_pulse.backbone.derived.exported import DerivationError, export
@@ -21,6 +25,7 @@ class Chains:
     ) -> None:
         self._module, self._name, self._inputs = module, name, inputs
         self._output, self._pieces = output, pieces
+        self._device = torch.get_default_device()
         self._found: dict[int, Chain] = {}
         self.size, self.constants = inputs.size, inputs.constants
         self.first = self[self.size]
@@ -31,15 +36,22 @@ class Chains:
         Raises DerivationError if the module cannot be exported there, or has other units.
         """
         if size not in self._found:
-            inputs = self._inputs
-            exported = export(self._module, inputs.make(size), inputs.constants, self._output)
-            chain = derive(exported, self._name, inputs.sample, self._pieces)
+            with ThreadPoolExecutor(1) as alone:
+                chain = alone.submit(self._derive, size).result()
             if self._found and [unit.signature for unit in chain.units] != [
                 unit.signature for unit in self.first.units
             ]:
                 raise DerivationError(
                     self._name,
-                    [f"microbatches of {size} take another way through it than of {inputs.size}"],
+                    [f"microbatches of {size} take another way through it than of {self.size}"],
                 )
             self._found[size] = chain
         return self._found[size]
+
+    def _derive(self, size: int) -> Chain:
+        """In a thread of its own: what is on where a size comes up (modes, hooks of recomputation,
+        no_grad, a default device) is not on there."""
+        inputs = self._inputs
+        with nullcontext() if self._device.type == "cpu" else self._device:
+            exported = export(self._module, inputs.make(size), inputs.constants, self._output)
+            return derive(exported, self._name, inputs.sample, self._pieces)

@@ -42,7 +42,7 @@ def hollow(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     So it can be exported beside buffers that have values.
     """
-    module.to(dtype)
+    nn.Module.to(module, dtype)  # diffusers' own warns of what from_pretrained would do
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
