@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_pulse.cli.main import main, make_parser
+from model_specs.derived import code
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -271,8 +272,12 @@ def test_the_front_pages_module_is_taken_by_commands(
         if words[0] == "tune":
             words += ["--seconds", "2"]
         assert main(words) == 0, line
-    assert "8 skips" in capsys.readouterr().out
+    (skips,) = re.findall(r"# .*, (\d+ skips)", page)
+    assert skips in capsys.readouterr().out
     assert main(["check", "plan.json"]) == 0
+    monkeypatch.setattr(code, "_allowed", set())
+    assert main(["check", "plan.json"]) == 2
+    assert main(["check", "plan.json", "--module", "mine.py:build"]) == 0
 
 
 def run_own_layers() -> dict[str, Any]:
