@@ -272,7 +272,7 @@ def test_the_front_pages_module_is_taken_by_commands(
         if words[0] == "tune":
             words += ["--seconds", "2"]
         assert main(words) == 0, line
-    (skips,) = re.findall(r"# .*, (\d+ skips)", page)
+    (skips,) = re.findall(r"# its .* (\d+ skips)", page)
     assert skips in capsys.readouterr().out
     assert main(["check", "plan.json"]) == 0
     monkeypatch.setattr(code, "_allowed", set())
