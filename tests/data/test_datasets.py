@@ -1,3 +1,4 @@
+import importlib.util
 import os
 
 import numpy as np
@@ -8,7 +9,7 @@ from PIL import Image
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import CorruptSample, DataError, split_indices
 from megatron_pulse.data.fields import Wanted
-from megatron_pulse.data.images.digits import open_digits
+from megatron_pulse.data.images.digits import load_digits, open_digits
 from megatron_pulse.data.images.folder import ImageFolder
 
 
@@ -25,6 +26,12 @@ def test_digits(source, size, count):
     assert train.images.min() == -1 and 0.9 < train.images.max() <= 1
     assert np.bincount(held_out.labels, minlength=10).min() > 5
     assert train.image_shape[1] == (size or (28 if source == "mnist" else 8))
+
+
+def test_digits_whose_package_is_missing_say_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="datasets/data/digits.csv.gz(?s:.*)pip install scikit"):
+        load_digits.__wrapped__("digits8")
 
 
 def test_mnist_at_32_is_padded():

@@ -54,7 +54,7 @@ def run_cases(cases: list[tuple[str, Case]]) -> list[Outcome]:
 
 def _all_cases(num_devices: int) -> list[tuple[str, Case]]:
     """Every chain under every placement, fewer and more microbatches than devices; one chain also
-    as many, and under GPipe."""
+    as many, under GPipe, and with a second step, which finds what the first has left."""
     cases: list[tuple[str, Case]] = []
     fewer, more = num_devices - 1, num_devices + 1
     for chain in CHAIN:
@@ -66,7 +66,7 @@ def _all_cases(num_devices: int) -> list[tuple[str, Case]]:
         first = chain == "nested"
         for placement, schedule in [*named, *[("fold", "gpipe"), ("sequential", "gpipe")] * first]:
             for m in (fewer, *(num_devices,) * first, more):
-                cases.append((chain, Case(placement, m, schedule, steps=2, dtype=dtype)))
+                cases.append((chain, Case(placement, m, schedule, steps=1 + first, dtype=dtype)))
     for split in (False, True):
         schedule = integer_programmed(num_devices, 4, split)
         cases.append(("nested", Case("fold", 4, schedule, steps=2)))
@@ -215,7 +215,7 @@ SOFT = {
 @pytest.mark.parametrize("num_devices", [2, 4])
 def test_skips_that_travel_under_a_fold_equal_one_process(num_devices: int) -> None:
     cases = [
-        (name, Case("fold", m, "wave", dtype="float32", steps=2, cuts=cuts[num_devices]))
+        (name, Case("fold", m, "wave", dtype="float32", steps=1, cuts=cuts[num_devices]))
         for name, cuts in SOFT.items()
         for m in (num_devices - 1, num_devices, num_devices + 1)
     ]

@@ -11,7 +11,7 @@ from tests.runtime.equality import Case, Outcome, differences, merge, references
 from tests.toys import nested, toy_backbone
 
 USERS = (1, 3, 4, 7, 8)
-STEPS = 3
+STEPS = 2
 
 
 def _backbone() -> Any:
