@@ -16,6 +16,7 @@ from tests.integration.runs import pipeline, run
 from tests.model_specs.chains import relative_error
 
 NUM_SAMPLES = 24
+SMALL_UNET = ("sample_size=8", "block_out_channels=16,32", "layers_per_block=1")
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,14 @@ FAMILIES = {
         "sd-tiny",
         "fold",
         sequence_parallel=False,
-        options=("block_out_channels=16,16,32,32", "layers_per_block=1"),
+        options=(*SMALL_UNET, "transformer_depth=1,0"),
         reference=("test_unet", "UNet2DConditionModel"),
     ),
     "sdxl": Family(
         "sdxl-tiny",
         "fold",
         sequence_parallel=False,
-        options=("layers_per_block=1", "num_heads=2,2,4"),
+        options=(*SMALL_UNET, "transformer_depth=0,1", "mid_transformer_depth=1", "num_heads=2,4"),
         reference=("test_unet", "UNet2DConditionModel"),
     ),
     "hunyuan": Family(
