@@ -147,7 +147,7 @@ def make_pipeline(
         seed=SEED,
         dtype=getattr(torch, case.dtype),
         group=group,
-        context=LayerContext(config),
+        context=None if config is None else LayerContext(config),
         recompute=case.recompute,
         timeout_s=timeout_s,
         fillers=fillers,
