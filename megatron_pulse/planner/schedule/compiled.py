@@ -11,15 +11,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 from numba import njit
 
 
 def compiled[F: Callable[..., Any]](function: F) -> F:
     """``function``, compiled at its first call; on disk from then on where that can be written."""
+    return cast(F, _compiled(function, no_cfunc_wrapper=True))
+
+
+def part[F: Callable[..., Any]](function: F) -> F:
+    """The same for what only compiled functions call: compiling its way out to Python would take
+    about as long as the function."""
+    return cast(F, _compiled(function, no_cfunc_wrapper=True, no_cpython_wrapper=True))
+
+
+def _compiled(function: Callable[..., Any], **options: bool) -> Any:
+    options |= {"cache": True}
     try:
-        return cast(F, njit(cache=True)(function))
+        return njit(error_model="numpy", **options)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return cast(F, njit(function))
+        return njit(error_model="numpy", **options | {"cache": False})(function)
+
+
+@part
+def zeros(count: int) -> Any:
+    """As many whole numbers, compiled once: each use of numpy's own would compile it again."""
+    values: Any = np.empty(count, np.int64)
+    for i in range(count):
+        values[i] = 0
+    return values
 
 
 @contextmanager

@@ -232,18 +232,24 @@ def _earliest(
     makespan that is, the least that an operation comes to that is not in time, and how many states
     were looked at."""
     num, count = head.shape
-    load, last = time.sum(), tail[:, count - 1].min()
-    now: Any = np.full(len(following), 1e300)
-    reached: Any = np.zeros(len(following))
-    then: Any = now.copy()
-    reaches: Any = reached.copy()
+    load, last = 0.0, tail[0, count - 1]
+    for k in range(num):
+        load += time[k]
+        last = min(last, tail[k, count - 1])
+    now: Any = np.empty(len(following))
+    then: Any = np.empty(len(following))
+    reached: Any = np.empty(len(following))
+    reaches: Any = np.empty(len(following))
+    for s in range(len(following)):
+        now[s] = 1e300
     late, looked, alive = 1e300, 0, True
-    now[0] = 0.0
+    now[0] = reached[0] = 0.0
     for done in range(num * count):
         if not alive:
             return 1e300, 0.0, late, looked
         alive = False
-        then[:] = 1e300
+        for s in range(len(following)):
+            then[s] = 1e300
         for s in range(first[done % num], first[done % num + 1]):
             begin = now[s]
             if begin == 1e300:

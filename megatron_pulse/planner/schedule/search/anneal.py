@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.compiled import compiled
+from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 HOT, COLD = 0.25, 0.01
@@ -147,14 +147,11 @@ def _swaps(
 ) -> tuple[bool, int]:
     """``number`` tries. Keeps the shortest ends in ``best``; whether anything could be tried, and
     their makespan."""
-    n = len(walk.order)
+    n, now, over = len(walk.order), walk.end[0], 0
     trial = walk.end.copy()
-    mark: Any = np.zeros(n + 1, np.int64)
-    fresh: Any = np.zeros(n, np.int64)
-    pairs: Any = np.zeros(n, np.int64)
-    now = np.max(walk.end)
-    over = 0
+    mark, fresh, pairs = zeros(n + 1), zeros(n), zeros(n)
     for i in range(n):
+        now = max(now, trial[i])
         over += _lacks(walk, i, walk.live[i])
     tries = 0
     while tries < number and length > goal:
@@ -189,14 +186,15 @@ def _swaps(
                 over += more
                 if now < length and not over:
                     length = now
-                    best[:] = walk.end
+                    for i in range(n):
+                        best[i] = trial[i]
                 break
             found -= 1
             pairs[at] = pairs[found]
     return True, length
 
 
-@compiled
+@part
 def _lacks(walk: _Walk, i: int, live: int) -> int:
     """1 where there is no memory for an operation that finds ``live`` in use."""
     grows = walk.delta[i]
@@ -205,7 +203,7 @@ def _lacks(walk: _Walk, i: int, live: int) -> int:
     return 0
 
 
-@compiled
+@part
 def _stray(walk: _Walk) -> int:
     """What runs after an operation for which there is no memory, so that it may go first; n where
     there is nothing that may."""
@@ -220,7 +218,7 @@ def _stray(walk: _Walk) -> int:
     return n
 
 
-@compiled
+@part
 def _critical(walk: _Walk, length: int, pairs: Any) -> int:
     """How many operations of a longest path, chosen by chance where there are several, may be
     swapped with the one before them; they are in ``pairs``."""
@@ -245,7 +243,7 @@ def _critical(walk: _Walk, length: int, pairs: Any) -> int:
     return found
 
 
-@compiled
+@part
 def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, stamp: int) -> int:
     """Run v before its neighbour u unless that is longer than ``limit``: the makespan, or -1.
 
@@ -335,7 +333,7 @@ def _swap(walk: _Walk, v: int, limit: float, trial: Any, mark: Any, fresh: Any, 
     return length
 
 
-@compiled
+@part
 def _rest(walk: _Walk, i: int, after: int) -> int:
     """Longest path from the end of i to the end of the step where ``after`` runs next."""
     time: int = walk.duration[after] + walk.rest[after]

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.compiled import compiled
+from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
 from megatron_pulse.planner.schedule.search.arrays import Arrays, arrays
+from megatron_pulse.planner.schedule.search.ascending import ascending
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 
@@ -29,34 +30,52 @@ def improve(shop: JobShop, start: Sequence[int], patience: int = 4) -> list[int]
 
 @compiled
 def _improve(shop: Arrays, mirror: Arrays, start: Any, patience: int) -> Any:
+    duration = shop.duration
     best = current = start
-    length, stale = np.max(start + shop.duration), 0
+    length, stale = _makespan(start, duration), 0
     while stale < patience:
-        horizon = np.max(current + shop.duration)
-        late = _compact(mirror, horizon - current - shop.duration)
-        horizon = np.max(late + shop.duration)
-        current = _compact(shop, horizon - late - shop.duration)
-        reached = np.max(current + shop.duration)
+        late = _compact(mirror, _backwards(current, duration))
+        current = _compact(shop, _backwards(late, duration))
+        reached = _makespan(current, duration)
         stale = 0 if reached < length else stale + 1
         if reached < length:
             best, length = current, reached
     return best
 
 
-@compiled
+@part
+def _makespan(start: Any, duration: Any) -> int:
+    last = 0
+    for i in range(len(start)):
+        last = max(last, start[i] + duration[i])
+    return last
+
+
+@part
+def _backwards(start: Any, duration: Any) -> Any:
+    """Start times with time running backwards from the last end."""
+    turned, horizon = start.copy(), _makespan(start, duration)
+    for i in range(len(start)):
+        turned[i] = horizon - start[i] - duration[i]
+    return turned
+
+
+@part
 def _compact(shop: Arrays, start: Any) -> Any:
     """Move every operation, earliest first, into the earliest idle gap that can take it."""
     duration, delta, device = shop.duration, shop.delta, shop.device
-    count, devices = len(start), len(shop.cap)
-    new = start.copy()
-    end = start + duration
-    by_time = np.argsort(start, kind="mergesort")
-    length: Any = np.zeros(devices, np.int64)
+    count, devices, most = len(start), len(shop.cap), 0
+    new, end = start.copy(), start.copy()
+    by_time = ascending(start, count)
+    length, cursor = zeros(devices), zeros(devices)
     for i in range(count):
+        end[i] += duration[i]
         length[device[i]] += 1
-    lines: Any = np.zeros((devices, np.max(length)), np.int64)
-    live: Any = np.zeros_like(lines)  # before each operation of a line
-    length[:] = 0
+        most = max(most, length[device[i]])
+    lines: Any = np.zeros((devices, most), np.int64)
+    live = lines.copy()  # before each operation of a line
+    for d in range(devices):
+        length[d] = 0
     for i in by_time:
         d = device[i]
         at = length[d]
@@ -64,7 +83,6 @@ def _compact(shop: Arrays, start: Any) -> Any:
             live[d, at] = live[d, at - 1] + delta[lines[d, at - 1]]
         lines[d, at] = i
         length[d] += 1
-    cursor: Any = np.zeros(devices, np.int64)
     for i in by_time:
         d = device[i]
         line, counts, cap = lines[d], live[d], shop.cap[d]

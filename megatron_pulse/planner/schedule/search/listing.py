@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.compiled import compiled
+from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 
@@ -60,25 +59,28 @@ def _listed(
     """The same, with what is equal for all microbatches by class; ``classes`` by device, -1 where
     there are no more; ``feeds``: the classes that wait for a class."""
     count, devices = len(release), len(cap)
-    whole: Any = np.zeros(devices, np.int64)  # memory of a microbatch
-    frees: Any = np.zeros(devices, np.int64)  # classes that give memory back
+    whole = zeros(devices)  # memory of a microbatch
+    frees = zeros(devices)  # classes that give memory back
     for k in range(len(home)):
         whole[home[k]] += max(0, delta[k])
         frees[home[k]] += delta[k] < 0
     to_allocate: Any = np.zeros((devices, count), np.int64)
     to_free, open_frees = to_allocate.copy(), to_allocate.copy()
     for d in range(devices):
-        to_allocate[d] = to_free[d] = whole[d]
-        open_frees[d] = frees[d]
-    live: Any = np.zeros(devices, np.int64)
-    oldest, free = live.copy(), live.copy()
-    step: Any = np.zeros(len(home), np.int64)
-    end: Any = np.full(len(date), -1, np.int64)
-    start = end.copy()
-    events = [(t, home[0]) for t in release]
-    heapq.heapify(events)
-    while len(events):
-        now, d = heapq.heappop(events)
+        for m in range(count):
+            to_allocate[d, m] = to_free[d, m] = whole[d]
+            open_frees[d, m] = frees[d]
+    live, oldest, free = zeros(devices), zeros(devices), zeros(devices)
+    step, start, end = zeros(len(home)), zeros(len(date)), zeros(len(date))
+    for i in range(len(date)):
+        start[i] = end[i] = -1
+    # A device that may go on at a time: time * devices + device, the least of all first.
+    events = zeros(1 + count + 3 * len(date))
+    for t in release:
+        _push(events, t * devices + home[0])
+    while events[0]:
+        event = _pop(events)
+        now, d = event // devices, event % devices
         if free[d] > now:
             continue
         best = -1
@@ -107,10 +109,10 @@ def _listed(
         step[best] += 1
         start[i] = now
         end[i] = free[d] = now + duration[best]
-        heapq.heappush(events, (end[i], d))
+        _push(events, end[i] * devices + d)
         for k in feeds[best]:
             if k >= 0:
-                heapq.heappush(events, (end[i] + source[k, 1], home[k]))
+                _push(events, (end[i] + source[k, 1]) * devices + home[k])
         live[d] += change
         to_allocate[d, m] -= max(0, change)
         to_free[d, m] += min(0, change)
@@ -120,7 +122,35 @@ def _listed(
     return start
 
 
-@compiled
+@part
+def _push(heap: Any, value: int) -> None:
+    """Put a number into a heap of ``heap[0]`` numbers, the least of them first."""
+    heap[0] += 1
+    at = heap[0]
+    while at > 1 and heap[at // 2] > value:
+        heap[at] = heap[at // 2]
+        at //= 2
+    heap[at] = value
+
+
+@part
+def _pop(heap: Any) -> int:
+    """Take the least out of a heap."""
+    least: int = heap[1]
+    size, value, at = heap[0] - 1, heap[heap[0]], 1
+    while 2 * at <= size:
+        child = 2 * at
+        if child < size and heap[child + 1] < heap[child]:
+            child += 1
+        if heap[child] >= value:
+            break
+        heap[at] = heap[child]
+        at = child
+    heap[0], heap[at] = size, value
+    return least
+
+
+@part
 def _is_safe(
     to_allocate: Any, to_free: Any, spare: int, oldest: int, admitted: int, takes: int, whole: int
 ) -> bool:

@@ -16,7 +16,7 @@ from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 class Chain(NamedTuple):
     """``microbatches`` M on P devices, ``columns`` of them under way at once or next to come; times
-    in ticks, memory in units, both as the shop.
+    in ticks, memory in units, both as the shop. ``is_split``: there are weight gradients.
 
     ``device``, ``time``, ``lag`` (from the position before), ``weight`` (the weight gradient that
     hangs on it, or 0), ``takes`` and ``gives`` (memory) are by position; ``tail[q, m]``: least time
@@ -30,6 +30,7 @@ class Chain(NamedTuple):
 
     microbatches: int
     columns: int
+    is_split: bool
     device: Any
     time: Any
     lag: Any
@@ -93,6 +94,7 @@ def chain_of(shop: JobShop, mirrored: bool = False) -> Chain:
     return Chain(
         count,
         min(count, most_open(shop) + 1),
+        any(weight),
         np.array(device, np.int64),
         np.array(time, np.int64),
         np.array(lag, np.int64),

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.compiled import compiled
+from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
+from megatron_pulse.planner.schedule.search.ascending import ascending
 from megatron_pulse.planner.schedule.search.sweep.chain import Chain
 
 BLOCK = 20_000
@@ -114,7 +115,7 @@ def levels(
     return level, size, left_out, looked
 
 
-@compiled
+@part
 def _expand(
     chain: Chain, now: Layer, size: int, children: Children, below: float, favour: float
 ) -> tuple[int, int]:
@@ -128,16 +129,14 @@ def _expand(
     base, at, ready, waiting = now.base, now.at, now.ready, now.waiting
     free, left, extra, held, life = now.free, now.left, now.extra, now.held, now.life
     length, columns, stages, devices = len(time_of), at.shape[1], waiting.shape[1], len(after)
-    what: Any = np.zeros(columns + stages, np.int64)
-    begin: Any = np.zeros(columns + stages, np.int64)
-    time: Any = np.zeros(columns + stages, np.int64)
-    device: Any = np.zeros(columns + stages, np.int64)
-    soonest: Any = np.zeros(devices, np.int64)  # end of what takes no memory
-    split = chain.extra.any()
+    what, begin = zeros(columns + stages), zeros(columns + stages)
+    time, device = zeros(columns + stages), zeros(columns + stages)
+    soonest = zeros(devices)  # end of what takes no memory
     looked = found = 0
     for z in range(size):
         count = 0
-        soonest[:] = _FREE
+        for d in range(devices):
+            soonest[d] = _FREE
         for w in range(min(columns, chain.microbatches - base[z])):
             q = at[z, w]
             d = device_of[q]
@@ -190,7 +189,7 @@ def _expand(
                 full = begin[e] + lives - holds * begin[e]
                 if path:
                     comes = max(comes, float(start + path + after[d]))
-                    if not split:
+                    if not chain.is_split:
                         full += after[d]
                 comes = max(comes, full)
                 total += comes
@@ -203,7 +202,7 @@ def _expand(
     return found, looked
 
 
-@compiled
+@part
 def _is_safe(
     at: Any, z: int, w: int, needs: Any, holds: Any, d: int, takes: int, cap: int, live: int
 ) -> bool:
@@ -225,7 +224,7 @@ def _is_safe(
     return True
 
 
-@compiled
+@part
 def _keep(
     chain: Chain,
     now: Layer,
@@ -246,12 +245,12 @@ def _keep(
     held, life, old = then.held, then.life, now
     length, columns, stages = len(time), at.shape[1], waiting.shape[1]
     devices, width, count = len(chain.cap), len(base), chain.microbatches
-    following: Any = np.full(width, -1, np.int64)
-    hashes: Any = np.zeros(width, np.int64)
+    following, hashes = zeros(width), zeros(width)
     mask = len(table) - 1
-    table[:] = -1
-    y = 0
-    for child in np.argsort(children.rank[:found], kind="mergesort"):
+    for i in range(len(table)):
+        table[i] = -1
+    y = np.int64(0)  # a literal 0 would be compiled for apart
+    for child in ascending(children.rank, found):
         if y == width:
             return y, True
         z, what, begin = children.state[child], children.what[child], children.begin[child]
@@ -326,13 +325,13 @@ def _keep(
     return y, False
 
 
-@compiled
+@part
 def _copy(source: Any, target: Any, z: int, y: int) -> None:
     for i in range(target.shape[1]):
         target[y, i] = source[z, i]
 
 
-@compiled
+@part
 def _equal(values: Any, a: int, b: int) -> bool:
     for i in range(values.shape[1]):
         if values[a, i] != values[b, i]:
@@ -340,7 +339,7 @@ def _equal(values: Any, a: int, b: int) -> bool:
     return True
 
 
-@compiled
+@part
 def _none_later(times: Any, a: int, b: int) -> bool:
     for i in range(times.shape[1]):
         if times[a, i] > times[b, i]:
