@@ -55,7 +55,7 @@ pulse_train() {
     local name=$1 run_dir=$2 num_iters=$3 log=$2/train.log start=$SECONDS said
     echo "Training on $num_ranks $where, folded P=$num_ranks (log: $log) ..."
     OMP_NUM_THREADS=1 WANDB_MODE=disabled PYTHONWARNINGS=ignore \
-        .venv/bin/pulse run --standalone --nproc-per-node "$num_ranks" \
+        .venv/bin/pulse run --nproc-per-node "$num_ranks" \
         launch/pretrain_diffusion.py "${@:4}" --pipeline-model-parallel-size "$num_ranks" \
         --train-iters "$num_iters" --pulse-no-progress --log-interval 25 \
         --save "$run_dir/checkpoints" \

@@ -1,4 +1,4 @@
-"""What a process gets from the one that started it: its end, its streams, its folder.
+"""What a process gets from where it was started: its end, its streams, its folder, its port.
 
 Processes end with the one that started them, however that ends (Linux; nothing elsewhere):
 ``python processes.py PID PROGRAM ARGUMENT...`` becomes PROGRAM, which is killed when PID ends.
@@ -42,6 +42,11 @@ def parent_has_ended(pid: int) -> bool:
 def ending_with_us(command: Sequence[str]) -> list[str]:
     """``command`` in a process that is killed when this one ends, by SIGKILL too."""
     return [sys.executable, "-P", "-S", str(Path(__file__)), str(os.getpid()), *command]
+
+
+def port_is_taken(error: BaseException) -> bool:
+    """Whether another program has the port that a store was to listen at."""
+    return "EADDRINUSE" in str(error)
 
 
 def open_closed_streams() -> None:

@@ -119,6 +119,8 @@ def test_faults_of_batches_are_listed() -> None:
         pipeline.evaluate([])
     with pytest.raises(RuntimeError, match=r"(?s)0: must map names.*1: noisy must be a tensor"):
         pipeline.step([torch.ones(3, 2), {"noisy": 3}])  # type: ignore[list-item,dict-item]
+    with pytest.raises(RuntimeError, match="noisy is of torch.float64, .* takes torch.float32"):
+        pipeline.step([{"noisy": torch.ones(3, 2).double()}])
     with pytest.raises(RuntimeError, match="must be a list of mappings, is dict"):
         pipeline.step({"noisy": torch.ones(3, 2)})  # type: ignore[arg-type]
     for size in (0, "4"):
@@ -174,6 +176,7 @@ def _measured() -> list[float]:
     """Losses of a step whose layers were measured on process 0."""
     dist.init_process_group("gloo")
     _require_shared_refused()
+    _require_others_told()
     chain = pulse.chain([lambda: torch.nn.Linear(8, 8)] * 4, pulse.TensorSpec((8,)))
     found = [None]
     if dist.get_rank() == 0:
@@ -191,6 +194,21 @@ def _require_shared_refused() -> None:
     chain = pulse.chain([lambda: kept] * 2, pulse.TensorSpec((2,)))
     plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 2), pulse.sequential(2))
     with pytest.raises(ValueError, match=r"layers.1: its parameter weight is also layers.0's"):
+        pulse.Pipeline(plan, lambda y, batch: y.sum(), 1)
+
+
+def _require_others_told() -> None:
+    """Where layers of one process cannot be built, the other says which and why."""
+
+    def make() -> torch.nn.Module:
+        if dist.get_rank() == 0:
+            raise OSError("no weights here")
+        return Linear()
+
+    chain = pulse.chain([make] * 2, pulse.TensorSpec((2,)))
+    plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 2), pulse.sequential(2))
+    told = "no weights" if dist.get_rank() == 0 else "(?s)building layers.*process 0: OSError: no w"
+    with pytest.raises((OSError, RuntimeError), match=told):
         pulse.Pipeline(plan, lambda y, batch: y.sum(), 1)
 
 

@@ -12,12 +12,15 @@ from types import FrameType
 
 from megatron_pulse.cli.errors import add_parser
 from megatron_pulse.faults import UserError
+from megatron_pulse.processes import port_is_taken
 
 _DESCRIPTION = """\
 Starts ranks as torchrun does, with torchrun's flags, and ends better: what a rank said stays the
 last word (torchrun adds some 35 lines of its own), and ranks that were told to stop have the time
 to save (torchrun kills them after 30 s, and is gone before them at the third signal).
 The status is 0, 1 where a rank failed, or 128 and the number of the signal.
+On one node its ranks meet at a port of their own, so that several runs may share a machine, unless
+--master-port or another way to meet is given.
 
 examples:
   pulse run --nproc-per-node 4 launch/pretrain_diffusion.py --pulse-backbone uvit-s ...
@@ -53,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
 
     logging.disable(logging.ERROR)  # of the launcher: ranks speak for themselves
     processes._terminate_process_handler = _Orders()
-    line = torchrun.parse_args(args.command_line)
+    line = _with_port(args.command_line)
     is_file = not (line.no_python or line.module or line.run_path)
     if is_file and not Path(line.training_script).is_file():
         raise UserError(f"{line.training_script}: there is no such script")
@@ -70,7 +73,29 @@ def run(args: argparse.Namespace) -> None:
         sys.exit(128 + told.sigval)
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         reason = str(error) or "their number must be 1 or more"
+        if port_is_taken(error):
+            reason = (
+                f"another program has port {line.master_port}: give --master-port another, or on "
+                "one node leave it out"
+            )
         raise UserError(f"the ranks cannot be started: {reason}") from error
+
+
+def _with_port(words: list[str]) -> argparse.Namespace:
+    """torchrun's command line; ranks of one node that are not told where to meet do so at a free
+    port of this machine."""
+    from torch.distributed import run as torchrun
+
+    parser = torchrun.get_args_parser()
+    fixed = parser.get_default("master_port")
+    parser.set_defaults(master_port=None)
+    line: argparse.Namespace = parser.parse_args(words)
+    meets = line.rdzv_backend != "static" or line.rdzv_endpoint or line.master_port
+    if line.nnodes in ("1", "1:1") and not meets:
+        line.standalone = True
+        line.local_addr = line.local_addr or "127.0.0.1"  # a machine's name may lead nowhere
+    line.master_port = line.master_port or fixed
+    return line
 
 
 class _Orders:

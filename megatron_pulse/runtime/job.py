@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_pulse.processes import port_is_taken
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 
 _HERE, _LEFT, _PORT, _SAID = (f"megatron_pulse/{key}" for key in ("here", "left", "port", "said"))
@@ -30,6 +31,7 @@ class Job:
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._meeting: dist.Store | None = None
         self._store: dist.Store | None = None
+        self._unmet = ""
 
     @property
     def has_launcher(self) -> bool:
@@ -49,7 +51,9 @@ class Job:
             else:
                 try:
                     self._meeting = _meet(self.rank, self.world_size, limit_s)
-                except STORE_ERRORS:
+                except STORE_ERRORS as error:
+                    if port_is_taken(error):
+                        self._unmet = ": another program has that port, give MASTER_PORT another"
                     return None
         return FailureBoard(self._meeting, self.rank)
 
@@ -62,7 +66,7 @@ class Job:
         if board is None or self._meeting is None:
             raise PulseError(
                 f"rank {self.rank} does not reach the others at {os.environ.get('MASTER_ADDR')}:"
-                f"{os.environ.get('MASTER_PORT')} within {limit_s:g} s"
+                f"{os.environ.get('MASTER_PORT')} within {limit_s:g} s{self._unmet}"
             )
         deadline = time.monotonic() + limit_s
         num_here = self._meeting.add(_HERE, 1)

@@ -30,8 +30,9 @@ class Pipeline:
     Process i of ``group`` (default: all processes of the job, or this one where it is alone) is
     pipeline device i. ``loss(prediction, batch)`` is called where the chain ends. A layer's initial
     weights depend on ``seed`` and its name alone. ``context`` is what layers are built with, which
-    those of ``model_specs`` need, ``fillers`` what the plan's fillers run.
-    Raises PulseError if the plan is for another number of processes.
+    those of ``model_specs`` need, ``fillers`` what the plan's fillers run. All processes call it.
+    Raises PulseError if the plan is for another number of processes, and where layers of other
+    processes could not be built.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Pipeline:
         self._context = context
         self._settings = RunSettings(micro_batch_size, dtype, torch.device(device), loss)
         self._board = default_board() if group is not None else None
+        fault = None
         try:
             self.stages = {
                 s: Stage(plan.backbone, plan.routes, s, seed, context, recompute).to(device, dtype)
@@ -74,9 +76,8 @@ class Pipeline:
             }
             _require_sound(plan, self.stages, context)
         except Exception as error:
-            if self._board is not None:
-                self._board.report(f"building its layers: {type(error).__name__}: {error}")
-            raise
+            fault = error
+        self._require_built(fault)
         self.links: Links | None = None
         if self._group is not None and self._board is not None:
             self.links = Links(
@@ -147,7 +148,7 @@ class Pipeline:
         for the loss and for layers that use fields of the batch. Gradients of the mean loss are
         added to those of the parameters. Returns the microbatches' losses where the chain ends,
         elsewhere nothing. Raises PulseError if the processes have different plans, and with
-        everything that is missing in the batches or of another shape.
+        everything that is missing in the batches or of another shape, or dtype in ``noisy``.
         """
         self._require_fit(batches)
         executor = self.executor(len(batches))
@@ -192,19 +193,33 @@ class Pipeline:
         if faults or not batches:
             raise PulseError(told("batches", faults or ["a step needs at least one"]))
 
+    def _require_built(self, fault: Exception | None) -> None:
+        """Raise ``fault``, or say whose layers could not be built."""
+        said = None if fault is None else f"{type(fault).__name__}: {fault}"
+        everybody = self._gathered(said, "building layers") if self._group is not None else []
+        if fault is not None:
+            raise fault
+        if faults := [f"process {i}: {why}" for i, why in enumerate(everybody) if why is not None]:
+            raise PulseError(told("building layers", faults))
+
+    def _gathered(self, own: object, doing: str) -> list[Any]:
+        """What each process gives for ``own``."""
+        assert self._group is not None and self._board is not None
+        found: list[Any] = [None] * self._group.size()
+        try:
+            dist.all_gather_object(found, own, self._group)
+        except RuntimeError as error:
+            first = self._board.first_failure(wait_s=0.5)
+            raise PulseError(
+                f"{doing}, another process closed the connection (it died or failed)\n"
+                f"first failure in this job: {first or error}"
+            ) from error
+        return found
+
     def _require_one_plan(self, num_microbatches: int) -> None:
         if self._group is None:
             return
-        digests: list[Any] = [None] * self._group.size()
-        own = self.plan.digest(num_microbatches)
-        try:
-            dist.all_gather_object(digests, own, self._group)
-        except RuntimeError as error:
-            first = self._board.first_failure(wait_s=0.5) if self._board is not None else None
-            raise PulseError(
-                "comparing plans, another process closed the connection (it died or failed)\n"
-                f"first failure in this job: {first or error}"
-            ) from error
+        digests = self._gathered(self.plan.digest(num_microbatches), "comparing plans")
         if other := [i for i, digest in enumerate(digests) if digest != digests[0]]:
             raise PulseError(
                 f"processes {', '.join(map(str, other))} have another plan than process 0 for "
@@ -227,6 +242,8 @@ def _misfits(
             yield f"{name} must be a tensor, is {type(value).__name__}"
         elif tuple(value.shape) != shape:
             yield f"{name} is {tuple(value.shape)}, not {shape}"
+        elif name == "noisy" and value.dtype != settings.dtype_of(spec):
+            yield f"{name} is of {value.dtype}, the first layer takes {settings.dtype_of(spec)}"
 
 
 def _require_sound(plan: Plan, stages: Mapping[int, Stage], context: LayerContext | None) -> None:

@@ -187,13 +187,33 @@ def test_a_working_folder_that_is_gone(here: Path) -> None:
     assert ended.stderr == f"pulse: error: {NO_FOLDER}\n"
 
 
-def test_ranks_that_cannot_be_started() -> None:
+def test_ranks_that_cannot_be_started(tmp_path: Path) -> None:
+    """Ranks of a run without a port start beside one that has torchrun's."""
+    script = tmp_path / "mine.py"
+    script.write_text("import os\nassert os.environ['MASTER_PORT'] != '29500'\n")
     said = "pulse run: error: "
-    calls = [["run", "--nproc-per-node", *rest] for rest in (["1", "mine.py"], ["0", __file__])]
-    code = f"from megatron_pulse.cli.main import main; assert [*map(main, {calls})] == [2, 2]"
+    ranks = ["run", "--nproc-per-node"]
+    calls = [
+        [*ranks, "1", "no.py"],
+        [*ranks, "0", str(script)],
+        [*ranks, "1", str(script)],
+        [*ranks, "1", "--master-port", "29500", str(script)],
+    ]
+    code = f"""
+import socket
+from contextlib import suppress
+from megatron_pulse.cli.main import main
+taken = socket.socket()
+with suppress(OSError):  # else another run has it
+    taken.bind(("", 29500))
+    taken.listen()
+assert [*map(main, {calls})] == [2, 2, 0, 2]
+"""
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == (
-        f"{said}mine.py: there is no such script\n"
+        f"{said}no.py: there is no such script\n"
         f"{said}the ranks cannot be started: their number must be 1 or more\n"
+        f"{said}the ranks cannot be started: another program has port 29500: give --master-port "
+        "another, or on one node leave it out\n"
     )

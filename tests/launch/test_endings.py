@@ -14,7 +14,6 @@ import pytest
 
 from tests.integration.runs import BASE, TINY, pipeline
 from tests.launch.sessions import BIN, Session, session
-from tests.ranks import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +24,8 @@ TRAINING = [
 
 
 def train(launcher: str, save: Path, *flags: str, ranks: int = 2) -> list[str | Path]:
-    first = [BIN / "pulse", "run"] if launcher == "pulse run" else [BIN / launcher]
-    port = str(free_port())  # others run beside this
-    own = ["--nproc-per-node", str(ranks), "--master-port", port]
+    first = [BIN / "pulse", "run"] if launcher == "pulse run" else [BIN / launcher, "--standalone"]
+    own = ["--nproc-per-node", str(ranks)]
     return [*first, *own, *TRAINING, *pipeline(ranks), "--save", str(save), *flags]
 
 

@@ -1,14 +1,17 @@
-"""Who compiles first lets the others wait, but not for ever."""
+"""Who compiles first lets the others wait, but not for ever; and a sort of our own."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_pulse.planner.schedule import compiled
 from megatron_pulse.planner.schedule.compiled import compiling
+from megatron_pulse.planner.schedule.search.ascending import RUN, ascending
 
 
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +29,16 @@ def test_without_a_folder_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compiled.tempfile, "gettempdir", lambda: str(tmp_path / "none"))
     with compiling():
         assert not list(tmp_path.iterdir())
+
+
+@compiled.compiled
+def _order(keys: Any) -> Any:
+    return ascending(keys, len(keys))
+
+
+def test_equal_keys_stay_in_their_order() -> None:
+    """Of lengths around the runs that are sorted first and their doubles."""
+    random = np.random.default_rng(0)
+    for count in (0, 1, 2, RUN - 1, RUN, RUN + 1, 2 * RUN + 1, 5 * RUN + 3, 1000):
+        for keys in (random.integers(0, 1 + count // 3, count), random.random(count)):
+            assert _order(keys).tolist() == np.argsort(keys, kind="stable").tolist()
