@@ -210,6 +210,22 @@ def _require_others_told() -> None:
     told = "no weights" if dist.get_rank() == 0 else "(?s)building layers.*process 0: OSError: no w"
     with pytest.raises((OSError, RuntimeError), match=told):
         pulse.Pipeline(plan, lambda y, batch: y.sum(), 1)
+    _require_tried_before_the_search()
+
+
+def _require_tried_before_the_search() -> None:
+    """A layer that fails says so on all processes before a schedule is looked for."""
+
+    class Failing(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise OSError(f"mine, {len(x)} samples")
+
+    chain = pulse.chain([Failing, *[Linear] * 3], pulse.TensorSpec((2,)))
+    plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 4), pulse.fold(2))
+    pipeline = pulse.Pipeline(plan, lambda y, batch: y.sum(), 5)
+    told = "^mine" if dist.get_rank() == 0 else "(?s)trying layers.*process 0: OSError: mine, 5"
+    with pytest.raises((OSError, RuntimeError), match=told):
+        pipeline.step([{"noisy": torch.ones(5, 2)}] * 10_000)
 
 
 def test_a_chain_is_measured() -> None:

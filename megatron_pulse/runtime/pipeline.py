@@ -13,6 +13,7 @@ from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.faults import told
+from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor, Recorder, Workload
@@ -21,7 +22,7 @@ from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.modules import built_elsewhere, unsound
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.settings import Batch, LossFunction, RunSettings
-from megatron_pulse.runtime.stage import Stage
+from megatron_pulse.runtime.stage import Stage, summed
 
 
 class Pipeline:
@@ -77,7 +78,7 @@ class Pipeline:
             _require_sound(plan, self.stages, context)
         except Exception as error:
             fault = error
-        self._require_built(fault)
+        self._require_none(fault, "building layers")
         self.links: Links | None = None
         if self._group is not None and self._board is not None:
             self.links = Links(
@@ -93,6 +94,7 @@ class Pipeline:
             )
         self._fillers = tuple(fillers)
         self._executors: dict[tuple[int, bool], Executor] = {}
+        self._tried = False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of this process's layers, by their layers' names."""
@@ -164,6 +166,8 @@ class Pipeline:
         """What runs a step of that many microbatches; all processes call it."""
         key = num_microbatches, forward_only
         if key not in self._executors:
+            if self.plan.is_synthesized and not self._tried:
+                self._try_layers()
             step = self.plan.step(num_microbatches, forward_only=forward_only)
             self._require_one_plan(num_microbatches)
             self._executors[key] = Executor(
@@ -193,14 +197,24 @@ class Pipeline:
         if faults or not batches:
             raise PulseError(told("batches", faults or ["a step needs at least one"]))
 
-    def _require_built(self, fault: Exception | None) -> None:
-        """Raise ``fault``, or say whose layers could not be built."""
+    def _try_layers(self) -> None:
+        """Run every layer once: what fails does so before time is spent on a schedule."""
+        fault, self._tried = None, True
+        try:
+            for stage in self.stages.values():
+                _run_on_zeros(self.plan, stage, self._settings)
+        except Exception as error:
+            fault = error
+        self._require_none(fault, "trying layers on zeros")
+
+    def _require_none(self, fault: Exception | None, doing: str) -> None:
+        """Raise ``fault``, or say where another process has one and which."""
         said = None if fault is None else f"{type(fault).__name__}: {fault}"
-        everybody = self._gathered(said, "building layers") if self._group is not None else []
+        everybody = self._gathered(said, doing) if self._group is not None else []
         if fault is not None:
             raise fault
         if faults := [f"process {i}: {why}" for i, why in enumerate(everybody) if why is not None]:
-            raise PulseError(told("building layers", faults))
+            raise PulseError(told(doing, faults))
 
     def _gathered(self, own: object, doing: str) -> list[Any]:
         """What each process gives for ``own``."""
@@ -225,6 +239,25 @@ class Pipeline:
                 f"processes {', '.join(map(str, other))} have another plan than process 0 for "
                 f"{num_microbatches} microbatches: measure and plan on one, and send the plan"
             )
+
+
+def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings) -> None:
+    """A forward of a stage on tensors like those of a step; its buffers stay as they are."""
+    routes, index = plan.routes, stage.stage
+
+    def zeros(spec: TensorSpec) -> Tensor:
+        return settings.make_empty(spec).zero_()
+
+    fields = batch_fields_of(plan.backbone, routes, index)
+    taken = {name: zeros(plan.backbone.batch_fields[name]) for name in fields}
+    taken |= {edge.name: summed(zeros(edge.spec)) for edge in routes.conditioning_into(index)}
+    names = {to.name for to in routes.given_to(index) if to.payload is Payload.SKIP}
+    skips = {skip.name: zeros(skip.spec) for skip in routes.skips if skip.name in names}
+    kept = [(buffer, buffer.clone()) for buffer in stage.buffers()]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        stage(tuple(map(zeros, routes.boundaries[index])), skips, taken)
+        for buffer, value in kept:
+            buffer.copy_(value)
 
 
 def _misfits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -299,9 +300,27 @@ def _schedule(plan: Plan, num_microbatches: int) -> Schedule:
         )
     if not plan.is_synthesized:
         return make_schedule(name, placement, num_microbatches)
-    # Without a limit of time: whoever makes it comes to the same.
-    found = synthesize(plan.problem_of(num_microbatches), seconds=math.inf)
-    return replace(found.schedule, name=pick(name, placement))
+    return replace(_searched(plan.problem_of(num_microbatches)), name=pick(name, placement))
+
+
+def _searched(problem: ScheduleProblem) -> Schedule:
+    """The schedule of a search without a limit of time: whoever makes it comes to the same.
+
+    After two seconds the first process says on a terminal what it is at.
+    """
+    from tqdm import tqdm
+
+    silent = True if os.environ.get("RANK", "0") != "0" else None
+    what = (
+        f"looking for a schedule of {problem.num_microbatches} microbatches: {{elapsed}}{{postfix}}"
+    )
+    with tqdm(bar_format=what, delay=2, leave=False, disable=silent) as bar:
+
+        def progress(best: Schedule, bound: float) -> bool:
+            bar.update()
+            return False
+
+        return synthesize(problem, seconds=math.inf, beside=progress).schedule
 
 
 def _read_schedule(path: Path, placement: Placement) -> Schedule:
