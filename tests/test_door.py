@@ -97,6 +97,16 @@ def test_faults_of_what_plans_are_made_of_are_said() -> None:
             pulse.measure(chain, sizes)  # type: ignore[arg-type]
 
 
+def test_a_search_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked now and then, which is when a bar is drawn once it takes long."""
+    looks = []
+    monkeypatch.setattr("tqdm.tqdm.update", lambda bar: looks.append(bar.bar_format))
+    chain = pulse.chain([Linear] * 8, pulse.TensorSpec((2,)), [(0, 7), (3, 4)])
+    costs = pulse.weighted_costs(chain, [1, 2, 3, 4, 5, 4, 3, 3])
+    pulse.make_plan(chain, costs, pulse.fold(2)).step(5)
+    assert set(looks) == {"looking for a schedule of 5 microbatches: {elapsed}"}
+
+
 def _one_device(
     make: Callable[[], torch.nn.Module],
     loss: Callable[..., Any] = lambda y, batch: y.sum(),

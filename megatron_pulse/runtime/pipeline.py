@@ -69,7 +69,7 @@ class Pipeline:
         self._context = context
         self._settings = RunSettings(micro_batch_size, dtype, torch.device(device), loss)
         self._board = default_board() if group is not None else None
-        fault = None
+        fault: Exception | None = None
         try:
             self.stages = {
                 s: Stage(plan.backbone, plan.routes, s, seed, context, recompute).to(device, dtype)
@@ -199,7 +199,8 @@ class Pipeline:
 
     def _try_layers(self) -> None:
         """Run every layer once: what fails does so before time is spent on a schedule."""
-        fault, self._tried = None, True
+        fault: Exception | None = None
+        self._tried = True
         try:
             for stage in self.stages.values():
                 _run_on_zeros(self.plan, stage, self._settings)

@@ -311,9 +311,7 @@ def _searched(problem: ScheduleProblem) -> Schedule:
     from tqdm import tqdm
 
     silent = True if os.environ.get("RANK", "0") != "0" else None
-    what = (
-        f"looking for a schedule of {problem.num_microbatches} microbatches: {{elapsed}}{{postfix}}"
-    )
+    what = f"looking for a schedule of {problem.num_microbatches} microbatches: {{elapsed}}"
     with tqdm(bar_format=what, delay=2, leave=False, disable=silent) as bar:
 
         def progress(best: Schedule, bound: float) -> bool:

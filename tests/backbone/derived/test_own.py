@@ -152,5 +152,5 @@ def test_a_derived_chain_is_a_backbone() -> None:
         pipeline.load_state_dict({**pipeline.state_dict(), "leave.more": torch.ones(1)})
     with pytest.raises(ValueError, match="exported in torch.float32"):
         pulse.Pipeline(plan, lambda y, batch: y.sum(), 2, dtype=torch.float64).evaluate(
-            [{"noisy": torch.ones(2, 3, 4, 4), "timesteps": torch.ones(2)}]
+            [{"noisy": torch.ones(2, 3, 4, 4).double(), "timesteps": torch.ones(2)}]
         )
