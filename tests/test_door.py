@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.check import BackboneError
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.profile.measuring.clock import Patience
 from tests.ranks import RanksFailed, run_ranks
 
@@ -98,13 +99,18 @@ def test_faults_of_what_plans_are_made_of_are_said() -> None:
 
 
 def test_a_search_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked now and then, which is when a bar is drawn once it takes long."""
-    looks = []
-    monkeypatch.setattr("tqdm.tqdm.update", lambda bar: looks.append(bar.bar_format))
-    chain = pulse.chain([Linear] * 8, pulse.TensorSpec((2,)), [(0, 7), (3, 4)])
-    costs = pulse.weighted_costs(chain, [1, 2, 3, 4, 5, 4, 3, 3])
-    pulse.make_plan(chain, costs, pulse.fold(2)).step(5)
-    assert set(looks) == {"looking for a schedule of 5 microbatches: {elapsed}"}
+    """A bar, which is drawn once that takes long, goes on whenever the search asks."""
+    updates = []
+
+    def asking(problem: Any, seconds: float, beside: Callable[..., bool]) -> Any:
+        assert not any(beside(None, 0.0) for _ in range(3))
+        return synthesize(problem, seconds, effort=0)
+
+    monkeypatch.setattr("tqdm.tqdm.update", updates.append)
+    monkeypatch.setattr("megatron_pulse.planner.step.plan.synthesize", asking)
+    chain = pulse.chain([Linear] * 4, pulse.TensorSpec((2,)), [(0, 3)])
+    pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 4), pulse.fold(2)).step(5)
+    assert len(updates) == 3
 
 
 def _one_device(

@@ -249,7 +249,7 @@ def _keep(
     mask = len(table) - 1
     for i in range(len(table)):
         table[i] = -1
-    y = np.int64(0)  # a literal 0 would be compiled for apart
+    y: Any = np.int64(0)  # a literal 0 would be compiled for apart
     for child in ascending(children.rank, found):
         if y == width:
             return y, True
