@@ -100,13 +100,13 @@ def test_faults_of_what_plans_are_made_of_are_said() -> None:
 
 def test_a_search_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bar, which is drawn once that takes long, goes on whenever the search asks."""
-    updates = []
+    updates: list[object] = []
 
     def asking(problem: Any, seconds: float, beside: Callable[..., bool]) -> Any:
         assert not any(beside(None, 0.0) for _ in range(3))
         return synthesize(problem, seconds, effort=0)
 
-    monkeypatch.setattr("tqdm.tqdm.update", updates.append)
+    monkeypatch.setattr("tqdm.tqdm.update", lambda bar: updates.append(bar))
     monkeypatch.setattr("megatron_pulse.planner.step.plan.synthesize", asking)
     chain = pulse.chain([Linear] * 4, pulse.TensorSpec((2,)), [(0, 3)])
     pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 4), pulse.fold(2)).step(5)
