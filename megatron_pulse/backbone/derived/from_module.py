@@ -53,8 +53,16 @@ def from_module(
     Raises DerivationError with every reason, the operation and the line of the model.
     """
     name = type(module).__name__
+    faults = []
     if granularity not in ("blocks", "pieces"):
-        raise DerivationError(name, [f"granularity is {granularity!r}, not 'blocks' or 'pieces'"])
+        faults.append(f"granularity is {granularity!r}, not 'blocks' or 'pieces'")
+    dtypes = dict.fromkeys(str(p.dtype)[6:] for p in module.parameters() if p.is_floating_point())
+    if len(dtypes) > 1:
+        faults.append(
+            f"its parameters are {' and '.join(dtypes)}, and a run has one dtype: call its .to(...)"
+        )
+    if faults:
+        raise DerivationError(name, faults)
     read = read_inputs(name, inputs, sample, timestep, constants)
     chains = Chains(module, name, read, output, granularity == "pieces")
     first, probe = chains.first, chains[read.size + 1]

@@ -189,6 +189,7 @@ def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     regions = {n.target: chain.state[n.target] for n in copy.nodes if n.op == "get_attr"}
+    here = ("cpu", chain.values[chain.sample].device.type)  # another is one that the model names
     for node in copy.nodes:
         if node.op != "call_function":
             continue
@@ -198,7 +199,7 @@ def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:
 
         node.args = fx.node.map_aggregate(node.args, moved)
         node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
-        if "autocast" in operation(node) and isinstance(node.args[0], str):
+        if "autocast" in operation(node) and node.args[0] in here:
             node.args = (device.type, *node.args[1:])
         if node.target in _RETARGETED:
             node.target = _RETARGETED[node.target]

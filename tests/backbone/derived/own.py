@@ -65,15 +65,16 @@ class InPlace(nn.Module):
 class Regions(nn.Module):
     """Has regions without gradients and of another precision."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
+        self.device = device
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
 
     def forward(self, x: Tensor, kept: Tensor) -> Tensor:
         with torch.no_grad():
             scale = torch.arange(1, WIDTH + 1, device="cpu") * kept.sum(1, keepdim=True)
         for block in self.blocks:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(self.device, torch.bfloat16):
                 y = block(x)
             x = x + y.float() / scale
         return x

@@ -62,3 +62,10 @@ def test_hooks_of_gradients_are_refused_all_at_once() -> None:
         "layers.2 has hooks of its backward pass",
         "the gradient of layers.3.weight has a hook, which its copy in a chain would not have",
     ]
+
+
+def test_parameters_of_two_dtypes_are_refused() -> None:
+    module, given, sample = unlike.rows(Flat())
+    module.layers[3].half()
+    with pytest.raises(DerivationError, match="float32 and float16, and a run has one dtype"):
+        pulse.from_module(module, given, sample=sample)

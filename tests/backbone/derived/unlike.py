@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.backbone.derived.own import WIDTH, Block
+from tests.backbone.derived.own import WIDTH, Block, Regions
 
 type Case = tuple[nn.Module, dict[str, Any], str]
 
@@ -261,6 +261,10 @@ def reused() -> Case:
     return made(Reused(), "x", x=torch.randn(2, WIDTH), times=torch.rand(2))
 
 
+def regions() -> Case:
+    return made(Regions("cuda"), "x", x=torch.randn(2, WIDTH), kept=torch.ones(2, 3))
+
+
 def rotary() -> Case:
     return made(Rotary(), "x", x=torch.randn(2, 6, WIDTH), times=torch.rand(2))
 
@@ -273,6 +277,7 @@ RIGHT: dict[str, tuple[Callable[[], Case], int, int]] = {
     "dictionaries": (lambda: image(Dictionaries()), 6, 0),
     "a dictionary": (lambda: rows(Answering(dict)), 2, 0),
     "a dataclass": (lambda: rows(Answering(Answer)), 2, 0),
+    "regions of a device that is not here": (regions, 3, 0),
     "reused": (reused, 3, 0),
     "tokens": (tokens, 5, 0),
     "rotary": (rotary, 3, 0),
