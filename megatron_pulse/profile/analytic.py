@@ -20,7 +20,7 @@ from megatron_pulse.profile.measuring.kernels import Kernels
 from megatron_pulse.profile.measuring.layer_call import describe_chain, layer_kind, make_call
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
-from megatron_pulse.profile.measuring.sizes import Sizes, module_sizes
+from megatron_pulse.profile.measuring.sizes import ModuleSizes, module_sizes
 from megatron_pulse.profile.profile import NO_SPREAD, LayerTimes, Profile, ProfileError, Source
 
 
@@ -48,7 +48,7 @@ def analyse(
     Raises ProfileError, and BackboneError that names every layer which does not fit its specs.
     """
     context = meta_context(roofline.dtype)
-    counted: dict[str, tuple[Sizes, list[LayerWork]]] = {}
+    counted: dict[str, tuple[ModuleSizes, list[LayerWork]]] = {}
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
     layers = tqdm(kinds, "counting", unit="layer", delay=2, disable=not progress or None)
     named = naming_module_faults(backbone, roofline.dtype)

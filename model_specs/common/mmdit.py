@@ -29,7 +29,7 @@ from model_specs.common.megatron_config import DiTSizes, dit_config, normal_init
 from model_specs.common.patches import gated, normed
 
 
-class Sizes(DiTSizes, Protocol):
+class MMDiTSizes(DiTSizes, Protocol):
     """What of SD3's and Flux's configurations the embeddings need."""
 
     @property
@@ -123,7 +123,7 @@ class JointBlock(LayerModule):
 class TimeTextEmbed(LayerModule):
     """Provides temb [b, D]: the embedded timestep plus the embedded pooled text."""
 
-    def __init__(self, sizes: Sizes, context: LayerContext) -> None:
+    def __init__(self, sizes: MMDiTSizes, context: LayerContext) -> None:
         config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
         self.timestep_embedder = self._of_scalar()
@@ -147,7 +147,7 @@ class TimeTextEmbed(LayerModule):
 class ContextEmbedder(LayerModule):
     """Begins the text's stream: a linear map of the batch's text states."""
 
-    def __init__(self, sizes: Sizes, context: LayerContext) -> None:
+    def __init__(self, sizes: MMDiTSizes, context: LayerContext) -> None:
         config = dit_config(sizes, context.config)
         super().__init__(config, context.pg_collection)
         self.linear = linear(sizes.joint_attention_dim, sizes.dim, config, xavier_init)

@@ -35,7 +35,7 @@ from megatron_pulse.profile.devices import (
 from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.measuring.layer_call import describe_chain
 from megatron_pulse.profile.measuring.machine import device_memory
-from megatron_pulse.profile.measuring.sizes import Sizes
+from megatron_pulse.profile.measuring.sizes import ModuleSizes
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import Profile
 from model_specs import in_dtype, load_backbone, load_recorded
@@ -226,7 +226,7 @@ def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> Ch
     """Costs at the run's microbatch size; under sequence parallelism the edges are divided."""
     costs = profile.at(args.micro_batch_size, args.recompute_granularity == "full")
     parts = args.tensor_model_parallel_size
-    sizes = [Sizes(count) for count in costs.parameters]
+    sizes = [ModuleSizes(count) for count in costs.parameters]
     chain, skips, _ = describe_chain(backbone, sizes, profile.dtype)
     size = args.micro_batch_size
     return replace(

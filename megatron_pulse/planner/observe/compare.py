@@ -69,7 +69,9 @@ def compare(timeline: Timeline, trace: Trace) -> Comparison:
     """
     if faults := [*trace.faults(), *_mismatches(timeline, trace)]:
         raise TraceError(told("the trace cannot be compared with this plan", faults))
-    predicted = _durations({op: timeline.end[op] - timeline.start[op] for op in timeline.start})
+    predicted = _by_kind_and_stage(
+        {op: timeline.end[op] - timeline.start[op] for op in timeline.start}
+    )
     measured = _measured(trace)
     rows = tuple(
         Row(kind, stage, len(times), median(times), median(measured[kind, stage]))
@@ -192,7 +194,7 @@ def _mismatches(timeline: Timeline, trace: Trace) -> list[str]:
     return faults
 
 
-def _durations(times: dict[Operation, float]) -> dict[tuple[Kind, int], list[float]]:
+def _by_kind_and_stage(times: dict[Operation, float]) -> dict[tuple[Kind, int], list[float]]:
     found: dict[tuple[Kind, int], list[float]] = {}
     for op, seconds in times.items():
         found.setdefault((op.kind, op.stage), []).append(seconds)
@@ -203,7 +205,7 @@ def _measured(trace: Trace) -> dict[tuple[Kind, int], list[float]]:
     found: dict[tuple[Kind, int], list[float]] = {}
     for step in trace.steps:
         times = {timed.operation: timed.end_s - timed.start_s for timed in step.operations}
-        for key, seconds in _durations(times).items():
+        for key, seconds in _by_kind_and_stage(times).items():
             found.setdefault(key, []).extend(seconds)
     return found
 

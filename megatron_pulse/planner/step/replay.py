@@ -20,7 +20,7 @@ from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,
     Timeline,
     dependency,
-    durations,
+    duration_of,
 )
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -117,7 +117,7 @@ class _Run:
     def __init__(self, problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> None:
         self.schedule = schedule
         self.home = problem.placement.device_of_stage
-        self.duration = durations(problem, schedule)
+        self.duration = duration_of(problem, schedule)
         self.device_of = {op: d for d, order in enumerate(schedule.order) for op in order}
         self.forward: dict[int, list[Edge]] = {}
         self.backward: dict[int, list[Edge]] = {}

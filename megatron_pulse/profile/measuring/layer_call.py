@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
 from megatron_pulse.backbone.returned import Kind, declared, kind_of, misfit
 from megatron_pulse.profile.devices import ELEMENT_BYTES
-from megatron_pulse.profile.measuring.sizes import Sizes
+from megatron_pulse.profile.measuring.sizes import ModuleSizes
 from megatron_pulse.profile.profile import ProfiledConditioning, ProfiledLayer, ProfiledSkip
 
 
@@ -152,7 +152,7 @@ def layer_kind(backbone: Backbone, index: int) -> str:
 
 
 def describe_chain(
-    backbone: Backbone, sizes: Sequence[Sizes], dtype: str
+    backbone: Backbone, sizes: Sequence[ModuleSizes], dtype: str
 ) -> tuple[tuple[ProfiledLayer, ...], tuple[ProfiledSkip, ...], tuple[ProfiledConditioning, ...]]:
     """What a profile says of a chain whatever the microbatch size; bytes per sample."""
 

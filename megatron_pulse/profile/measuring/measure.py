@@ -33,7 +33,7 @@ from megatron_pulse.profile.measuring.machine import (
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
 from megatron_pulse.profile.measuring.optimizer import optimizer_seconds
-from megatron_pulse.profile.measuring.sizes import Sizes, module_sizes
+from megatron_pulse.profile.measuring.sizes import ModuleSizes, module_sizes
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 
@@ -83,7 +83,7 @@ def measure(
     place = torch.device(device)
     _require_memory(backbone, place, dtype)
     context = meta_context(dtype)
-    sizes: list[Sizes] = []
+    sizes: list[ModuleSizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
     known: dict[str, LayerMeasure] = {}
     adams: dict[str, float] = {}

@@ -11,7 +11,7 @@ from megatron_pulse.profile.profile import ShardSums
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModuleSizes:
     """What a built layer holds, and what tensor parallelism does to it (see ``ProfiledLayer``)."""
 
     parameters: int
@@ -19,11 +19,11 @@ class Sizes:
     sums: ShardSums = ShardSums()
 
 
-def module_sizes(module: Any, forward: Callable[[], object], samples: int) -> Sizes:
+def module_sizes(module: Any, forward: Callable[[], object], samples: int) -> ModuleSizes:
     """The sizes of one layer, built whole; ``forward`` runs it on ``samples``."""
     sharded = (p for p in module.parameters() if getattr(p, "tensor_model_parallel", False))
     sums = _shard_sums(module, forward, samples)
-    return Sizes(count_module_parameters(module), sum(p.numel() for p in sharded), sums)
+    return ModuleSizes(count_module_parameters(module), sum(p.numel() for p in sharded), sums)
 
 
 def _shard_sums(module: Any, forward: Callable[[], object], samples: int) -> ShardSums:

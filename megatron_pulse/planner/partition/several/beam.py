@@ -22,7 +22,7 @@ from megatron_pulse.planner.partition.several.walks import Block, Walks
 
 
 @dataclass(frozen=True)
-class Found:
+class Explored:
     """Whole walks, as the places where their blocks end, and the measure of each.
 
     ``complete``: no walk below the bound was left out. ``work``: edges that were looked at.
@@ -66,7 +66,7 @@ class Beam:
         self._open = [sorted(set(devices)) for devices in after]
         self._left = self._left_for_open()
 
-    def search(self, bound: float, width: int) -> Found:
+    def search(self, bound: float, width: int) -> Explored:
         """Walks up to ``bound``, with at most ``width`` beginnings after each block."""
         num_devices = self.walks.many.placement.num_devices
         begun = _Beginnings(
@@ -83,7 +83,7 @@ class Beam:
             work += looked
             if len(begun.place) > width:
                 begun, complete = self._promising(begun, at, width), False
-        return Found(begun.ends, self._least(begun, len(self.walks.blocks) - 1), complete, work)
+        return Explored(begun.ends, self._least(begun, len(self.walks.blocks) - 1), complete, work)
 
     def _skips(self) -> tuple[Floats, Ints]:
         """``[c, k]``: the weight, of the first k skips, of those pushed before layer c; and for

@@ -16,12 +16,14 @@ import math
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.bound.order_bound import WORK, classes_of, order_bound
+from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK, classes_of, order_bound
 from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
-def lower_bound(problem: ScheduleProblem, work: float = WORK, until: float = math.inf) -> float:
+def lower_bound(
+    problem: ScheduleProblem, work: float = BOUND_WORK, until: float = math.inf
+) -> float:
     """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work`` or
     ``until`` (of ``time.monotonic``)."""
     path = MicrobatchPath(problem)

@@ -25,7 +25,7 @@ from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.compiled import compiled
 from megatron_pulse.planner.schedule.operations import Kind
 
-WORK = 2e8
+BOUND_WORK = 2e8
 """Operations to try in all: about two seconds. Mostly it takes a thousandth of it."""
 
 MOST_STATES = 250_000
@@ -95,7 +95,7 @@ def classes_of(path: MicrobatchPath, device: int) -> DeviceClasses:
 
 
 def order_bound(
-    path: MicrobatchPath, least: float = 0.0, work: float = WORK, until: float = math.inf
+    path: MicrobatchPath, least: float = 0.0, work: float = BOUND_WORK, until: float = math.inf
 ) -> float:
     """No schedule is shorter, whatever the device; ``least`` is a bound that is known.
 
@@ -118,7 +118,7 @@ def shortest_order(
     classes: DeviceClasses,
     cap: float | None,
     least: float = 0.0,
-    work: float = WORK,
+    work: float = BOUND_WORK,
     until: float = math.inf,
 ) -> tuple[float, float]:
     """The makespan of the best order within ``cap``, at most ``CLOSE`` below it, where it is above

@@ -112,7 +112,7 @@ def waiting(schedule: Schedule, needs: Callable[[Operation], Iterable[Operation]
     return [Waiting(d, op, tuple(r for r in needs(op) if r not in end)) for d, op in stuck]
 
 
-def durations(problem: ScheduleProblem, schedule: Schedule) -> Callable[[Operation], float]:
+def duration_of(problem: ScheduleProblem, schedule: Schedule) -> Callable[[Operation], float]:
     """How long an operation of ``schedule`` takes: ``problem``'s times, or those of its filler."""
 
     def duration(operation: Operation) -> float:
@@ -135,7 +135,7 @@ def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
             f"gradients"
         )
 
-    duration = durations(problem, schedule)
+    duration = duration_of(problem, schedule)
 
     def lag(source: Operation, operation: Operation) -> float:
         return problem.lag(source.stage, operation.stage)

@@ -27,7 +27,7 @@ from itertools import chain, islice
 
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
-from megatron_pulse.planner.schedule.bound.order_bound import WORK as BOUND_WORK
+from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
@@ -44,7 +44,7 @@ from megatron_pulse.planner.schedule.search.sweep.chain import most_open
 from megatron_pulse.planner.schedule.search.sweep.widening import BEHIND, Widening
 from megatron_pulse.planner.schedule.search.template import Template
 
-WORK, MOST_STARTS = 60_000, 250
+OPERATIONS, MOST_STARTS = 60_000, 250
 """Operations in all starts together, and starts at the most, where neither effort nor time is
 limited: seconds for a large problem, less than one for a small."""
 
@@ -119,7 +119,7 @@ def synthesize(
     began = time.monotonic()
     if effort is None and seconds == math.inf:
         operations = problem.num_microbatches * problem.placement.num_stages * len(problem.kinds)
-        effort = min(MOST_STARTS, max(16, WORK // operations))
+        effort = min(MOST_STARTS, max(16, OPERATIONS // operations))
     share = seconds / LONG_S if effort is None else max(effort, LEAST_STARTS) / MOST_STARTS
     until = math.inf if effort is not None else began + BOUND_SHARE * seconds
     search = _Search(problem, BOUND_WORK * min(1.0, share), until)
