@@ -65,7 +65,8 @@ class Layer:
     backbone a skip is the output of a layer; see torchgpipe's stash/pop). ``provides`` are
     conditioning tensors that this layer computes for any later layer (a timestep embedding).
     ``name`` is the prefix of the layer's parameters in checkpoints; those of a ``qualified`` layer
-    have names of the whole model, and nothing is put before them.
+    have names of the whole model, and nothing is put before them. Torch's generator has a seed of
+    the layer's own when it is built, for a ``qualified`` one that of the run.
 
     An ``embedder`` only provides: it reads nothing but the batch, its module returns its inputs
     as they are before what it provides, and called without inputs returns only that. So it can

@@ -226,7 +226,7 @@ def _faults_of_values(name: str, tensor: Tensor) -> Iterator[str]:
     if not _is_float(tensor):
         kind = str(tensor.dtype).removeprefix("torch.")
         yield f"{name} has the type {kind}, expected float32, float16, bfloat16 or float64"
-    elif not _is_finite(tensor):
+    elif not is_finite(tensor):
         yield f"{name} holds NaN or infinite values"
 
 
@@ -234,7 +234,7 @@ def _is_float(tensor: Tensor) -> bool:
     return bool(tensor.is_floating_point()) and tensor.element_size() > 1  # fp8 needs scales
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether all is finite in fp32, without a copy."""
     import torch
 

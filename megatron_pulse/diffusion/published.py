@@ -26,6 +26,26 @@ from megatron_pulse.files import FileError, read_json, replacing
 _STEM = "diffusion_pytorch_model"
 _COMPONENTS = ("unet", "transformer")
 _SHARD_BYTES = 10_000_000_000
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""As safetensors calls them."""
 
 
 def find_component(folder: Path) -> Path:
@@ -62,18 +82,24 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files: dict[str, Path] = {}
+        self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         faults = []
         for path in paths:
             try:
                 with safe_open(path, "pt") as file:
-                    names = list(file.keys())
+                    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                    kinds = {
+                        name: (tuple(part.get_shape()), _dtype_of(part.get_dtype()))
+                        for name, part in slices.items()
+                    }
             except Exception as error:  # safetensors has its own kinds
                 faults.append(f"{path.name}: {error}")
                 continue
-            for name in names:
+            for name in kinds:
                 if name in self._files:
                     faults.append(f"{name} is in {self._files[name].name} and in {path.name}")
                 self._files[name] = path
+            self._kinds.update(kinds)
         if faults:
             raise PublishedError(str(paths[0].parent), faults)
 
@@ -88,6 +114,10 @@ class StoredTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._files)
 
+    def kind_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and dtype of a tensor, without reading it."""
+        return self._kinds[name]
+
     def unlike(self, places: Mapping[str, object]) -> list[str]:
         """How an index that finds each name in the file of ``places`` differs from the files."""
         found = {name: path.name for name, path in self._files.items()}
@@ -99,38 +129,69 @@ class StoredTensors(Mapping[str, Tensor]):
         ]
 
 
-def read_folder(folder: Path) -> StoredTensors:
+def read_folder(folder: Path, variant: str | None = None) -> StoredTensors:
     """All tensors of a diffusers component, sharded or not.
 
+    ``variant`` is what stands in the files' names for another precision ("fp16"); without it the
+    files that have none are read, or those of the only variant.
     Raises PublishedError that lists every file that is missing or damaged, or that the index
     looks for outside of the folder, and every name that is not where the index says.
     """
-    index = folder / f"{_STEM}.safetensors.index.json"
-    if index.is_file():
-        try:
-            places = dict(read_json(index, FileKind.INDEX)["weight_map"])
-            names = sorted(set(places.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PublishedError(f"{index}", [f"not an index: {error}"]) from error
-        # A file of the folder may be a link elsewhere, as in the Hub's cache; its name may not.
-        outside = [name for name in names if not _is_file_name(name)]
-        if outside:
-            raise PublishedError(
-                f"{index}",
-                [f"{repr(name)[:80]} is not the name of a file in {folder}" for name in outside],
-            )
-        tensors = StoredTensors([folder / name for name in names])
-        if unlike := tensors.unlike(places):
-            raise PublishedError(f"{index}", unlike)
-        return tensors
-    whole = folder / f"{_STEM}.safetensors"
-    if not whole.is_file():
-        found = sorted(path.name for path in folder.glob(f"{_STEM}*"))
+    path = _find_weights(folder, variant)
+    if path.suffix != ".json":
+        return StoredTensors([path])
+    try:
+        places = dict(read_json(path, FileKind.INDEX)["weight_map"])
+        names = sorted(set(places.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PublishedError(f"{path}", [f"not an index: {error}"]) from error
+    # A file of the folder may be a link elsewhere, as in the Hub's cache; its name may not.
+    outside = [name for name in names if not _is_file_name(name)]
+    if outside:
         raise PublishedError(
-            f"{folder} holds no weights in safetensors",
-            [f"{whole.name} is missing (there is: {', '.join(found) or 'nothing like it'})"],
+            f"{path}",
+            [f"{repr(name)[:80]} is not the name of a file in {folder}" for name in outside],
         )
-    return StoredTensors([whole])
+    tensors = StoredTensors([folder / name for name in names])
+    if unlike := tensors.unlike(places):
+        raise PublishedError(f"{path}", unlike)
+    return tensors
+
+
+def _find_weights(folder: Path, variant: str | None) -> Path:
+    """The file that holds all tensors, or the index of several."""
+    found: dict[str | None, Path] = {}
+    for name in ("*safetensors", "*safetensors.index*json"):  # an index counts for more
+        for path in folder.glob(f"{_STEM}.{name}"):
+            middle = path.name.removeprefix(f"{_STEM}.").replace("safetensors", "")
+            middle = middle.removesuffix("json").replace("index", "").strip(".")
+            if path.is_file() and "-of-" not in middle:
+                found[middle or None] = path
+    if variant is None and None not in found and len(found) == 1:
+        (variant,) = found
+    if variant in found:
+        return found[variant]
+    if found:
+        known = ", ".join(str(each or "none") for each in found)
+        wanted = f"variant {variant!r}" if variant else "weights without a variant"
+        fault = f"there are no {wanted}; there are those with variant {known}: name one"
+    else:
+        there = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
+        fault = (
+            f"{_STEM}.safetensors is missing (there is: {', '.join(there) or 'nothing like it'})"
+        )
+        if there:
+            fault += (
+                f"; {there[0]} is a pickle, which can hold code that runs when it is read: where "
+                "you trust it, load it once with use_safetensors=False and save it again"
+            )
+    raise PublishedError(f"{folder} holds no such weights in safetensors", [fault])
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"it holds tensors of {name}, which torch does not know")
+    return _DTYPES[name]
 
 
 def _is_file_name(name: object) -> bool:

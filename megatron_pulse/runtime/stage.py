@@ -80,7 +80,7 @@ class Stage(nn.Module):
         modules = []
         for spec in self._specs:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(layer_seed(seed, spec.name))
+                torch.manual_seed(seed if spec.qualified else layer_seed(seed, spec.name))
                 module = spec.build(context)
             if spec.qualified:
                 register_parameters(self, dict(module.named_parameters()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.inputs import Make, read_inputs
 from megatron_pulse.backbone.derived.layer import DerivedLayer, Sample, Source
 from megatron_pulse.backbone.derived.units import Chain, Unit
+from megatron_pulse.backbone.derived.weights import Weights, from_module_itself
 
 _NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 
@@ -33,6 +35,7 @@ def from_module(
     fields: Mapping[str, str] = _NO_FIELDS,
     output: int | None = None,
     granularity: Literal["blocks", "pieces"] = "pieces",
+    weights: Weights | None = None,
 ) -> Backbone:
     """The chain of ``module``, with its skips, conditioning and embedders.
 
@@ -48,8 +51,9 @@ def from_module(
     exported again when a microbatch of another size than the example's first comes. Graphs are of
     the module's dtype.
 
-    Layers begin with copies of the module's weights, whatever the seed, under the module's own
-    names; its buffers are constants. A module on the meta device gives a chain for planning.
+    Layers begin with copies of the module's weights, whatever the seed, or with ``weights``, of
+    which each layer asks for its own, under the module's own names; buffers are constants. A module
+    on the meta device gives a chain for planning, unless there are ``weights``.
     Raises DerivationError with every reason, the operation and the line of the model.
     """
     name = type(module).__name__
@@ -78,7 +82,8 @@ def from_module(
         found = ", ".join(field_of.values())
         raise DerivationError(name, [f"two inputs would be one field of a batch: noisy, {found}"])
     scale_of = {read.timestep: timestep_scale} if read.timestep and timestep_scale != 1 else {}
-    source = Source(chains, samples, specs, field_of, scale_of, dtype)
+    values = weights or from_module_itself(module)
+    source = Source(chains, samples, specs, field_of, scale_of, dtype, values)
     backbone = Backbone(
         name,
         tuple(_layers(source, first)),
@@ -95,6 +100,20 @@ def source_of(backbone: Backbone) -> Source | None:
         source: Source = build.args[0]
         return source
     return None
+
+
+def with_weights(backbone: Backbone, weights: Weights) -> Backbone:
+    """A derived chain whose layers begin with other ``weights``."""
+    source = source_of(backbone)
+    assert source is not None
+    other = replace(source, weights=weights, known={})
+    return replace(
+        backbone,
+        layers=tuple(
+            replace(layer, build=functools.partial(_build, other, i))
+            for i, layer in enumerate(backbone.layers)
+        ),
+    )
 
 
 def _layers(source: Source, chain: Chain) -> list[Layer]:

@@ -16,6 +16,7 @@ from megatron_pulse.backbone.derived.hollow import is_hollow
 from megatron_pulse.backbone.derived.nesting import register_parameters
 from megatron_pulse.backbone.derived.reading import operation
 from megatron_pulse.backbone.derived.units import Chain
+from megatron_pulse.backbone.derived.weights import Weights
 
 _RETARGETED = {
     torch.ops.aten.linear.default: F.linear,
@@ -66,6 +67,7 @@ class Source:
     field_of: Mapping[str, str]
     scale_of: Mapping[str, float]
     dtype: torch.dtype
+    weights: Weights
     known: dict[tuple[int, torch.device], dict[str, Any]] = field(default_factory=dict)
 
     def constants(self, size: int, device: torch.device) -> dict[str, Any]:
@@ -73,17 +75,25 @@ class Source:
         if (size, device) not in self.known:
             chain = self.chains[size]
             with torch.no_grad():
-                given = [chain.state[name].to(device) for name in chain.constant_state]
+                given = [self.buffer(name, size).to(device) for name in chain.constant_state]
                 values = executable(chain.constants, chain, device)(*given)
             self.known[size, device] = dict(zip(chain.constant_names, values, strict=True))
         return self.known[size, device]
+
+    def buffer(self, name: str, size: int) -> Any:
+        """A buffer, or a tensor among the module's constants."""
+        buffers = self.weights.buffers
+        if name not in buffers:
+            return self.chains[size].state[name].detach()
+        return buffers[name].to(self.chains[size].state[name].dtype)
 
 
 class DerivedLayer(nn.Module):
     """Unit ``index`` of a derived chain, called as ``Layer.build``'s modules are.
 
-    Its parameters begin as the module's, or empty without ``initialise`` where that has none, and
-    are its own; they have their qualified names. Buffers are constants of the chain.
+    Its parameters begin with the source's weights for the seed of torch's generator, or empty
+    without ``initialise``, and are its own; they have their qualified names. Buffers are constants
+    of the chain.
     """
 
     def __init__(self, source: Source, index: int, initialise: bool = True) -> None:
@@ -95,19 +105,15 @@ class DerivedLayer(nn.Module):
         number = next((i for i, u in enumerate(links) if u is unit), 0)
         self._before = links[number - 1].boundary if number else (chain.sample,)
         device = torch.get_default_device()
-        parameters = {}
-        for name in unit.weights:
-            weight = chain.state[name]
-            valued = device.type != "meta" and not is_hollow(weight)
-            if initialise and device.type != "meta" and not valued:
-                raise ValueError(
-                    f"{name} is on the meta device, without values: such a chain is for planning; "
-                    "to run it, give from_module a module that has its weights"
-                )
-            value = torch.empty_like(weight, device=weight.device if valued else device)
-            if valued:
-                value.copy_(weight.detach())
-            parameters[name] = nn.Parameter(value, weight.requires_grad)
+        values: Mapping[str, Tensor] | None = None
+        if initialise and device.type != "meta" and unit.weights:
+            values = source.weights.parameters(torch.initial_seed())
+        parameters = {
+            name: nn.Parameter(
+                _first(name, chain.state[name], values, device), chain.state[name].requires_grad
+            )
+            for name in unit.weights
+        }
         register_parameters(self, parameters)
         self._parameters_of = parameters
         self._compiled: dict[tuple[int, torch.device], Any] = {}
@@ -173,7 +179,7 @@ class DerivedLayer(nn.Module):
             return constants[name]
         key = f"state {name}"  # a buffer, on the device once
         if key not in constants:
-            constants[key] = self._source.chains[size].state[name].detach().to(device)
+            constants[key] = self._source.buffer(name, size).to(device)
         return constants[key]
 
     def _executable(self, size: int, device: torch.device) -> Any:
@@ -182,6 +188,22 @@ class DerivedLayer(nn.Module):
             unit = chain.units[self._index]
             self._compiled[size, device] = executable(unit.graph, chain, device)
         return self._compiled[size, device]
+
+
+def _first(
+    name: str, weight: Tensor, values: Mapping[str, Tensor] | None, device: torch.device
+) -> Tensor:
+    """A tensor like ``weight``: with its first value, in the finer dtype of both, or empty."""
+    if values is None:
+        return torch.empty_like(weight, device=device)
+    value = values[name]
+    if is_hollow(value):
+        raise ValueError(
+            f"{name} is on the meta device, without values: such a chain is for planning; "
+            "to run it, give from_module a module that has its weights"
+        )
+    dtype = torch.promote_types(weight.dtype, value.dtype)
+    return torch.empty_like(weight, dtype=dtype, device=value.device).copy_(value.detach())
 
 
 def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:

@@ -1,0 +1,134 @@
+"""Where the first values of a derived chain's tensors come from, each when it is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatron_pulse.backbone.published import PublishedError, is_finite
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_IGNORED = "_keys_to_ignore_on_load_unexpected"
+"""Where diffusers' and transformers' classes say what older files hold beside."""
+_FAR = 2.0**-6
+"""Of the largest value: a buffer that differs by more has been trained, and not been rounded."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """``parameters`` gives those of a module by their qualified names, for a run's seed;
+    ``buffers`` are those that have other values than in the module."""
+
+    parameters: Callable[[int], Mapping[str, Tensor]]
+    buffers: Mapping[str, Tensor]
+
+
+def from_module_itself(module: nn.Module) -> Weights:
+    """The values that ``module`` has, or will have when they are asked for."""
+    return Weights(lambda seed: dict(module.named_parameters()), {})
+
+
+class Stored(Protocol):
+    """Tensors in files, each read when it is asked for."""
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def kind_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Its shape and dtype, without reading it."""
+        ...
+
+
+def from_stored(stored: Stored, module: nn.Module, place: str) -> Weights:
+    """The weights of ``module``, which may be without memory, as they are in files of ``place``.
+
+    All names, shapes and dtypes are compared before a tensor is read: every parameter must be
+    there, and nothing that the module does not know. Floating-point numbers may be of another
+    precision. Buffers are read too, if they are there; being constants, which no checkpoint holds,
+    they must be those that the module computes itself, but for rounding.
+    Raises PublishedError with all that is wrong.
+    """
+    state = {name: tensor.detach() for name, tensor in module.state_dict(keep_vars=True).items()}
+    found = set(stored)
+    patterns: Sequence[str] = getattr(module, _IGNORED, None) or ()
+    faults = [
+        f"{name} is unexpected"
+        for name in sorted(found - state.keys())
+        if not any(re.search(pattern, name) for pattern in patterns)
+    ]
+    names = _names(module, found)
+    parameters = dict(module.named_parameters())
+    faults += [f"{name} is missing" for name in parameters if name not in names]
+    for name in sorted(found & state.keys()):
+        faults += _unlike(name, stored, state[name])
+    buffers = {name: tensor for name, tensor in module.named_buffers() if name in names}
+    for name, tensor in buffers.items() if not faults else ():
+        if tensor.is_meta:
+            continue
+        own, other = tensor.double(), stored[names[name]].double()
+        if not torch.allclose(own, other, rtol=0, atol=_FAR * float(own.abs().max() or 1)):
+            faults.append(
+                f"the buffer {name} is not what the module computes itself: buffers are constants "
+                "here, and in no checkpoint; a parameter with requires_grad=False would be"
+            )
+    if faults:
+        raise PublishedError(place, faults)
+    read, constant = (
+        _Renamed(stored, {name: names[name] for name in wanted}, place)
+        for wanted in (parameters, buffers)
+    )
+    return Weights(lambda seed: read, constant)
+
+
+def _names(module: nn.Module, found: set[str]) -> dict[str, str]:
+    """What of the module is in ``found``, with its name there: of tied weights any is."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ):
+        own = first.setdefault(id(tensor), name)
+        if name in found:
+            names.setdefault(own, name)
+    return names
+
+
+def _unlike(name: str, stored: Stored, own: Tensor) -> Iterator[str]:
+    shape, dtype = stored.kind_of(name)
+    if shape != tuple(own.shape):
+        yield f"{name} has the shape {list(shape)}, expected {list(own.shape)}"
+    if dtype != own.dtype and not (dtype in _FLOATS and own.dtype in _FLOATS):
+        there, here = (str(kind).removeprefix("torch.") for kind in (dtype, own.dtype))
+        yield f"{name} has the type {there}, expected {here}"
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """Stored tensors by the names that ``names`` gives.
+
+    Raises PublishedError for one that holds NaN or infinite values.
+    """
+
+    def __init__(self, stored: Stored, names: Mapping[str, str], place: str) -> None:
+        self._stored, self._names, self._place = stored, names, place
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._stored[self._names[name]]
+        if tensor.is_floating_point() and not is_finite(tensor):
+            raise PublishedError(self._place, [f"{name} holds NaN or infinite values"])
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
