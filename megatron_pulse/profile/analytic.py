@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,12 @@ from megatron_pulse.profile.measuring.kernels import Kernels
 from megatron_pulse.profile.measuring.layer_call import describe_chain, layer_kind, make_call
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
-from megatron_pulse.profile.measuring.sizes import ModuleSizes, module_sizes
+from megatron_pulse.profile.measuring.sizes import (
+    ModuleSizes,
+    can_halve,
+    module_sizes,
+    sharded_time,
+)
 from megatron_pulse.profile.profile import NO_SPREAD, LayerTimes, Profile, ProfileError, Source
 
 
@@ -47,8 +52,8 @@ def analyse(
     Every kernel takes as its roofline says (see ``devices`` and ``kernels``), one after another.
     Raises ProfileError, and BackboneError that names every layer which does not fit its specs.
     """
-    context = meta_context(roofline.dtype)
-    counted: dict[str, tuple[ModuleSizes, list[LayerWork]]] = {}
+    context, halved = meta_context(roofline.dtype), meta_context(roofline.dtype, tensor=2)
+    counted: dict[str, tuple[ModuleSizes, list[LayerWork], float]] = {}
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
     layers = tqdm(kinds, "counting", unit="layer", delay=2, disable=not progress or None)
     named = naming_module_faults(backbone, roofline.dtype)
@@ -59,18 +64,26 @@ def analyse(
             module = backbone.layers[i].build(context)
             samples = micro_batch_sizes[0]
             call = make_call(backbone, i, module, samples, roofline.dtype, "meta")
-            counted[kind] = (
-                module_sizes(module, call.forward, samples),
-                [
-                    count_work(backbone, i, module, size, roofline.dtype)
-                    for size in micro_batch_sizes
-                ],
-            )
+            held = module_sizes(module, call.forward, samples)
+            work_of = [
+                count_work(backbone, i, module, size, roofline.dtype) for size in micro_batch_sizes
+            ]
+            share = 1.0
+            if can_halve(backbone, held):
+                half = backbone.layers[i].build(halved)
+                most = max(range(len(micro_batch_sizes)), key=micro_batch_sizes.__getitem__)
+                again = count_work(backbone, i, half, micro_batch_sizes[most], roofline.dtype)
+                share = sharded_time(*(_whole_s(x, roofline) for x in (work_of[most], again)))
+            counted[kind] = held, work_of, share
     sizes = [counted[kind][0] for kind in kinds]
     work = {
         size: [counted[kind][1][at] for kind in kinds] for at, size in enumerate(micro_batch_sizes)
     }
     chain, skips, conditioning = describe_chain(backbone, sizes, roofline.dtype)
+    chain = tuple(
+        replace(layer, sharded_time=counted[kind][2])
+        for layer, kind in zip(chain, kinds, strict=True)
+    )
     return Profile(
         backbone=backbone.record,
         source=Source.ANALYTIC,
@@ -111,6 +124,10 @@ def count_work(
         with kernels, kernels.record() as input_grad:
             call.input_gradients(results, seeds)
     return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), kept, live.peak)
+
+
+def _whole_s(work: LayerWork, roofline: Roofline) -> float:
+    return roofline.seconds(work.forward) + roofline.seconds(work.backward)
 
 
 def _times(

@@ -99,7 +99,7 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
     kinds = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""
     # Which old profiles do not have.
-    older = {Profile: {"threads"}, ProfiledLayer: {"optimizer_s"}}.get(kind, set())
+    older = {Profile: {"threads"}, ProfiledLayer: {"optimizer_s", "sharded_time"}}.get(kind, set())
     missing = [name for name in kinds if name not in {*value, *older}]
     faults += [f"{prefix}{name} is missing" for name in missing]
     faults += [f"{prefix}{name} is unknown" for name in value if name not in kinds]

@@ -96,7 +96,8 @@ class ProfiledLayer:
     """What does not depend on the microbatch size; ``boundary_bytes`` are those of all boundary
     tensors that the layer takes, together, per sample.
 
-    Tensor parallelism divides ``sharded_parameters`` of the parameters, and sums ``shard_sums``.
+    Tensor parallelism divides ``sharded_parameters`` of the parameters and ``sharded_time`` of the
+    time (a share; what norms and residuals take, every rank takes), and sums ``shard_sums``.
     ``optimizer_s`` is what Adam takes for the parameters (0: not measured).
     """
 
@@ -106,6 +107,7 @@ class ProfiledLayer:
     sharded_parameters: int = 0
     shard_sums: ShardSums = ShardSums()
     optimizer_s: float = 0.0
+    sharded_time: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,8 @@ class Profile:
                 yield f"layers {first[layer.name]} and {i} are both called {layer.name!r}"
             counts = ("parameters", "boundary_bytes", "sharded_parameters", "optimizer_s")
             yield from _beyond(f"layers[{i}]", layer, counts)
+            if not 0 <= layer.sharded_time <= 1:
+                yield f"layers[{i}].sharded_time is {layer.sharded_time}; it must be from 0 to 1"
             sums = layer.shard_sums
             if not all(0 <= n <= _MOST for n in (*sums.rows, *sums.columns, *sums.contexts)):
                 yield f"layers[{i}].shard_sums: bytes must be from 0 to {_MOST:g}"

@@ -22,6 +22,7 @@ from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
+from megatron_pulse.profile.measuring.machine import keep_freed_memory
 from megatron_pulse.runtime.exchange import Exchange, Tensors
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
@@ -116,6 +117,8 @@ class Executor:
         ``batches`` yields the step's microbatches in order, on every device. The schedule must
         be forward-only exactly when ``forward_only`` is set. ``recorder`` notes when what ran.
         """
+        if settings.device.type == "cpu":
+            keep_freed_memory()
         self._settings = settings
         self._batches_left = batches
         self._num_loaded = 0

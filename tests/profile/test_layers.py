@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_pulse.profile.analytic import LayerWork, analyse, count_work
 from megatron_pulse.profile.devices import PRESETS, Roofline, custom_device
@@ -196,6 +197,34 @@ def test_medians() -> None:
     assert median_and_spread([-1.0, -3.0]) == (0.0, 1.0)
     with pytest.raises(ValueError, match="min_repetitions"):
         Patience(min_repetitions=0)
+
+
+def test_what_tensor_parallel_ranks_do_not_share_they_all_do() -> None:
+    """Matrix multiplications are shared; on slow memory norms and residuals take time too."""
+    backbone = load_backbone("uvit-tiny")
+    shares = {}
+    for name, gb_per_s in (("fast memory", 1e9), ("slow memory", 10)):
+        roofline = Roofline(custom_device(1, gb_per_s, 1000), "float32", launch_s=0)
+        layers = analyse(backbone, [2], roofline).layers
+        shares[name] = [x.sharded_time for x in layers if x.sharded_parameters]
+        assert all(x.sharded_time == 1.0 for x in layers if not x.sharded_parameters)
+    assert shares["fast memory"] == pytest.approx([1.0] * len(shares["fast memory"]), abs=0.1)
+    assert all(0.2 < share < 0.9 for share in shares["slow memory"])
+
+
+def test_a_measured_backward_adds_up_gradients_over_microbatches(monkeypatch) -> None:
+    added = []
+
+    class Added(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.add_.Tensor:
+                added.append((tuple(args[0].shape), args[0].dtype))
+            return func(*args, **(kwargs or {}))
+
+    with Added():
+        measure(small_backbone(), (1,), dtype="bfloat16", patience=BRIEF)
+    sums = {(shape, kind) for shape, kind in added}
+    assert ((WIDTH, WIDTH), torch.float32) in sums
 
 
 @pytest.mark.parametrize("family", ["uvit", "unet-text", "hunyuan", "flux"])

@@ -89,8 +89,9 @@ class Costs:
     def costs(self, config: Config) -> ChainCosts:
         """Costs of the chain on one tensor-parallel rank.
 
-        What has sharded parameters is divided, with its activations and boundaries where these are
-        sequence parallel; the sums over ranks delay both passes. Every rank computes all the rest.
+        Of what has sharded parameters ``sharded_time`` is divided, and its activations and
+        boundaries where these are sequence parallel; the sums over ranks delay both passes. Every
+        rank computes all the rest.
         """
         return self._costs_of(config.micro_batch_size, config.recompute, config.tensor)
 
@@ -145,8 +146,14 @@ class Costs:
         edges = parts if self.sequence_parallel else [1] * len(layers)
         forward_s, backward_s = self._sums_s(micro_batch_size, recompute, range(tensor))
 
+        # Sequence parallelism divides norms and residuals too.
+        shares = [
+            (1.0 if self.sequence_parallel else x.sharded_time) if x.sharded_parameters else 0.0
+            for x in layers
+        ]
+
         def divide(values: tuple[float, ...]) -> list[float]:
-            return [value / n for value, n in zip(values, parts, strict=True)]
+            return [v * (1 - s) + v * s / tensor for v, s in zip(values, shares, strict=True)]
 
         def share(values: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(value // n for value, n in zip(values, edges, strict=True))

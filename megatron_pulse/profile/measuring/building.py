@@ -19,11 +19,12 @@ class _SingleRank:
         return 0
 
 
-def meta_context(dtype: str = "float32") -> LayerContext:
+def meta_context(dtype: str = "float32", tensor: int = 1) -> LayerContext:
     """A context in which layers build whole (no tensor parallelism) and without initialisation.
 
     Use under ``torch.device("meta")``, or fill the parameters before use. Needs no process group,
-    and ignores those there are. ``dtype`` is that of parameters.
+    and ignores those there are. ``dtype`` is that of parameters. With ``tensor`` above 1 layers are
+    the first of so many tensor-parallel ranks', whose sums over ranks do nothing and take no time.
     """
     import torch
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -31,10 +32,15 @@ def meta_context(dtype: str = "float32") -> LayerContext:
 
     groups = ProcessGroupCollection()
     groups.tp = groups.cp = _SingleRank()
+    if tensor > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+
+        groups.tp = FakeProcessGroup._create_internal(0, tensor)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=8,
-        num_attention_heads=1,
+        num_attention_heads=tensor,
+        tensor_model_parallel_size=tensor,
         use_cpu_initialization=True,
         perform_initialization=False,
         transformer_impl="local",

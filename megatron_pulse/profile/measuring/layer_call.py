@@ -53,9 +53,12 @@ class LayerCall:
         """Output gradients; None where training has none."""
         return [torch.ones_like(t) if t.requires_grad else None for t in results]
 
-    def backward(self, results: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
-        """Compute the gradients of inputs and parameters, and drop them."""
-        _gradients(results, seeds, [*self.inputs, *self.trained])
+    def backward(
+        self, results: Sequence[Tensor], seeds: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of ``trained``; those of ``inputs`` are computed and dropped."""
+        inputs, trained = self.inputs, self.trained
+        return _gradients(results, seeds, [*inputs, *trained])[len(inputs) :]
 
     def backward_in_turn(self, results: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
         """The same, where each parameter's gradient is dropped as soon as it is complete."""
@@ -96,12 +99,13 @@ def _drop(tensor: Tensor) -> None:
 
 def _gradients(
     results: Sequence[Tensor], seeds: Sequence[Tensor | None], wanted: Sequence[Tensor]
-) -> None:
+) -> tuple[Tensor | None, ...]:
     given = zip(results, seeds, strict=True)
     pairs = [(r, s) for r, s in given if s is not None and r.requires_grad]
-    if pairs and wanted:
-        outputs, output_gradients = zip(*pairs, strict=True)
-        torch.autograd.grad(outputs, wanted, output_gradients, allow_unused=True)
+    if not pairs or not wanted:
+        return (None,) * len(wanted)
+    outputs, output_gradients = zip(*pairs, strict=True)
+    return tuple(torch.autograd.grad(outputs, wanted, output_gradients, allow_unused=True))
 
 
 def make_call(

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
+from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.faults import told
 from megatron_pulse.profile.measuring.building import (
     meta_context,
@@ -33,7 +34,12 @@ from megatron_pulse.profile.measuring.machine import (
 from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
 from megatron_pulse.profile.measuring.optimizer import optimizer_seconds
-from megatron_pulse.profile.measuring.sizes import ModuleSizes, module_sizes
+from megatron_pulse.profile.measuring.sizes import (
+    ModuleSizes,
+    can_halve,
+    module_sizes,
+    sharded_time,
+)
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 
@@ -48,6 +54,11 @@ class LayerMeasure:
     spreads: tuple[float, float, float]
     kept: Kept
     peak_bytes: int
+
+    @property
+    def whole_s(self) -> float:
+        """Forward and backward."""
+        return sum(self.medians)
 
 
 def measure(
@@ -64,8 +75,10 @@ def measure(
     """The profile of ``backbone`` on this machine's ``device``, "cpu" or "cuda".
 
     Each layer is built alone, whole, with random parameters of ``dtype``, and measured with random
-    inputs; only one is on the device at a time. ``once_per_kind`` measures layers once that run
-    the same operators on tensors of the same shapes, strides and dtypes (see ``OperatorTrace``).
+    inputs; only one is on the device at a time. What two tensor-parallel ranks can share is also
+    built as one of them, and measured at the largest size. ``once_per_kind`` measures layers once
+    that run the same operators on tensors of the same shapes, strides and dtypes (see
+    ``OperatorTrace``).
     Layers are Megatron's local ones, not Transformer Engine's. On a CPU they run with ``threads``
     (default: as many as this process has).
     Raises ProfileError if a layer does not fit into the device's memory.
@@ -82,43 +95,65 @@ def measure(
         )
     place = torch.device(device)
     _require_memory(backbone, place, dtype)
-    context = meta_context(dtype)
+    context, halved = meta_context(dtype), meta_context(dtype, tensor=2)
     sizes: list[ModuleSizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
     known: dict[str, LayerMeasure] = {}
     adams: dict[str, float] = {}
     optimizer_s: list[float] = []
-    layers = tqdm(backbone.layers, "measuring", unit="layer", delay=2, disable=not progress or None)
+    shares: list[float] = []
+    layers = tqdm(
+        range(len(backbone.layers)),
+        "measuring",
+        unit="layer",
+        delay=2,
+        disable=not progress or None,
+    )
     checked = naming_module_faults(backbone, dtype)
     with computing_with(threads), checked, some_process_group():
         used_threads = num_threads(place)
-        for i, layer in enumerate(layers):
-            module = layer.build(context).to(place)
+
+        def timed(i: int, module: Any, size: int, of: str = "whole") -> LayerMeasure:
+            layer = backbone.layers[i]
+            try:
+                call = make_call(backbone, i, module, size, dtype, place)
+                if len(sizes) == i:
+                    sizes.append(module_sizes(module, call.forward, size))
+                key = _kind(call) if once_per_kind else f"{i}/{size}/{of}"
+                if key not in known:
+                    known[key] = _measure_layer(call, len(layer.outputs), place, patience)
+            except torch.OutOfMemoryError as error:
+                raise ProfileError(
+                    f"{layer.name} does not fit on {device} at microbatch size {size}; "
+                    "profile smaller sizes"
+                ) from error
+            return known[key]
+
+        def built(i: int, context: LayerContext) -> Any:
+            module = backbone.layers[i].build(context).to(place)
             _fill(module)
+            return module
+
+        for i in layers:
+            module = built(i, context)
             for size in micro_batch_sizes:
-                try:
-                    call = make_call(backbone, i, module, size, dtype, place)
-                    if size == micro_batch_sizes[0]:
-                        sizes.append(module_sizes(module, call.forward, size))
-                    num_outputs = len(layer.outputs)
-                    key = _kind(call) if once_per_kind else f"{i}/{size}"
-                    if key not in known:
-                        known[key] = _measure_layer(call, num_outputs, place, patience)
-                except torch.OutOfMemoryError as error:
-                    raise ProfileError(
-                        f"{layer.name} does not fit on {device} at microbatch size {size}; "
-                        "profile smaller sizes"
-                    ) from error
-                measured[size].append(known[key])
+                measured[size].append(timed(i, module, size))
+            shares.append(1.0)
+            if can_halve(backbone, sizes[i]):
+                half, most = built(i, halved), max(micro_batch_sizes)
+                shares[i] = sharded_time(
+                    measured[most][i].whole_s, timed(i, half, most, "half").whole_s
+                )
+                del half
             adam = str([tuple(p.shape) for p in module.parameters() if p.requires_grad])
             if adam not in adams:
                 adams[adam] = optimizer_seconds(module.parameters(), place, patience)
             optimizer_s.append(adams[adam])
-            del module, call
+            del module
     chain, skips, conditioning = describe_chain(backbone, sizes, dtype)
     chain = tuple(
-        replace(layer, optimizer_s=seconds)
-        for layer, seconds in zip(chain, optimizer_s, strict=True)
+        replace(layer, optimizer_s=seconds, sharded_time=share)
+        for layer, seconds, share in zip(chain, optimizer_s, shares, strict=True)
     )
     return Profile(
         backbone=backbone.record,
@@ -218,13 +253,20 @@ def _measure_layer(
 
 def _work(call: LayerCall, seeds: Sequence[Tensor | None]) -> Callable[[Callable[[], None]], None]:
     """Pieces: forward, backward and, where it is only a part of it, a forward without parameters'
-    gradients and the input gradient alone."""
+    gradients and the input gradient alone. A backward adds the parameters' gradients to those of
+    the microbatches before, in Megatron's dtype."""
+    sums = [
+        torch.zeros_like(p, dtype=torch.float32 if p.dtype == torch.bfloat16 else p.dtype)
+        for p in call.trained
+    ]
 
     def work(mark: Callable[[], None]) -> None:
         mark()
         results = call.forward()
         mark()
-        call.backward(results, seeds)
+        for total, gradient in zip(sums, call.backward(results, seeds), strict=True):
+            if gradient is not None:
+                total.add_(gradient)
         mark()
         if call.inputs and call.trained:
             with call.frozen():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.profile.measuring.building import count_module_parameters
 from megatron_pulse.profile.profile import ShardSums
 
@@ -17,6 +18,18 @@ class ModuleSizes:
     parameters: int
     sharded: int = 0
     sums: ShardSums = ShardSums()
+
+
+def sharded_time(whole_s: float, half_s: float) -> float:
+    """The share of a layer's time that tensor-parallel ranks divide (Amdahl's law), of what it
+    takes whole and on one of two ranks."""
+    return min(1.0, max(0.0, 2 * (1 - half_s / whole_s))) if whole_s else 1.0
+
+
+def can_halve(backbone: Backbone, sizes: ModuleSizes) -> bool:
+    """Whether two tensor-parallel ranks share the layer of ``sizes``."""
+    even = not any(heads % 2 for heads in backbone.num_heads)
+    return even and sizes.sharded > 0 and sizes.sharded % 2 == 0
 
 
 def module_sizes(module: Any, forward: Callable[[], object], samples: int) -> ModuleSizes:

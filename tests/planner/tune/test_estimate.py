@@ -13,7 +13,7 @@ from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.profile.profile import ProfiledConditioning
+from megatron_pulse.profile.profile import ProfiledConditioning, ShardSums
 from tests.planner.tune.problems import cluster, profile
 
 CHAIN = profile(random.Random(0), 4, 1)
@@ -113,3 +113,27 @@ def test_every_stage_that_uses_a_copied_embedder_computes_it(recompute: bool) ->
         copies
     ] * 2
     assert copying.quick_bound(config) <= copying.bound(config, stages)
+
+
+def test_tensor_parallel_ranks_divide_a_share_of_the_time_and_all_with_their_sequences() -> None:
+    """Amdahl's law, layer by layer."""
+    some = {"sharded_parameters": 1_000_000, "shard_sums": ShardSums()}
+    parts = {
+        share: replace(
+            CHAIN, layers=tuple(replace(x, sharded_time=share, **some) for x in CHAIN.layers)
+        )
+        for share in (0.0, 0.25, 1.0)
+    }
+
+    def totals(share: float, tensor: int, sequences: bool = False) -> float:
+        found = Evaluator(parts[share], cluster(), 8, sequences).totals(
+            Config(1, 1, tensor, 1, WHOLE)
+        )
+        return found.forward_s + found.backward_s + found.weight_grad_s
+
+    alone = totals(0.25, 1)
+    assert totals(0.25, 2) == pytest.approx(alone * (0.75 + 0.25 / 2))
+    assert totals(0.25, 4) == pytest.approx(alone * (0.75 + 0.25 / 4))
+    assert totals(0.0, 4) == pytest.approx(alone)
+    assert totals(1.0, 4) == pytest.approx(alone / 4)
+    assert totals(0.25, 4, sequences=True) == pytest.approx(alone / 4)
