@@ -44,11 +44,11 @@ class Layout:
         """The same training on one device, whole, nothing recomputed."""
         return Layout(self.dtype)
 
-    @property
-    def case(self) -> Case:
+    def case(self, steps: int) -> Case:
         """As the runtime's tests know it."""
-        placement, recompute = self.placement, self.recompute
-        return Case(placement, MICROBATCHES, dtype=self.dtype, recompute=recompute)
+        return Case(
+            self.placement, MICROBATCHES, dtype=self.dtype, recompute=self.recompute, steps=steps
+        )
 
 
 def all_layouts(dtypes: Sequence[str], num_ranks: int, folds: bool) -> list[Layout]:
@@ -95,14 +95,14 @@ class Trained:
 
 
 def train_all(
-    name: str, layouts: Sequence[Layout], num_ranks: int, timeout_s: float = 240.0
+    name: str, layouts: Sequence[Layout], num_ranks: int, steps: int = 3, timeout_s: float = 240.0
 ) -> tuple[list[Trained], dict[str, list[float]]]:
     """The subject ``name`` in all layouts, and the losses of its module itself by dtype.
 
     Layouts of one dtype, and of one number of devices in it, follow each other; the reference of
     each is among them.
     """
-    ranks = run_ranks(num_ranks, _train_here, name, layouts, timeout_s=timeout_s)
+    ranks = run_ranks(num_ranks, _train_here, name, layouts, steps, timeout_s=timeout_s)
     merged = {
         layout: merge([outcomes[layout] for outcomes, _ in ranks if layout in outcomes])
         for layout in layouts
@@ -112,7 +112,7 @@ def train_all(
 
 
 def _train_here(
-    name: str, layouts: Sequence[Layout]
+    name: str, layouts: Sequence[Layout], steps: int
 ) -> tuple[dict[Layout, Outcome], dict[str, list[float]]]:
     """This rank's part of all: layouts of fewer devices are shared out among the ranks."""
     torch.set_num_threads(1)
@@ -133,15 +133,15 @@ def _train_here(
             for i, layout in enumerate(same):
                 first = i * num % world
                 if first <= rank < first + num:
-                    outcomes[layout] = _train(subject, layout, groups[num, first])
+                    outcomes[layout] = _train(subject, layout, steps, groups[num, first])
         if rank == 0:  # last, for it trains the module that layers begin with
-            eager[dtype] = subject.eager_losses(Layout(dtype).case)
+            eager[dtype] = subject.eager_losses(Layout(dtype).case(steps))
     dist.barrier()
     return outcomes, eager
 
 
-def _train(subject: Subject, layout: Layout, group: dist.ProcessGroup) -> Outcome:
-    case, chain = layout.case, subject.chain
+def _train(subject: Subject, layout: Layout, steps: int, group: dist.ProcessGroup) -> Outcome:
+    case, chain = layout.case(steps), subject.chain
     if layout.delay is not None:
         schedule = plan_of(chain, case, layout.num_devices).step(MICROBATCHES).schedule
         case = replace(case, schedule=split(schedule, layout.delay))

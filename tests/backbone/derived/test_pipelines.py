@@ -24,7 +24,7 @@ ALONE = Layout("float32")
 @pytest.mark.parametrize("name", ["small_unet", "dense"])
 def test_a_derived_chain_equals_one_process_and_its_module(name: str) -> None:
     layouts = [ALONE, Layout("float32", 2, "fold", 1, True), Layout("float32", 2)]
-    trained, eager = train_all(name, layouts, 2)
+    trained, eager = train_all(name, layouts, 2, steps=2)
     assert not [f"{each.layout}: {fault}" for each in trained for fault in each.faults]
     assert [each.outcome.num_weight_gradients > 0 for each in trained] == [False, True, False]
     assert eager["float32"] == pytest.approx(trained[0].reference.losses, rel=1e-4)
@@ -37,7 +37,7 @@ def test_a_mask_and_a_tensor_without_samples_are_handed_on() -> None:
     assert pulse.TensorSpec((tokens, tokens), dtype="bool") in specs
     assert pulse.TensorSpec((tokens, 1), batch_dim=None) in specs
     two = Layout("float32", 2)
-    trained, _ = train_all("masked", [ALONE, two, replace(two, copied=True)], 2)
+    trained, _ = train_all("masked", [ALONE, two, replace(two, copied=True)], 2, steps=2)
     sent, made = (each.outcome for each in trained[1:])
     assert not trained[1].faults
     assert made.losses == pytest.approx(trained[0].outcome.losses, rel=1e-6)
