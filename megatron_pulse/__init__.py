@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.step.plan import Plan as Plan
     from megatron_pulse.planner.step.plan import make_plan as make_plan
     from megatron_pulse.profile.measuring.measure import measure as measure
+    from megatron_pulse.profile.trained import choose_trained as choose_trained
     from megatron_pulse.runtime.pipeline import Pipeline as Pipeline
 
 _NAMES = {
@@ -39,6 +40,7 @@ _NAMES = {
     "megatron_pulse.backbone.derived.from_module": ("from_module",),
     "megatron_pulse.backbone.plain": ("chain",),
     "megatron_pulse.profile.measuring.measure": ("measure",),
+    "megatron_pulse.profile.trained": ("choose_trained",),
     "megatron_pulse.planner.cluster.link": ("Link",),
     "megatron_pulse.planner.layout.placement": ("Partition", "fold", "interleaved", "sequential"),
     "megatron_pulse.planner.partition.find": ("Goal", "find_partition"),

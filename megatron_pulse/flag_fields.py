@@ -11,8 +11,9 @@
     faults = flag_faults(options, "pulse-")   # "--pulse-seconds is -1; it must be ..."
 
 A flag takes what its field's type says: a number, a text, one of a ``Literal``, KEY=VALUE any
-number of times (a Mapping), nothing (bool), ``--x`` or ``--no-x`` (bool or None), or the flags of
-another such dataclass. Imports nothing slow, so that ``--help`` stays fast.
+number of times (a Mapping), a text any number of times (tuple[str, ...]), nothing (bool), ``--x``
+or ``--no-x`` (bool or None), or the flags of another such dataclass. Imports nothing slow, so that
+``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ def read_flags[Options](cls: type[Options], args: argparse.Namespace, prefix: st
                 values[each.name] = read_flags(cast(type[Any], kind), args, prefix)
         elif hasattr(args, name):
             given = getattr(args, name)
-            mapping = get_origin(kind) is Mapping
-            values[each.name] = key_values(given, _written(each, prefix)) if mapping else given
+            if get_origin(kind) is Mapping:
+                given = key_values(given, _written(each, prefix))
+            values[each.name] = tuple(given) if kind == tuple[str, ...] else given
     return cls(**values)
 
 
@@ -176,6 +178,8 @@ def _argparse(what: _Flag, kind: Any, default: Any) -> dict[str, Any]:
     """What argparse takes for a flag of that type."""
     if get_origin(kind) is Mapping:
         return {"action": "append", "default": [], "metavar": "KEY=VALUE"}
+    if kind == tuple[str, ...]:
+        return {"action": "append", "default": [], "metavar": what.metavar}
     optional = type(None) in get_args(kind)
     plain = get_args(kind)[0] if optional else kind
     if plain is bool:

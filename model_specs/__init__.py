@@ -39,6 +39,7 @@ from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
 from megatron_pulse.faults import raised, told, unknown
 from megatron_pulse.flag_fields import flag_value
+from megatron_pulse.profile.trained import trained_as
 from model_specs.common.identity import Comparison, compare_configs, left_open
 from model_specs.common.options import (
     FamilyConfig,
@@ -191,15 +192,16 @@ def in_dtype(
 
 
 def load_recorded(record: Mapping[str, Any]) -> Backbone:
-    """The backbone of a record, with the options that are newer than it.
+    """The backbone of a record, with the options that are newer than it, trained as it says.
 
-    Raises ValueError as ``load_backbone``, and where it says another family than its name's.
+    Raises ValueError as ``load_backbone`` and ``choose_trained``, and where it says another family
+    than its name's.
     """
     backbone = load_backbone(record["name"], record["options"])
     family = backbone.record["family"]
     if (said := record.get("family", family)) != family:
         raise ValueError(f"{record['name']} is of the family {family}, not {said!r}")
-    return backbone
+    return trained_as(backbone, record)
 
 
 def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Comparison:

@@ -46,6 +46,11 @@ class TensorSpec:
         """Number of elements per sample."""
         return math.prod(self.shape)
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether such a tensor can have a gradient: it holds neither whole numbers nor a mask."""
+        return self.dtype not in ("int64", "int32", "bool")
+
     def bytes_per_sample(self, compute_bytes: int) -> int:
         """Bytes of a sample, where an element of ``"compute"`` has ``compute_bytes``."""
         return self.numel_per_sample * DTYPE_BYTES.get(self.dtype, compute_bytes)
@@ -71,6 +76,9 @@ class Layer:
     An ``embedder`` only provides: it reads nothing but the batch, its module returns its inputs
     as they are before what it provides, and called without inputs returns only that. So it can
     run anywhere, and on several devices.
+
+    ``trained`` says whether a parameter of its module may ask for a gradient (``requires_grad``).
+    Where none does, no gradient is computed for this layer's sake (see ``gradients``).
     """
 
     name: str
@@ -83,6 +91,7 @@ class Layer:
     uses: tuple[str, ...] = ()
     embedder: bool = False
     qualified: bool = False
+    trained: bool = True
 
     @property
     def prefix(self) -> str:

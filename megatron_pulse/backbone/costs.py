@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.faults import told
 
 type Floats = NDArray[np.float64]
@@ -18,11 +19,13 @@ type Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class SkipCost:
-    """A skip edge from layer ``source`` to layer ``destination`` and its size."""
+    """A skip edge from layer ``source`` to layer ``destination`` and its size; its gradient goes
+    back where it ``wants`` one."""
 
     source: int
     destination: int
     num_bytes: int
+    wants: bool = True
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,9 @@ class ChainCosts:
 
     ``boundary_bytes[i]`` is what crosses a cut before layer i (the first is not a cut).
     ``saved_bytes`` is what a layer keeps from forward to backward. ``weight_grad_s`` is the part of
-    ``backward_s`` that may be put off (empty: unknown).
+    ``backward_s`` that may be put off (empty: unknown). ``trained`` counts the parameters that have
+    a gradient (empty: all); ``wants[i]`` says whether the tensors before layer i want one (empty:
+    all do).
     """
 
     names: tuple[str, ...]
@@ -42,18 +47,30 @@ class ChainCosts:
     boundary_bytes: tuple[int, ...]
     skips: tuple[SkipCost, ...] = ()
     weight_grad_s: tuple[float, ...] = ()
+    trained: tuple[int, ...] = ()
+    wants: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         times = (self.forward_s, self.backward_s)
         columns = (*times, self.parameters, self.saved_bytes, self.boundary_bytes)
         lengths = {len(column) for column in columns}
-        if self.weight_grad_s:
-            lengths.add(len(self.weight_grad_s))
+        lengths |= {
+            len(column) for column in (self.weight_grad_s, self.trained, self.wants) if column
+        }
         if lengths != {len(self.names)}:
             raise ValueError(f"{len(self.names)} layers, but columns of {sorted(lengths)} values")
         values = np.array([*times, self.parameters, self.saved_bytes], dtype=np.float64)
         if not (np.isfinite(values).all() and (values >= 0).all()):
             raise ValueError("costs must be finite and not negative")
+
+    @property
+    def trained_parameters(self) -> tuple[int, ...]:
+        """Those of each layer that have a gradient and an optimizer's state."""
+        return self.trained or self.parameters
+
+    def wants_gradient(self, layer: int) -> bool:
+        """Whether the gradient of what enters ``layer`` goes back."""
+        return self.wants[layer] if self.wants else True
 
 
 def running_sum(values: Sequence[float]) -> Floats:
@@ -64,6 +81,7 @@ def running_sum(values: Sequence[float]) -> Floats:
 def weighted_costs(backbone: Backbone, weights: Sequence[float]) -> ChainCosts:
     """``backbone`` with ``weights`` as forward times and twice that as backward times.
 
+    A layer that is not trained takes its weight for its backward, where it has one, else nothing.
     Bytes are of one sample in bf16; parameters and saved activations are unknown, and so 0.
     Raises ValueError for another number of weights, or with each that is no finite number.
     """
@@ -80,14 +98,22 @@ def weighted_costs(backbone: Backbone, weights: Sequence[float]) -> ChainCosts:
     if faults:
         raise ValueError(told("weights must be finite numbers from 0 on", faults))
     none = (0,) * len(weights)
+    wanted = wanted_gradients(backbone)
+    gradients = [
+        runs + layer.trained for layer, runs in zip(backbone.layers, wanted.layers, strict=True)
+    ]
     return ChainCosts(
         tuple(layer.name for layer in backbone.layers),
         tuple(map(float, weights)),
-        tuple(2.0 * float(weight) for weight in weights),
+        tuple(num * float(weight) for num, weight in zip(gradients, weights, strict=True)),
         none,
         none,
         tuple(sum(map(_half_bytes, layer.inputs)) for layer in backbone.layers),
-        tuple(SkipCost(s.source, s.destination, _half_bytes(s.spec)) for s in backbone.skips),
+        tuple(
+            SkipCost(s.source, s.destination, _half_bytes(s.spec), wanted.skips[s.name])
+            for s in backbone.skips
+        ),
+        wants=tuple(map(any, wanted.boundaries)),
     )
 
 

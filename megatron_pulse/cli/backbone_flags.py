@@ -1,12 +1,15 @@
-"""``--backbone``, ``--module`` and ``--option KEY=VALUE``, which several commands take."""
+"""``--backbone``, ``--module``, ``--option``, ``--train`` and ``--freeze`` of several commands."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.faults import collecting
 from megatron_pulse.flag_fields import key_values
+
+if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone
 
 _MODULE = (
     "a torch module as it is, or a chain of your own: diffusers:FOLDER, diffusers:CLASS, "
@@ -57,6 +60,44 @@ def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help=f"{meaning} (repeatable)"
     )
+
+
+def add_trained_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--train`` and ``--freeze``."""
+    parser.add_argument(
+        "--train",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="train the parameters whose names match, as *.bias, freeze all others (repeatable)",
+    )
+    parser.add_argument(
+        "--freeze",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="freeze the parameters whose names match, as down_blocks.0.* (repeatable)",
+    )
+
+
+def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
+    """What ``--backbone``, ``--option``, ``--train`` and ``--freeze`` say, for parameters of
+    ``dtype``."""
+    from megatron_pulse.cli.megatron import prepare_megatron
+    from megatron_pulse.profile.trained import trained_as
+    from model_specs import in_dtype, load_backbone
+
+    options = in_dtype(args.backbone, options_of(args), dtype)
+    backbone = load_backbone(args.backbone, options)
+    if args.train or args.freeze:
+        prepare_megatron()
+    return trained_as(backbone, {"train": args.train, "freeze": args.freeze})
+
+
+def needs_backbone(args: argparse.Namespace) -> list[str]:
+    """That flags for a backbone were given without one."""
+    return [f"--{name} is for --backbone" for name in ("option", "train", "freeze")
+            if getattr(args, name)]  # fmt: skip
 
 
 def option_faults(args: argparse.Namespace) -> list[str]:

@@ -33,6 +33,7 @@ from megatron_pulse.integration.planning.planning import (
     options_here,
     plan_run,
     share_schedules,
+    trained_here,
 )
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.step.plan import Plan
@@ -135,6 +136,7 @@ def prepare(
         there = {} if start is None else start.saved.record
         if options.backbone:
             backbone = continue_model(there, options.backbone, options_here(args, options))
+            backbone = trained_here(backbone, options)
         if backbone is not None and args.sequence_parallel:
             backbone = _divide(backbone, args.tensor_model_parallel_size)
     except ValueError as error:

@@ -34,7 +34,7 @@ from megatron_pulse.integration.megatron.model import StageFloat16Module, make_m
 from megatron_pulse.integration.planning.planning import compute_dtype, num_microbatches
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
-from model_specs import load_backbone
+from model_specs import load_recorded
 
 
 def train(
@@ -62,7 +62,7 @@ def train(
         first, last = options.trace_steps
         tracing = TraceOptions(Path(options.trace), range(first, last + 1))
     schedule = PulseSchedule(plan, data.loss, board, options.timeout_s, tracing=tracing)
-    whole = load_backbone(plan.backbone.record["name"], plan.backbone.record["options"])
+    whole = load_recorded(plan.backbone.record)
     idle = plan.idle_share(num_microbatches(args))
     work = describe_work(args, whole, compute_dtype(args), idle)
     throughput = ThroughputLog(work, lambda: schedule.step_time, lambda: data.num_corrupt)

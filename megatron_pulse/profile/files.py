@@ -14,11 +14,24 @@ from typing import Any
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
-from megatron_pulse.profile.profile import Profile, ProfiledLayer, ProfileError
+from megatron_pulse.profile.profile import (
+    Profile,
+    ProfiledConditioning,
+    ProfiledLayer,
+    ProfiledSkip,
+    ProfileError,
+)
 
 _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000
 """Over tensor-parallel ranks in a layer, in an older profile."""
+_OLDER: Mapping[type, set[str]] = {
+    Profile: {"threads"},
+    ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "wants"},
+    ProfiledSkip: {"wants"},
+    ProfiledConditioning: {"wants"},
+}
+"""Which old profiles do not have."""
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -98,8 +111,7 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
         value = {**value, "shard_sums": _sums_of_boundaries(value)}
     kinds = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""
-    # Which old profiles do not have.
-    older = {Profile: {"threads"}, ProfiledLayer: {"optimizer_s", "sharded_time"}}.get(kind, set())
+    older = _OLDER.get(kind, set())
     missing = [name for name in kinds if name not in {*value, *older}]
     faults += [f"{prefix}{name} is missing" for name in missing]
     faults += [f"{prefix}{name} is unknown" for name in value if name not in kinds]

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.profile.measuring.building import meta_context, some_process_group
 from megatron_pulse.profile.measuring.layer_call import layer_kind
 
@@ -20,7 +21,8 @@ from megatron_pulse.profile.measuring.layer_call import layer_kind
 class LayerFlops:
     """One layer's operations for one microbatch; a multiplication and an addition are two.
 
-    ``backward`` is that of flash attention, which computes the attention's scores again.
+    ``backward`` is that of flash attention, which computes the attention's scores again. It has the
+    input gradient of every layer that has a backward pass, wanted or not, as published figures do.
     """
 
     forward: int
@@ -47,11 +49,12 @@ def count_flops(
     context = meta_context()
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
     counted: dict[str, LayerFlops] = {}
+    wanted = wanted_gradients(backbone)
     with some_process_group(), torch.device("meta"):
-        for kind, layer in zip(kinds, backbone.layers, strict=True):
+        for kind, layer, runs in zip(kinds, backbone.layers, wanted.layers, strict=True):
             if kind not in counted:
                 module = layer.build(context)
-                counted[kind] = _count(backbone, layer, module, micro_batch_size, flash)
+                counted[kind] = _count(backbone, layer, module, micro_batch_size, flash, runs)
     return tuple(counted[kind] for kind in kinds)
 
 
@@ -64,9 +67,11 @@ def model_flops(backbone: Backbone) -> int:
 
 
 def _count(
-    backbone: Backbone, layer: Layer, module: Any, micro_batch_size: int, flash: bool
+    backbone: Backbone, layer: Layer, module: Any, micro_batch_size: int, flash: bool, runs: bool
 ) -> LayerFlops:
-    def make(spec: TensorSpec, trained: bool = True) -> torch.Tensor:
+    """Of one layer; ``runs`` says whether it has a backward pass."""
+
+    def make(spec: TensorSpec, trained: bool = runs) -> torch.Tensor:
         dtype = torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)
         tensor = torch.empty(spec.full_shape(micro_batch_size), dtype=dtype)
         return tensor.requires_grad_(trained and spec.dtype == COMPUTE)
@@ -80,6 +85,6 @@ def _count(
     with attention, FlopCounterMode(display=False) as counter:
         results = module(inputs, skips, used)
         forward = counter.get_total_flops()
-        trained = [tensor for tensor in results if tensor.requires_grad]
-        torch.autograd.backward(trained, [torch.empty_like(t) for t in trained])
+        if trained := [tensor for tensor in results if tensor.requires_grad]:
+            torch.autograd.backward(trained, [torch.empty_like(t) for t in trained])
     return LayerFlops(forward, counter.get_total_flops() - forward)

@@ -14,7 +14,7 @@ from megatron_pulse.profile.measuring.building import count_module_parameters, m
 if TYPE_CHECKING:
     from torch import Tensor
 
-_counted: dict[str, tuple[int, ...]] = {}
+_counted: dict[str, tuple[tuple[int, int], ...]] = {}
 
 
 def count_parameters(backbone: Backbone) -> tuple[int, ...]:
@@ -24,20 +24,32 @@ def count_parameters(backbone: Backbone) -> tuple[int, ...]:
     inside a distributed run of any layout as well as without one. Raises BackboneError that names
     every layer which cannot be built.
     """
+    return tuple(whole for whole, _ in _counts(backbone))
+
+
+def count_trained(backbone: Backbone) -> tuple[int, ...]:
+    """``count_parameters`` of those that ask for a gradient."""
+    return tuple(trained for _, trained in _counts(backbone))
+
+
+def _counts(backbone: Backbone) -> tuple[tuple[int, int], ...]:
     key = json.dumps([backbone.record, [layer.name for layer in backbone.layers]])
     if not backbone.record or key not in _counted:
         _counted[key] = _count(backbone)
     return _counted[key]
 
 
-def _count(backbone: Backbone) -> tuple[int, ...]:
+def _count(backbone: Backbone) -> tuple[tuple[int, int], ...]:
     import torch
 
     from megatron_pulse.profile.measuring.module_check import naming_module_faults
 
     context = meta_context()
     with naming_module_faults(backbone), torch.device("meta"):
-        return tuple(count_module_parameters(layer.build(context)) for layer in backbone.layers)
+        modules = (layer.build(context) for layer in backbone.layers)
+        return tuple(
+            (count_module_parameters(m), count_module_parameters(m, True)) for m in modules
+        )
 
 
 def meta_weights(backbone: Backbone, most: float = math.inf) -> dict[str, Tensor]:

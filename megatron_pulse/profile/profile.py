@@ -98,7 +98,9 @@ class ProfiledLayer:
 
     Tensor parallelism divides ``sharded_parameters`` of the parameters and ``sharded_time`` of the
     time (a share; what norms and residuals take, every rank takes), and sums ``shard_sums``.
-    ``optimizer_s`` is what Adam takes for the parameters (0: not measured).
+    ``optimizer_s`` is what Adam takes for the parameters (0: not measured). Of the parameters
+    ``frozen_parameters`` are not trained. ``wants``, here and of skips and conditioning, says
+    whether a backward gives back the gradient of what is taken.
     """
 
     name: str
@@ -108,6 +110,13 @@ class ProfiledLayer:
     shard_sums: ShardSums = ShardSums()
     optimizer_s: float = 0.0
     sharded_time: float = 1.0
+    frozen_parameters: int = 0
+    wants: bool = True
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those that have gradients and an optimizer's state."""
+        return self.parameters - self.frozen_parameters
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,7 @@ class ProfiledSkip:
     source: int
     destination: int
     num_bytes: int
+    wants: bool = True
 
 
 @dataclass(frozen=True)
@@ -130,6 +140,7 @@ class ProfiledConditioning:
     consumers: tuple[int, ...]
     num_bytes: int
     embedder: bool
+    wants: bool = True
 
 
 @dataclass(frozen=True)
@@ -219,18 +230,21 @@ class Profile:
         """What planning reads, at any microbatch size (see ``times_at``).
 
         A backward is input gradient and weight gradient, and the layer's forward once more where
-        its activations are recomputed. ``recompute`` None means as the profile says.
+        its activations are recomputed. Layers without a backward keep nothing. ``recompute`` None
+        means as the profile says.
         """
         recompute = self.recompute if recompute is None else recompute
         times = self.times_at(micro_batch_size)
         boundary = tuple(micro_batch_size * layer.boundary_bytes for layer in self.layers)
+        again = [recompute and runs for runs in self.has_backward]
         if recompute:
             used = [
                 sum(edge.num_bytes for edge in self.conditioning if i in edge.consumers)
                 for i in range(len(self.layers))
             ]
             saved = tuple(
-                taken + micro_batch_size * read for taken, read in zip(boundary, used, strict=True)
+                runs * (taken + micro_batch_size * read)
+                for taken, read, runs in zip(boundary, used, again, strict=True)
             )
         else:
             saved = tuple(layer.saved_bytes for layer in times)
@@ -238,18 +252,31 @@ class Profile:
             names=tuple(layer.name for layer in self.layers),
             forward_s=tuple(layer.forward_s for layer in times),
             backward_s=tuple(
-                layer.input_grad_s + layer.weight_grad_s + recompute * layer.forward_s
-                for layer in times
+                layer.input_grad_s + layer.weight_grad_s + runs * layer.forward_s
+                for layer, runs in zip(times, again, strict=True)
             ),
             parameters=tuple(layer.parameters for layer in self.layers),
             saved_bytes=saved,
             boundary_bytes=boundary,
             skips=tuple(
-                SkipCost(skip.source, skip.destination, micro_batch_size * skip.num_bytes)
-                for skip in self.skips
+                SkipCost(s.source, s.destination, micro_batch_size * s.num_bytes, s.wants)
+                for s in self.skips
             ),
             weight_grad_s=tuple(layer.weight_grad_s for layer in times),
+            trained=tuple(layer.trained_parameters for layer in self.layers),
+            wants=tuple(layer.wants for layer in self.layers),
         )
+
+    @property
+    def has_backward(self) -> tuple[bool, ...]:
+        """Which layers compute a gradient, of a parameter or of what they take."""
+        runs = [layer.wants or layer.trained_parameters > 0 for layer in self.layers]
+        for skip in self.skips:
+            runs[skip.destination] |= skip.wants
+        for edge in self.conditioning:
+            for i in edge.consumers:
+                runs[i] |= edge.wants
+        return tuple(runs)
 
     def _neighbours(self, size: int) -> tuple[int | None, int]:
         """The two profiled sizes whose line gives costs at ``size``; (None, the only one)."""
@@ -275,6 +302,9 @@ class Profile:
             yield from _beyond(f"layers[{i}]", layer, counts)
             if not 0 <= layer.sharded_time <= 1:
                 yield f"layers[{i}].sharded_time is {layer.sharded_time}; it must be from 0 to 1"
+            if not 0 <= layer.frozen_parameters <= max(0, layer.parameters):
+                frozen = layer.frozen_parameters
+                yield f"layers[{i}].frozen_parameters is {frozen}; it must be 0 to its parameters"
             sums = layer.shard_sums
             if not all(0 <= n <= _MOST for n in (*sums.rows, *sums.columns, *sums.contexts)):
                 yield f"layers[{i}].shard_sums: bytes must be from 0 to {_MOST:g}"

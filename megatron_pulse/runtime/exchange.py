@@ -6,19 +6,20 @@ the messages that the plan's next round sends where it is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, TensorSpec
-from megatron_pulse.planner.layout.routes import Delivery, Payload, Routes
+from megatron_pulse.planner.layout.routes import Payload, Routes
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.skips import TensorStore
+from megatron_pulse.runtime.stage import summed
 
 
 def message_spec(routes: Routes, message: Message) -> TensorSpec:
@@ -39,24 +40,8 @@ def message_spec(routes: Routes, message: Message) -> TensorSpec:
             return replace(spec, dtype="float64") if is_gradient and is_sum else spec
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """What crosses into a stage: boundary tensors, skips and conditioning by name.
-
-    Of a forward its inputs, of a backward their gradients.
-    """
-
-    boundary: tuple[Tensor, ...]
-    skips: dict[str, Tensor]
-    conditioning: dict[str, Tensor]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Tensors:
-        """``function`` of every tensor."""
-        return Tensors(
-            tuple(function(t) for t in self.boundary),
-            {name: function(t) for name, t in self.skips.items()},
-            {name: function(t) for name, t in self.conditioning.items()},
-        )
+type Tensors = dict[tuple[Payload, str], Tensor]
+"""What crosses into a stage, or leaves it, by what it is and its name (see ``Delivery``)."""
 
 
 class Exchange:
@@ -80,12 +65,12 @@ class Exchange:
             c.name: tuple(s for s in c.consumer_stages if s in own) for c in routes.conditioning
         }
         self._takers: dict[tuple[int, Payload, str], list[int]] = {}
-        for delivery in (d for s in own for d in routes.given_by(s)):
+        given = [delivery for s in own for delivery in routes.given_by(s)]
+        for delivery in given:
             key = (delivery.source, delivery.payload, delivery.name)
             self._takers.setdefault(key, []).append(delivery.destination)
-        self._boundaries = {s: _of(Payload.BOUNDARY, routes.given_to(s)) for s in own}
-        self._skips = {s: _of(Payload.SKIP, routes.given_to(s)) for s in own}
-        self._conditioning = {s: routes.conditioning_into(s) for s in own}
+        self._wanted = {(d.source, d.payload, d.name) for d in given if d.wants}
+        self._inputs = {s: _inputs(routes, s) for s in own}
         self._position = {op: i for order in schedule.order for i, op in enumerate(order)}
         self._store = TensorStore()
         self._conditioning_gradients: dict[tuple[str, int], Tensor] = {}
@@ -97,13 +82,22 @@ class Exchange:
         return self._store.num_bytes
 
     def take_inputs(self, op: Operation) -> Tensors:
-        """What other stages gave for the forward ``op``."""
-        stage, take = op.stage, self._store.take
-        return Tensors(
-            tuple(take(op, Payload.BOUNDARY, d.name) for d in self._boundaries[stage]),
-            {d.name: take(op, Payload.SKIP, d.name) for d in self._skips[stage]},
-            {c.name: take(op, Payload.CONDITIONING, c.name) for c in self._conditioning[stage]},
-        )
+        """What other stages gave for the forward ``op``, conditioning in fp64 (see Stage).
+
+        In training, what wants a gradient asks for it.
+        """
+        taken = {}
+        for payload, name, _, wants in self._inputs[op.stage]:
+            tensor = self._store.take(op, payload, name)
+            if payload is Payload.CONDITIONING:
+                tensor = summed(tensor)
+            tensor = tensor.detach()
+            taken[payload, name] = tensor.requires_grad_(wants and torch.is_grad_enabled())
+        return taken
+
+    def wants(self, stage: int, payload: Payload, name: str) -> bool:
+        """Whether a result of ``stage`` wants a gradient."""
+        return (stage, payload, name) in self._wanted
 
     def deliver(self, op: Operation, payload: Payload, name: str, tensor: Tensor) -> None:
         """Give a result of the forward ``op`` to every stage that takes it."""
@@ -121,25 +115,22 @@ class Exchange:
         return total
 
     def deliver_gradients(self, op: Operation, gradients: Tensors) -> None:
-        """Give the gradients of a forward's inputs to the stages that they came from.
+        """Give the gradients of those inputs of a forward that want one to where they came from.
 
         Those of a conditioning are summed over the device's stages first.
         """
-        for delivery in self._boundaries[op.stage]:
-            tensor = gradients.boundary[int(delivery.name)]
-            self._deliver_to(op, delivery.source, Payload.BOUNDARY, delivery.name, tensor)
-        for delivery in self._skips[op.stage]:
-            tensor = gradients.skips[delivery.name]
-            self._deliver_to(op, delivery.source, Payload.SKIP, delivery.name, tensor)
-        for edge in self._conditioning[op.stage]:
-            name, source = edge.name, edge.source_stage
-            key, total = (name, op.microbatch), gradients.conditioning[name]
-            if key in self._conditioning_gradients:
-                total = self._conditioning_gradients.pop(key) + total
-            if self._first_users[name][self._device] == op.stage:
-                self._deliver_to(op, source, Payload.CONDITIONING, name, total)
-            else:
-                self._conditioning_gradients[key] = total
+        for payload, name, source, wants in self._inputs[op.stage]:
+            if not wants:
+                continue
+            total = gradients[payload, name]
+            if payload is Payload.CONDITIONING:
+                key = name, op.microbatch
+                if key in self._conditioning_gradients:
+                    total = self._conditioning_gradients.pop(key) + total
+                if self._first_users[name][self._device] != op.stage:
+                    self._conditioning_gradients[key] = total
+                    continue
+            self._deliver_to(op, source, payload, name, total)
 
     def issue(self, ops: Sequence[tuple[bool, Message]]) -> None:
         """Start one round of messages."""
@@ -204,5 +195,14 @@ class Exchange:
             self._outgoing[message] = tensor
 
 
-def _of(payload: Payload, deliveries: Sequence[Delivery]) -> tuple[Delivery, ...]:
-    return tuple(d for d in deliveries if d.payload is payload)
+def _inputs(routes: Routes, stage: int) -> tuple[tuple[Payload, str, int, bool], ...]:
+    """What other stages give to ``stage``: what it is, its name, the giver, whether it wants a
+    gradient. A conditioning is there for every stage that uses it."""
+    own = [d for d in routes.given_to(stage) if d.payload is not Payload.CONDITIONING]
+    return (
+        *((d.payload, d.name, d.source, d.wants) for d in own),
+        *(
+            (Payload.CONDITIONING, c.name, c.source_stage, c.wants)
+            for c in routes.conditioning_into(stage)
+        ),
+    )

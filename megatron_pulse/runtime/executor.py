@@ -29,7 +29,6 @@ from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.parameters.weight_gradients import Later
 from megatron_pulse.runtime.settings import Batch, RunSettings
-from megatron_pulse.runtime.stage import summed
 
 Workload = Callable[[int], None]
 """What a filler runs: takes the number of a slice, and is no part of the backbone."""
@@ -49,7 +48,8 @@ class Recorder(Protocol):
 
 @dataclass
 class _Saved:
-    """What the backward of one stage on one microbatch needs."""
+    """What the backward of one stage on one microbatch needs; ``inputs`` are those that want a
+    gradient."""
 
     inputs: Tensors
     edges: dict[tuple[Payload, str], GradientEdge | None] = field(default_factory=dict)
@@ -201,17 +201,16 @@ class Executor:
     def _cast(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
         return tensor.to(self._settings.device, self._settings.dtype_of(spec))
 
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.detach()
-        return tensor.requires_grad_(self._training and tensor.is_floating_point())
-
     def _forward(self, op: Operation) -> None:
         stage = op.stage
         batch = self._batch(op.microbatch)
         taken = self._exchange.take_inputs(op)
-        conditioning = {name: summed(t) for name, t in taken.conditioning.items()}
-        saved = _Saved(Tensors(taken.boundary, taken.skips, conditioning).map(self._leaf))
-        boundary = saved.inputs.boundary
+        saved = _Saved({key: tensor for key, tensor in taken.items() if tensor.requires_grad})
+        boundary = tuple(t for (payload, _), t in taken.items() if payload is Payload.BOUNDARY)
+        skips = {name: t for (payload, name), t in taken.items() if payload is Payload.SKIP}
+        conditioning = {
+            name: t for (payload, name), t in taken.items() if payload is Payload.CONDITIONING
+        }
         if stage == 0:
             boundary = (self._cast(batch["noisy"], self._routes.boundaries[0][0]),)
         given = {
@@ -221,7 +220,7 @@ class Executor:
         if self._is_split and self._training:
             saved.later = Later()
         outputs, skips, provided = self._stages[stage](
-            boundary, saved.inputs.skips, {**given, **saved.inputs.conditioning}, saved.later
+            boundary, skips, {**given, **conditioning}, saved.later
         )
         results = [(Payload.SKIP, name, tensor) for name, tensor in skips.items()]
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
@@ -233,7 +232,7 @@ class Executor:
         if stage == self._own[-1]:
             del self._batches[op.microbatch]
         for payload, name, tensor in results:
-            if self._training:
+            if self._training and self._exchange.wants(stage, payload, name):
                 saved.edges[payload, name] = (
                     get_gradient_edge(tensor) if tensor.requires_grad else None
                 )
@@ -256,7 +255,8 @@ class Executor:
             torch.autograd.backward(scale(loss) if scale is not None else loss)
         else:
             self._backward_from_edges(op, saved)
-        self._exchange.deliver_gradients(op, saved.inputs.map(_gradient))
+        gradients = {key: _gradient(leaf) for key, leaf in saved.inputs.items()}
+        self._exchange.deliver_gradients(op, gradients)
         if saved.later is not None:
             self._later[stage, op.microbatch] = saved.later
 

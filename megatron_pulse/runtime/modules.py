@@ -5,7 +5,7 @@ Faults name the layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,12 @@ def built_elsewhere(layers: Iterable[Layer], context: Any) -> Iterator[tuple[str
                 continue
 
 
-def unsound(modules: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    """What keeps these layers from computing the same on any number of processes."""
+def unsound(modules: Sequence[tuple[str, nn.Module]], frozen: Collection[str] = ()) -> list[str]:
+    """What keeps these layers from computing the same on any number of processes; ``frozen`` are
+    the names of those that are declared not to be trained."""
     return [
         *(fault for name, module in modules for fault in _random(name, module)),
+        *(fault for name, module in modules if name in frozen for fault in _trained(name, module)),
         *_shared(modules),
     ]
 
@@ -41,6 +43,14 @@ def _random(layer: str, module: nn.Module) -> Iterator[str]:
                 f"{layer}: {type(part).__name__}{inside} draws {what}, which no other layout "
                 "repeats: leave it out, or give it a probability of 0"
             )
+
+
+def _trained(layer: str, module: nn.Module) -> Iterator[str]:
+    if trained := [name for name, p in module.named_parameters() if p.requires_grad]:
+        yield (
+            f"{layer}: it is declared with trained=False, but its parameter {trained[0]} asks for "
+            "a gradient: call requires_grad_(False) on what it builds"
+        )
 
 
 def _draws(part: nn.Module) -> str:

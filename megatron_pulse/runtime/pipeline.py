@@ -149,9 +149,15 @@ class Pipeline:
         Every process gives the same batches: ``noisy`` is what the first layer takes, the rest is
         for the loss and for layers that use fields of the batch. Gradients of the mean loss are
         added to those of the parameters. Returns the microbatches' losses where the chain ends,
-        elsewhere nothing. Raises PulseError if the processes have different plans, and with
-        everything that is missing in the batches or of another shape, or dtype in ``noisy``.
+        elsewhere nothing. Raises PulseError if the processes have different plans, if no layer is
+        trained, and with everything that is missing in the batches or of another shape, or dtype in
+        ``noisy``.
         """
+        if not any(layer.trained for layer in self.plan.backbone.layers):
+            raise PulseError(
+                f"no parameter of {self.plan.backbone.name} asks for a gradient: evaluate() runs "
+                "it without"
+            )
         self._require_fit(batches)
         executor = self.executor(len(batches))
         return executor.run(iter(batches), self._settings, recorder=recorder)
@@ -287,7 +293,8 @@ def _require_sound(plan: Plan, stages: Mapping[int, Stage], context: LayerContex
     modules = [(name, m) for stage in stages.values() for name, m in stage.named_layers()]
     modules += built_elsewhere([la for i, la in enumerate(layers) if i not in own], context)
     place = {layer.name: i for i, layer in enumerate(layers)}
-    if faults := unsound(sorted(modules, key=lambda pair: place[pair[0]])):
+    frozen = {layer.name for layer in layers if not layer.trained}
+    if faults := unsound(sorted(modules, key=lambda pair: place[pair[0]]), frozen):
         raise BackboneError(plan.backbone.name, faults)
 
 

@@ -89,7 +89,8 @@ class Stage(nn.Module):
                 container.add_module(leaf, module)
             modules.append(module)
         self._chain = tuple(modules)  # a tuple: parameters are registered under their names
-        if faults := unsound(list(self.named_layers())):
+        frozen = {spec.name for spec in self._specs if not spec.trained}
+        if faults := unsound(list(self.named_layers()), frozen):
             raise BackboneError(backbone.name, faults)
         self._backbone_name = backbone.name
         self._declared: dict[tuple[int, torch.dtype], list[tuple[Kind, ...]]] = {}

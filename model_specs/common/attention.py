@@ -20,7 +20,7 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.attention import (
     CrossAttention,
     CrossAttentionSubmodules,
@@ -33,6 +33,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from model_specs.common.layers import tp_group
+from model_specs.common.linear import BiasColumnParallelLinear
 from model_specs.common.megatron_config import InitMethod
 
 Builder = Callable[..., Any]
@@ -115,7 +116,7 @@ def parts(config: TransformerConfig) -> Parts:
     """Transformer Engine's parts if ``config.transformer_impl`` asks for them, else local ones."""
     if config.transformer_impl == "transformer_engine" and HAVE_TE:
         return Parts(TEColumnParallelLinear, TERowParallelLinear, TEDotProductAttention)
-    return Parts(ColumnParallelLinear, RowParallelLinear, SdpaCoreAttention)
+    return Parts(BiasColumnParallelLinear, RowParallelLinear, SdpaCoreAttention)
 
 
 class PreparedCoreAttention(torch.nn.Module):

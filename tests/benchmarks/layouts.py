@@ -5,7 +5,8 @@
 
 A case is a family, a placement on 1 to 4 devices with random cuts, 1 to 9 microbatches, a schedule
 by name or a random legal order, whole or split backwards, fp32 or bf16, with or without
-recomputation. It depends on the seed and its number alone. The exit status is 1 if any differs.
+recomputation, with all of it trained, or some layers, or biases. It depends on the seed and its
+number alone. The exit status is 1 if any differs.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Layout:
             f"b={case.micro_batch_size} {placement.kind.name} of {placement.num_stages} stages, "
             f"{self.schedule.name}, {'split' if self.is_split else 'whole'}, {case.dtype}"
             f"{', recomputed' if case.recompute else ''}"
+            f"{', trained: ' + ' '.join(case.train) if case.train else ''}"
+            f"{', frozen: ' + ' '.join(case.freeze) if case.freeze else ''}"
         )
 
 
@@ -119,7 +122,22 @@ def draw_layout(seed: int, number: int) -> Layout:
             plan.partition.cuts,
             rng.randint(1, 3),
         )
+        case = replace(case, **_draw_trained(random.Random(f"{seed}/{number}/trained"), chain))
         return Layout(number, family, num_devices, case)
+
+
+def _draw_trained(rng: random.Random, chain: Backbone) -> dict[str, tuple[str, ...]]:
+    """Patterns that train everything, biases, what is behind a layer, or some layers."""
+    patterns = [f"{layer.prefix}*" for layer in chain.layers]
+    drawn = rng.random()
+    if drawn < 0.5:
+        return {}
+    if drawn < 0.6:
+        return {"train": ("*bias",)}
+    # The last layers have parameters in every family.
+    if drawn < 0.8:
+        return {"freeze": tuple(patterns[: rng.randint(1, len(patterns) - 2)])}
+    return {"freeze": tuple(p for p in patterns[:-1] if rng.random() < 0.6) or (patterns[0],)}
 
 
 def _draw_partition(rng: random.Random, chain: Backbone, placement: Placement) -> Partition:

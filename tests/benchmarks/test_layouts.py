@@ -21,6 +21,7 @@ def test_a_sample_of_random_layouts_equals_one_process() -> None:
     assert len({layout.family for layout in sample}) >= 5
     assert {layout.num_devices for layout in sample} == {1, 2, 3, 4}
     assert {layout.is_split for layout in sample} == {True, False}
+    assert any(x.case.freeze for x in sample) and any(x.case.train for x in sample)
     verdicts = list(run_layouts(sample))
     assert len(verdicts) == SAMPLE
     assert not [str(verdict) for verdict in verdicts if verdict.faults]

@@ -153,6 +153,8 @@ def _settings(optimizer: Any) -> dict[str, Any]:
 
     args = get_args()
     groups = [group for group in optimizer.param_groups if group["params"]]
+    if not groups:  # a rank of frozen layers
+        return {}
     # Where groups differ (biases do not decay), the larger is what the flag says.
     return {
         "iteration": args.curr_iteration,

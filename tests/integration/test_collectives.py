@@ -170,7 +170,7 @@ def test_pipelines_send_and_copy_what_is_counted(name: str, tmp_path: Path) -> N
     ranks = issued(2, [*flags, f"latents:{tmp_path / 'latents'}"], MICROBATCH * count)
 
     costs, partition = outcome.stages.costs, outcome.stages.partition
-    sent, copied = conditioning(profile, partition, costs.parameters, MICROBATCH * count)
+    sent, copied = conditioning(profile, partition, costs, MICROBATCH * count)
     assert bool(copied) == family.replicated and (name == "hunyuan" or sent)
     backbone = load_backbone(family.backbone, options)
     routes = trace_routes(backbone, partition, frozenset(costs.names[e.layer] for e in copied))

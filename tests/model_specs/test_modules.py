@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from model_specs.common import attention
+from model_specs.common.linear import BiasColumnParallelLinear
 from model_specs.common.megatron_config import transformer_config, uniform_init
 from tests.model_specs.chains import make_context
 
@@ -11,11 +12,9 @@ SIZES = {"hidden_size": 48, "num_attention_heads": 3, "ffn_hidden_size": 96}
 
 
 def test_transformer_engine_only_where_it_is_asked_for_and_imports(monkeypatch, one_rank):
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-
     for asked, imports, expected in (
-        ("local", True, ColumnParallelLinear),
-        ("transformer_engine", False, ColumnParallelLinear),
+        ("local", True, BiasColumnParallelLinear),
+        ("transformer_engine", False, BiasColumnParallelLinear),
         ("transformer_engine", True, attention.TEColumnParallelLinear),
     ):
         config = make_context().config

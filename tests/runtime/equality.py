@@ -18,6 +18,7 @@ from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.plan import Plan, make_plan
+from megatron_pulse.profile.trained import choose_trained
 from megatron_pulse.runtime.executor import Workload
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.pipeline import Pipeline
@@ -29,7 +30,8 @@ SEED = 7
 
 @dataclass
 class Case:
-    """One way to run a backbone; ``dtype`` is torch's name.
+    """One way to run a backbone; ``dtype`` is torch's name, ``train`` and ``freeze`` are patterns
+    of parameters' names.
 
     A name of a ``schedule``, ``cuts`` and ``replicated`` are for several devices.
     """
@@ -44,6 +46,8 @@ class Case:
     cuts: tuple[int, ...] | None = None
     micro_batch_size: int = 2
     replicated: frozenset[str] = frozenset()
+    train: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
 
     @property
     def alone(self) -> Case:
@@ -100,6 +104,7 @@ def make_batch(backbone: Backbone, case: Case, step: int, microbatch: int) -> di
         name: torch.randn(spec.full_shape(num), generator=generator, dtype=torch.float64)
         for name, spec in ends.items()
     }
+    batch["noisy"] = batch["noisy"].to(getattr(torch, case.dtype))
     for name, spec in sorted(backbone.batch_fields.items()):
         shape = spec.full_shape(num)
         if name == "timesteps":
@@ -170,6 +175,8 @@ def train(
     batches_of: Callable[[int], list[dict[str, Tensor]]] | None = None,
 ) -> Outcome:
     """A few steps of AdamW on this rank's stages; ``batches_of`` gives a step's microbatches."""
+    if case.train or case.freeze:
+        backbone = choose_trained(backbone, case.train, case.freeze)
     pipeline = make_pipeline(backbone, case, config, group, fillers=fillers)
     parameters = dict(pipeline.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, foreach=False)

@@ -18,7 +18,7 @@ from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.inputs import Make, read_inputs
 from megatron_pulse.backbone.derived.layer import DerivedLayer, Sample, Source
-from megatron_pulse.backbone.derived.units import Chain, Unit
+from megatron_pulse.backbone.derived.units import Chain
 from megatron_pulse.backbone.derived.weights import Weights, from_module_itself
 
 _NO_FIELDS: Mapping[str, str] = MappingProxyType({})
@@ -52,8 +52,9 @@ def from_module(
     the module's dtype.
 
     Layers begin with copies of the module's weights, whatever the seed, or with ``weights``, of
-    which each layer asks for its own, under the module's own names; buffers are constants. A module
-    on the meta device gives a chain for planning, unless there are ``weights``.
+    which each layer asks for its own, under the module's own names; those without requires_grad
+    stay as they are in training, and buffers are constants. A module on the meta device gives a
+    chain for planning, unless there are ``weights``.
     Raises DerivationError with every reason, the operation and the line of the model.
     """
     name = type(module).__name__
@@ -96,6 +97,8 @@ def from_module(
 def source_of(backbone: Backbone) -> Source | None:
     """What the layers of a derived chain share; None of another."""
     build = backbone.layers[0].build
+    while isinstance(build, functools.partial) and build.func is not _build and build.args:
+        build = build.args[0]  # of a layer of which a part is trained
     if isinstance(build, functools.partial) and build.func is _build:
         source: Source = build.args[0]
         return source
@@ -121,15 +124,15 @@ def _layers(source: Source, chain: Chain) -> list[Layer]:
     before: tuple[str, ...] = (chain.sample,)
     for index, unit in enumerate(chain.units):
         after = before if unit.embedder else unit.boundary
-        layers.append(_layer(source, unit, index, before, after))
+        layers.append(_layer(source, chain, index, before, after))
         before = after
     return layers
 
 
 def _layer(
-    source: Source, unit: Unit, index: int, before: tuple[str, ...], after: tuple[str, ...]
+    source: Source, chain: Chain, index: int, before: tuple[str, ...], after: tuple[str, ...]
 ) -> Layer:
-    specs = source.specs
+    specs, unit = source.specs, chain.units[index]
     return Layer(
         unit.name,
         functools.partial(_build, source, index),
@@ -143,6 +146,7 @@ def _layer(
         ),
         embedder=unit.embedder,
         qualified=True,
+        trained=any(chain.state[n].requires_grad for n in unit.weights),
     )
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from megatron_pulse.cli.backbone_flags import (
     add_backbone_flags,
     add_option_flag,
+    add_trained_flags,
     backbone_faults,
-    options_of,
+    needs_backbone,
+    trained_backbone,
 )
 from megatron_pulse.cli.errors import (
     add_parser,
@@ -27,7 +29,6 @@ from megatron_pulse.faults import unknown
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 
 if TYPE_CHECKING:
-    from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.profile.devices import Roofline
     from megatron_pulse.profile.profile import Profile
 
@@ -66,6 +67,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_backbone_flags(what, "one of 'pulse backbones'")
     what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
     add_option_flag(parser, "override one of the backbone's options")
+    add_trained_flags(parser)
     add(
         "--micro-batch-size",
         default="1,2,4",
@@ -201,8 +203,7 @@ def _sizes(text: str) -> tuple[list[int], list[str]]:
 def _what_faults(args: argparse.Namespace) -> list[str]:
     """Why there is no such backbone or table."""
     if args.from_table:
-        faults = ["--option is for --backbone"] if args.option else []
-        return faults + no_file(from_table=args.from_table)
+        return needs_backbone(args) + no_file(from_table=args.from_table)
     return backbone_faults(args)
 
 
@@ -261,17 +262,14 @@ def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
 
 
 def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
-    from model_specs import in_dtype, load_backbone
-
-    def load(dtype: str) -> Backbone:
-        return load_backbone(args.backbone, in_dtype(args.backbone, options_of(args), dtype))
-
     roofline = _roofline(args) if args.preset or args.peak_tflops is not None else None
     prepare_megatron()
     if roofline is not None:
         from megatron_pulse.profile.analytic import analyse
 
-        return analyse(load(roofline.dtype), sizes, roofline, args.recompute, progress=True)
+        return analyse(
+            trained_backbone(args, roofline.dtype), sizes, roofline, args.recompute, progress=True
+        )
     import torch
 
     from megatron_pulse.profile.cautions import rank_threads
@@ -287,7 +285,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     dtype = args.dtype or _dtype_of(device)
     patience = Patience() if limit_s is None else Patience(limit_s=limit_s)
     return measure(
-        load(dtype),
+        trained_backbone(args, dtype),
         sizes,
         device,
         dtype,

@@ -106,13 +106,17 @@ def _against_the_world(
     record: Mapping[str, Any], plan: PlanFile | None
 ) -> tuple[list[str], dict[str, str]]:
     """The plan, if it is legal in itself, and its backbone, and the machines of its record."""
+    from megatron_pulse.cli.megatron import prepare_megatron
     from megatron_pulse.planner.plan_file.check import check_backbone, machine_faults, on_machines
     from megatron_pulse.planner.tune.plans.recompute import figure_faults
+    from megatron_pulse.profile.trained import patterns_of
     from model_specs import load_recorded
 
     faults: list[str] = []
     fine: dict[str, str] = {}
     try:
+        if any(patterns_of(record["backbone"])):
+            prepare_megatron()
         backbone = load_recorded(record["backbone"])
     except (ValueError, TypeError) as error:
         faults.append(f"backbone: {error}")

@@ -206,6 +206,7 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
     """What devices may hold."""
     from megatron_pulse.planner.partition.evaluate import MemoryRule
     from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
+    from megatron_pulse.profile.devices import ELEMENT_BYTES
 
     per_parameter = args.bytes_per_parameter or bytes_per_parameter(
         dtype, args.distributed_optimizer, args.data_parallel
@@ -217,6 +218,7 @@ def _memory_rules(args: argparse.Namespace, dtype: str, limit_bytes: float | Non
             math.inf if limit_bytes is None else limit_bytes,
             per_parameter,
             in_flight(placement, num_microbatches),
+            ELEMENT_BYTES[dtype] / per_parameter,
         )
 
     return rule

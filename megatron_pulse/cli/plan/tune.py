@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from megatron_pulse.cli.backbone_flags import (
     add_backbone_flags,
     add_option_flag,
+    add_trained_flags,
     backbone_faults,
-    options_of,
+    needs_backbone,
+    trained_backbone,
 )
 from megatron_pulse.cli.errors import (
     add_parser,
@@ -78,6 +80,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_backbone_flags(what, "one of 'pulse backbones'")
     what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
     add_option_flag(parser, "override one of the backbone's options")
+    add_trained_flags(parser)
     add(
         "--cluster",
         required=True,
@@ -189,14 +192,12 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
     require(device.dtype_faults("--dtype", args.dtype))
     from megatron_pulse.cli.megatron import prepare_megatron
     from megatron_pulse.profile.devices import Roofline
-    from model_specs import in_dtype, load_backbone
 
     prepare_megatron()
     from megatron_pulse.profile.analytic import analyse
 
     roofline = Roofline(device, args.dtype or device.half_dtype)
-    options = in_dtype(args.backbone, options_of(args), roofline.dtype)
-    backbone = load_backbone(args.backbone, options)
+    backbone = trained_backbone(args, roofline.dtype)
     return analyse(backbone, _PROFILED, roofline, progress=True)
 
 
@@ -258,7 +259,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
     faults += out_of(ABOVE_ZERO, args, "seconds")
     if args.profile is not None:
         faults += no_file(profile=args.profile)
-        faults += ["--option is for --backbone"] * bool(args.option)
+        faults += needs_backbone(args)
         faults += ["--dtype is for --backbone; a profile has its own"] * bool(args.dtype)
     else:
         faults += backbone_faults(args)

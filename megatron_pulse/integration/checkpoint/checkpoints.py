@@ -117,17 +117,20 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
 
 
 def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool) -> None:
-    """Fill ``stage`` from a checkpoint, with the averaged weights if ``averaged``.
+    """Fill ``stage`` from a checkpoint, with the averaged weights if ``averaged``; what was frozen
+    has no average, and is what it was.
 
     Raises CheckpointError if the files are damaged or hold other weights.
     """
     # Extra states belong to Transformer Engine's fp8 recipes; weights do not depend on them.
     names = {name for name in stage.state_dict() if not name.endswith("_extra_state")}
     state = {name: entry for name, entry in stage.sharded_state_dict().items() if name in names}
-    if averaged:
-        for name, _ in stage.named_parameters():
-            state[name].key = f"ema.{state[name].key}"
     try:
+        if averaged:
+            known = dist_checkpointing.load_tensors_metadata(str(folder))
+            for name, _ in stage.named_parameters():
+                if (key := f"ema.{state[name].key}") in known:
+                    state[name].key = key
         loaded = dist_checkpointing.load({"model": state}, str(folder))["model"]
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise CheckpointError(

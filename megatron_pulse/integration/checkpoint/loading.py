@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.integration.checkpoint.checkpoints import last_line
 from megatron_pulse.integration.checkpoint.masters import begin_averages
+from megatron_pulse.integration.checkpoint.resume import has_averages_of
 from megatron_pulse.integration.checkpoint.start import Start, steps_left
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.runtime.failures import PulseError
@@ -46,7 +47,7 @@ def wrap_load_checkpoint(
             for group in optimizer.param_groups
         ]
         stages = [unwrap(chunk) for chunk in model]
-        averages_begin = args.pulse_ema_decay and not start.saved.has_averages
+        averages_begin = args.pulse_ema_decay and not has_averages_of(start, args.pulse_record)
         if averages_begin:
             for stage in stages:
                 stage.ema = None

@@ -40,12 +40,14 @@ def with_masters(get_optimizer: Callable[..., Any], ema_decay: float) -> Callabl
 
 
 def begin_averages(stage: MegatronStage, decay: float) -> None:
-    """Let the moving average of a stage's weights start where its masters are."""
-    names = dict(stage.named_parameters())
+    """Let the moving average of a stage's weights start where its masters are.
+
+    Frozen weights have none: it would be what they are.
+    """
     assert stage.masters is not None
-    values = stage.masters.values()
+    values, names = stage.masters.values(), stage.trained_names
     stage.ema = ExponentialMovingAverage(
-        ((name, value) for name, value in values.items() if name in names), decay
+        ((name, values[name]) for name in names if name in values), decay
     )
 
 

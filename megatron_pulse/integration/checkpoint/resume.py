@@ -14,6 +14,7 @@ from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, pulse_flags
+from megatron_pulse.profile.trained import patterns_of, shown_patterns
 from model_specs import compare_models
 
 
@@ -79,8 +80,19 @@ def _other_sizes(start: Start, wanted: Wanted) -> Iterator[str]:
     yield from compare_models(start.saved.record, wanted.record).changed
 
 
+def has_averages_of(start: Start, record: Mapping[str, Any]) -> bool:
+    """Whether it holds averages of all weights that a run of this record trains."""
+    return start.saved.has_averages and patterns_of(start.saved.record) == patterns_of(record)
+
+
+def _newly_trained(start: Start, wanted: Wanted) -> Iterator[str]:
+    theirs, ours = patterns_of(start.saved.record), patterns_of(wanted.record)
+    if theirs != ours:
+        yield f"what is trained: {shown_patterns(ours)} (was {shown_patterns(theirs)})"
+
+
 def _new_averages(start: Start, wanted: Wanted) -> Iterator[str]:
-    if wanted.options.ema_decay and not start.saved.has_averages:
+    if wanted.options.ema_decay and not has_averages_of(start, wanted.record):
         yield "averages of the weights, which begin with these (--pulse-ema-decay 0 keeps none)"
 
 
@@ -103,6 +115,12 @@ def _no_optimizer(start: Start, wanted: Wanted) -> Iterator[str]:
             f"it was trained with {name}: give that, {other}"
             if before.use_distributed_optimizer
             else f"it was trained without {name}: leave that out, {other}"
+        )
+    theirs, ours = patterns_of(saved.record), patterns_of(wanted.record)
+    if theirs != ours:
+        yield (
+            f"its optimizer's state is of training {shown_patterns(theirs)}, and this trains "
+            f"{shown_patterns(ours)}: give --pulse-train and --pulse-freeze as they were, {other}"
         )
     if before.optimizer != args.optimizer:
         yield f"it was trained with --optimizer {before.optimizer}: give that, {other}"
@@ -199,4 +217,10 @@ def _other_process(start: Start, wanted: Wanted) -> Iterator[str]:
 
 _Comparison = Callable[[Start, Wanted], Iterator[str]]
 _FAULTS: tuple[_Comparison, ...] = (_other_backbone, _no_optimizer, _other_count, _other_seed)
-_CHANGES: tuple[_Comparison, ...] = (_other_sizes, _other_process, _other_flags, _new_averages)
+_CHANGES: tuple[_Comparison, ...] = (
+    _other_sizes,
+    _other_process,
+    _newly_trained,
+    _other_flags,
+    _new_averages,
+)

@@ -88,6 +88,18 @@ class PulseOptions:
         {},
         name="option",
     )
+    train: tuple[str, ...] = flag(
+        "train the parameters whose names match, as down_blocks.0.* or *.bias, and freeze all "
+        "others (repeatable; default: train all)",
+        (),
+        metavar="PATTERN",
+    )
+    freeze: tuple[str, ...] = flag(
+        "freeze the parameters whose names match (repeatable): they have no gradient and no "
+        "optimizer state, and layers before all that is trained no backward pass",
+        (),
+        metavar="PATTERN",
+    )
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are the "
         "plan's, and flags that say otherwise are refused",

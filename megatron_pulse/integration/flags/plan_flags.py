@@ -11,6 +11,7 @@ from megatron_pulse.flag_fields import flag_name, marked
 from megatron_pulse.integration.flags.arguments import Mark, PulseOptions
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.profile.trained import identity, patterns_of, shown_patterns
 from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
 
@@ -26,6 +27,8 @@ def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> Pul
         options,
         backbone=options.backbone if is_module(options.backbone or "") else plan.backbone["name"],
         options=dict(plan.backbone["options"]),
+        train=patterns_of(plan.backbone)[0],
+        freeze=patterns_of(plan.backbone)[1],
         placement=str(plan.placement.kind),
         num_chunks=plan.placement.num_chunks,
     )
@@ -71,9 +74,9 @@ def contradictions(
     if options.backbone or options.options:
         name = options.backbone or plan.backbone["name"]
         try:
-            decided = load_recorded(plan.backbone).record
+            decided = identity(load_recorded(plan.backbone).record)
             here = in_dtype(name, options.options, plan.dtype, by)
-            same = load_backbone(name, here).record == decided
+            same = identity(load_backbone(name, here).record) == decided
         except ValueError as error:
             yield str(error)
             same = True  # that is said
@@ -83,6 +86,12 @@ def contradictions(
                 f"{flag} {name} with these options is not what {by} is of "
                 f"({plan.backbone['name']}): leave both flags out, or tune for this backbone"
             )
+    patterns = options.train, options.freeze
+    if any(patterns) and patterns != patterns_of(plan.backbone):
+        yield (
+            f"--pulse-train and --pulse-freeze say {shown_patterns(patterns)}, but {by} says "
+            f"{shown_patterns(patterns_of(plan.backbone))}: leave the flags out"
+        )
     yield from decided_by(by, line)
 
 

@@ -46,13 +46,18 @@ class MegatronStage(Stage, MegatronModule):
         self.post_process = stage == routes.partition.placement.num_stages - 1
         self.share_embeddings_and_output_weights = False
 
+    @property
+    def trained_names(self) -> list[str]:
+        """The names of the parameters that are not frozen."""
+        return [name for name, p in self.named_parameters() if p.requires_grad]
+
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Required by Megatron's wrappers; the executor passes inputs to forward."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Parameters (and the EMA, when there is one) keyed by global layer name.
+        """Parameters (and the EMA of those that are trained, if any) keyed by global layer name.
 
         Collective over the ranks that share out masters, if there is an EMA of these.
         """
@@ -60,8 +65,7 @@ class MegatronStage(Stage, MegatronModule):
         if self.ema is not None:
             averages = self.ema.state
             if self.masters is not None:
-                names = [name for name, _ in self.named_parameters()]
-                averages = self.masters.gather(averages, names)
+                averages = self.masters.gather(averages, self.trained_names)
             state.update(like_parameters(state, prefix, averages, "ema."))
         return state
 

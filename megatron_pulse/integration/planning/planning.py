@@ -18,7 +18,11 @@ from megatron_pulse.planner.layout.embedders import choose_embedders
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, MemoryRules
-from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
+from megatron_pulse.planner.partition.memory import (
+    bytes_per_parameter,
+    frozen_share,
+    in_flight,
+)
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.step.find_schedules import find_schedules
@@ -36,8 +40,9 @@ from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.measuring.layer_call import describe_chain
 from megatron_pulse.profile.measuring.machine import device_memory
 from megatron_pulse.profile.measuring.sizes import ModuleSizes
-from megatron_pulse.profile.parameters import count_parameters
+from megatron_pulse.profile.parameters import count_parameters, count_trained
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.trained import patterns_of, shown_patterns, trained_as
 from model_specs import in_dtype, load_backbone, load_recorded
 
 
@@ -62,6 +67,7 @@ def plan_run(
         num_microbatches(args) * args.micro_batch_size,
         ELEMENT_BYTES[compute_dtype(args)],
         options.conditioning,
+        count_trained(backbone),
     )
     plan = replace(plan, embedders=choices)
     if not plan.is_synthesized:
@@ -140,7 +146,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     count = num_microbatches(args)
     placement = options.make_placement(args.pipeline_model_parallel_size)
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
-    whole = load_backbone(backbone.record["name"], backbone.record["options"])
+    whole = load_recorded(backbone.record)
     profile = _profile(args, options, whole)
     costs = _costs(args, profile, backbone)
     return make_plan(
@@ -188,8 +194,13 @@ def options_here(args: argparse.Namespace, options: PulseOptions) -> Mapping[str
 
 
 def load_here(args: argparse.Namespace, options: PulseOptions) -> Backbone:
-    """The backbone of these flags; raises ValueError where there is none."""
-    return load_backbone(options.backbone, options_here(args, options))
+    """The backbone of these flags, trained as they say; raises ValueError where there is none."""
+    return trained_here(load_backbone(options.backbone, options_here(args, options)), options)
+
+
+def trained_here(backbone: Backbone, options: PulseOptions) -> Backbone:
+    """``backbone`` trained as these flags say; raises ValueError where it cannot be."""
+    return trained_as(backbone, {"train": options.train, "freeze": options.freeze})
 
 
 def compute_dtype(args: argparse.Namespace) -> str:
@@ -210,6 +221,11 @@ def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
                 f"--pulse-profile {options.profile} is of another backbone "
                 f"({profile.backbone.get('name')}, {len(names)} layers): profile this one with "
                 f"'pulse profile --backbone {backbone.name}' and the same options"
+            )
+        if (theirs := patterns_of(profile.backbone)) != patterns_of(backbone.record):
+            raise ValueError(
+                f"--pulse-profile {options.profile} is of training {shown_patterns(theirs)}: "
+                "profile with the same patterns ('pulse profile --train P --freeze P')"
             )
         return profile
     return analyse(backbone, [args.micro_batch_size], Roofline(_this_device(), dtype))
@@ -236,7 +252,7 @@ def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> Ch
         weight_grad_s=tuple(t / parts for t in costs.weight_grad_s),
         saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
         boundary_bytes=tuple(size * layer.boundary_bytes for layer in chain),
-        skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes) for s in skips),
+        skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes, s.wants) for s in skips),
     )
 
 
@@ -247,12 +263,11 @@ def _memory(args: argparse.Namespace, options: PulseOptions, count: int) -> Memo
         limit = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     if limit is None:
         return None
-    per_parameter = bytes_per_parameter(
-        compute_dtype(args), args.use_distributed_optimizer, data_parallel=_replicas(args)
-    )
+    state = compute_dtype(args), args.use_distributed_optimizer, _replicas(args)
+    per_parameter, share = bytes_per_parameter(*state), frozen_share(*state)
     per_parameter /= args.tensor_model_parallel_size
 
     def rule(placement: Placement) -> MemoryRule:
-        return MemoryRule(limit, per_parameter, in_flight(placement, count))
+        return MemoryRule(limit, per_parameter, in_flight(placement, count), share)
 
     return rule

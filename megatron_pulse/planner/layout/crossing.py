@@ -55,7 +55,7 @@ class Crossing(NamedTuple):
     """What a forward of stage ``source`` has for stage ``destination`` on another device.
 
     ``skip`` says that it is a skip, not the boundary; one that is ``merged`` is the boundary tensor
-    itself, and is not sent again.
+    itself, and is not sent again. A gradient goes back where it ``wants`` one.
     """
 
     source: int
@@ -63,19 +63,27 @@ class Crossing(NamedTuple):
     num_bytes: int
     skip: bool = False
     merged: bool = False
+    wants: bool = True
+
+    @property
+    def times(self) -> int:
+        """How often so many bytes travel: there, and back where a gradient is wanted."""
+        return 1 + self.wants
 
 
 def crossings(costs: ChainCosts, partition: Partition) -> Iterator[Crossing]:
-    """The boundaries, then the skips, between stages on different devices; gradients go back.
+    """The boundaries, then the skips, between stages on different devices.
 
     For relayed skips give ``relayed(costs)``.
     """
     home = partition.placement.device_of_stage
     for stage in range(1, len(home)):
         if home[stage - 1] != home[stage]:
-            yield Crossing(stage - 1, stage, costs.boundary_bytes[partition.cuts[stage]])
+            cut = partition.cuts[stage]
+            wants = costs.wants_gradient(cut)
+            yield Crossing(stage - 1, stage, costs.boundary_bytes[cut], wants=wants)
     for skip in costs.skips:
         source, destination, carrier = carried(skip, partition)
         if home[source] != home[destination]:
             merged = carrier is Carrier.BOUNDARY
-            yield Crossing(source, destination, skip.num_bytes, skip=True, merged=merged)
+            yield Crossing(source, destination, skip.num_bytes, True, merged, skip.wants)

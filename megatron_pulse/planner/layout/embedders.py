@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.planner.layout.placement import Partition
 
 Policy = Literal["auto", "send", "replicate"]
@@ -42,14 +43,17 @@ def choose_embedders(
     samples_per_step: int,
     compute_bytes: int,
     policy: Policy = "auto",
+    trained: Sequence[int] | None = None,
 ) -> tuple[EmbedderChoice, ...]:
     """A choice for every embedder of ``backbone``.
 
-    ``parameters`` are those of each layer on one tensor-parallel rank, ``samples_per_step`` what
-    one pipeline trains on per step, ``compute_bytes`` the size of an element of parameters and
-    activations. What only the embedder's own device uses is neither sent nor replicated.
+    ``parameters`` are those of each layer on one tensor-parallel rank, of which ``trained`` (None:
+    all) have gradients, ``samples_per_step`` what one pipeline trains on per step,
+    ``compute_bytes`` the size of an element of parameters and activations. What only the embedder's
+    own device uses is neither sent nor replicated.
     """
     placed = partition.placement.device_of_stage
+    wanted = wanted_gradients(backbone).conditioning
     choices = []
     for i, layer in enumerate(backbone.layers):
         if not layer.embedder:
@@ -62,9 +66,11 @@ def choose_embedders(
             users = {placed[partition.stage_of_layer(j)] for j in edge.consumers} - {home}
             others |= users
             per_sample = edge.spec.bytes_per_sample(compute_bytes)
-            per_sample += edge.spec.numel_per_sample * GRADIENT_BYTES
+            if wanted[edge.name]:
+                per_sample += edge.spec.numel_per_sample * GRADIENT_BYTES
             sent += len(users) * samples_per_step * per_sample
-        replicated = replicated_bytes(len(others), parameters[i], compute_bytes)
+        gradients = parameters[i] if trained is None else trained[i]
+        replicated = replicated_bytes(len(others), parameters[i], gradients, compute_bytes)
         chosen = bool(others) and (
             policy == "replicate" or (policy == "auto" and replicated < sent)
         )
@@ -72,6 +78,7 @@ def choose_embedders(
     return tuple(choices)
 
 
-def replicated_bytes(copies: int, parameters: int, compute_bytes: int) -> int:
-    """Bytes that copies of an embedder take a step: its parameters there, their gradients back."""
-    return copies * parameters * (compute_bytes + PARAMETER_GRADIENT_BYTES)
+def replicated_bytes(copies: int, parameters: int, trained: int, compute_bytes: int) -> int:
+    """Bytes that copies of an embedder take a step: its parameters there, the gradients of those
+    that are trained back."""
+    return copies * (parameters * compute_bytes + trained * PARAMETER_GRADIENT_BYTES)

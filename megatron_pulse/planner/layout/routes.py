@@ -8,6 +8,8 @@ skip              the stage t that pops it       from t to s, directly
 conditioning      the first stage on every       of a device's stages, summed, from the first of
                   device that uses it            them (backwards run from the last to it)
 ================  =============================  ================================================
+
+Only gradients that something wants go back (see ``backbone/gradients.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.planner.layout.crossing import Carrier, carried
 from megatron_pulse.planner.layout.placement import Partition
 
@@ -33,19 +36,23 @@ class Payload(StrEnum):
 class Delivery(NamedTuple):
     """A tensor that a forward of stage ``source`` gives to stage ``destination``.
 
-    Its gradient goes back. ``name`` is the skip's or the conditioning's, or the index of the
-    boundary tensor.
+    Its gradient goes back, where it ``wants`` one. ``name`` is the skip's or the conditioning's, or
+    the index of the boundary tensor.
     """
 
     payload: Payload
     name: str
     source: int
     destination: int
+    wants: bool = True
 
 
 @dataclass(frozen=True)
 class SkipRoute:
-    """One skip between stages; ``output_index`` is its index among its layer's outputs."""
+    """One skip between stages; ``output_index`` is its index among its layer's outputs.
+
+    ``wants`` says, here and in ``ConditioningRoute``, whether it wants a gradient.
+    """
 
     name: str
     spec: TensorSpec
@@ -53,6 +60,7 @@ class SkipRoute:
     destination_stage: int
     output_index: int
     carrier: Carrier
+    wants: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,7 @@ class ConditioningRoute:
     spec: TensorSpec
     source_stage: int
     consumer_stages: tuple[int, ...]
+    wants: bool = True
 
     def first_stage_on(self, partition: Partition, device: int) -> int | None:
         """The first stage on ``device`` that uses it; None where none does."""
@@ -79,6 +88,8 @@ class Routes:
     """``boundaries[s]`` are the tensors that enter stage s."""
     skips: tuple[SkipRoute, ...]
     conditioning: tuple[ConditioningRoute, ...]
+    wants: tuple[tuple[bool, ...], ...]
+    """``wants[s][k]``: whether the tensor ``boundaries[s][k]`` wants a gradient."""
     replicated: frozenset[str] = frozenset()
     """Embedders (layer names) that run on every device: what they provide never travels."""
 
@@ -89,21 +100,20 @@ class Routes:
         A device's stages share a conditioning, which comes to the first of them.
         """
         found = [
-            Delivery(Payload.BOUNDARY, str(index), stage - 1, stage)
+            Delivery(Payload.BOUNDARY, str(index), stage - 1, stage, self.wants[stage][index])
             for stage in range(1, len(self.boundaries))
             for index in range(len(self.boundaries[stage]))
         ]
         for skip in self.skips:
             if skip.carrier in (Carrier.LOCAL, Carrier.DIRECT):
                 ends = skip.source_stage, skip.destination_stage
-                found.append(Delivery(Payload.SKIP, skip.name, *ends))
+                found.append(Delivery(Payload.SKIP, skip.name, *ends, skip.wants))
         for edge in self.conditioning:
             for device in range(self.partition.placement.num_devices):
                 first = edge.first_stage_on(self.partition, device)
                 if first is not None:
-                    found.append(
-                        Delivery(Payload.CONDITIONING, edge.name, edge.source_stage, first)
-                    )
+                    ends = edge.source_stage, first
+                    found.append(Delivery(Payload.CONDITIONING, edge.name, *ends, edge.wants))
         return tuple(found)
 
     def given_by(self, stage: int) -> tuple[Delivery, ...]:
@@ -152,21 +162,29 @@ def trace_routes(
     backbone: Backbone, partition: Partition, replicated: frozenset[str] = frozenset()
 ) -> Routes:
     """The routes of ``backbone`` under ``partition`` with these embedders on every device."""
+    wanted = wanted_gradients(backbone)
     skips = []
     for skip in backbone.skips:
         source, destination, carrier = carried(skip, partition)
-        skips.append(
-            SkipRoute(skip.name, skip.spec, source, destination, skip.output_index, carrier)
-        )
+        index, wants = skip.output_index, wanted.skips[skip.name]
+        skips.append(SkipRoute(skip.name, skip.spec, source, destination, index, carrier, wants))
     conditioning = []
     for edge in backbone.conditioning:
         if backbone.layers[edge.source].name in replicated:
             continue
         source = partition.stage_of_layer(edge.source)
         stages = {partition.stage_of_layer(j) for j in edge.consumers} - {source}
-        conditioning.append(ConditioningRoute(edge.name, edge.spec, source, tuple(sorted(stages))))
-    boundaries = tuple(backbone.layers[first].inputs for first in partition.cuts[:-1])
-    return Routes(partition, boundaries, tuple(skips), tuple(conditioning), replicated)
+        users, wants = tuple(sorted(stages)), wanted.conditioning[edge.name]
+        conditioning.append(ConditioningRoute(edge.name, edge.spec, source, users, wants))
+    firsts = partition.cuts[:-1]
+    return Routes(
+        partition,
+        tuple(backbone.layers[first].inputs for first in firsts),
+        tuple(skips),
+        tuple(conditioning),
+        tuple(wanted.boundaries[first] for first in firsts),
+        replicated,
+    )
 
 
 def embedders_of(backbone: Backbone, routes: Routes, stage: int) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """What a partition costs.
 
 Times are of one microbatch. A message costs its sender and its receiver ``Link.time_s``, once
-forward and once for its gradient. A skip that crosses between devices is charged to both, also
-where it is the boundary tensor itself, which the runtime does not send again: a load is then an
-upper bound. Replicated and sent conditioning is left out (see ``embedders``).
+forward and once for its gradient, wanted or not. A skip that crosses between devices is charged to
+both, also where it is the boundary tensor itself, which the runtime does not send again: a load is
+then an upper bound. Replicated and sent conditioning is left out (see ``embedders``).
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.partition.memory import weighed_parameters
 
 
 @dataclass(frozen=True)
 class MemoryRule:
     """What a device may hold: ``limit_bytes``.
 
-    ``bytes_per_parameter`` counts parameter, gradient and optimizer state; ``in_flight[s]`` is how
-    many microbatches' activations stage s keeps at once.
+    ``bytes_per_parameter`` counts parameter, gradient and optimizer state, of which a frozen
+    parameter takes ``frozen_share``; ``in_flight[s]`` is how many microbatches' activations stage s
+    keeps at once.
     """
 
     limit_bytes: float
     bytes_per_parameter: float
     in_flight: tuple[int, ...]
+    frozen_share: float = 1.0
+
+    def weighed(self, costs: ChainCosts) -> tuple[float, ...]:
+        """Each layer's parameters, a frozen one counted as what it takes of a trained one."""
+        return weighed_parameters(costs, self.frozen_share)
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ def evaluate(
         forward = sum(costs.forward_s[layers])
         compute[device] += forward + sum(costs.backward_s[layers])
         if memory is not None:
-            held[device] += memory.bytes_per_parameter * sum(costs.parameters[layers])
+            held[device] += memory.bytes_per_parameter * sum(memory.weighed(costs)[layers])
             held[device] += memory.in_flight[stage] * sum(costs.saved_bytes[layers])
         stage_s.append(forward + lam * sent[stage])
     return Evaluation(

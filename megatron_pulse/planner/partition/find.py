@@ -152,8 +152,7 @@ def _with_limit(goal: Goal, limit_bytes: float) -> Goal:
     assert rules is not None
 
     def limited(placement: Placement) -> MemoryRule:
-        rule = rules(placement)
-        return MemoryRule(limit_bytes, rule.bytes_per_parameter, rule.in_flight)
+        return replace(rules(placement), limit_bytes=limit_bytes)
 
     return Goal(("load",), goal.collocate, goal.link, goal.lam, limited)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.planner.layout.placement import Partition, Placement
+from megatron_pulse.profile.devices import ELEMENT_BYTES
 
 
 def bytes_per_parameter(
@@ -24,6 +26,34 @@ def bytes_per_parameter(
     """
     kept, divided = {"bfloat16": (6, 12), "float16": (4, 16), "float32": (8, 8)}[dtype]
     return kept + divided / (data_parallel if distributed_optimizer else 1)
+
+
+def frozen_share(dtype: str, distributed_optimizer: bool = False, data_parallel: int = 1) -> float:
+    """What a frozen parameter, which is there and no more, takes of the bytes of a trained one."""
+    whole = bytes_per_parameter(dtype, distributed_optimizer, data_parallel)
+    return ELEMENT_BYTES[dtype] / whole
+
+
+def weighed_parameters(costs: ChainCosts, share: float) -> tuple[float, ...]:
+    """Each layer's parameters, where a frozen one counts as ``share`` of a trained one."""
+    if not costs.trained:
+        return costs.parameters
+    pairs = zip(costs.parameters, costs.trained, strict=True)
+    return tuple(trained + share * (whole - trained) for whole, trained in pairs)
+
+
+def kept_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
+    """What a forward of each stage keeps until its backward.
+
+    A stage without a backward keeps nothing, but what it hands on waits where it is taken. That is
+    counted as its own: it must not run ahead without bound.
+    """
+    saved, backward = map(partition.per_stage, (costs.saved_bytes, costs.backward_s))
+    given = (*(costs.boundary_bytes[cut] for cut in partition.cuts[1:-1]), 0)
+    return tuple(
+        float(kept if seconds else max(kept, waiting))
+        for kept, seconds, waiting in zip(saved, backward, given, strict=True)
+    )
 
 
 def in_flight(placement: Placement, num_microbatches: int) -> tuple[int, ...]:

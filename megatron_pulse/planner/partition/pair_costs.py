@@ -33,7 +33,8 @@ class PairCosts:
         costs, num = self.costs, len(self.costs.names)
         self.forward = running_sum(costs.forward_s)
         self.compute = running_sum(np.add(costs.forward_s, costs.backward_s).tolist())
-        self._parameters = running_sum(costs.parameters)
+        rule = self.memory
+        self._parameters = running_sum(costs.parameters if rule is None else rule.weighed(costs))
         self._saved = running_sum(costs.saved_bytes)
         # Cuts 0 and num are the ends of the chain, where nothing is sent.
         self._bytes = np.array([0, *costs.boundary_bytes[1:], 0], dtype=np.float64)

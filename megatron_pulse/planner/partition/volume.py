@@ -64,8 +64,9 @@ def volume(costs: ChainCosts, partition: Partition) -> Volume:
         if crossing.merged:
             continue
         source, destination = home[crossing.source], home[crossing.destination]
-        for link in ((source, destination), (destination, source)):
+        ways = ((source, destination), (destination, source))[: crossing.times]
+        for link in ways:
             links[link] = links.get(link, 0) + crossing.num_bytes
-        boundary += 0 if crossing.skip else 2 * crossing.num_bytes
-        skipped += 2 * crossing.num_bytes if crossing.skip else 0
+        boundary += 0 if crossing.skip else crossing.times * crossing.num_bytes
+        skipped += crossing.times * crossing.num_bytes if crossing.skip else 0
     return Volume(boundary, skipped, links)

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError, from_record
 from megatron_pulse.planner.layout.crossing import Carrier
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
@@ -15,6 +16,7 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.step.plan import Plan, PlanError
 from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.profile.trained import patterns_of
 
 
 def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict[str, str]]:
@@ -111,6 +113,7 @@ def _size_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
                 f"profile.layers.{i}.boundary_bytes is {costs.boundary_bytes:,}; {layer.name!r} of "
                 f"{backbone.name} takes {wanted:,} bytes of a sample in {profile.dtype}"
             )
+    yield from _gradient_faults(given, backbone)
     skips = [(s.source, s.destination, s.spec.bytes_per_sample(element)) for s in backbone.skips]
     costs_of = [(s.source, s.destination, s.num_bytes) for s in profile.skips]
     for number, (have, want) in enumerate(zip_longest(costs_of, skips)):
@@ -119,6 +122,27 @@ def _size_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
                 f"profile.skips.{number} (source, destination, bytes) is {have}; that of "
                 f"{backbone.name} is {want}"
             )
+
+
+def _gradient_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
+    """Gradients that a step computes, and the plan's costs leave out."""
+    wanted, profile = wanted_gradients(backbone), given.profile
+    taken = enumerate(zip(profile.layers, wanted.boundaries, strict=False))
+    left_out = [
+        *(f"layers.{i}.wants" for i, (layer, wants) in taken if any(wants) and not layer.wants),
+        *(f"skips.{i}.wants" for i, skip in enumerate(profile.skips)
+          if not skip.wants and wanted.skips.get(skip.name)),
+        *(f"conditioning.{i}.wants" for i, edge in enumerate(profile.conditioning)
+          if not edge.wants and wanted.conditioning.get(edge.name)),
+    ]  # fmt: skip
+    for name in left_out:
+        yield f"profile.{name} is false; {backbone.name}, trained as the plan says, computes it"
+    frozen = [i for i, layer in enumerate(profile.layers) if layer.frozen_parameters]
+    if frozen and backbone.record and not any(patterns_of(backbone.record)):
+        yield (
+            f"profile.layers.{frozen[0]}.frozen_parameters is "
+            f"{profile.layers[frozen[0]].frozen_parameters:,}; the plan's backbone freezes nothing"
+        )
 
 
 def _tensor_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:

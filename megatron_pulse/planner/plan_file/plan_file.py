@@ -158,7 +158,7 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                     "forward": problem.forward,
                     "backward": problem.backward,
                     "weight_grad": problem.weight_grad,
-                    "edges": [astuple(edge) for edge in plan.edges],
+                    "edges": [astuple(edge)[: 3 if edge.wants else 4] for edge in plan.edges],
                     "saved_bytes": problem.activation,
                     "cap_bytes": problem.cap,
                 }
@@ -189,7 +189,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     if shape := list(shape_faults(record)):
         return None, faults + shape
     times = record["times"]
-    edges = tuple(Edge(int(a), int(b), float(seconds)) for a, b, seconds in times["edges"])
+    edges = tuple(Edge(int(a), int(b), float(s), *wants) for a, b, s, *wants in times["edges"])
     placement = make_placement(record["placement"], record["pipeline"], record["num_chunks"])
     faults += edge_faults(placement, edges)
     count, rest = divmod(record["global_batch_size"], record["data"] * record["micro_batch_size"])

@@ -31,16 +31,17 @@ _SECONDS = list_of(_TIME, "seconds of each stage")
 _BYTES = list_of(
     number(f"a number from 0 to {_MOST_BYTES:g}: bytes", minimum=0, maximum=_MOST_BYTES), "bytes"
 )
-_MESSAGE = "[stage, stage, seconds]"
+_MESSAGE = "[stage, stage, seconds], with false behind where no gradient comes back"
 _EDGE = {
     "type": "array",
     "prefixItems": [
         {"type": "integer", "description": _MESSAGE},
         {"type": "integer", "description": _MESSAGE},
         {"type": "number", "minimum": 0, "maximum": _MOST_S, "description": _MESSAGE},
+        {"type": "boolean", "description": _MESSAGE},
     ],
     "minItems": 3,
-    "maxItems": 3,
+    "maxItems": 4,
     "description": _MESSAGE,
 }
 
@@ -75,11 +76,13 @@ SCHEMA = record(
     "a plan as 'pulse tune' writes it",
     format={"const": FORMAT, "description": f"{FORMAT!r} (a plan of this version)"},
     backbone=record(
-        "a backbone's record: name, family, options",
+        "a backbone's record: name, family, options, train, freeze",
         ["name", "options"],
         name=TEXT,
         family=TEXT,
         options=OBJECT,
+        train=list_of(TEXT, "patterns of what is trained"),
+        freeze=list_of(TEXT, "patterns of what is frozen"),
     ),
     dtype=one_of(list(ELEMENT_BYTES)),
     pipeline=COUNT,

@@ -39,7 +39,9 @@ def messages_of(routes: Routes, operation: Operation) -> tuple[Message, ...]:
     if kind is Kind.FORWARD:
         given = [(delivery, delivery.destination) for delivery in routes.given_by(stage)]
     else:
-        given = [(delivery, delivery.source) for delivery in routes.given_to(stage)]
+        given = [
+            (delivery, delivery.source) for delivery in routes.given_to(stage) if delivery.wants
+        ]
     home = routes.partition.placement.device_of_stage
     return tuple(
         sorted(

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
@@ -22,6 +23,7 @@ from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.layout.routes import Routes, trace_routes
 from megatron_pulse.planner.partition.find import Goal, find_partition
+from megatron_pulse.planner.partition.memory import kept_bytes
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.files import from_csv
@@ -121,6 +123,7 @@ class Plan:
                 [self.backbone.layers[i].name for i in self.partition.layers_of_stage(s)]
                 for s in range(self.placement.num_stages)
             ],
+            "frozen": [layer.name for layer in self.backbone.layers if not layer.trained],
             "schedule": self.schedule_name,
             "embedders": [asdict(choice) for choice in self.embedders],
         }
@@ -149,6 +152,8 @@ class Plan:
                 names = [backbone.layers[i].name for i in self.partition.layers_of_stage(stage)]
                 shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
                 lines.append(f"  device {device}, stage {stage}: {shown} ({len(names)} layers)")
+        if without := wanted_gradients(backbone).layers.count(False):
+            lines.append(f"  {without} layers have no backward pass: nothing up to them is trained")
         for choice in self.embedders:
             if choice.sent_bytes:
                 lines.append(
@@ -244,11 +249,11 @@ def _problem(
         name = pick(name, placement)
         raise PlanError(f"{name} has a fixed peak of activations; a cap needs schedule wave")
     backward = partition.per_stage(costs.backward_s)
-    if min(*partition.per_stage(costs.forward_s), *backward) <= 0:
+    if min(partition.per_stage(costs.forward_s)) <= 0 or max(backward) <= 0:
         return equal_stages(placement, 1, split, cap)
     if split:
         weight = partition.per_stage(costs.weight_grad_s) or (0.0,) * placement.num_stages
-        if not all(0 < w < b for w, b in zip(weight, backward, strict=True)):
+        if max(weight) <= 0 or any(w > b for w, b in zip(weight, backward, strict=True)):
             if synthesized:
                 raise PlanError("wave-split needs a profile with weight gradients apart")
             costs = replace(costs, weight_grad_s=tuple(b / 2 for b in costs.backward_s))
@@ -272,9 +277,9 @@ def _memory(
     if cap is not None or rule is None or math.isinf(rule.limit_bytes):
         most = placement.num_stages if cap is None else cap
         return None, (float(most),) * placement.num_devices
-    saved = tuple(map(float, partition.per_stage(costs.saved_bytes)))
+    saved = kept_bytes(costs, partition)
     held = [0.0] * placement.num_devices
-    count = partition.per_stage(costs.parameters)
+    count = partition.per_stage(rule.weighed(costs))
     for device, parameters in zip(placement.device_of_stage, count, strict=True):
         held[device] += rule.bytes_per_parameter * parameters
     return saved, tuple(

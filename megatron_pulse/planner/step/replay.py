@@ -30,12 +30,13 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 class Edge:
     """What a forward of stage ``source`` sends to stage ``destination`` on another device.
 
-    The gradient goes back; each message takes ``seconds``.
+    The gradient goes back where it ``wants`` one; each message takes ``seconds``.
     """
 
     source: int
     destination: int
     seconds: float
+    wants: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def edges_of(
             c.source,
             c.destination,
             link(home[c.source], home[c.destination]).time_s(c.num_bytes),
+            c.wants,
         )
         for c in crossings(costs, partition)
         if c.num_bytes and not c.merged
@@ -88,12 +90,13 @@ def lags(edges: Sequence[Edge], num_stages: int) -> tuple[float, ...]:
 def link_bound(problem: ScheduleProblem, edges: Sequence[Edge]) -> float:
     """No step is shorter: the longest that one device must send, or receive."""
     home = problem.placement.device_of_stage
-    busy = [[0.0, 0.0] for _ in range(problem.placement.num_devices)]
+    sends, receives = ([0.0] * problem.placement.num_devices for _ in range(2))
     for edge in edges:
-        for device in (home[edge.source], home[edge.destination]):
-            busy[device][0] += edge.seconds  # forward out and gradient in, or the reverse
-            busy[device][1] += edge.seconds
-    return problem.num_microbatches * max((max(b) for b in busy), default=0.0)
+        there, back = home[edge.source], home[edge.destination]
+        for source, destination in ((there, back), (back, there))[: 1 + edge.wants]:
+            sends[source] += edge.seconds
+            receives[destination] += edge.seconds
+    return problem.num_microbatches * max(*sends, *receives)
 
 
 def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> Replay:
@@ -123,7 +126,9 @@ class _Run:
         self.backward: dict[int, list[Edge]] = {}
         for edge in edges:
             self.forward.setdefault(edge.source, []).append(edge)
-            self.backward.setdefault(edge.destination, []).append(edge)
+            if edge.wants:
+                self.backward.setdefault(edge.destination, []).append(edge)
+        self.gradients = Counter(edge.source for edge in edges if edge.wants)
         self.linked = {(edge.source, edge.destination) for edge in edges}
         self.received = Counter(edge.destination for edge in edges)
         devices = range(problem.placement.num_devices)
@@ -146,7 +151,7 @@ class _Run:
             return self.received[op.stage]
         if op.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
             return 0
-        return len(self.forward.get(op.stage, ()))
+        return self.gradients[op.stage]
 
     def run(self) -> Replay:
         for device in range(len(self.position)):

@@ -45,11 +45,11 @@ class Copied:
 
 
 def conditioning(
-    profile: Profile, partition: Partition, parameters: Sequence[int], samples_per_step: int
+    profile: Profile, partition: Partition, costs: ChainCosts, samples_per_step: int
 ) -> tuple[tuple[Sent, ...], tuple[Copied, ...]]:
     """What is sent, and what is copied, where one pipeline trains on ``samples_per_step``.
 
-    ``parameters`` are those of each layer on one tensor-parallel rank.
+    ``costs`` are those of one tensor-parallel rank.
     """
     home, size = partition.placement.device_of_stage, ELEMENT_BYTES[profile.dtype]
     sent: dict[int, list[Sent]] = {}
@@ -59,7 +59,7 @@ def conditioning(
         for stage in sorted(map(partition.stage_of_layer, edge.consumers)):
             first.setdefault(home[stage], stage)
         first.pop(home[source], None)
-        there, back = edge.num_bytes, edge.num_bytes // size * GRADIENT_BYTES
+        there, back = edge.num_bytes, edge.wants * (edge.num_bytes // size * GRADIENT_BYTES)
         sent.setdefault(edge.source, []).extend(
             Sent(source, stage, there, back) for stage in first.values()
         )
@@ -67,12 +67,12 @@ def conditioning(
     for layer in sorted(profile.embedders & {i for i, messages in sent.items() if messages}):
         others = {home[message.destination] for message in sent[layer]}
         moved = sum(message.forward_bytes + message.gradient_bytes for message in sent[layer])
-        count = parameters[layer]
-        if replicated_bytes(len(others), count, size) < samples_per_step * moved:
+        count, trained = costs.parameters[layer], costs.trained_parameters[layer]
+        if replicated_bytes(len(others), count, trained, size) < samples_per_step * moved:
             owner = home[partition.stage_of_layer(layer)]
             edges = (edge for edge in profile.conditioning if edge.source == layer)
             stages = {partition.stage_of_layer(j) for edge in edges for j in edge.consumers}
-            moved_bytes = count * size, count * PARAMETER_GRADIENT_BYTES
+            moved_bytes = count * size, trained * PARAMETER_GRADIENT_BYTES
             copied.append(Copied(layer, owner, tuple(sorted(stages)), *moved_bytes))
             del sent[layer]
     return tuple(message for messages in sent.values() for message in messages), tuple(copied)
@@ -96,7 +96,7 @@ def with_copies(
         saved[i] = 0
     for embedder in copied:
         i = embedder.layer
-        again = costs.forward_s[i] if recompute else 0.0
+        again = costs.forward_s[i] if recompute and costs.backward_s[i] else 0.0
         for first in (partition.cuts[stage] for stage in embedder.stages):
             forward[first] += costs.forward_s[i]
             backward[first] += costs.backward_s[i] - again

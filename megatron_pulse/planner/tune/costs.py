@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import lru_cache, partial
 from operator import add
 
-from megatron_pulse.backbone.costs import ChainCosts, SkipCost
+from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
 from megatron_pulse.planner.tune.collectives import (
@@ -20,6 +20,7 @@ from megatron_pulse.planner.tune.collectives import (
 )
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.ranks import Ranks
+from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.profile import Profile
 
 
@@ -45,13 +46,15 @@ class UnfitError(ValueError):
 @dataclass(frozen=True)
 class Totals:
     """Sums over a chain's layers; ``largest_s`` is the work of the largest layer, and
-    ``forward_share`` the least that the forward is of a layer's work. Embedders may run as copies:
-    they are counted as one that is not recomputed, and whose activations are nowhere."""
+    ``forward_share`` the least that the forward is of a layer's work. ``trained`` and ``frozen``
+    are parameters. Embedders may run as copies: they are counted as one that is not recomputed, and
+    whose activations are nowhere."""
 
     forward_s: float
     backward_s: float
     weight_grad_s: float
-    parameters: float
+    trained: float
+    frozen: float
     saved_bytes: float
     largest_s: float
     forward_share: float
@@ -103,6 +106,10 @@ class Costs:
         """Bytes of a parameter with its gradient and optimizer state."""
         return bytes_per_parameter(self.profile.dtype, config.distributed_optimizer, config.data)
 
+    def state_bytes(self, config: Config, trained: float, frozen: float) -> float:
+        """Bytes of so many parameters, those of the trained ones with all that goes with them."""
+        return trained * self.per_parameter(config) + frozen * ELEMENT_BYTES[self.profile.dtype]
+
     def refuse(self, config: Config) -> None:
         """Raises UnfitError for what no partition can mend."""
         if said := self._indivisible(config.tensor):
@@ -114,8 +121,8 @@ class Costs:
                 Unfit.PARTITION, f"{config}: {num_layers} layers for {num_stages} stages"
             )
         totals = self.totals(config)
-        held = totals.parameters / config.pipeline
-        state, limit = held * self.per_parameter(config), self.cluster.usable_bytes
+        state = self.state_bytes(config, totals.trained, totals.frozen) / config.pipeline
+        limit = self.cluster.usable_bytes
         if state > limit:
             raise UnfitError(
                 Unfit.STATE,
@@ -151,6 +158,10 @@ class Costs:
             (1.0 if self.sequence_parallel else x.sharded_time) if x.sharded_parameters else 0.0
             for x in layers
         ]
+        parameters = tuple(
+            x.parameters - x.sharded_parameters + math.ceil(x.sharded_parameters / tensor)
+            for x in layers
+        )
 
         def divide(values: tuple[float, ...]) -> list[float]:
             return [v * (1 - s) + v * s / tensor for v, s in zip(values, shares, strict=True)]
@@ -163,15 +174,16 @@ class Costs:
             forward_s=tuple(map(add, divide(costs.forward_s), forward_s)),
             backward_s=tuple(map(add, divide(costs.backward_s), backward_s)),
             weight_grad_s=tuple(divide(costs.weight_grad_s)),
-            parameters=tuple(
-                x.parameters - x.sharded_parameters + math.ceil(x.sharded_parameters / tensor)
-                for x in layers
+            parameters=parameters,
+            # Frozen weights are taken to be divided as all of their layer are.
+            trained=tuple(
+                math.ceil(x.trained_parameters * count / max(1, x.parameters))
+                for x, count in zip(layers, parameters, strict=True)
             ),
             saved_bytes=share(costs.saved_bytes),
             boundary_bytes=share(costs.boundary_bytes),
             skips=tuple(
-                SkipCost(s.source, s.destination, s.num_bytes // edges[s.destination])
-                for s in costs.skips
+                replace(s, num_bytes=s.num_bytes // edges[s.destination]) for s in costs.skips
             ),
         )
 
@@ -196,14 +208,15 @@ class Costs:
         for i, (forward, backward) in enumerate(
             zip(costs.forward_s, costs.backward_s, strict=True)
         ):
-            again = recompute and i in self.profile.embedders
+            again = recompute and backward and i in self.profile.embedders
             backward_s.append(backward - (forward if again else 0.0))
         layers = list(zip(costs.forward_s, backward_s, strict=True))
         return Totals(
             sum(costs.forward_s),
             sum(backward_s),
             sum(costs.weight_grad_s),
-            sum(costs.parameters),
+            sum(costs.trained_parameters),
+            sum(costs.parameters) - sum(costs.trained_parameters),
             sum(n for i, n in enumerate(costs.saved_bytes) if i not in self.profile.embedders),
             max(f + b for f, b in layers),
             min((f / (f + b) for f, b in layers if f + b > 0), default=0.0),

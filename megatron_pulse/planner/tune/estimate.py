@@ -69,7 +69,7 @@ class Estimator(Chain):
         self._reductions: dict[tuple[object, ...], float] = {}
         measured_s = sum(layer.optimizer_s for layer in profile.layers)
         self.adam_s = measured_s / max(
-            1, sum(layer.parameters for layer in profile.layers)
+            1, sum(layer.trained_parameters for layer in profile.layers)
         ) or OPTIMIZER_BYTES / memory_bytes_per_s(profile, cluster)
 
     def quick_bound(self, config: Config) -> float:
@@ -95,7 +95,7 @@ class Estimator(Chain):
             if (share := totals.forward_share if config.split else 1.0) > 0:
                 fit = (1 - (1 - share / count) ** num) / share
                 least = max(least, work / fit)
-        return max(least, reduced) + self.optimizer_s(config, totals.parameters / num)
+        return max(least, reduced) + self.optimizer_s(config, totals.trained / num)
 
     def _least_reduction(self, config: Config) -> float:
         """Seconds that all devices together sum gradients and gather parameters, at the least."""
@@ -109,7 +109,7 @@ class Estimator(Chain):
             config.pipeline_inside,
         )
         if key not in self._reductions:
-            count = self.totals(config).parameters
+            count = self.totals(config).trained
             self._reductions[key] = min(
                 self._reduction(config, d, count) for d in range(config.pipeline)
             )
@@ -134,7 +134,7 @@ class Estimator(Chain):
             own = stages.partition.placement.stages_of_device(device)
             held = 0.0
             for stage in sorted(own, key=lambda s: -ready[s]):
-                held += stages.parameters[stage]
+                held += stages.trained[stage]
                 latest = max(latest, ready[stage] + self._reduction(config, device, held))
         return latest
 
@@ -142,7 +142,7 @@ class Estimator(Chain):
         """No step of the config is shorter with these stages; raises UnfitError."""
         stages = stages or self.stages(config)
         problem = self.problem(config, config.num_microbatches(self.global_batch_size), stages)
-        most = max(stages.per_device(stages.parameters))
+        most = max(stages.per_device(stages.trained))
         path = MicrobatchPath(problem)
         least = max(device_bound(problem, path), memory_bound(problem, path))
         least = max(least, link_bound(problem, stages.edges))
@@ -152,7 +152,7 @@ class Estimator(Chain):
     def estimate(self, config: Config) -> float:
         """About what a step takes, from cuts that spread the work evenly."""
         loads, delay, link_s = self._spread(config)
-        held = self.totals(config).parameters / config.pipeline
+        held = self.totals(config).trained / config.pipeline
         return self._about(config, max(loads, link_s), delay, held)
 
     def cut_estimate(self, config: Config, stages: Stages) -> float:
@@ -161,7 +161,7 @@ class Estimator(Chain):
         work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
         loads = stages.per_device(partition.per_stage(work))
         busy = max(*loads, _busiest_link(partition.placement, stages.edges))
-        held = max(stages.per_device(stages.parameters))
+        held = max(stages.per_device(stages.trained))
         return self._about(config, busy, _delay(stages.edges), held)
 
     def optimizer_s(self, config: Config, parameters: float) -> float:
@@ -231,4 +231,6 @@ def _busiest_link(placement: Placement, edges: Sequence[Edge]) -> float:
 
 def _delay(edges: Sequence[Edge]) -> float:
     """How long a microbatch travels, there and back."""
-    return 2 * sum(edge.seconds for edge in edges if edge.destination == edge.source + 1)
+    return sum(
+        (1 + edge.wants) * edge.seconds for edge in edges if edge.destination == edge.source + 1
+    )

@@ -141,7 +141,7 @@ class Evaluator(Estimator):
         if count > core:
             pipeline_s += (count - core) * self._pace(config, stages, timeline, effort)
         reduce_s = self._exposed_reduction(config, stages, timeline)
-        held = stages.per_device(stages.parameters)
+        held = stages.per_device(stages.trained)
         optimizer_s = self.optimizer_s(config, max(held))
         busy = sum(timeline.busy) / core * count / config.pipeline
         peaks = peak_activations(found.schedule, stages.saved_bytes)
@@ -194,7 +194,9 @@ class Evaluator(Estimator):
 
         A layer's parameters are taken to be one tensor.
         """
-        counts = [stages.costs.parameters[i] for i in stages.partition.layers_of_stage(stage)]
+        counts = [
+            stages.costs.trained_parameters[i] for i in stages.partition.layers_of_stage(stage)
+        ]
         return buckets(counts, config.data, config.distributed_optimizer, first=stage == 0)
 
     def _exposed_reduction(self, config: Config, stages: Stages, timeline: Timeline) -> float:

@@ -175,8 +175,8 @@ def _by_need(evaluator: Evaluator, candidates: Iterable[Config]) -> list[Config]
         except UnfitError as error:
             if error.reason not in (Unfit.STATE, Unfit.ACTIVATIONS):
                 continue
-        costs = evaluator.costs(config)
-        held = sum(costs.parameters) * evaluator.per_parameter(config) + sum(costs.saved_bytes)
+        totals = evaluator.totals(config)
+        held = evaluator.state_bytes(config, totals.trained, totals.frozen) + totals.saved_bytes
         needs.append((held / config.pipeline, config))
     return [config for _, config in sorted(needs)]
 

@@ -10,7 +10,7 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.memory import in_flight
+from megatron_pulse.planner.partition.memory import frozen_share, in_flight, kept_bytes
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, stage_problem
 from megatron_pulse.planner.step.replay import Edge, edges_of, lags
 from megatron_pulse.planner.tune.conditioning import (
@@ -25,11 +25,12 @@ from megatron_pulse.planner.tune.costs import Costs, Unfit, UnfitError
 
 @dataclass(frozen=True)
 class Stages:
-    """A config's stages; per stage what it keeps of a microbatch, and its parameters on a rank.
+    """A config's stages; per stage what it keeps of a microbatch, and its ``trained`` parameters on
+    a rank.
 
     ``costs`` have what stages compute of copied embedders (``conditioning.with_copies``).
-    Per device: ``held`` parameters, their bytes with gradients and optimizer as ``state_bytes``,
-    and ``transient_bytes`` while an operation runs and messages travel. ``copying_s`` are the
+    Per device: the bytes of parameters, gradients and optimizer as ``state_bytes``, and
+    ``transient_bytes`` while an operation runs and messages travel. ``copying_s`` are the
     seconds in which embedders that run on every device are copied and their gradients summed.
     """
 
@@ -37,7 +38,7 @@ class Stages:
     costs: ChainCosts
     edges: tuple[Edge, ...]
     saved_bytes: tuple[float, ...]
-    parameters: tuple[float, ...]
+    trained: tuple[float, ...]
     state_bytes: tuple[float, ...]
     transient_bytes: tuple[float, ...]
     copying_s: float = 0.0
@@ -157,7 +158,10 @@ class Chain(Costs):
             return stages
         count = config.num_microbatches(self.global_batch_size)
         rule = MemoryRule(
-            self.cluster.usable_bytes, self.per_parameter(config), in_flight(placement, count)
+            self.cluster.usable_bytes,
+            self.per_parameter(config),
+            in_flight(placement, count),
+            frozen_share(self.profile.dtype, config.distributed_optimizer, config.data),
         )
         tight = replace(goal, memory=lambda _: rule)
         try:
@@ -179,7 +183,7 @@ class Chain(Costs):
         costs, placement = self.costs(config), partition.placement
         times = self.profile.times_at(config.micro_batch_size)
         samples = self.global_batch_size // config.data
-        sent, copied = conditioning(self.profile, partition, costs.parameters, samples)
+        sent, copied = conditioning(self.profile, partition, costs, samples)
         costs = with_copies(costs, partition, copied, times, config.recompute)
         layers = [
             [*partition.layers_of_stage(s), *(e.layer for e in copied if s in e.stages)]
@@ -197,20 +201,22 @@ class Chain(Costs):
             partition,
             costs,
             edges_of(costs, partition, link) + self._conditioning_edges(config, placement, sent),
-            tuple(map(float, partition.per_stage(costs.saved_bytes))),
-            tuple(map(float, partition.per_stage(costs.parameters))),
+            kept_bytes(costs, partition),
+            tuple(map(float, partition.per_stage(costs.trained_parameters))),
             (),
             tuple(most + travelling for most in transient),
             sum(self._copying_s(config, embedder) for embedder in copied),
         )
-        held, each = stages.per_device(stages.parameters), self.per_parameter(config)
+        trained = stages.per_device(stages.trained)
+        whole = stages.per_device(partition.per_stage(costs.parameters))
         copies = sum(e.parameter_bytes + e.gradient_bytes for e in copied)
-        return replace(stages, state_bytes=tuple(count * each + copies for count in held))
+        state = (self.state_bytes(config, t, w - t) for t, w in zip(trained, whole, strict=True))
+        return replace(stages, state_bytes=tuple(held + copies for held in state))
 
     def _conditioning_edges(
         self, config: Config, placement: Placement, sent: Sequence[Sent]
     ) -> tuple[Edge, ...]:
-        """Messages of conditioning; one and its gradient's take their mean each."""
+        """Messages of conditioning; one and its gradient's, if it wants one, take their mean."""
         link, home, size = (
             self.ranks(config).link,
             placement.device_of_stage,
@@ -221,8 +227,11 @@ class Chain(Costs):
                 message.source,
                 message.destination,
                 link(home[message.source], home[message.destination]).time_s(
-                    size * (message.forward_bytes + message.gradient_bytes) / 2
+                    size
+                    * (message.forward_bytes + message.gradient_bytes)
+                    / (2 if message.gradient_bytes else 1)
                 ),
+                message.gradient_bytes > 0,
             )
             for message in sent
         )

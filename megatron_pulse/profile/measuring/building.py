@@ -64,6 +64,6 @@ def some_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def count_module_parameters(module: Any) -> int:
-    """Number of parameters of one built layer."""
-    return sum(parameter.numel() for parameter in module.parameters())
+def count_module_parameters(module: Any, trained: bool = False) -> int:
+    """Number of parameters of one built layer, or of those that ask for a gradient."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)

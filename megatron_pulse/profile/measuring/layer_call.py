@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, TensorSpec
+from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.backbone.returned import Kind, declared, kind_of, misfit
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.measuring.sizes import ModuleSizes
@@ -111,22 +112,19 @@ def _gradients(
 def make_call(
     backbone: Backbone, index: int, module: Any, micro_batch_size: int, dtype: str, device: Any
 ) -> LayerCall:
-    """Layer ``index`` with inputs on ``device``.
+    """Layer ``index`` with inputs on ``device``, of which those ask for a gradient that want one.
 
-    The noisy sample asks for no gradient, nor do embedders, which pass it on, change that. Whole
-    numbers are 1: the second class, a token that a mask keeps.
+    Whole numbers are 1: the second class, a token that a mask keeps.
     """
-    layer = backbone.layers[index]
-    trained = not all(earlier.embedder for earlier in backbone.layers[:index])
-
+    layer, wanted = backbone.layers[index], wanted_gradients(backbone)
     compute = getattr(torch, dtype)
 
-    def make(spec: TensorSpec, gradient: bool) -> Tensor:
+    def make(spec: TensorSpec, wants: bool) -> Tensor:
         shape, kind = kind_of(spec, micro_batch_size, compute)
         if not kind.is_floating_point:
             return torch.ones(shape, dtype=kind, device=device)
         values = torch.randn(shape, dtype=kind, device=device)
-        return values.requires_grad_(gradient and spec.dtype == COMPUTE)
+        return values.requires_grad_(wants and spec.dtype == COMPUTE)
 
     computed = {edge.name: edge.spec for edge in backbone.conditioning}
     fields = {
@@ -134,11 +132,15 @@ def make_call(
         for name in layer.uses
         if name not in computed
     }
-    given = {name: make(computed[name], True) for name in layer.uses if name in computed}
+    given = {
+        name: make(computed[name], wanted.conditioning[name])
+        for name in layer.uses
+        if name in computed
+    }
     return LayerCall(
         module,
-        tuple(make(spec, trained) for spec in layer.inputs),
-        {name: make(spec, True) for name, spec in layer.pops.items()},
+        tuple(map(make, layer.inputs, wanted.boundaries[index])),
+        {name: make(spec, wanted.skips[name]) for name, spec in layer.pops.items()},
         {**fields, **given},
         tuple(fields.values()),
         declared(layer, micro_batch_size, compute),
@@ -147,11 +149,15 @@ def make_call(
 
 def layer_kind(backbone: Backbone, index: int) -> str:
     """The same for layers that do the same: built by the same function of the same arguments,
-    between the same tensors, and both behind a layer that wants a gradient, or neither."""
-    layer = backbone.layers[index]
+    between the same tensors, of which the same want a gradient."""
+    layer, wanted = backbone.layers[index], wanted_gradients(backbone)
     edges = list(layer.pops.values()), sorted(layer.pushes.values()), list(layer.provides.values())
-    behind = any(not earlier.embedder for earlier in backbone.layers[:index])
-    parts = (layer.build, layer.inputs, layer.outputs, edges, layer.uses, layer.embedder, behind)
+    wants = (
+        wanted.boundaries[index],
+        [wanted.skips[name] for name in layer.pops],
+        [wanted.conditioning.get(name, False) for name in layer.uses],
+    )
+    parts = (layer.build, layer.inputs, layer.outputs, edges, layer.uses, layer.embedder, wants)
     return repr(parts)
 
 
@@ -163,15 +169,24 @@ def describe_chain(
     def size(spec: TensorSpec) -> int:
         return spec.bytes_per_sample(ELEMENT_BYTES[dtype])
 
+    wanted = wanted_gradients(backbone)
     return (
         tuple(
             ProfiledLayer(
-                layer.name, held.parameters, sum(map(size, layer.inputs)), held.sharded, held.sums
+                layer.name,
+                held.parameters,
+                sum(map(size, layer.inputs)),
+                held.sharded,
+                held.sums,
+                frozen_parameters=held.frozen,
+                wants=any(wants),
             )
-            for layer, held in zip(backbone.layers, sizes, strict=True)
+            for layer, held, wants in zip(backbone.layers, sizes, wanted.boundaries, strict=True)
         ),
         tuple(
-            ProfiledSkip(skip.name, skip.source, skip.destination, size(skip.spec))
+            ProfiledSkip(
+                skip.name, skip.source, skip.destination, size(skip.spec), wanted.skips[skip.name]
+            )
             for skip in backbone.skips
         ),
         tuple(
@@ -181,6 +196,7 @@ def describe_chain(
                 edge.consumers,
                 size(edge.spec),
                 backbone.layers[edge.source].embedder,
+                wanted.conditioning[edge.name],
             )
             for edge in backbone.conditioning
         ),

@@ -238,7 +238,7 @@ def _measure_layer(
     seeds = call.seeds(results)
     del results
     rows = repeat(_work(call, seeds), device, patience)
-    backward = [row[1] for row in rows]
+    backward = [row[1] if call.inputs or call.trained else 0.0 for row in rows]
     if not call.inputs:
         input_grad = [0.0 for _ in rows]
     elif not call.trained:

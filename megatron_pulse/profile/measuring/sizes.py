@@ -18,6 +18,7 @@ class ModuleSizes:
     parameters: int
     sharded: int = 0
     sums: ShardSums = ShardSums()
+    frozen: int = 0
 
 
 def sharded_time(whole_s: float, half_s: float) -> float:
@@ -36,7 +37,8 @@ def module_sizes(module: Any, forward: Callable[[], object], samples: int) -> Mo
     """The sizes of one layer, built whole; ``forward`` runs it on ``samples``."""
     sharded = (p for p in module.parameters() if getattr(p, "tensor_model_parallel", False))
     sums = _shard_sums(module, forward, samples)
-    return ModuleSizes(count_module_parameters(module), sum(p.numel() for p in sharded), sums)
+    whole, trained = count_module_parameters(module), count_module_parameters(module, True)
+    return ModuleSizes(whole, sum(p.numel() for p in sharded), sums, whole - trained)
 
 
 def _shard_sums(module: Any, forward: Callable[[], object], samples: int) -> ShardSums:

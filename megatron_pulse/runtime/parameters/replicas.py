@@ -79,24 +79,24 @@ class Replicas:
             gradients = _flat(copy.gradients)
             self._links.reduce(gradients, copy.owner, f"the gradients of {name}")
             if name in self._masters:
-                parameters = list(self._masters[name].parameters())
+                parameters = _trained(self._masters[name])
                 _backward(parameters, _split(gradients, parameters))
             copy.clear()
 
 
 class _Copy:
-    """One copy: its module, and its gradients summed in at least fp32."""
+    """One copy: its module, and the gradients of what it trains, summed in at least fp32."""
 
     def __init__(self, module: nn.Module, owner: int) -> None:
         self.module = module
         self.owner = owner
         self.parameters = list(module.parameters())
-        wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]
-        self.gradients = [
-            torch.zeros_like(p, dtype=dtype) for p, dtype in zip(self.parameters, wide, strict=True)
-        ]
-        for parameter, total in zip(self.parameters, self.gradients, strict=True):
+        self.gradients = []
+        for parameter in _trained(module):
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            total = torch.zeros_like(parameter, dtype=wide)
             parameter.register_post_accumulate_grad_hook(_mover(total))
+            self.gradients.append(total)
 
     def load(self, values: Tensor) -> None:
         with torch.no_grad():
@@ -108,6 +108,10 @@ class _Copy:
     def clear(self) -> None:
         for total in self.gradients:
             total.zero_()
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _mover(total: Tensor) -> Callable[[Tensor], None]:

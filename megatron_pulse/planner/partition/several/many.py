@@ -41,7 +41,8 @@ class ManyCuts:
         self._leaves = home[:-1] != home[1:]
         self._forward = running_sum(costs.forward_s)
         self._compute = self._forward + running_sum(costs.backward_s)
-        self._parameters = running_sum(costs.parameters)
+        rule = self.memory
+        self._parameters = running_sum(costs.parameters if rule is None else rule.weighed(costs))
         self._saved = running_sum(costs.saved_bytes)
         self._bytes = np.array(costs.boundary_bytes, dtype=np.float64)
         self._send = np.array([self.link.time_s(size) for size in costs.boundary_bytes])

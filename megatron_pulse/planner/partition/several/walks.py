@@ -105,7 +105,8 @@ class Walks:
         self._home = home
         self._forward = running_sum(costs.forward_s)
         self._compute = self._forward + running_sum(costs.backward_s)
-        self._parameters = running_sum(costs.parameters)
+        rule = many.memory
+        self._parameters = running_sum(costs.parameters if rule is None else rule.weighed(costs))
         self._saved = running_sum(costs.saved_bytes)
         if closed is None:
             self.left, self.right = np.arange(num + 1), np.full(num + 1, num)

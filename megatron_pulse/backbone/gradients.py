@@ -1,0 +1,49 @@
+"""Which tensors of a chain want a gradient, before anything runs. Imports no torch.
+
+A gradient is wanted where something before is trained: what a layer returns wants one if the layer
+is trained or takes anything that wants one. The noisy sample and the batch want none. Layers that
+are frozen, with only such before them, have no backward pass, and keep no activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_pulse.backbone.chain import Backbone
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which tensors between a chain's layers want a gradient.
+
+    ``boundaries[i]`` are those that enter layer i, ``layers[i]`` says whether layer i has a
+    backward pass, ``skips`` and ``conditioning`` go by name (the batch's fields are not there).
+    """
+
+    boundaries: tuple[tuple[bool, ...], ...]
+    layers: tuple[bool, ...]
+    skips: Mapping[str, bool]
+    conditioning: Mapping[str, bool]
+
+
+def wanted_gradients(backbone: Backbone) -> Wanted:
+    """The gradients that a step of ``backbone`` computes between its layers."""
+    boundaries, layers = [], []
+    skips: dict[str, bool] = {}
+    conditioning: dict[str, bool] = {}
+    entering = (False,) * len(backbone.layers[0].inputs)
+    for layer in backbone.layers:
+        boundaries.append(entering)
+        within = any(entering) and not layer.embedder
+        within |= any(skips[name] for name in layer.pops)
+        within |= any(conditioning.get(name, False) for name in layer.uses)
+        within |= layer.trained
+        if not layer.embedder:
+            entering = tuple(within and spec.differentiable for spec in layer.outputs)
+        for name, index in layer.pushes.items():
+            skips[name] = entering[index]
+        for name, spec in layer.provides.items():
+            conditioning[name] = within and spec.differentiable
+        layers.append(within)
+    return Wanted(tuple(boundaries), tuple(layers), skips, conditioning)
