@@ -37,8 +37,21 @@ def test_from_a_profile_to_a_plan_that_is_checked(
         if layer.name == "in_blocks.1.mlp":  # not what is skipped, and waits for its place
             assert times.saved_bytes[i] == 0 < all_times.saved_bytes[i]
             assert half.at(2, recompute=True).saved_bytes[i] == 0
-    asked = ["--cluster", "c.yaml", "--global-batch-size", "16", "--seconds", "2"]
-    only = ["--pipeline", "4", "--solver", "none", "--micro-batch-size", "2", "--tensor", "1"]
+    asked = ["--cluster", "c.yaml", "--global-batch-size", "16", "--seconds", "60"]
+    only = [
+        "--layouts",
+        "fold exact",
+        "--no-recompute",
+        "--no-split",
+        "--pipeline",
+        "4",
+        "--solver",
+        "none",
+        "--micro-batch-size",
+        "2",
+        "--tensor",
+        "1",
+    ]
     assert main(["tune", "--profile", "half.json", *asked, *only, "-o", "half-plan.json"]) == 0
     assert main(["tune", "--profile", "whole.json", *asked, *only, "-o", "plan.json"]) == 0
     plan, other = (json.loads(Path(name).read_text()) for name in ("half-plan.json", "plan.json"))
