@@ -8,7 +8,7 @@ import os
 import signal
 import warnings
 
-from megatron_pulse.processes import end_with_parent, open_closed_streams
+from megatron_pulse.processes import end_with_parent, open_closed_streams, without_collecting
 from megatron_pulse.runtime.stopping import STOP
 
 warnings.filterwarnings("ignore")
@@ -17,11 +17,11 @@ STOP.listen()  # before the long imports: whoever is told to stop then says so
 if "TORCHELASTIC_RUN_ID" in os.environ:
     end_with_parent(signal.SIGTERM)  # without torchrun there is no job
 
-from megatron_pulse.integration.megatron import compat  # noqa: E402
+with without_collecting():
+    from megatron_pulse.integration.megatron import compat
 
-compat.install()  # before anything imports Megatron
-
-from megatron_pulse.integration.pretrain import main  # noqa: E402
+    compat.install()  # before anything imports Megatron
+    from megatron_pulse.integration.pretrain import main
 
 if __name__ == "__main__":
     main()

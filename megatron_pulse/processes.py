@@ -1,4 +1,4 @@
-"""What a process gets from where it was started: its end, its streams, its folder, its port.
+"""What a process gets from where it was started: its end, streams, folder and port; its imports.
 
 Processes end with the one that started them, however that ends (Linux; nothing elsewhere):
 ``python processes.py PID PROGRAM ARGUMENT...`` becomes PROGRAM, which is killed when PID ends.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 NO_FOLDER = "the working folder is no longer there: change into another"
@@ -47,6 +48,19 @@ def ending_with_us(command: Sequence[str]) -> list[str]:
 def port_is_taken(error: BaseException) -> bool:
     """Whether another program has the port that a store was to listen at."""
     return "EADDRINUSE" in str(error)
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """For long imports: they make hundreds of thousands of objects that stay, and to look for
+    garbage among them again and again takes a quarter of their time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def open_closed_streams() -> None:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,10 +10,14 @@ from hypothesis import HealthCheck, settings
 
 warnings.filterwarnings("ignore")
 
-from megatron_pulse.integration.megatron import compat  # noqa: E402
+from megatron_pulse.processes import without_collecting  # noqa: E402
+
+with without_collecting():
+    from megatron_pulse.integration.megatron import compat
+
+    compat.install()
 from tests.process import unchanged  # noqa: E402
 
-compat.install()
 # How long an example takes is no fault of it: a machine may have other work. A commit is judged by
 # the same examples everywhere; to look for others: bash tests/run.sh --hypothesis-profile new
 settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -24,6 +28,13 @@ from tests.remembered import FOLDER, remember_analyses  # noqa: E402
 
 FIRST = ("launch", "integration", "runtime", "planner")
 """Folders with the longest files: begun first, nothing waits for them at the end."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """All that tests import is imported here."""
+    with without_collecting():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,17 +4,21 @@ import warnings
 
 warnings.filterwarnings("ignore")
 
-from megatron_pulse.integration.megatron import compat  # noqa: E402
+from megatron_pulse.processes import without_collecting  # noqa: E402
 
-compat.install()
+with without_collecting():
+    from megatron_pulse.integration.megatron import compat
 
-import megatron.training.training  # noqa: E402, F401
-import torch  # noqa: E402
-import torch._dynamo  # noqa: E402, F401
-import torch.distributed.checkpoint  # noqa: E402, F401
+    compat.install()
 
-import megatron_pulse.integration.megatron.linear  # noqa: E402, F401
-import megatron_pulse.integration.pretrain  # noqa: E402, F401
+    import megatron.training.training  # noqa: F401
+    import torch
+    import torch._dynamo  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
+
+    import megatron_pulse.integration.megatron.linear  # noqa: F401
+    import megatron_pulse.integration.pretrain  # noqa: F401
+
 from megatron_pulse.data.images.digits import load_digits  # noqa: E402
 from megatron_pulse.planner.schedule.search.synthesize import get_ready  # noqa: E402
 from model_specs import available  # noqa: E402

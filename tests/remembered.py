@@ -40,12 +40,13 @@ def remembered[T](key: object, work_out: Callable[[], T]) -> T:
 
 def remember_analyses() -> None:
     """Runs of Megatron in this process and its children take analytic profiles and counts of
-    operations, which depend on the backbone alone, from those before them."""
+    operations and parameters, which depend on the backbone alone, from those before them."""
     from megatron_pulse.integration.loop import throughput
     from megatron_pulse.integration.planning import planning
 
-    for module, name in ((planning, "analyse"), (throughput, "model_flops")):
-        _remember(module, name)
+    _remember(planning, "analyse")
+    _remember(planning, "count_parameters")
+    _remember(throughput, "model_flops")
 
 
 def _remember(module: Any, name: str) -> None:

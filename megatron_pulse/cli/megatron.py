@@ -7,6 +7,7 @@ import os
 import warnings
 
 from megatron_pulse.cli.errors import mending
+from megatron_pulse.processes import without_collecting
 
 
 def prepare_megatron() -> None:
@@ -14,7 +15,8 @@ def prepare_megatron() -> None:
     os.environ.setdefault("WANDB_MODE", "disabled")
     warnings.filterwarnings("ignore")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    from megatron_pulse.integration.megatron import compat
+    with without_collecting():
+        from megatron_pulse.integration.megatron import compat
 
-    with mending(compat.UnsupportedMegatron):
-        compat.install()
+        with mending(compat.UnsupportedMegatron):
+            compat.install()

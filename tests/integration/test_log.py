@@ -23,7 +23,9 @@ NEEDED_BY_FEW = {"mlxtend", "pandas", "scipy.stats", "sklearn", "wandb"}
 def said(argv: list[str]) -> tuple[str, str, set[str]]:
     """(stdout, stderr) of one rank's run, and what it imported of ``NEEDED_BY_FEW``."""
     import megatron.core.timers as timers
+    import megatron.training.arguments as arguments
 
+    arguments.parse_args = None  # the flags have been read: nobody does so anew
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         train([*TINY["uvit"], *BASE, "--global-batch-size", "2", *argv])

@@ -3,7 +3,7 @@
 ``install()`` must run before the first ``import megatron``: it replaces the ``torch.cuda``
 functions that Megatron calls unconditionally, and redirects tensors that name a CUDA device to
 the CPU. With a CUDA device present it only imports Megatron. ``patch_megatron()`` runs after
-``import megatron.training``; three of its patches are needed on GPUs as well.
+``import megatron.training``; most of its patches are for GPUs as well.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def _names_cuda(device: object) -> bool:
     return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
+_OF_DEVICES = {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type}
+
+
 class _CudaToCpu(TorchFunctionMode):
     """Redirects every torch call that names a CUDA device to the CPU."""
 
@@ -56,6 +59,8 @@ class _CudaToCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if "device" in kwargs and _names_cuda(kwargs["device"]):
             kwargs = {**kwargs, "device": CPU}
+        if func not in _OF_DEVICES:
+            return func(*args, **kwargs)
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
@@ -249,6 +254,7 @@ def patch_megatron() -> None:
     _patched = True
     import megatron.core.datasets.utils as dataset_utils
     import megatron.core.optimizer.distrib_optimizer as distributed
+    import megatron.training.training as training
 
     from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
 
@@ -260,12 +266,13 @@ def patch_megatron() -> None:
     optimizer_class._set_main_param_and_optimizer_states = torch.no_grad()(
         optimizer_class._set_main_param_and_optimizer_states
     )
+    # It parses the command line anew, for --enable-ft-package, which is refused.
+    training.ft_integration.setup = lambda: None
     _use_fused_adam()
     wait_for_weight_gradients()
     if _redirect is None:
         return
     import megatron.core.tensor_parallel.random as parallel_random
-    import megatron.training.training as training
 
     def set_rng_state(state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
         torch.random.set_rng_state(state)
