@@ -33,6 +33,15 @@ def saved(folder: Path) -> int:
     return int((folder / "latest_checkpointed_iteration.txt").read_text())
 
 
+def importing(run: Session) -> bool:
+    """Whether two ranks catch SIGTERM, as they do before their long imports."""
+    folders = [Path(f"/proc/{pid}") for pid in run.children()]
+    own = Path(f"/proc/{run.process.pid}/cmdline").read_bytes()
+    ranks = [folder for folder in folders if (folder / "cmdline").read_bytes() != own]  # not forks
+    masks = [re.findall(r"SigCgt:\s*(\w+)", (rank / "status").read_text()) for rank in ranks]
+    return [int(mask, 16) >> (signal.SIGTERM - 1) & 1 for (mask,) in masks] == [1, 1]
+
+
 def assert_stopped_at_the_last_step(run: Session, folder: Path, order: str) -> None:
     steps = [int(step) for step in re.findall(r"iteration +(\d+)/", run.said())]
     assert saved(folder) == steps[-1]
@@ -59,8 +68,7 @@ def test_everybody_told_to_stop_again_and_again(tmp_path: Path) -> None:
 
 def test_ctrl_c_in_start_up_and_in_training(tmp_path: Path) -> None:
     with session(train("pulse run", tmp_path)) as run:
-        run.wait_until(lambda: len(run.children()) == 2, "two ranks", 60)
-        time.sleep(1)  # they import
+        run.wait_until(lambda: importing(run), "two ranks", 120)
         run.process.send_signal(signal.SIGINT)
         assert run.ended() == 128 + signal.SIGINT
         assert run.said() == (
@@ -109,13 +117,8 @@ if sys.argv[1] == "exit":
 os.kill(os.getpid(), signal.SIGKILL)
 """
 SOLVES = """
-import os, signal, threading, time
 from pathlib import Path
 from megatron_pulse.planner.schedule.ilp.solvers import _call
-def kill():
-    time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
-threading.Thread(target=kill).start()
 _call(["sleep", "600"], Path("/tmp"), 600)
 """
 
@@ -129,7 +132,8 @@ def test_what_a_rank_has_forked_ends_with_it(how: str) -> None:
 
 def test_a_solver_ends_with_who_asked_it() -> None:
     with session([sys.executable, "-c", SOLVES]) as run:
-        run.wait_until(lambda: len(run.processes()) == 2, "the solver", 30)
+        run.wait_until(lambda: len(run.processes()) == 2, "the solver", 120)
+        run.process.kill()
         assert run.ended() == -signal.SIGKILL
 
 
