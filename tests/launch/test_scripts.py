@@ -14,7 +14,7 @@ from PIL import Image
 
 from megatron_pulse.data.images.emoji import FONT, PACKAGE
 from megatron_pulse.planner.observe.trace import load_trace
-from megatron_pulse.planner.plan_file.plan_file import load_plan
+from megatron_pulse.planner.tune.plans.recompute import load_checked
 from tests.launch.sessions import ROOT, session
 
 pytestmark = [
@@ -93,7 +93,7 @@ def test_the_tour(tmp_path: Path) -> None:
     in_order = tmp_path / "tour.sh"
     in_order.write_text(f"set -euxo pipefail\ncd {tmp_path}\n{tour()}")
     said = said_by(["bash", in_order])
-    plan = load_plan(tmp_path / "plan.json")
+    plan = load_checked(tmp_path / "plan.json")
     assert plan.backbone["options"]["depth"] == 8
     assert "<svg" in (tmp_path / "plan.html").read_text()
     assert not load_trace(tmp_path / "tour/trace.json").faults()
