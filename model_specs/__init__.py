@@ -45,6 +45,7 @@ from model_specs.common.options import (
     FamilyConfig,
     OptionError,
     Value,
+    json_value,
     require_config,
     resolve,
     to_record,
@@ -256,8 +257,9 @@ def changed_options(backbone: Backbone) -> dict[str, str]:
     """By which options, as flags take them, ``backbone`` differs from the one of its name."""
     name = backbone.record["name"]
     named = to_record(_family(name).CONFIGS[name])
+    written = json_value if is_module(name) else flag_value
     return {
-        key: flag_value(value)
+        key: written(value)
         for key, value in backbone.record["options"].items()
         if named[key] != value
     }

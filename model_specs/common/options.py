@@ -172,6 +172,13 @@ def _to_json(text: str) -> Any:
         return None if text.lower() == "none" else text
 
 
+def json_value(value: object) -> str:
+    """A value of any JSON as flags take it: text as it is, unless it would be read otherwise."""
+    if isinstance(value, str):
+        return value if _to_json(value) == value else json.dumps(value)
+    return json.dumps(value, separators=(",", ":"))
+
+
 def _to_bool(value: Value) -> bool:
     texts = {"true": True, "false": False, "1": True, "0": False}
     if str(value).lower() not in texts:

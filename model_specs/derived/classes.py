@@ -33,7 +33,7 @@ def _labelled(config: Config) -> tuple[tuple[Input, ...], dict[str, Any]]:
     """What a UNet with an embedding of classes is called with beside the rest."""
     kind = config.class_embed_type
     if kind is None and config.num_class_embeds:
-        labels = Input("class_labels", (), "int64", "labels", config.num_class_embeds)
+        labels = Input("class_labels", (), "int64", "labels")
         return (labels,), {"num_classes": config.num_class_embeds}
     if kind is None:
         return (), {}
@@ -88,6 +88,14 @@ def _unet_3d(config: Config, size: Sizes) -> Declared:
             ),
         ),
     )  # fmt: skip
+
+
+def _motion(config: Config, size: Sizes) -> Declared:
+    """Its caption is there for every frame."""
+    declared = _unet_3d(config, size)
+    *others, text = declared.inputs
+    assert isinstance(text, Input)
+    return replace(declared, inputs=(*others, replace(text, rows=size.frames)))
 
 
 def _svd(config: Config, size: Sizes) -> Declared:
@@ -173,7 +181,7 @@ def _dit(config: Config, size: Sizes) -> Declared:
         (
             Input("hidden_states", (config.in_channels, size.height, size.width)),
             _times(),
-            Input("class_labels", (), "int64", "labels", classes),
+            Input("class_labels", (), "int64", "labels"),
         ),
         num_classes=classes,
         null_label=classes,
@@ -237,7 +245,7 @@ CLASSES: dict[str, Known] = {
     "UNet2DModel": Known(_image(), _unet_2d),
     "UNet2DConditionModel": Known(_and(_image(), text_length=77), _unet_2d_condition),
     "UNet3DConditionModel": Known(_and(_image(32), frames=16, text_length=77), _unet_3d),
-    "UNetMotionModel": Known(_and(_image(), frames=16, text_length=77), _unet_3d),
+    "UNetMotionModel": Known(_and(_image(), frames=16, text_length=77), _motion),
     "UNetSpatioTemporalConditionModel": Known(
         lambda config: {**_image(96)(config), "frames": config.num_frames}, _svd
     ),

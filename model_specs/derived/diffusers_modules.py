@@ -39,11 +39,7 @@ def family_of(name: str) -> DerivedFamily:
         raise ValueError(f"{name}: there is no folder {target}, and no class is called that")
     known = CLASSES.get(class_name)
     if known is None:
-        raise ValueError(
-            f"{name}: {unknown('class whose inputs are declared', class_name, CLASSES)}. Another "
-            "class is a factory of your own: FILE.py:FACTORY, which returns the module and its "
-            "inputs"
-        )
+        raise ValueError(f"{name}: {_undeclared(class_name)}")
     identity = defaults_of(class_name)
     options, kept = split(class_name, given)
     config = {**identity, **options}
@@ -70,6 +66,21 @@ def split(class_name: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], d
     return (
         {key: value for key, value in settings.items() if key in known},
         {key: value for key, value in settings.items() if key not in known},
+    )
+
+
+def _undeclared(class_name: str) -> str:
+    """Why a class cannot be named, and how it is used all the same."""
+    import diffusers
+
+    kind = getattr(diffusers, class_name, None)
+    if not hasattr(kind, "forward"):
+        return unknown("class whose inputs are known", class_name, CLASSES)
+    taken = list(inspect.signature(kind.forward).parameters)[1:]
+    return (
+        f"what a {class_name} is called with is not known here: make it by a function of your own "
+        "(FILE.py:FACTORY), which returns it with example tensors by name. It takes: "
+        f"{', '.join(taken)}. Known: {', '.join(sorted(CLASSES))}"
     )
 
 

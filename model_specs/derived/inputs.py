@@ -14,13 +14,13 @@ COMPUTE = "compute"
 class Input:
     """One input: its ``path`` among the keywords (``added_cond_kwargs.time_ids``), the ``shape`` of
     one sample, its dtype ("compute": the run's), and how a batch calls it (as the module does, if
-    that is not said). Whole numbers are below ``below``."""
+    that is not said). The module has ``rows`` of it for each sample."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str = COMPUTE
     field: str = ""
-    below: int = 2
+    rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _value(given: Input | Same, size: int, dtype: str) -> Any:
     if isinstance(given, Same):
         return given.value(size)
     kind = getattr(torch, dtype if given.dtype == COMPUTE else given.dtype)
-    shape = (size, *given.shape)
+    shape = (size * given.rows, *given.shape)
     if kind.is_floating_point:
         return torch.zeros(shape, dtype=kind)
     return torch.ones(shape, dtype=kind)

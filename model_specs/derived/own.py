@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.published import Published
 from megatron_pulse.faults import raised
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.code import canonical, find
@@ -33,7 +34,13 @@ def family_of(name: str) -> DerivedFamily:
     made = find(code)
     identity = {**_parameters(code, made), WEIGHTS: ""}
     kinds = options_class("Options", identity, {DTYPE: (str, DTYPES[0], "exported in {0.dtype}")})
-    return DerivedFamily("own", code, kinds(), functools.partial(_build, code))
+    return DerivedFamily(
+        "own",
+        code,
+        kinds(),
+        functools.partial(_build, code),
+        lambda config: Published("torch", code, {}),
+    )
 
 
 def _parameters(name: str, factory: Any) -> dict[str, Any]:
@@ -110,7 +117,10 @@ def _derived(name: str, made: Any, dtype: str) -> tuple[Backbone, str]:
         declared = CLASSES[type(module).__name__].declared(module.config, {})
         inputs, said = declared.make(dtype), declared.keywords()
     else:
-        raise ValueError(f"{name} returned {_kind(made)} without its inputs; {_HOW}")
+        taken = ", ".join(inspect.signature(module.forward).parameters)
+        raise ValueError(
+            f"{name} returned {_kind(made)} without its inputs (it takes {taken}); {_HOW}"
+        )
     backbone = from_module(hollow(module, kind), inputs, **said)
     weights = sorted((n, tuple(p.shape)) for n, p in module.named_parameters())
     return backbone, f"sha256:{hashlib.sha256(repr(weights).encode()).hexdigest()[:16]}"

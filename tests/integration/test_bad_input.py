@@ -28,6 +28,7 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "batch does not divide": (2, ["--global-batch-size", "7"], "not a positive multiple"),
     "eval batch does not divide": (2, ["--eval-global-batch-size", "7"], "eval-global-batch-size"),
     "unknown backbone": (1, ["--pulse-backbone", "uvit-xs"], "uvit-s"),
+    "two models": (1, ["--pulse-module", "diffusers:UNet2DModel"], "leave one out"),
     "unknown option": (1, ["--pulse-option", "dept=8"], "dept"),
     "bad option value": (1, ["--pulse-option", "depth=many"], "depth"),
     "inconsistent option": (1, ["--pulse-option", "depth=7"], "even"),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import model_specs
 from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.backbone.derived.inputs import leaves_of
 from megatron_pulse.cli.main import main
 from megatron_pulse.profile.parameters import count_parameters
 from model_specs.derived import code
+from model_specs.derived.classes import CLASSES
+from tests.backbone.derived.zoo import make
 
 UNET = {
     "block_out_channels": "8,16",
@@ -65,6 +70,43 @@ def test_what_a_run_chooses_makes_no_other_model() -> None:
     with torch.device("meta"):
         (weight,) = {p.dtype for p in other.layers[1].build(None).parameters()}
     assert weight == torch.bfloat16
+
+
+SIZES = {
+    "sd": {"text_length": 5},
+    "sdxl": {"text_length": 5},
+    "svd": {},
+    "motion": {"frames": 3, "text_length": 5},
+    "hunyuan": {},
+    "hunyuan_video": {"frames": 3, "text_length": 6},
+    "wan": {"frames": 3, "text_length": 7},
+    "wan_i2v": {"frames": 3},
+    "cogvideox_2b": {},
+    "cogvideox_5b": {},
+    "ltx": {"frames": 3, "height": 2, "width": 2, "text_length": 6},
+    "mochi": {"frames": 2},
+    "flux": {"height": 8, "width": 8, "text_length": 6},
+    "sd3": {"height": 16, "width": 16, "text_length": 6},
+    "pixart_alpha": {"height": 16, "width": 16, "text_length": 6},
+    "pixart_sigma": {"height": 16, "width": 16, "text_length": 6},
+    "autoencoder": {"height": 16, "width": 16},
+}
+"""Of the study's classes that are diffusers', where they are not 8 x 8."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_classes_are_called_as_they_want(name: str) -> None:
+    """The names and shapes of what is declared are those of what the study calls them with."""
+    module, given = make(name)
+    known = CLASSES[type(module).__name__]
+    declared = known.declared(module.config, {"height": 8, "width": 8, **SIZES[name]})
+
+    def kinds(inputs: Mapping[str, Any]) -> dict[str, object]:
+        leaves = leaves_of(inputs).items()
+        shapes = {n: tuple(v.shape) if isinstance(v, torch.Tensor) else None for n, v in leaves}
+        return {n: shape for n, shape in shapes.items() if n != "encoder_hidden_states_image"}
+
+    assert kinds(declared.make("float32")(2)) == kinds(given(2))
 
 
 FACTORIES = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import (
+    add_backbone_flags,
     add_code_flag,
     add_option_flag,
     backbone_faults,
@@ -72,7 +74,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = parser.add_argument
     add("--from", dest="source", type=Path, required=True, metavar="PATH", help="what to read")
     add("--to", type=Path, required=True, metavar="DIR", help="for --pretrained-checkpoint; new")
-    add("--backbone", metavar="NAME", help="for a single file: the backbone that it holds")
+    what = parser.add_mutually_exclusive_group()
+    add_backbone_flags(what, "for a single file: the backbone that it holds")
     add_option_flag(parser, "with --backbone: override one of its options")
     process = parser.add_argument_group(
         "diffusion process", "What the pipeline's scheduler does not say, or says otherwise."
@@ -118,8 +121,7 @@ def run_import(args: argparse.Namespace) -> None:
         f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
         f"process: {process.describe(backbone.image_tokens)}\n"
         + (f"{remark}\n" if remark else "")
-        + f"train it with --pretrained-checkpoint {args.to} --pulse-backbone {backbone.name}"
-        + _option_flags(backbone)
+        + f"train it with --pretrained-checkpoint {args.to} {_flags_of(backbone, place)}"
     )
 
 
@@ -240,9 +242,12 @@ def _check_source(args: argparse.Namespace) -> list[str]:
     return faults
 
 
-def _option_flags(backbone: Backbone) -> str:
-    """The --pulse-option flags by which this backbone differs from the one of its name."""
-    from model_specs import changed_options
+def _flags_of(backbone: Backbone, place: Path) -> str:
+    """The flags of training for what was read at ``place``."""
+    from model_specs import changed_options, is_module
 
-    options = changed_options(backbone)
-    return "".join(f" --pulse-option {key}={text}" for key, text in options.items())
+    if is_module(backbone.name) and place.is_dir():
+        return f"--pulse-module {shlex.quote(f'diffusers:{place}')}"
+    options = changed_options(backbone).items()
+    words = [f"--pulse-option {shlex.quote(f'{key}={text}')}" for key, text in options]
+    return " ".join([f"--pulse-backbone {backbone.name}", *words])
