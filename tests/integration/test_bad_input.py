@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,22 @@ def test_a_plan_is_not_contradicted_by_defaults_that_are_given(
     line.args.world_size = 8
     made = small_plan("sequential", pipeline=4)
     assert list(contradictions(made, line, options, "--pulse-auto")) == []
+
+
+def test_a_plan_that_names_code_runs_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unless the command line names it; then it runs, and is no backbone."""
+    name, ran = f"{tmp_path}/mine.py:build", tmp_path / "ran"
+    (tmp_path / "mine.py").write_text(f"open({str(ran)!r}, 'w')\ndef build(): return 0\n")
+    record = {"name": name, "family": "own", "options": {}}
+    save_plan(replace(small_plan("sequential", pipeline=4), backbone=record), tmp_path / "p.json")
+    plan = ["--pulse-plan", str(tmp_path / "p.json"), "--pulse-data", "digits8", "--lr", "1"]
+    plan += ["--train-iters", "5"]
+    faults = refuse(monkeypatch, 8, [], plan)
+    assert any(f"{name} is code" in fault for fault in faults) and not ran.exists()
+    faults = refuse(monkeypatch, 8, ["--pulse-module", name], plan)
+    assert any("returned int" in fault for fault in faults) and ran.exists()
 
 
 def test_unwritable_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
