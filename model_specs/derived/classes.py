@@ -134,7 +134,7 @@ def _hunyuan_dit(config: Config, size: Sizes) -> Declared:
     grid = size.height // config.patch_size, size.width // config.patch_size
     inputs: list[Input | Same] = [
         Input("hidden_states", (config.in_channels, size.height, size.width)),
-        _times(),
+        Input("timestep", ()),  # of whose dtype the embedding is
         Input("encoder_hidden_states", (config.text_len, config.cross_attention_dim),
               field="context"),
         Input("text_embedding_mask", (config.text_len,), "int64", "context_mask"),

@@ -220,7 +220,9 @@ def test_a_plan_that_names_code_runs_nothing(
     name, ran = f"{tmp_path}/mine.py:build", tmp_path / "ran"
     (tmp_path / "mine.py").write_text(f"open({str(ran)!r}, 'w')\ndef build(): return 0\n")
     record = {"name": name, "family": "own", "options": {}}
-    save_plan(replace(small_plan("sequential", pipeline=4), backbone=record), tmp_path / "p.json")
+    made = small_plan("sequential", pipeline=4)
+    made = replace(made, backbone=record, profile=replace(made.profile, backbone=record))
+    save_plan(made, tmp_path / "p.json")
     plan = ["--pulse-plan", str(tmp_path / "p.json"), "--pulse-data", "digits8", "--lr", "1"]
     plan += ["--train-iters", "5"]
     faults = refuse(monkeypatch, 8, [], plan)

@@ -77,7 +77,7 @@ SIZES = {
     "sdxl": {"text_length": 5},
     "svd": {},
     "motion": {"frames": 3, "text_length": 5},
-    "hunyuan": {},
+    "hunyuan": {"height": 16, "width": 16},
     "hunyuan_video": {"frames": 3, "text_length": 6},
     "wan": {"frames": 3, "text_length": 7},
     "wan_i2v": {"frames": 3},
