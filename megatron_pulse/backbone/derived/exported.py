@@ -25,8 +25,8 @@ from megatron_pulse.backbone.derived.reading import (
     operation,
     value_of,
 )
-from megatron_pulse.backbone.derived.refusals import refusals
-from megatron_pulse.backbone.derived.untraced import watched
+from megatron_pulse.backbone.derived.refused.refusals import refusals
+from megatron_pulse.backbone.derived.refused.untraced import watched
 from megatron_pulse.faults import raised, told
 
 

@@ -16,7 +16,7 @@ from torch import fx
 from megatron_pulse.backbone.derived.cutting import Blocks, cut
 from megatron_pulse.backbone.derived.exported import DerivationError, Exported
 from megatron_pulse.backbone.derived.reading import can_travel, is_heavy, path_of, size_of
-from megatron_pulse.backbone.derived.refusals import own_memory_faults
+from megatron_pulse.backbone.derived.refused.refusals import own_memory_faults
 
 _COPIED_BYTES = 1 << 16
 """What holds no parameter and writes no more is computed again by each of its users."""

@@ -1,0 +1,1 @@
+"""What cannot be run in a pipeline as it is, and why."""
