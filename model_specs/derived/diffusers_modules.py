@@ -74,7 +74,7 @@ def _undeclared(class_name: str) -> str:
     import diffusers
 
     kind = getattr(diffusers, class_name, None)
-    if not hasattr(kind, "forward"):
+    if kind is None or not hasattr(kind, "forward"):
         return unknown("class whose inputs are known", class_name, CLASSES)
     taken = list(inspect.signature(kind.forward).parameters)[1:]
     return (
