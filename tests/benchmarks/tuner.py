@@ -175,21 +175,21 @@ def cells(clusters: Sequence[str], models: Sequence[str], batch: int) -> list[Ce
     return found
 
 
-def table(results: Sequence[Result]) -> str:
-    """Markdown."""
-    head = (
-        "| cluster | model | answer | samples/s | restricted | samples/s | loss % | near after s |"
+HEAD = (
+    "| cluster | model | answer | samples/s | restricted | samples/s | loss % | near after s | "
+    "simulated | of |\n" + "|---" * 10 + "|"
+)
+
+
+def row(result: Result) -> str:
+    """Of a table in Markdown."""
+    own, best = result.answer, result.best
+    other = best.config if best is not own else "the same"
+    return (
+        f"| {result.cluster} | {result.model} | {own.config} | {own.throughput:.4g} | {other} | "
+        f"{best.throughput:.4g} | {100 * result.loss:.1f} | {own.near_s:.1f} | "
+        f"{own.num_simulated} | {own.num_configs:,}{', proved' * own.proved} |"
     )
-    lines = [f"{head} simulated | of |", "|---" * 10 + "|"]
-    for r in results:
-        own, best = r.answer, r.best
-        other = best.config if best is not own else "the same"
-        lines.append(
-            f"| {r.cluster} | {r.model} | {own.config} | {own.throughput:.4g} | {other} | "
-            f"{best.throughput:.4g} | {100 * r.loss:.1f} | {own.near_s:.1f} | "
-            f"{own.num_simulated} | {own.num_configs:,}{', proved' * own.proved} |"
-        )
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -208,10 +208,13 @@ def main() -> None:
     add("--json", type=Path, metavar="FILE", help="write every answer there")
     args = parser.parse_args()
     todo = cells(args.clusters, args.models, args.batch)
+    results = []
+    print(HEAD)
     with ProcessPoolExecutor(args.jobs) as pool:
         jobs = [pool.submit(measure, c, args.seconds, args.reference, args.wall) for c in todo]
-        results = [job.result() for job in tqdm(jobs, smoothing=0)]
-    print(table(results))
+        for job in tqdm(jobs, smoothing=0):
+            results.append(job.result())
+            tqdm.write(row(results[-1]))
     losses = [100 * r.loss for r in results]
     above = sum(loss > 1 for loss in losses)
     print(f"\n{len(results)} cells; loss of {max(losses):.1f} % at most, above 1 % in {above}")

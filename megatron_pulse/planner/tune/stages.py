@@ -22,6 +22,9 @@ from megatron_pulse.planner.tune.conditioning import (
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Costs, Unfit, UnfitError
 
+NEAR = 0.02
+"""How far above the least load one is that counts as near it, as a share."""
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -87,10 +90,26 @@ class Chain(Costs):
         num = placement.num_stages
         spread = fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
         goal = replace(self._goal(config), order=("load",))
-        found = self._partition_of(self._costs_key(config), spread, goal)
+        return Partition(placement, self._best_cuts(config, spread, goal).cuts)
+
+    def level_cuts(self, config: Config) -> Partition:
+        """Cuts with the least largest stage, whatever memory; raises UnfitError for none.
+
+        Several stages of a device wait less for each other where all are alike.
+        """
+        goal = replace(self._goal(config), order=("stage", "load"))
+        return self._best_cuts(config, config.placement, goal)
+
+    def near_cuts(self, config: Config) -> Partition:
+        """Of those with about the least load the cuts with the least largest stage."""
+        goal = replace(self._goal(config), slack=NEAR)
+        return self._best_cuts(config, config.placement, goal)
+
+    def _best_cuts(self, config: Config, placement: Placement, goal: Goal) -> Partition:
+        found = self._partition_of(self._costs_key(config), placement, goal)
         if isinstance(found, PartitionError):
             raise UnfitError(Unfit.PARTITION, f"{config}: {found}")
-        return Partition(placement, found.cuts)
+        return found
 
     def fits(self, stages: Stages) -> bool:
         """Whether every device has room for one microbatch."""

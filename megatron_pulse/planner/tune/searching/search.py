@@ -7,7 +7,8 @@ even     estimate and bound from the work, spread evenly
 like     estimate from cuts that are known for its degree and layout, made for whichever config
 quick    simulated with these cuts, or its own where none of them fit, and a schedule that is found
          at once: something that would run
-done     simulated with the better of these cuts and its own, and a schedule that was searched for
+done     simulated with these cuts, its own, and cuts that have more even stages; the best of them
+         with schedules that were searched for
 =======  ==========================================================================================
 
 First the best config of every degree and layout becomes quick, the fewest stages first; how far its
@@ -45,6 +46,9 @@ FAR = 1.1
 MOST_KNOWN = 4
 """Cuts that are kept for a degree and layout, the latest."""
 
+SEARCHED = 2
+"""Cuts of a config for which schedules are searched, beside its own."""
+
 SHARE = 0.1
 """Of the time that is left, what one cut or simulation may take."""
 
@@ -63,7 +67,8 @@ class _Step(IntEnum):
 
 @dataclass(order=True)
 class _Candidate:
-    """A config in the queue: ``seconds`` is its estimate, or what was simulated.
+    """A config in the queue: ``seconds`` is its estimate, or what it may come to by its quick
+    schedule, which takes ``reached_s``.
 
     ``final``: no other schedule of these stages can be shorter, or soon enough to be listed.
     """
@@ -74,6 +79,7 @@ class _Candidate:
     bound: float
     step: _Step = _Step.EVEN
     stages: Stages | None = field(default=None, compare=False)
+    reached_s: float = field(default=float("inf"), compare=False)
     final: bool = field(default=False, compare=False)
 
     @property
@@ -124,6 +130,7 @@ class _Search:
         self.finish_s = finish_s
         self.listed, self.found = Shortlist(keep), Tuning()
         self.known: dict[Kind, list[Partition]] = {}
+        self.slower: dict[tuple[Kind, Partition], float] = {}
         self.queue: list[_Candidate] = []
         self.aside: list[_Candidate] = []
         self.unseen = 0
@@ -228,15 +235,20 @@ class _Search:
             yield
 
     def liken(self, candidate: _Candidate) -> _Candidate:
-        """Estimated from known cuts, those of the least load among those that fit."""
+        """Estimated from known cuts, the best of those that fit: by their load, and by how much
+        longer than that lets expect a step of them took."""
         config, evaluator = candidate.config, self.evaluator
         if candidate.kind not in self.known:
-            with self.within(f"cheap cuts, {config.layout}", _num_stages(config) ** 2):
-                self.known[candidate.kind] = [evaluator.cheap_cuts(config)]
+            self.learn(candidate.kind, self.found_by(evaluator.cheap_cuts, config))
         choices = [evaluator.cut(config, cuts) for cuts in self.known[candidate.kind]]
-        estimates = [(evaluator.cut_estimate(config, s), i) for i, s in enumerate(choices)]
-        fitting = [(t, i) for t, i in estimates if evaluator.fits(choices[i])]
-        seconds, at = min(fitting or estimates)
+        estimates = [evaluator.cut_estimate(config, stages) for stages in choices]
+        fitting = [i for i, stages in enumerate(choices) if evaluator.fits(stages)]
+
+        def expected(i: int) -> float:
+            return estimates[i] * self.slower.get((candidate.kind, choices[i].partition), 1.0)
+
+        at = min(fitting or range(len(choices)), key=expected)
+        seconds = estimates[at]
         return replace(
             candidate,
             seconds=max(seconds, candidate.bound),
@@ -262,17 +274,33 @@ class _Search:
 
     def own(self, candidate: _Candidate) -> Stages:
         """The config's own stages, whose cuts are known from then on."""
-        config = candidate.config
-        with self.within(f"cuts, {config.layout}", _num_stages(config) ** 2):
-            stages = self.evaluator.stages(config)
-        known = self.known.setdefault(candidate.kind, [])
-        if stages.partition not in known:
-            self.known[candidate.kind] = [*known, stages.partition][-MOST_KNOWN:]
+        stages = self.found_by(self.evaluator.stages, candidate.config)
+        self.learn(candidate.kind, stages.partition)
         return stages
 
+    def found_by[T](self, cut: Callable[[Config], T], config: Config) -> T:
+        """What ``cut`` finds, if it does not take too long."""
+        with self.within(f"{cut.__name__}, {config.layout}", _num_stages(config) ** 2):
+            return cut(config)
+
+    def learn(self, kind: Kind, cuts: Partition) -> None:
+        """Cuts that others of the kind are tried with."""
+        known = self.known.setdefault(kind, [])
+        if cuts not in known:
+            self.known[kind] = [*known, cuts][-MOST_KNOWN:]
+
     def simulate(self, candidate: _Candidate) -> _Candidate:
-        """Simulated with a quick schedule."""
+        """Simulated with a quick schedule; the first of a kind also with level cuts, where a device
+        has several stages, or pairs of them."""
+        config, several = candidate.config, 2 if candidate.config.placement.kind.mirrored else 1
+        first = not any(kind == candidate.kind for kind, _ in self.slower)
         outcome = self.evaluate(candidate, "quick", candidate.stages)
+        if first and config.layout.num_chunks > several:
+            with suppress(UnfitError, _TooLongError):
+                level = self.evaluator.cut(config, self.found_by(self.evaluator.level_cuts, config))
+                self.learn(candidate.kind, level.partition)
+                beside = self.evaluate(candidate, "quick", level)
+                outcome = min(outcome, beside, key=lambda o: o.step_s)
         self.found.num_simulated += 1
         certificate = outcome.synthesis.certificate
         hope = HOPE * outcome.pipeline_s * certificate.gap / (1 + certificate.gap)
@@ -281,6 +309,7 @@ class _Search:
             seconds=outcome.step_s - hope,
             step=_Step.QUICK,
             stages=outcome.stages,
+            reached_s=outcome.step_s,
             final=self.is_final(outcome),
         )
 
@@ -291,29 +320,37 @@ class _Search:
         return not outcome.extrapolated and (certificate.proved or least >= self.listed.limit)
 
     def complete(self, candidate: _Candidate) -> None:
-        """Simulated with its cuts, with its own, the best and the cheap ones (which have the more
-        even stages), and with schedules that were searched."""
+        """Simulated with its cuts, with its own, and with cuts of more even stages; then with
+        schedules that were searched for its own and the soonest others."""
         config, evaluator = candidate.config, self.evaluator
-        todo = [] if candidate.final else [candidate.stages]
-        more: list[Stages] = []
+        assert candidate.stages is not None
+        choices, own = [candidate.stages], candidate.stages.partition
         with suppress(UnfitError, _TooLongError):
-            with self.within(f"cheap cuts, {config.layout}", _num_stages(config) ** 2):
-                more.append(evaluator.cut(config, evaluator.cheap_cuts(config)))
-            more.append(self.own(candidate))
-        seen = [candidate.stages.partition] if candidate.stages is not None else []
-        for stages in more:
+            choices.append(self.own(candidate))
+            own = choices[-1].partition
+        for cut in (evaluator.cheap_cuts, evaluator.level_cuts, evaluator.near_cuts):
+            with suppress(UnfitError, _TooLongError):
+                choices.append(evaluator.cut(config, self.found_by(cut, config)))
+        todo = [] if candidate.final else [(candidate.reached_s, candidate.stages)]
+        seen = [candidate.stages.partition]
+        for stages in choices[1:]:
             if stages.partition not in seen and evaluator.fits(stages):
                 seen.append(stages.partition)
-                if not self.is_final(self.evaluate(candidate, "quick", stages)):
-                    todo.append(stages)
-        for chosen in todo:
-            self.evaluate(candidate, "searched", chosen)
+                outcome = self.evaluate(candidate, "quick", stages)
+                if not self.is_final(outcome):
+                    todo.append((outcome.step_s, stages))
+        todo.sort(key=lambda each: each[0])
+        for rank, (_, stages) in enumerate(todo):
+            if rank < SEARCHED or stages.partition == own:
+                self.evaluate(candidate, "searched", stages)
 
     def evaluate(self, candidate: _Candidate, how: str, stages: Stages | None) -> Outcome:
         """The simulation, listed."""
         config, found = candidate.config, self.found
         with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
+        expected = self.evaluator.cut_estimate(config, outcome.stages)
+        self.slower[candidate.kind, outcome.stages.partition] = outcome.step_s / expected
         self.listed.add(outcome)
         for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
             if rival not in found.rivals or outcome.step_s < found.rivals[rival].step_s:
