@@ -84,12 +84,14 @@ class Chain(Costs):
     def cheap_cuts(self, config: Config) -> Partition:
         """Cuts of about the least load, whatever memory and all else; raises UnfitError for none.
 
-        Several stages or pairs of stages of a device are cut as if each had one of its own.
+        Several stages or pairs of stages of a device are cut as if each had one of its own. A stage
+        for each device is cut at its best, which takes as little.
         """
-        placement = config.placement
+        placement, goal = config.placement, self._goal(config)
         num = placement.num_stages
         spread = fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
-        goal = replace(self._goal(config), order=("load",))
+        if placement.num_chunks > 1:
+            goal = replace(goal, order=("load",))
         return Partition(placement, self._best_cuts(config, spread, goal).cuts)
 
     def level_cuts(self, config: Config) -> Partition:

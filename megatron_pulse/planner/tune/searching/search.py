@@ -46,8 +46,8 @@ FAR = 1.1
 MOST_KNOWN = 4
 """Cuts that are kept for a degree and layout, the latest."""
 
-SEARCHED = 2
-"""Cuts of a config for which schedules are searched, beside its own."""
+SEARCHED = 1
+"""Cuts of a config for which schedules are searched, the soonest, beside its own."""
 
 SHARE = 0.1
 """Of the time that is left, what one cut or simulation may take."""
@@ -292,10 +292,10 @@ class _Search:
     def simulate(self, candidate: _Candidate) -> _Candidate:
         """Simulated with a quick schedule; the first of a kind also with level cuts, where a device
         has several stages, or pairs of them."""
-        config, several = candidate.config, 2 if candidate.config.placement.kind.mirrored else 1
+        config = candidate.config
         first = not any(kind == candidate.kind for kind, _ in self.slower)
         outcome = self.evaluate(candidate, "quick", candidate.stages)
-        if first and config.layout.num_chunks > several:
+        if first and _has_several(config):
             with suppress(UnfitError, _TooLongError):
                 level = self.evaluator.cut(config, self.found_by(self.evaluator.level_cuts, config))
                 self.learn(candidate.kind, level.partition)
@@ -328,7 +328,8 @@ class _Search:
         with suppress(UnfitError, _TooLongError):
             choices.append(self.own(candidate))
             own = choices[-1].partition
-        for cut in (evaluator.cheap_cuts, evaluator.level_cuts, evaluator.near_cuts):
+        more = evaluator.cheap_cuts, evaluator.near_cuts, evaluator.level_cuts
+        for cut in more[: 1 + (config.layout.num_chunks > 1) + _has_several(config)]:
             with suppress(UnfitError, _TooLongError):
                 choices.append(evaluator.cut(config, self.found_by(cut, config)))
         todo = [] if candidate.final else [(candidate.reached_s, candidate.stages)]
@@ -370,6 +371,11 @@ def _by_kind(configs: Iterable[Config]) -> list[list[Config]]:
     for config in configs:
         kinds.setdefault((config.pipeline, config.layout), []).append(config)
     return sorted(kinds.values(), key=lambda alike: _num_stages(alike[0]))
+
+
+def _has_several(config: Config) -> bool:
+    """Whether each device has several stages, or pairs of stages."""
+    return config.layout.num_chunks > (2 if config.placement.kind.mirrored else 1)
 
 
 def _num_stages(config: Config) -> int:
