@@ -158,6 +158,11 @@ def read_folder(folder: Path, variant: str | None = None) -> StoredTensors:
     return tensors
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a diffusers component has more than its configuration, in whatever format."""
+    return any(path.name.startswith(_STEM) or path.suffix in _PICKLES for path in folder.iterdir())
+
+
 def _find_weights(folder: Path, variant: str | None) -> Path:
     """The file that holds all tensors, or the index of several."""
     found: dict[str | None, Path] = {}

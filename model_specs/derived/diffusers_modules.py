@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -29,11 +30,12 @@ def family_of(name: str) -> DerivedFamily:
     target = name.removeprefix(PREFIX)
     folder = Path(target)
     given: Mapping[str, Any] = {}
-    class_name = target
+    class_name, component = target, None
     if folder.is_dir():
         from megatron_pulse.diffusion.published import find_component, read_config
 
-        given = read_config(find_component(folder))
+        component = find_component(folder)
+        given = read_config(component)
         class_name = given["_class_name"]
     elif not target.isidentifier():
         raise ValueError(f"{name}: there is no folder {target}, and no class is called that")
@@ -53,7 +55,7 @@ def family_of(name: str) -> DerivedFamily:
         class_name,
         f"{PREFIX}{class_name}",
         kinds(**config),
-        functools.partial(_build, class_name),
+        functools.partial(_build, class_name, component),
         functools.partial(_published, class_name),
         kept,
     )
@@ -99,14 +101,32 @@ def defaults_of(class_name: str) -> dict[str, Any]:
     }
 
 
-def _build(class_name: str, config: FamilyConfig) -> Backbone:
-    return _built(class_name, json.dumps(vars(config)))
+def _build(class_name: str, folder: Path | None, config: FamilyConfig) -> Backbone:
+    """The chain with the weights in ``folder``; where there are none, with the class's own."""
+    from megatron_pulse.backbone.derived.from_module import module_of, with_weights
+    from megatron_pulse.backbone.derived.scratch import from_scratch
+    from megatron_pulse.backbone.derived.weights import from_stored, when_asked
+    from megatron_pulse.diffusion.published import holds_weights, read_folder
+
+    backbone = _built(class_name, json.dumps(vars(config)))
+    if folder is None or not holds_weights(folder):
+        settings = {key: vars(config)[key] for key in defaults_of(class_name)}
+        return with_weights(backbone, from_scratch(lambda: _make(class_name, settings)))
+    module = module_of(backbone)
+    return with_weights(
+        backbone, when_asked(lambda: from_stored(read_folder(folder), module, str(folder)))
+    )
+
+
+def _make(class_name: str, settings: Mapping[str, Any]) -> Any:
+    import diffusers
+
+    return getattr(diffusers, class_name).from_config(copy.deepcopy(dict(settings)))
 
 
 @functools.lru_cache(maxsize=8)
 def _built(class_name: str, options: str) -> Backbone:
     """The chain; what is exported for one is there for all who ask for the same."""
-    import diffusers
     import torch
 
     from megatron_pulse.backbone.derived.from_module import from_module
@@ -115,10 +135,9 @@ def _built(class_name: str, options: str) -> Backbone:
     values = json.loads(options)
     settings = {key: values[key] for key in defaults_of(class_name)}
     dtype = values[DTYPE]
-    kind = getattr(diffusers, class_name)
     try:
         declared = CLASSES[class_name].declared(settings, values)
-        module = made_hollow(lambda: kind.from_config(settings))
+        module = made_hollow(lambda: _make(class_name, settings))
     except Exception as error:  # a class raises what it likes
         raise ValueError(f"{class_name} cannot be made of this config: {raised(error)}") from error
     module = hollow(module.train(), getattr(torch, dtype))

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published import Published
@@ -17,6 +17,9 @@ from model_specs.common.options import FamilyConfig
 from model_specs.derived.code import canonical, find
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
 from model_specs.derived.inputs import cast
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS = "weights"
 """The option that says which parameters a factory's module has: a digest of names and shapes."""
@@ -91,14 +94,22 @@ def _built(name: str, options: str) -> tuple[Backbone, str]:
         raise ValueError(f"{name} failed: {raised(error)}") from error
     if isinstance(made, Backbone):
         return made, ""
-    return _derived(name, made, dtype)
+    return _derived(name, made, dtype, lambda: _module_of(factory(**values)))
 
 
-def _derived(name: str, made: Any, dtype: str) -> tuple[Backbone, str]:
+def _module_of(made: Any) -> Any:
+    return made[0] if isinstance(made, tuple) else made
+
+
+def _derived(
+    name: str, made: Any, dtype: str, make: Callable[[], torch.nn.Module]
+) -> tuple[Backbone, str]:
+    """The chain of what the factory ``made``; ``make`` makes the module again, with values."""
     import torch
 
     from megatron_pulse.backbone.derived.from_module import from_module
     from megatron_pulse.backbone.derived.hollow import hollow
+    from megatron_pulse.backbone.derived.scratch import from_scratch
     from model_specs.derived.classes import CLASSES
 
     parts = made if isinstance(made, tuple) else (made,)
@@ -121,7 +132,7 @@ def _derived(name: str, made: Any, dtype: str) -> tuple[Backbone, str]:
         raise ValueError(
             f"{name} returned {_kind(made)} without its inputs (it takes {taken}); {_HOW}"
         )
-    backbone = from_module(hollow(module, kind), inputs, **said)
+    backbone = from_module(hollow(module, kind), inputs, **{"weights": from_scratch(make), **said})
     weights = sorted((n, tuple(p.shape)) for n, p in module.named_parameters())
     return backbone, f"sha256:{hashlib.sha256(repr(weights).encode()).hexdigest()[:16]}"
 

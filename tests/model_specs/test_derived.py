@@ -12,10 +12,13 @@ import pytest
 import torch
 
 import model_specs
-from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.derived.inputs import leaves_of
 from megatron_pulse.cli.main import main
+from megatron_pulse.planner.layout.placement import Partition, sequential
+from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.profile.parameters import count_parameters
+from megatron_pulse.runtime.stage import Stage
 from model_specs.derived import code
 from model_specs.derived.classes import CLASSES
 from tests.backbone.derived.zoo import make
@@ -107,6 +110,33 @@ def test_classes_are_called_as_they_want(name: str) -> None:
         return {n: shape for n, shape in shapes.items() if n != "encoder_hidden_states_image"}
 
     assert kinds(declared.make("float32")(2)) == kinds(given(2))
+
+
+def test_weights_are_those_of_the_folder_or_of_the_class_s_own_initialisation(
+    tmp_path: Path,
+) -> None:
+    import diffusers
+
+    settings = model_specs.published_form(model_specs.load_backbone(NAME, UNET))
+    assert settings is not None
+    torch.manual_seed(4)
+    module = diffusers.UNet2DModel.from_config(dict(settings.config))
+    assert not unlike(model_specs.load_backbone(NAME, UNET), 4, module)
+    module.save_config(tmp_path)
+    torch.manual_seed(5)
+    other = diffusers.UNet2DModel.from_config(dict(settings.config))
+    assert not unlike(model_specs.load_backbone(f"diffusers:{tmp_path}"), 5, other)
+    module.save_pretrained(tmp_path)
+    assert not unlike(model_specs.load_backbone(f"diffusers:{tmp_path}"), 5, module)
+
+
+def unlike(backbone: Backbone, seed: int, module: torch.nn.Module) -> list[str]:
+    """What does not begin as in ``module`` in a run of ``seed``."""
+    whole = Partition(sequential(1), (0, len(backbone.layers)))
+    stage = Stage(backbone, trace_routes(backbone, whole), 0, seed)
+    wanted = module.state_dict()
+    assert stage.state_dict().keys() == wanted.keys()
+    return [n for n, value in stage.state_dict().items() if not torch.equal(value, wanted[n])]
 
 
 FACTORIES = """

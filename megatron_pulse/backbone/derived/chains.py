@@ -23,7 +23,7 @@ class Chains:
     def __init__(
         self, module: nn.Module, name: str, inputs: Inputs, output: int | None, pieces: bool
     ) -> None:
-        self._module, self._name, self._inputs = module, name, inputs
+        self.module, self._name, self._inputs = module, name, inputs
         self._output, self._pieces = output, pieces
         self._device = torch.get_default_device()
         self._found: dict[int, Chain] = {}
@@ -53,5 +53,5 @@ class Chains:
         no_grad, a default device) is not on there."""
         inputs = self._inputs
         with nullcontext() if self._device.type == "cpu" else self._device:
-            exported = export(self._module, inputs.make(size), inputs.constants, self._output)
+            exported = export(self.module, inputs.make(size), inputs.constants, self._output)
             return derive(exported, self._name, inputs.sample, self._pieces)

@@ -105,10 +105,21 @@ def source_of(backbone: Backbone) -> Source | None:
     return None
 
 
+def module_of(backbone: Backbone) -> nn.Module:
+    """The module that a derived chain is made of."""
+    return _source(backbone).chains.module
+
+
+def _source(backbone: Backbone) -> Source:
+    source = source_of(backbone)
+    if source is None:
+        raise ValueError(f"{backbone.name} is not derived of a module")
+    return source
+
+
 def with_weights(backbone: Backbone, weights: Weights) -> Backbone:
     """A derived chain whose layers begin with other ``weights``."""
-    source = source_of(backbone)
-    assert source is not None
+    source = _source(backbone)
     other = replace(source, weights=weights, known={})
     return replace(
         backbone,

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.hollow import is_hollow
-from megatron_pulse.backbone.derived.nesting import register_parameters
+from megatron_pulse.backbone.derived.nesting import container_of, register_parameters
 from megatron_pulse.backbone.derived.reading import operation
 from megatron_pulse.backbone.derived.units import Chain
 from megatron_pulse.backbone.derived.weights import Weights
@@ -82,7 +82,7 @@ class Source:
 
     def buffer(self, name: str, size: int) -> Any:
         """A buffer, or a tensor among the module's constants."""
-        buffers = self.weights.buffers
+        buffers = self.weights.buffers()
         if name not in buffers:
             return self.chains[size].state[name].detach()
         return buffers[name].to(self.chains[size].state[name].dtype)
@@ -115,7 +115,7 @@ class DerivedLayer(nn.Module):
             for name in unit.weights
         }
         register_parameters(self, parameters)
-        self._parameters_of = parameters
+        self._containers = {name: container_of(self, name) for name in parameters}
         self._compiled: dict[tuple[int, torch.device], Any] = {}
 
     def extra_repr(self) -> str:
@@ -153,16 +153,15 @@ class DerivedLayer(nn.Module):
         """The microbatch size and the device of a call. Raises ValueError for another dtype than
         was exported."""
         source, size = self._source, self._source.chains.size
-        device = next((p.device for p in self._parameters_of.values()), torch.device("cpu"))
+        weights = {name: self._parameter(name) for name in self._containers}
+        device = next((p.device for p in weights.values()), torch.device("cpu"))
         for name, tensor in given.items():
             spec, device = source.specs[name], tensor.device
             if spec.batch_dim is not None:
                 size = tensor.shape[spec.batch_dim]
                 break
         wrong = {
-            p.dtype
-            for n, p in self._parameters_of.items()
-            if p.dtype != source.chains.first.state[n].dtype
+            p.dtype for n, p in weights.items() if p.dtype != source.chains.first.state[n].dtype
         }
         if wrong:
             raise ValueError(
@@ -171,9 +170,13 @@ class DerivedLayer(nn.Module):
             )
         return size, device
 
+    def _parameter(self, name: str) -> Any:
+        container, leaf = self._containers[name]
+        return container._parameters[leaf]
+
     def _state(self, name: str, size: int, device: torch.device) -> Any:
-        if name in self._parameters_of:
-            return self._parameters_of[name]
+        if name in self._containers:
+            return self._parameter(name)
         constants = self._source.constants(size, device)
         if name in constants:
             return constants[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,15 +23,21 @@ _FAR = 2.0**-6
 @dataclass(frozen=True)
 class Weights:
     """``parameters`` gives those of a module by their qualified names, for a run's seed;
-    ``buffers`` are those that have other values than in the module."""
+    ``buffers`` those that have other values than in the module."""
 
     parameters: Callable[[int], Mapping[str, Tensor]]
-    buffers: Mapping[str, Tensor]
+    buffers: Callable[[], Mapping[str, Tensor]] = dict
+
+
+def when_asked(make: Callable[[], Weights]) -> Weights:
+    """What ``make`` gives, which is called when a value is first asked for."""
+    made = functools.cache(make)
+    return Weights(lambda seed: made().parameters(seed), lambda: made().buffers())
 
 
 def from_module_itself(module: nn.Module) -> Weights:
     """The values that ``module`` has, or will have when they are asked for."""
-    return Weights(lambda seed: dict(module.named_parameters()), {})
+    return Weights(lambda seed: dict(module.named_parameters()))
 
 
 class Stored(Protocol):
@@ -83,7 +90,7 @@ def from_stored(stored: Stored, module: nn.Module, place: str) -> Weights:
         _Renamed(stored, {name: names[name] for name in wanted}, place)
         for wanted in (parameters, buffers)
     )
-    return Weights(lambda seed: read, constant)
+    return Weights(lambda seed: read, lambda: constant)
 
 
 def _names(module: nn.Module, found: set[str]) -> dict[str, str]:

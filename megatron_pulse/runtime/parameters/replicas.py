@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.planner.layout.routes import Routes
 from megatron_pulse.runtime.links import Links
@@ -50,8 +50,7 @@ class Replicas:
                 owner = placement.device_of_stage[routes.partition.stage_of_layer(i)]
                 if (owner == device) != (layer.name in masters):
                     raise ValueError(f"device {owner} owns {layer.name}, not device {device}")
-                with torch.random.fork_rng(devices=[]):
-                    module = layer.build(context).to(torch_device, dtype)
+                module = _empty(layer, context, torch_device).to(torch_device, dtype)
                 self._copies[layer.name] = _Copy(module, owner)
 
     def module(self, name: str) -> Any:
@@ -144,3 +143,14 @@ def _backward(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
             gradient = torch.zeros_like(gradient)
         given.append(gradient.to(parameter.dtype))
     torch.autograd.backward(parameters, given)
+
+
+def _empty(layer: Layer, context: LayerContext | None, device: torch.device) -> nn.Module:
+    """A layer whose parameters may be anything: their owner's come before they are used."""
+    with torch.random.fork_rng(devices=[]):
+        if not layer.qualified:
+            module: nn.Module = layer.build(context)
+            return module
+        with torch.device("meta"):  # it has no buffers, and its weights may be dear to come by
+            module = layer.build(context)
+    return module.to_empty(device=device)

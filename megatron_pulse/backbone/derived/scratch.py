@@ -1,0 +1,100 @@
+"""A module's own initialisation, for some of its parameters at a time."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.backbone.derived.tape import Place, Recorder, Tape
+from megatron_pulse.backbone.derived.weights import Weights
+from megatron_pulse.faults import raised
+
+
+def from_scratch(make: Callable[[], nn.Module]) -> Weights:
+    """The parameters of ``torch.manual_seed(seed); make()``, bit for bit, on the CPU.
+
+    ``make`` is run when the first is asked for, without memory for the module: one tensor at a time
+    is drawn. The steps that fill a parameter are done again each time it is asked for.
+    Raises DerivationError with all parameters and buffers that cannot be made so, and why.
+    """
+
+    @functools.lru_cache(maxsize=1)
+    def parameters(seed: int) -> Mapping[str, Tensor]:
+        return _record(make, seed)
+
+    return Weights(parameters)
+
+
+class _Recorded(Mapping[str, Tensor]):
+    """Parameters by name, each computed when it is asked for."""
+
+    def __init__(self, tape: Tape, places: Mapping[str, Place]) -> None:
+        self._tape, self._places = tape, places
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tape.play(self._places[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
+    others = _other_generators()
+    recorder = Recorder()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            with recorder.making():
+                module = make()
+        except Exception as error:  # whatever it does that shapes alone do not allow
+            raise DerivationError(
+                "the module",
+                [f"it cannot be made without memory for its weights: {raised(error)}"],
+            ) from error
+    places = {name: recorder.place(p.detach()) for name, p in module.named_parameters()}
+    faults = []
+    if _other_generators() != others:
+        faults.append(
+            "Python's or NumPy's random numbers are drawn, which --seed does not determine: draw "
+            "torch's"
+        )
+    for name, place in places.items():
+        steps = recorder.tape.history(place.storage)
+        if all(step.leaves_unfilled for step in steps):
+            faults.append(f"the parameter {name} is made of torch.empty and never filled")
+    for name, buffer in module.named_buffers():
+        steps = recorder.tape.history(recorder.place(buffer).storage)
+        if recorder.is_hollow(buffer):
+            faults.append(
+                f"the buffer {name} is computed from parameters, and would not follow them"
+            )
+        elif any(step.state is not None for step in steps):
+            faults.append(
+                f"the buffer {name} is drawn at random, and buffers are in no checkpoint: make it "
+                "a parameter with requires_grad=False"
+            )
+    if faults:
+        raise DerivationError(type(module).__name__, faults)
+    return _Recorded(recorder.tape, places)
+
+
+def _other_generators() -> list[Any]:
+    """The states of generators that torch's seed does not set."""
+    states: list[Any] = [random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states += [kind, keys.tobytes(), *rest]
+    return states

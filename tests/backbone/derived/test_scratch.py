@@ -1,0 +1,124 @@
+"""A module's own initialisation, tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.backbone.derived.scratch import from_scratch
+from tests.backbone.derived.zoo import ZOO
+
+SEED = 5
+
+
+def unlike(make: Callable[[], nn.Module]) -> list[str]:
+    """Parameters that do not have the bits of eager initialisation, asked for in reverse."""
+    torch.manual_seed(SEED)
+    wanted = dict(make().named_parameters())
+    torch.manual_seed(0)
+    found = from_scratch(make).parameters(SEED)
+    state = torch.get_rng_state()
+    assert list(found) == list(wanted)
+    wrong = [n for n, p in reversed(wanted.items()) if not _same(found[n], p.detach())]
+    assert torch.equal(torch.get_rng_state(), state)
+    return wrong
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["small_unet", "hunyuan", "flux", "wan", "mochi", "clip", "t5"])
+def test_the_bits_are_those_of_the_class(name: str) -> None:
+    assert not unlike(lambda: ZOO[name]()[0])
+
+
+class Late(nn.Module):
+    """Weights that are filled, copied, scaled and replaced after they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(20, 6)
+        self.drawn = nn.Parameter(torch.randn(3, 7) / 7**0.5)
+        self.norm = nn.LayerNorm(6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.copied = copy.deepcopy(self.blocks[1])
+        self.apply(self._reset)
+        nn.init.orthogonal_(self.first.weight, gain=2)
+        nn.init.trunc_normal_(self.blocks[0].weight, std=0.02)
+        with torch.no_grad():
+            self.blocks[2].weight.copy_(self.blocks[0].weight.t() * 2)
+            self.blocks[2].weight[1:3].uniform_()
+            self.blocks[1].weight.mul_(1 / self.blocks[1].weight.norm())
+            self.blocks[1].bias[0] = self.drawn.std().item()
+        self.copied.weight.data = self.blocks[0].weight.detach().clone()
+        self.copied.bias.data = torch.full((6,), 0.25)
+        self.table = nn.Parameter(torch.from_numpy(np.linspace(0, 1, 12, dtype="float32")))
+        written = torch.zeros(8)
+        written.numpy()[2:] = 3
+        self.written = nn.Parameter(written)
+        self.read = nn.Parameter(torch.tensor(self.first.bias.detach().numpy() + 1))
+        self.listed = nn.Parameter(torch.tensor(self.first.weight[0].tolist()))
+        self.own = nn.Parameter(torch.empty(40))
+        self.own.data.normal_(generator=torch.Generator().manual_seed(11))
+        self.qkv = nn.Parameter(torch.cat([nn.Linear(6, 6).weight.detach() for _ in range(3)]))
+        self.eye = nn.Parameter(torch.eye(6) if self.first.weight[0, 0] > 0 else torch.ones(6, 6))
+        self.strided = nn.Conv2d(4, 20, 3).to(memory_format=torch.channels_last)
+        self.half = nn.Linear(17, 3).half()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4))
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.blocks[0].weight
+        parameter = nn.Parameter(torch.empty(5))
+        self.a = self.b = parameter
+        nn.init.normal_(parameter)
+        with torch.no_grad():
+            self.a.add_(1)
+        self.bent = nn.Parameter(torch.randn(33).bernoulli_(0.5) + torch.randperm(33))
+        self.last = nn.Linear(5, 3)
+
+    def _reset(self, part: nn.Module) -> None:
+        if isinstance(part, nn.Linear):
+            nn.init.xavier_normal_(part.weight)
+            nn.init.zeros_(part.bias)
+
+
+def test_late_and_odd_ways_to_fill_a_weight() -> None:
+    assert not unlike(Late)
+
+
+class Faulty(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        if kind == "unfilled":
+            self.table = nn.Parameter(torch.empty(3))
+        elif kind == "numpy":
+            self.table = nn.Parameter(torch.tensor(np.random.rand(3)))
+        elif kind == "python":
+            self.linear.weight.data.mul_(random.random())
+        elif kind == "buffer":
+            self.register_buffer("noise", torch.randn(3))
+        elif kind == "computed":
+            self.register_buffer("sum", self.linear.weight.detach().sum())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    {
+        "unfilled": "the parameter table is made of torch.empty and never filled",
+        "numpy": "Python's or NumPy's random numbers",
+        "python": "Python's or NumPy's random numbers",
+        "buffer": "the buffer noise is drawn at random",
+        "computed": "the buffer sum is computed from parameters",
+    }.items(),
+)
+def test_what_cannot_be_made_again_is_refused(kind: str, words: str) -> None:
+    with pytest.raises(DerivationError, match=words):
+        from_scratch(lambda: Faulty(kind)).parameters(SEED)
