@@ -104,8 +104,8 @@ def defaults_of(class_name: str) -> dict[str, Any]:
 def _build(class_name: str, folder: Path | None, config: FamilyConfig) -> Backbone:
     """The chain with the weights in ``folder``; where there are none, with the class's own."""
     from megatron_pulse.backbone.derived.from_module import module_of, with_weights
-    from megatron_pulse.backbone.derived.scratch import from_scratch
-    from megatron_pulse.backbone.derived.weights import from_stored, when_asked
+    from megatron_pulse.backbone.derived.weights.first import from_stored, when_asked
+    from megatron_pulse.backbone.derived.weights.scratch import from_scratch
     from megatron_pulse.diffusion.published import holds_weights, read_folder
 
     backbone = _built(class_name, json.dumps(vars(config)))
@@ -130,7 +130,7 @@ def _built(class_name: str, options: str) -> Backbone:
     import torch
 
     from megatron_pulse.backbone.derived.from_module import from_module
-    from megatron_pulse.backbone.derived.hollow import hollow, made_hollow
+    from megatron_pulse.backbone.derived.weights.hollow import hollow, made_hollow
 
     values = json.loads(options)
     settings = {key: values[key] for key in defaults_of(class_name)}

@@ -82,7 +82,7 @@ def _build(name: str, config: FamilyConfig) -> Backbone:
 
 @functools.lru_cache(maxsize=8)
 def _built(name: str, options: str) -> tuple[Backbone, str]:
-    from megatron_pulse.backbone.derived.hollow import made_hollow
+    from megatron_pulse.backbone.derived.weights.hollow import made_hollow
 
     factory, values = find(name), json.loads(options)
     dtype = values.pop(DTYPE)
@@ -108,8 +108,8 @@ def _derived(
     import torch
 
     from megatron_pulse.backbone.derived.from_module import from_module
-    from megatron_pulse.backbone.derived.hollow import hollow
-    from megatron_pulse.backbone.derived.scratch import from_scratch
+    from megatron_pulse.backbone.derived.weights.hollow import hollow
+    from megatron_pulse.backbone.derived.weights.scratch import from_scratch
     from model_specs.derived.classes import CLASSES
 
     parts = made if isinstance(made, tuple) else (made,)

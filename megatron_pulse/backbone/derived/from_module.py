@@ -19,7 +19,7 @@ from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.inputs import Make, read_inputs
 from megatron_pulse.backbone.derived.layer import DerivedLayer, Sample, Source
 from megatron_pulse.backbone.derived.units import Chain
-from megatron_pulse.backbone.derived.weights import Weights, from_module_itself
+from megatron_pulse.backbone.derived.weights.first import Weights, from_module_itself
 
 _NO_FIELDS: Mapping[str, str] = MappingProxyType({})
 

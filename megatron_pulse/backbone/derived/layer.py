@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 
 from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.backbone.derived.chains import Chains
-from megatron_pulse.backbone.derived.hollow import is_hollow
 from megatron_pulse.backbone.derived.nesting import container_of, register_parameters
 from megatron_pulse.backbone.derived.reading import operation
 from megatron_pulse.backbone.derived.units import Chain
-from megatron_pulse.backbone.derived.weights import Weights
+from megatron_pulse.backbone.derived.weights.first import Weights
+from megatron_pulse.backbone.derived.weights.hollow import is_hollow
 
 _RETARGETED = {
     torch.ops.aten.linear.default: F.linear,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.derived.exported import DerivationError
-from megatron_pulse.backbone.derived.scratch import from_scratch
+from megatron_pulse.backbone.derived.weights.scratch import from_scratch
 from tests.backbone.derived.zoo import ZOO
 
 SEED = 5

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import megatron_pulse as pulse
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.derived.from_module import with_weights
-from megatron_pulse.backbone.derived.hollow import hollow, made_hollow
-from megatron_pulse.backbone.derived.weights import Stored, from_stored
+from megatron_pulse.backbone.derived.weights.first import Stored, from_stored
+from megatron_pulse.backbone.derived.weights.hollow import hollow, made_hollow
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.published import read_folder
 from megatron_pulse.runtime.stage import Stage

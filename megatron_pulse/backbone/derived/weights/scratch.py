@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.derived.exported import DerivationError
-from megatron_pulse.backbone.derived.tape import Place, Recorder, Tape
-from megatron_pulse.backbone.derived.weights import Weights
+from megatron_pulse.backbone.derived.weights.first import Weights
+from megatron_pulse.backbone.derived.weights.tape import Place, Recorder, Tape
 from megatron_pulse.faults import raised
 
 

@@ -1,0 +1,1 @@
+"""Modules without memory, and the first values of their parameters and buffers."""
