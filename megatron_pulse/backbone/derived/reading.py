@@ -48,15 +48,25 @@ def value_of(node: fx.Node) -> Any:
 
 
 def can_travel(node: fx.Node) -> bool:
-    """Whether what a node gives can be handed from unit to unit."""
+    """Whether what a node gives can be handed from unit to unit: one tensor of a dtype that a chain
+    takes, whose size does not depend on data."""
     value = value_of(node)
-    return isinstance(value, Tensor) and str(value.dtype).removeprefix("torch.") in DTYPE_BYTES
+    return (
+        isinstance(value, Tensor)
+        and str(value.dtype).removeprefix("torch.") in DTYPE_BYTES
+        and _is_sized(value)
+    )
 
 
 def size_of(node: fx.Node) -> int:
-    """Bytes of what a node gives."""
+    """Bytes of what a node gives, as far as sizes do not depend on data."""
     leaves = pytree.tree_leaves(value_of(node))
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and _is_sized(leaf))
+    return sum(leaf.numel() * leaf.element_size() for leaf in tensors)
+
+
+def _is_sized(value: Tensor) -> bool:
+    return all(isinstance(size, int) for size in value.shape)
 
 
 def path_of(node: fx.Node) -> str:

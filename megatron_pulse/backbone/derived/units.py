@@ -105,7 +105,7 @@ def _units(placing: Placing, module: str) -> list[Unit]:
     ]
     weights = [tuple(exported.names[a] for a in own if a in exported.weights) for own in read]
     faults = [
-        f"{n.name}, at {place_of(n)}, is no tensor of a kind that can be handed on"
+        f"{n.name}, at {place_of(n)}, is handed on, and is no tensor of a known size and dtype"
         for n in (n for gives in given for n in gives)
         if not can_travel(n)
     ]

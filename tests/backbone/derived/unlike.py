@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -92,6 +90,31 @@ class Dictionaries(nn.Module):
         for side in self.levels.values():
             for block in side.values():
                 x = block(x)
+        return x
+
+
+class Pick(nn.Module):
+    """Works on the tokens that a mask keeps, however many these are, and puts them back (Mochi)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        places, rows = torch.nonzero(kept.flatten()).flatten(), x.flatten(0, 1)
+        return rows.index_put((places,), self.layer(rows[places])).view_as(x)
+
+
+class Picked(nn.Module):
+    """Some of those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pick() for _ in range(3))
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, kept)
         return x
 
 
@@ -185,57 +208,6 @@ class Volume(nn.Module):
         return x
 
 
-class Tripled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 3
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 3
-
-
-class Strange(nn.Sequential):
-    """Does ``what`` to its input."""
-
-    def __init__(self, what: Callable[[Strange, Tensor], Tensor]) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
-        self.what, self.calls = what, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self[1](self.what(self, self[0](x)))
-
-
-def tripled(_: Strange, x: Tensor) -> Tensor:
-    return Tripled.apply(x)
-
-
-def hooked(_: Strange, x: Tensor) -> Tensor:
-    x.register_hook(lambda gradient: 2 * gradient)
-    return x
-
-
-def counted(module: Strange, x: Tensor) -> Tensor:
-    module.calls += 1
-    return x * module.calls
-
-
-def shaken(_: Strange, x: Tensor) -> Tensor:
-    return x * random.random()
-
-
-def shaken_by_numpy(_: Strange, x: Tensor) -> Tensor:
-    return x * numpy.random.rand()
-
-
-def chosen(_: Strange, x: Tensor) -> Tensor:
-    return x[x[:, 0] > 0]
-
-
-def outside(_: Strange, x: Tensor) -> Tensor:
-    return x + torch.from_numpy(x.detach().numpy())
-
-
 def made(module: nn.Module, sample: str, **given: Tensor) -> Case:
     return module, given, sample
 
@@ -265,6 +237,12 @@ def regions() -> Case:
     return made(Regions("cuda"), "x", x=torch.randn(2, WIDTH), kept=torch.ones(2, 3))
 
 
+def picked() -> Case:
+    return made(
+        Picked(), "x", x=torch.randn(2, 6, WIDTH), kept=torch.tensor([[1, 1, 0, 1, 0, 0]] * 2)
+    )
+
+
 def rotary() -> Case:
     return made(Rotary(), "x", x=torch.randn(2, 6, WIDTH), times=torch.rand(2))
 
@@ -278,6 +256,7 @@ RIGHT: dict[str, tuple[Callable[[], Case], int, int]] = {
     "a dictionary": (lambda: rows(Answering(dict)), 2, 0),
     "a dataclass": (lambda: rows(Answering(Answer)), 2, 0),
     "regions of a device that is not here": (regions, 3, 0),
+    "picked": (picked, 3, 0),
     "reused": (reused, 3, 0),
     "tokens": (tokens, 5, 0),
     "rotary": (rotary, 3, 0),

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor, fx
-from torch.utils import _pytree as pytree
+from torch import fx
 
 from megatron_pulse.backbone.derived.reading import (
     Reading,
     inner_graphs,
     operation,
     place_of,
-    value_of,
 )
 
 
@@ -22,7 +20,6 @@ def refusals(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
     yield from _writes(reading, names)
     yield from _random(reading.calls)
     yield from _running(reading.calls)
-    yield from _sizes(reading.calls)
 
 
 def _writes(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
@@ -74,19 +71,6 @@ def _running(nodes: list[fx.Node]) -> Iterator[str]:
                 f"{name} changes its running statistics, at {place_of(node)}: call eval() on it, "
                 "or track none"
             )
-
-
-def _sizes(nodes: list[fx.Node]) -> Iterator[str]:
-    """Values whose sizes depend on data."""
-    for node in nodes:
-        leaves = pytree.tree_leaves(value_of(node))
-        shapes = (leaf.shape for leaf in leaves if isinstance(leaf, Tensor))
-        if any(not isinstance(size, int) for shape in shapes for size in shape):
-            yield (
-                f"the size of what {operation(node)} gives depends on data, at {place_of(node)}: "
-                "messages between devices have sizes that are known before"
-            )
-            return
 
 
 def own_memory_faults(reading: Reading, home: Mapping[fx.Node, set[int]]) -> Iterator[str]:
