@@ -18,7 +18,7 @@ SIDE = TensorSpec((3,), batch_dim=0)
 class ToyLayer(nn.Module):
     """A residual layer that may pop skips, read conditioning, carry a second stream, provide."""
 
-    num_calls = 0  # of all
+    num_calls = 0  # of all, in training
 
     def __init__(self, num_pops: int, num_uses: int, provides: bool, fails: bool = False) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class ToyLayer(nn.Module):
     def forward(
         self, inputs: tuple[Tensor, ...], skips: Mapping[str, Tensor], conditioning: Any
     ) -> tuple[Tensor, ...]:
-        ToyLayer.num_calls += 1
+        ToyLayer.num_calls += torch.is_grad_enabled()
         tokens, side = inputs if len(inputs) == 2 else (inputs[0], inputs[0].mean((0, 2))[:, None])
         if side.shape[1] == 1:
             side = side.repeat(1, 3)
