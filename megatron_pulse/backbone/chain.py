@@ -169,9 +169,13 @@ class Backbone:
     def image_tokens(self) -> int:
         """How many tokens the sample has: its patches, or its places where there are none.
 
-        As diffusers' pipelines count them for a shift that depends on the picture.
+        As diffusers' pipelines count them for a shift that depends on the picture. A sample
+        ``(n, c)`` is packed tokens; of a video those of one frame count.
         """
-        _, height, width = self.input_spec.shape
+        shape = self.input_spec.shape
+        if len(shape) < 3:
+            return math.prod(shape[:-1])
+        height, width = shape[-2:]
         return (height // self.patch_size) * (width // self.patch_size)
 
     @property

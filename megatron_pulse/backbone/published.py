@@ -7,7 +7,7 @@ called the same. Converting is exact in both directions: only rows move.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -147,7 +147,8 @@ class Published:
 
     ``class_name`` and ``config`` are what ``config.json`` holds. The first rule that names a
     parameter counts. ``ignored`` are templates of published names that hold nothing trained
-    (recomputed positions) and may be there or not.
+    (recomputed positions) and may be there or not. ``constants`` makes what is stored beside the
+    weights and not trained either, by published names: written, and compared where it is read.
     """
 
     library: str
@@ -155,6 +156,7 @@ class Published:
     config: Mapping[str, Any]
     rules: tuple[Rule, ...] = ()
     ignored: tuple[str, ...] = ()
+    constants: Callable[[], Mapping[str, Tensor]] = dict
 
 
 class PublishedError(UserError):
@@ -205,8 +207,9 @@ def require_fit(
     import torch
 
     meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in like.items()}
-    expected = to_published(published, meta)
-    faults = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
+    weights = to_published(published, meta)
+    expected = {**weights, **published.constants()}
+    faults = [f"{name} is missing" for name in sorted(weights.keys() - tensors.keys())]
     faults += [
         f"{name} is unexpected"
         for name in sorted(tensors.keys() - expected.keys())

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.derived.from_module import source_of
 from megatron_pulse.data.build import check_dataset
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
@@ -145,14 +146,16 @@ def prepare(
     if backbone is None:
         faults += check_dataset(options.data)
     else:
+        faults += _undivided(backbone, args.tensor_model_parallel_size)
         args.pulse_record = backbone.saved_record
         args.pulse_process = process.to_dict()
         if start is not None:
             faults += faults_of(start, Wanted(args, options, backbone.record))
         if options.class_dropout and not can_drop(backbone):
+            grown = "" if is_module(backbone.name) else ", or import with --null-class"
             faults.append(
                 f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null "
-                "class that a dropped sample could get: give 0, or import with --null-class"
+                f"class that a dropped sample could get: give 0{grown}"
             )
         with collecting(faults, (ValueError, OSError)):
             data = DiffusionData(options, backbone, process, args.seed)
@@ -188,6 +191,17 @@ def with_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions) 
         plan = share_schedules(plan, args, options)
         plan.step(num_microbatches(args))
     return plan
+
+
+def _undivided(backbone: Backbone, tensor_parallel: int) -> list[str]:
+    """Why tensor-parallel ranks cannot share the layers of a derived chain."""
+    if tensor_parallel == 1 or source_of(backbone) is None:
+        return []
+    return [
+        f"--tensor-model-parallel-size {tensor_parallel}: ranks do not share the tensors of a "
+        f"module ({backbone.name}); the families of 'pulse backbones' have tensor and sequence "
+        "parallelism: leave it out, or train one of those"
+    ]
 
 
 def _divide(backbone: Backbone, tensor_parallel: int) -> Backbone:

@@ -9,7 +9,7 @@ import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published import Published
@@ -17,6 +17,9 @@ from megatron_pulse.faults import raised, unknown
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFIX = "diffusers:"
 _DTYPE_EFFECT = "the module is exported in {0.dtype}"
@@ -152,4 +155,15 @@ def _built(class_name: str, options: str) -> Backbone:
 
 def _published(class_name: str, config: FamilyConfig) -> Published:
     values = vars(config)
-    return Published("diffusers", class_name, {k: values[k] for k in defaults_of(class_name)})
+    return Published(
+        "diffusers",
+        class_name,
+        {key: values[key] for key in defaults_of(class_name)},
+        constants=functools.partial(_constants, class_name, config),
+    )
+
+
+def _constants(class_name: str, config: FamilyConfig) -> Mapping[str, Tensor]:
+    from megatron_pulse.backbone.derived.from_module import buffers_of
+
+    return buffers_of(_built(class_name, json.dumps(vars(config))))

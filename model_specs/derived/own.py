@@ -20,6 +20,7 @@ from model_specs.derived.inputs import cast
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 WEIGHTS = "weights"
 """The option that says which parameters a factory's module has: a digest of names and shapes."""
@@ -37,13 +38,8 @@ def family_of(name: str) -> DerivedFamily:
     made = find(code)
     identity = {**_parameters(code, made), WEIGHTS: ""}
     kinds = options_class("Options", identity, {DTYPE: (str, DTYPES[0], "exported in {0.dtype}")})
-    return DerivedFamily(
-        "own",
-        code,
-        kinds(),
-        functools.partial(_build, code),
-        lambda config: Published("torch", code, {}),
-    )
+    of = [functools.partial(function, code) for function in (_build, _published)]
+    return DerivedFamily("own", code, kinds(), *of)
 
 
 def _parameters(name: str, factory: Any) -> dict[str, Any]:
@@ -78,6 +74,17 @@ def _build(name: str, config: FamilyConfig) -> Backbone:
             f"{name} makes other parameters than what is recorded was made with: it has changed"
         )
     return dataclasses.replace(backbone, record={WEIGHTS: digest})
+
+
+def _published(name: str, config: FamilyConfig) -> Published:
+    """A file of the module's own names, which its ``load_state_dict`` takes."""
+    return Published("torch", name, {}, constants=functools.partial(_constants, name, config))
+
+
+def _constants(name: str, config: FamilyConfig) -> Mapping[str, Tensor]:
+    from megatron_pulse.backbone.derived.from_module import buffers_of
+
+    return buffers_of(_build(name, config))
 
 
 @functools.lru_cache(maxsize=8)

@@ -130,6 +130,12 @@ def with_weights(backbone: Backbone, weights: Weights) -> Backbone:
     )
 
 
+def buffers_of(backbone: Backbone) -> dict[str, torch.Tensor]:
+    """What is saved with the weights of the module of a derived chain and not trained."""
+    source = source_of(backbone)
+    return {} if source is None else source.chains.buffers
+
+
 def _layers(source: Source, chain: Chain) -> list[Layer]:
     layers: list[Layer] = []
     before: tuple[str, ...] = (chain.sample,)

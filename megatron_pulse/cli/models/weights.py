@@ -33,7 +33,7 @@ _IMPORT = """\
 Reads a diffusers folder (a whole pipeline's, or that of its unet or transformer) and writes a
 checkpoint that training takes with --pretrained-checkpoint DIR, at any parallel layout, with a new
 optimizer; its moving average starts at the same weights. A single file (.pth, .safetensors) is read
-as the state dict that U-ViT publishes and needs --backbone.
+as the state dict that U-ViT publishes, with --backbone, or that of a --module of your own.
 A UNet with classes keeps all of them and gets no null class unless --null-class is given.
 Every tensor must be there with its shape; what is wrong is listed, and nothing is written.
 The diffusion process is that of the pipeline's scheduler (scheduler/scheduler_config.json); where
@@ -44,16 +44,17 @@ examples:
   pulse import --from PixArt-Sigma-XL-2-1024-MS/transformer --to checkpoints/pixart
   pulse import --from downloads/transformer --objective v --noise-schedule scaled_linear \\
       --beta-end 0.018 --to checkpoints/hunyuan
+  pulse import --from mine.safetensors --module mine.py:build --objective v --to checkpoints/mine
   pulse import --from imagenet256_uvit_huge.pth --backbone uvit-h --objective epsilon \\
       --noise-schedule scaled_linear --to checkpoints/uvit
 """
 
 _EXPORT = """\
 Writes the moving average of a checkpoint's weights (or, with --raw, the weights) in the format
-that the model is published in: a folder that diffusers' from_pretrained loads, or for U-ViT a
-file (.pth or .safetensors) with its published names. What importing read, exporting writes again
-bit for bit. The diffusion process is written as the configuration of a diffusers scheduler, into
-the folder scheduler in it, or beside a file as NAME.scheduler_config.json.
+that the model is published in: a folder that diffusers' from_pretrained loads, or for U-ViT and a
+module of your own a file (.pth or .safetensors) with their names. What importing read, exporting
+writes again bit for bit. The diffusion process is written as the configuration of a diffusers
+scheduler, into the folder scheduler in it, or beside a file as NAME.scheduler_config.json.
 
 examples:
   pulse export --load checkpoints/sd15 --to exported/unet
@@ -76,7 +77,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--to", type=Path, required=True, metavar="DIR", help="for --pretrained-checkpoint; new")
     what = parser.add_mutually_exclusive_group()
     add_backbone_flags(what, "for a single file: the backbone that it holds")
-    add_option_flag(parser, "with --backbone: override one of its options")
+    add_option_flag(parser, "with --backbone or --module: override one of its options")
     process = parser.add_argument_group(
         "diffusion process", "What the pipeline's scheduler does not say, or says otherwise."
     )
@@ -185,9 +186,14 @@ def _with_null_class(
     """A class UNet with a row of zeros more in its table of classes."""
     import torch
 
-    from model_specs import load_backbone
+    from model_specs import is_module, load_backbone
 
     table, record = "class_embedding.weight", backbone.record
+    if is_module(backbone.name):
+        raise UserError(
+            f"--null-class: {backbone.name} has the classes that its config.json says; train it "
+            "with --pulse-class-dropout 0"
+        )
     if table not in tensors or backbone.null_label is not None:
         raise UserError(f"--null-class: {backbone.name} has no classes, or a null class already")
     rows = tensors[table]
@@ -230,7 +236,9 @@ def _check_source(args: argparse.Namespace) -> list[str]:
     faults = option_faults(args)
     if args.source.is_file():
         if args.backbone is None:
-            faults.append(f"--from {args.source} is a file: say with --backbone what it holds")
+            faults.append(
+                f"--from {args.source} is a file: say with --backbone or --module what it holds"
+            )
         elif not faults:
             faults += backbone_faults(args)
         if args.null_class:
@@ -238,7 +246,9 @@ def _check_source(args: argparse.Namespace) -> list[str]:
     elif not args.source.is_dir():
         faults.append(f"--from {args.source}: there is no such file or folder")
     elif args.backbone is not None or args.option:
-        faults.append("--backbone and --option are for single files; config.json says what it is")
+        faults.append(
+            "--backbone, --module and --option are for single files; config.json says what it is"
+        )
     return faults
 
 
@@ -248,6 +258,7 @@ def _flags_of(backbone: Backbone, place: Path) -> str:
 
     if is_module(backbone.name) and place.is_dir():
         return f"--pulse-module {shlex.quote(f'diffusers:{place}')}"
+    kind = "module" if is_module(backbone.name) else "backbone"
     options = changed_options(backbone).items()
     words = [f"--pulse-option {shlex.quote(f'{key}={text}')}" for key, text in options]
-    return " ".join([f"--pulse-backbone {backbone.name}", *words])
+    return " ".join([f"--pulse-{kind} {shlex.quote(backbone.name)}", *words])

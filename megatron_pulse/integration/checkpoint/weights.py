@@ -20,6 +20,7 @@ from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.derived.weights import altered
 from megatron_pulse.backbone.published import (
     Published,
     PublishedError,
@@ -92,9 +93,9 @@ def load_whole(
 
 
 def export_weights(backbone: Backbone, stage: MegatronStage) -> tuple[Published, dict[str, Tensor]]:
-    """How the backbone is published, and the stage's weights under those names."""
+    """How the backbone is published, and what is stored of it then, by those names."""
     published = _published(backbone)
-    return published, to_published(published, weights_of(stage))
+    return published, {**to_published(published, weights_of(stage)), **published.constants()}
 
 
 def _published(backbone: Backbone) -> Published:
@@ -125,6 +126,8 @@ def import_weights(
     """
     published = _published(backbone)
     _require_fit(backbone, published, tensors, what)
+    if faults := altered(published.constants(), tensors):
+        raise PublishedError(what, faults)
     stage = whole_stage(backbone)
     weights = weights_of(stage)
     for name, tensor in adopted(published, weights, tensors, what):

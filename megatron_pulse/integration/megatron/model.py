@@ -46,6 +46,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
         config.qk_layernorm = True
         # Weights are drawn in fp32, whatever they are rounded to: masters start from these.
         dtype, config.params_dtype = config.params_dtype, torch.float32
+        config.perform_initialization &= args.load is None  # or else all is read over it
         stage = MegatronStage(
             config,
             plan.backbone,

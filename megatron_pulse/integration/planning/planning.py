@@ -43,7 +43,7 @@ from megatron_pulse.profile.measuring.sizes import ModuleSizes
 from megatron_pulse.profile.parameters import count_parameters, count_trained
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.trained import patterns_of, shown_patterns, trained_as
-from model_specs import in_dtype, load_backbone, load_recorded
+from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
 
 def plan_run(
@@ -217,10 +217,11 @@ def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
         profile = load_profile(options.profile)
         names = tuple(layer.name for layer in profile.layers)
         if names != tuple(layer.name for layer in backbone.layers):
+            kind = "module" if is_module(backbone.name) else "backbone"
             raise ValueError(
                 f"--pulse-profile {options.profile} is of another backbone "
                 f"({profile.backbone.get('name')}, {len(names)} layers): profile this one with "
-                f"'pulse profile --backbone {backbone.name}' and the same options"
+                f"'pulse profile --{kind} {backbone.name}' and the same options"
             )
         if (theirs := patterns_of(profile.backbone)) != patterns_of(backbone.record):
             raise ValueError(

@@ -75,15 +75,8 @@ def from_stored(stored: Stored, module: nn.Module, place: str) -> Weights:
     for name in sorted(found & state.keys()):
         faults += _unlike(name, stored, state[name])
     buffers = {name: tensor for name, tensor in module.named_buffers() if name in names}
-    for name, tensor in buffers.items() if not faults else ():
-        if tensor.is_meta:
-            continue
-        own, other = tensor.double(), stored[names[name]].double()
-        if not torch.allclose(own, other, rtol=0, atol=_FAR * float(own.abs().max() or 1)):
-            faults.append(
-                f"the buffer {name} is not what the module computes itself: buffers are constants "
-                "here, and in no checkpoint; a parameter with requires_grad=False would be"
-            )
+    if not faults:
+        faults = altered(buffers, {name: stored[names[name]] for name in buffers})
     if faults:
         raise PublishedError(place, faults)
     read, constant = (
@@ -91,6 +84,21 @@ def from_stored(stored: Stored, module: nn.Module, place: str) -> Weights:
         for wanted in (parameters, buffers)
     )
     return Weights(lambda seed: read, lambda: constant)
+
+
+def altered(buffers: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """A fault for each buffer that was ``found`` with other values, but for rounding."""
+    faults = []
+    for name, tensor in buffers.items():
+        if tensor.is_meta or name not in found:
+            continue
+        own, other = tensor.double(), found[name].double()
+        if not torch.allclose(own, other, rtol=0, atol=_FAR * float(own.abs().max() or 1)):
+            faults.append(
+                f"the buffer {name} is not what the module computes itself: buffers are constants "
+                "here, and in no checkpoint; a parameter with requires_grad=False would be"
+            )
+    return faults
 
 
 def _names(module: nn.Module, found: set[str]) -> dict[str, str]:
