@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import inspect
 import json
@@ -144,13 +143,7 @@ def _built(class_name: str, options: str) -> Backbone:
     except Exception as error:  # a class raises what it likes
         raise ValueError(f"{class_name} cannot be made of this config: {raised(error)}") from error
     module = hollow(module.train(), getattr(torch, dtype))
-    backbone = from_module(module, declared.make(dtype), **declared.keywords())
-    return dataclasses.replace(
-        backbone,
-        num_classes=declared.num_classes,
-        null_label=declared.null_label,
-        patch_size=declared.patch_size,
-    )
+    return from_module(module, declared.make(dtype), **declared.keywords())
 
 
 def _published(class_name: str, config: FamilyConfig) -> Published:

@@ -59,6 +59,9 @@ class Declared:
                 if isinstance(each, Input) and each.field
             },
             "output": self.output,
+            "num_classes": self.num_classes,
+            "null_label": self.null_label,
+            "patch_size": self.patch_size,
         }
 
     def make(self, dtype: str) -> Callable[[int], dict[str, Any]]:

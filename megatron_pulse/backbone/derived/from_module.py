@@ -35,6 +35,9 @@ def from_module(
     fields: Mapping[str, str] = _NO_FIELDS,
     output: int | None = None,
     granularity: Literal["blocks", "pieces"] = "pieces",
+    num_classes: int | None = None,
+    null_label: int | None = None,
+    patch_size: int = 1,
     weights: Weights | None = None,
 ) -> Backbone:
     """The chain of ``module``, with its skips, conditioning and embedders.
@@ -49,7 +52,8 @@ def from_module(
     results is the prediction. Links begin between blocks (members of the module's lists), and with
     "pieces" within them too, where no more bytes are in use than at a block's ends. The module is
     exported again when a microbatch of another size than the example's first comes. Graphs are of
-    the module's dtype.
+    the module's dtype. ``num_classes`` (where a field is called ``labels``), ``null_label`` and
+    ``patch_size``: see Backbone.
 
     Layers begin with copies of the module's weights, whatever the seed, or with ``weights``, of
     which each layer asks for its own, under the module's own names; those without requires_grad
@@ -89,6 +93,9 @@ def from_module(
         name,
         tuple(_layers(source, first)),
         {field: specs[n] for n, field in field_of.items()},
+        num_classes=num_classes,
+        null_label=null_label,
+        patch_size=patch_size,
     )
     require_valid(backbone)
     return backbone
