@@ -33,11 +33,14 @@ def makes_pixels(data: str | None) -> bool:
 
 
 def wanted_by(backbone: Backbone) -> Wanted:
-    """What ``backbone`` takes of every sample, in the terms of the data room."""
+    """What ``backbone`` takes of every sample, in the terms of the data room.
+
+    Masks of ``bool`` come as whole numbers, as data hold them; what runs the chain converts them.
+    """
     return Wanted(
         shape=backbone.input_spec.shape,
         fields={
-            name: FieldSpec(spec.shape, spec.dtype)
+            name: FieldSpec(spec.shape, "int64" if spec.dtype == "bool" else spec.dtype)
             for name, spec in backbone.batch_fields.items()
             if name not in ("timesteps", "labels")
         },

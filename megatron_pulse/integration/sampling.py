@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.chain import COMPUTE, Backbone
 from megatron_pulse.data.dataset import Framing
 from megatron_pulse.data.fields import SIZES, constants
 from megatron_pulse.data.text.words import WordEncoder
@@ -174,11 +174,15 @@ def load_model(
     args.pulse_data = data or args.pulse_data
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stage.to(device).eval()
+    kinds = {
+        name: torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)
+        for name, spec in backbone.batch_fields.items()
+    }
 
     @torch.no_grad()
     def predict(noisy: Tensor, timesteps: Tensor, conditioning: Fields) -> Tensor:
         given = {"timesteps": timesteps, **conditioning}
-        fields = {name: given[name].to(device) for name in backbone.batch_fields}
+        fields = {name: given[name].to(device, kinds[name]) for name in backbone.batch_fields}
         outputs, _, _ = stage((noisy.to(device).float(),), {}, fields)
         return outputs[0].to(noisy.device)
 

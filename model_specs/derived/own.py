@@ -38,8 +38,8 @@ def family_of(name: str) -> DerivedFamily:
     made = find(code)
     identity = {**_parameters(code, made), WEIGHTS: ""}
     kinds = options_class("Options", identity, {DTYPE: (str, DTYPES[0], "exported in {0.dtype}")})
-    of = [functools.partial(function, code) for function in (_build, _published)]
-    return DerivedFamily("own", code, kinds(), *of)
+    build, publish = functools.partial(_build, code), functools.partial(_published, code)
+    return DerivedFamily("own", code, kinds(), build, publish)
 
 
 def _parameters(name: str, factory: Any) -> dict[str, Any]:

@@ -185,10 +185,15 @@ def test_code_of_ones_own_reads_text_in_bf16_and_its_weights_come_and_go_as_a_fi
     found: dict[str, Any] = {}
     exec(compile(textwrap.dedent(OWN), "mine.py", "exec"), found)
     torch.manual_seed(0)
-    save_file(found["build"]()[0].state_dict(), tmp_path / "mine.safetensors")
+    state = found["build"]()[0].state_dict()
+    save_file(state, tmp_path / "mine.safetensors")
+    save_file({**state, "table": state["table"] + 1}, tmp_path / "other.safetensors")
     source = ["import", "--from", str(tmp_path / "mine.safetensors"), "--module", name, *PROCESS]
     assert main([*source, "--to", str(tmp_path / "start")]) == 0
     assert f"--pulse-module {name}" in capsys.readouterr().out
+    source[2] = str(tmp_path / "other.safetensors")
+    assert main([*source, "--to", str(tmp_path / "none")]) == 2
+    assert "the buffer table is not what the module computes" in capsys.readouterr().err
 
     latents = _write_latents(tmp_path / "latents")
     flags = [

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_pulse.backbone.derived.exported import DerivationError, export
 from megatron_pulse.backbone.derived.inputs import Inputs
@@ -29,13 +29,6 @@ class Chains:
         self._found: dict[int, Chain] = {}
         self.size, self.constants = inputs.size, inputs.constants
         self.first = self[self.size]
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """Those of the module that are saved with its weights."""
-        weights = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        state = self._module.state_dict()
-        return {name: tensor for name, tensor in state.items() if name not in weights}
 
     def __getitem__(self, size: int) -> Chain:
         """The chain at a microbatch size.

@@ -139,8 +139,12 @@ def with_weights(backbone: Backbone, weights: Weights) -> Backbone:
 
 def buffers_of(backbone: Backbone) -> dict[str, torch.Tensor]:
     """What is saved with the weights of the module of a derived chain and not trained."""
-    source = source_of(backbone)
-    return {} if source is None else source.chains.buffers
+    if source_of(backbone) is None:
+        return {}
+    module = module_of(backbone)
+    weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict()
+    return {name: tensor for name, tensor in state.items() if name not in weights}
 
 
 def _layers(source: Source, chain: Chain) -> list[Layer]:

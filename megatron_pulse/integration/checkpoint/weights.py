@@ -20,7 +20,7 @@ from megatron.training.arguments import add_megatron_arguments
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.derived.weights import altered
+from megatron_pulse.backbone.derived.weights.first import altered
 from megatron_pulse.backbone.published import (
     Published,
     PublishedError,
