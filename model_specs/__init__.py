@@ -53,6 +53,7 @@ from model_specs.common.options import (
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.diffusers_modules import PREFIX as DIFFUSERS
 from model_specs.derived.diffusers_modules import split
+from model_specs.derived.diffusers_modules import weights_folder as weights_folder
 from model_specs.derived.family import DTYPE as DTYPE
 from model_specs.derived.family import DerivedFamily
 from model_specs.derived.names import allow as allow

@@ -80,12 +80,15 @@ def file_beside(weights: Path) -> Path:
     return weights.with_name(f"{weights.stem}.{SCHEDULER_FILE}")
 
 
-def read_process(place: Path, choice: ProcessChoice) -> tuple[DiffusionProcess, str]:
+def read_process(
+    place: Path, choice: ProcessChoice, flags: str = "--"
+) -> tuple[DiffusionProcess, str]:
     """The process of published weights: what their scheduler says, and ``choice`` before it.
 
     Where no scheduler can be read, ``choice`` must say what would be in it; the text then says why
     it was not read. Where one was read and ``choice`` says otherwise, the text is what it says.
-    Raises PublishedError otherwise, and for what does not go together.
+    Raises PublishedError otherwise, and for what does not go together; ``flags`` is what begins
+    the flags that it names.
     """
     path = find_scheduler(place)
     faults: list[str] = []
@@ -98,7 +101,7 @@ def read_process(place: Path, choice: ProcessChoice) -> tuple[DiffusionProcess, 
             return process, _overruled(path, config, process)
         except ValueError as error:
             faults = getattr(error, "faults", [str(error)])
-    needed = _unsaid(choice)
+    needed = _unsaid(choice, flags)
     if needed:
         raise PublishedError(
             str(path or place), [*faults, f"say what it is, with {' and '.join(needed)}"]
@@ -119,14 +122,14 @@ def _overruled(path: Path, config: Mapping[str, Any], process: DiffusionProcess)
     return "" if own == process else f"by flags; {path} says {own.describe()}"
 
 
-def _unsaid(choice: ProcessChoice) -> list[str]:
+def _unsaid(choice: ProcessChoice, flags: str) -> list[str]:
     """The flags that must be there when no scheduler is."""
     if choice.objective is None:
-        return ["--objective", "--noise-schedule (or --flow-shift, if that is flow)"]
+        return [f"{flags}objective", f"{flags}noise-schedule (or {flags}flow-shift for flow)"]
     if choice.objective == Objective.FLOW:
-        return ["--flow-shift"] if choice.flow_shift is None else []
+        return [f"{flags}flow-shift"] if choice.flow_shift is None else []
     said = choice.noise_schedule is not None or choice.trained_betas is not None
-    return [] if said else ["--noise-schedule"]
+    return [] if said else [f"{flags}noise-schedule"]
 
 
 def process_of_scheduler(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.published import Published
+from megatron_pulse.backbone.published import Published, PublishedError
 from megatron_pulse.faults import raised, unknown
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.classes import CLASSES
@@ -61,6 +61,20 @@ def family_of(name: str) -> DerivedFamily:
         functools.partial(_published, class_name),
         kept,
     )
+
+
+def weights_folder(name: str) -> Path | None:
+    """Where the weights of ``diffusers:FOLDER`` are; None if it has none, or is no such name."""
+    from megatron_pulse.diffusion.published import find_component, holds_weights
+
+    folder = Path(name.removeprefix(PREFIX))
+    if not name.startswith(PREFIX) or not folder.is_dir():
+        return None
+    try:
+        component = find_component(folder)
+    except PublishedError:
+        return None  # which its family tells
+    return component if holds_weights(component) else None
 
 
 def split(class_name: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -45,7 +45,8 @@ def test_a_class_without_a_family_trains_alike_in_every_layout_and_as_plain_torc
     import diffusers
 
     folder, begin = digits
-    expected = run(1, *begin, *THREE, backbone="none")
+    said = ["--pulse-objective", "v", "--pulse-noise-schedule", "scaled_linear"]
+    expected = run(1, *begin[2:], *said, *THREE, backbone="none")  # of the folder, not imported
     split = ["--pulse-schedule", "zb-h1", "--pulse-placement", "sequential"]
     save = ["--save", str(tmp_path / "run"), "--save-interval", "2"]
     got = run(4, *begin, *THREE, *pipeline(4, *split), *save, backbone="none")
@@ -249,6 +250,10 @@ def test_what_a_module_lacks_is_refused_with_the_way_out(
     for text in ("no token sequence", "the families of 'pulse backbones'", "no null class"):
         assert sum(text in fault for fault in said) == 1, said
     assert len(said) == 3 and not any("--null-class" in fault for fault in said)
+    (said_alone,) = refuse(
+        monkeypatch, 1, ["--pulse-class-dropout", "0"], [*BASE, *begin[2:], *THREE]
+    )
+    assert "no scheduler beside it" in said_alone and "--pulse-objective" in said_alone
     source = ["import", "--from", str(folder / "module"), "--to", str(tmp_path / "new"), *PROCESS]
     assert main([*source, "--null-class"]) == 2
     assert "--pulse-class-dropout 0" in capsys.readouterr().err

@@ -9,13 +9,14 @@ from typing import Any
 
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.diffusion.scheduler import read_process
 from megatron_pulse.faults import told
 from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, pulse_flags
 from megatron_pulse.profile.trained import patterns_of, shown_patterns
-from model_specs import compare_models
+from model_specs import compare_models, weights_folder
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,14 @@ class Wanted:
 def process_of(start: Start | None, options: PulseOptions) -> DiffusionProcess:
     """The diffusion process of a run that begins with ``start``: its own, or what flags say.
 
-    Raises ValueError for flags that contradict it.
+    Weights of a module's folder have that of the scheduler beside them. Raises ValueError for flags
+    that contradict it, and where nothing says which it is.
     """
     if start is None:
-        if options.new_process:
+        folder = weights_folder(options.backbone or "")
+        if folder is not None and not options.new_process:
+            return read_process(folder, options.process, "--pulse-")[0]
+        if folder is None and options.new_process:
             raise ValueError("--pulse-new-process: there are no weights to begin with")
         return chosen_process(options.process)
     try:
