@@ -54,4 +54,5 @@ class Chains:
         inputs = self._inputs
         with nullcontext() if self._device.type == "cpu" else self._device:
             exported = export(self.module, inputs.make(size), inputs.constants, self._output)
-            return derive(exported, self._name, inputs.sample, self._pieces)
+            like = self.first.decided if self._found else None
+            return derive(exported, self._name, inputs.sample, self._pieces, like)

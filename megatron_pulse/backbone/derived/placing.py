@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -22,16 +23,35 @@ _COPIED_BYTES = 1 << 16
 """What holds no parameter and writes no more is computed again by each of its users."""
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What was decided by sizes in bytes, by names of nodes: where links begin, and what is small.
+
+    At other microbatch sizes the same holds, or units would differ with them.
+    """
+
+    begins: tuple[str, ...]
+    small: frozenset[str]
+
+
 class Placing:
     """The units of a graph whose noisy sample is the input ``sample``, by number: the links in
     order, then the embedders.
 
     ``names`` has one for each unit, ``num_links`` are links; ``home`` says which units compute a
     node, ``touched`` where in the chain a value of it is computed and used, ``ends`` where links
-    begin there. ``constants`` belong to no unit. Raises DerivationError for ``module``.
+    begin there. ``constants`` belong to no unit. ``like`` is what was ``decided`` at another
+    microbatch size. Raises DerivationError for ``module``.
     """
 
-    def __init__(self, exported: Exported, module: str, sample: str, pieces: bool) -> None:
+    def __init__(
+        self,
+        exported: Exported,
+        module: str,
+        sample: str,
+        pieces: bool,
+        like: Decided | None = None,
+    ) -> None:
         self.exported, self.facts = exported, exported.reading
         facts = self.facts
         self.source = next(n for n in exported.inputs if n.name == sample)
@@ -51,7 +71,12 @@ class Placing:
         }
         self.blocks = Blocks(links, exported.blocks)
         together = self._shared_weights(number)
-        self.ends = cut(links, facts, self.touched, self.blocks, together, pieces)
+        if like is None:
+            self.ends = cut(links, facts, self.touched, self.blocks, together, pieces)
+        else:
+            begins = set(like.begins)
+            self.ends = [*(i for i, n in enumerate(links) if n.name in begins), end]
+        self._small, self._like = set[str](), like
         self.home: dict[fx.Node, set[int]] = {}
         self.names: list[str] = []
         for begin, end in zip(self.ends, self.ends[1:], strict=False):
@@ -65,6 +90,8 @@ class Placing:
             self._name(f"embed.{path_of(lead_node).split('.')[0] or 'root'}")
         if faults := list(own_memory_faults(facts, self.home)):
             raise DerivationError(module, list(dict.fromkeys(faults)))
+        begins = tuple(links[i].name for i in self.ends[:-1])
+        self.decided = like or Decided(begins, frozenset(self._small))
 
     @property
     def members(self) -> list[list[fx.Node]]:
@@ -121,7 +148,7 @@ class Placing:
         shared: set[fx.Node] = set()
         for node in reversed(rest):
             users = {k for u in facts.users[node] for k in home.get(u, ())}
-            small = node not in self._trained and cone[node] <= _COPIED_BYTES
+            small = node not in self._trained and self._is_small(node, cone[node])
             if node in embedded or shared.intersection(facts.users[node]):
                 # what is a list, and writes to it, stay with those who use it
                 shared.add(node)
@@ -134,6 +161,13 @@ class Placing:
             else:
                 shared.add(node)
         return {n: home[n] for n in rest if n not in shared}, shared
+
+    def _is_small(self, node: fx.Node, num_bytes: int) -> bool:
+        if self._like is not None:
+            return node.name in self._like.small
+        if num_bytes <= _COPIED_BYTES:
+            self._small.add(node.name)
+        return num_bytes <= _COPIED_BYTES
 
     def _parted(self, found: dict[fx.Node, set[int]], shared: set[fx.Node]) -> set[fx.Node]:
         """Operations on one weight that are no links, and have several homes: embedders do them,

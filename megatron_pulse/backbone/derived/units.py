@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from megatron_pulse.backbone.derived.exported import DerivationError, Exported
-from megatron_pulse.backbone.derived.placing import Placing
+from megatron_pulse.backbone.derived.placing import Decided, Placing
 from megatron_pulse.backbone.derived.reading import can_travel, place_of, value_of
 from megatron_pulse.backbone.derived.routing import route
 
@@ -47,7 +47,8 @@ class Chain:
     """Embedders first, then the links; ``values`` holds a fake tensor of every value.
 
     ``constants`` computes what units take by the name of a constant. ``state`` holds the module's
-    own parameters and buffers by their qualified names.
+    own parameters and buffers by their qualified names. ``decided`` makes equal units at other
+    microbatch sizes.
     """
 
     units: tuple[Unit, ...]
@@ -58,14 +59,18 @@ class Chain:
     constants: fx.Graph
     constant_names: tuple[str, ...]
     constant_state: tuple[str, ...]
+    decided: Decided
 
 
-def derive(exported: Exported, module: str, sample: str, pieces: bool) -> Chain:
+def derive(
+    exported: Exported, module: str, sample: str, pieces: bool, like: Decided | None = None
+) -> Chain:
     """The chain of a graph whose noisy sample is the input ``sample``.
 
-    ``module`` is its name, for DerivationError. ``pieces`` cuts within blocks too.
+    ``module`` is its name, for DerivationError. ``pieces`` cuts within blocks too; a chain of
+    another microbatch size has ``decided`` that before (``like``).
     """
-    placing = Placing(exported, module, sample, pieces)
+    placing = Placing(exported, module, sample, pieces, like)
     units = _units(placing, module)
     constant = set(placing.constants)
     users = exported.reading.users
@@ -80,6 +85,7 @@ def derive(exported: Exported, module: str, sample: str, pieces: bool) -> Chain:
         graph,
         tuple(map(_constant, kept)),
         taken,
+        placing.decided,
     )
 
 

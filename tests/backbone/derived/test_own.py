@@ -154,3 +154,30 @@ def test_a_derived_chain_is_a_backbone() -> None:
         pulse.Pipeline(plan, lambda y, batch: y.sum(), 2, dtype=torch.float64).evaluate(
             [{"noisy": torch.ones(2, 3, 4, 4).double(), "timesteps": torch.ones(2)}]
         )
+
+
+class Weighed(nn.Module):
+    """Blocks that share what is small at two samples, and not at three."""
+
+    WIDE = 6400
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor, wide: Tensor) -> Tensor:
+        shared = wide * 2
+        for block in self.blocks:
+            x = block(x) + shared.mean(1, keepdim=True)
+        return x
+
+
+def test_units_are_the_same_at_every_size() -> None:
+    module = Weighed()
+    given = {"x": torch.randn(2, WIDTH), "wide": torch.randn(2, Weighed.WIDE)}
+    assert 2 * 4 * Weighed.WIDE < 1 << 16 < 3 * 4 * Weighed.WIDE
+    backbone = pulse.from_module(module, given, sample="x")
+    assert not any(layer.embedder for layer in backbone.layers)
+    larger = {name: torch.cat([value] * 2) for name, value in given.items()}
+    from_larger = pulse.from_module(module, larger, sample="x")
+    assert [layer.name for layer in from_larger.layers if layer.embedder] == ["embed.root"]
