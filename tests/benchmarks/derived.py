@@ -2,9 +2,9 @@
 
     .venv/bin/python -m tests.benchmarks.derived [--only NAME] [--table TABLE.json]
 
-Families that diffusers publishes, at full size without memory for weights: CPU seconds to derive the
-chain, and what the process held at most; then the busiest device of an exact fold over
-2, 4 and 8 V100s in half precision (roofline, one sample), beside the chain by hand. With
+Families that diffusers publishes, at full size without memory for weights: CPU seconds to derive
+the chain, and what the process held at most; then the busiest device of an exact fold over 2, 4 and
+8 V100s in half precision (roofline, one sample), beside the chain by hand. With
 ``--table``, a published table of the layers of a class of diffusers (its ``cls`` and ``config``)
 takes the hand-written chain's place. "balance" is how many times the mean device the busiest is:
 what a cut decides. (A table counts matrix products alone; and the operations of diffusers' modules
