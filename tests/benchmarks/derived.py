@@ -8,7 +8,7 @@ the chain, and what the process held at most; then the busiest device of an exac
 ``--table``, a published table of the layers of a class of diffusers (its ``cls`` and ``config``)
 takes the hand-written chain's place. "balance" is how many times the mean device the busiest is:
 what a cut decides. (A table counts matrix products alone; and the operations of diffusers' modules
-are not those of our families, one by one: rotary positions in fp32, say.)
+are not those of our families, one by one.)
 """
 
 from __future__ import annotations
