@@ -90,8 +90,8 @@ class Placing:
             self._name(f"embed.{path_of(lead_node).split('.')[0] or 'root'}")
         if faults := list(own_memory_faults(facts, self.home)):
             raise DerivationError(module, list(dict.fromkeys(faults)))
-        begins = tuple(links[i].name for i in self.ends[:-1])
-        self.decided = like or Decided(begins, frozenset(self._small))
+        names = tuple(links[i].name for i in self.ends[:-1])
+        self.decided = like or Decided(names, frozenset(self._small))
 
     @property
     def members(self) -> list[list[fx.Node]]:
