@@ -15,34 +15,24 @@ from model_specs import (
     load_published,
     published_form,
 )
-from tests.model_specs import (
-    test_dit,
-    test_flux,
-    test_hunyuan_dit,
-    test_pixart,
-    test_sd3,
-    test_unet,
-)
 from tests.model_specs.chains import build_chain, relative_error
 from tests.model_specs.parity import from_published
+from tests.model_specs.twins import call
 
-# The published model's options, what the run chooses, how diffusers is called.
+# The published model's options, what the run chooses.
 CASES = {
-    "sd": ("sd-tiny", {}, {"sample_size": 24, "context_length": 9}, test_unet.call),
-    "sdxl": ("sdxl-tiny", {}, {"sample_size": 8, "context_length": 5}, test_unet.call),
-    "hunyuan": ("hunyuan-tiny", {"style_and_size": True}, {"sample_size": 14},
-                test_hunyuan_dit.call),
-    "dit up": ("dit-tiny", {}, {"sample_size": 20}, test_dit.call),
-    "dit down": ("dit-tiny", {"sample_size": 16}, {"sample_size": 4}, test_dit.call),
+    "sd": ("sd-tiny", {}, {"sample_size": 24, "context_length": 9}),
+    "sdxl": ("sdxl-tiny", {}, {"sample_size": 8, "context_length": 5}),
+    "hunyuan": ("hunyuan-tiny", {"style_and_size": True}, {"sample_size": 14}),
+    "dit up": ("dit-tiny", {}, {"sample_size": 20}),
+    "dit down": ("dit-tiny", {"sample_size": 16}, {"sample_size": 4}),
     "pixart up": ("pixart-tiny", {"sample_size": 64, "patch_size": 16},
-                  {"sample_size": 192, "caption_length": 4}, test_pixart.call),
-    "pixart down": ("pixart-tiny", {"sample_size": 128, "patch_size": 16}, {"sample_size": 96},
-                    test_pixart.call),
-    "pixart scaled": ("pixart-tiny", {"interpolation_scale": 0.5}, {"sample_size": 12},
-                      test_pixart.call),
-    "sd3": ("sd3-tiny", {}, {"sample_size": 12, "context_length": 3}, test_sd3.call),
-    "sd3 down": ("sd3-tiny", {}, {"sample_size": 4}, test_sd3.call),
-    "flux": ("flux-tiny", {}, {"sample_size": 12, "context_length": 4}, test_flux.call),
+                  {"sample_size": 192, "caption_length": 4}),
+    "pixart down": ("pixart-tiny", {"sample_size": 128, "patch_size": 16}, {"sample_size": 96}),
+    "pixart scaled": ("pixart-tiny", {"interpolation_scale": 0.5}, {"sample_size": 12}),
+    "sd3": ("sd3-tiny", {}, {"sample_size": 12, "context_length": 3}),
+    "sd3 down": ("sd3-tiny", {}, {"sample_size": 4}),
+    "flux": ("flux-tiny", {}, {"sample_size": 12, "context_length": 4}),
 }  # fmt: skip
 
 
@@ -73,7 +63,7 @@ def test_another_size_is_as_diffusers_computes_it(case, dtype, tolerance, one_ra
 
     In fp64 diffusers computes parts of Flux in fp32; the rest agrees to 1e-10.
     """
-    name, native, chosen, call = CASES[case]
+    name, native, chosen = CASES[case]
     if dtype == torch.float64:
         monkeypatch.setattr(FP32LayerNorm, "forward", torch.nn.LayerNorm.forward)
         tolerance = tolerance if name == "flux-tiny" else 1e-10
@@ -105,7 +95,7 @@ def with_class(published):
 @torch.no_grad()
 def test_positions_built_for_the_other_size_are_another_function(case, least, one_rank):
     """What compare_models would have to refuse if the spacing were not taken from the model."""
-    name, native, chosen, _ = CASES[case]
+    name, native, chosen = CASES[case]
     there, alone = load_backbone(name, native), load_backbone(name, {**native, **chosen})
     here = continue_model(there.record, name, {**native, **chosen})
     reference = reference_of(there, torch.float32)

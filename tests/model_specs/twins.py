@@ -47,16 +47,26 @@ class Twin:
 
     def unpacked(self, prediction: Tensor, image: Tensor) -> Tensor:
         """A prediction of the module's, in the shape of our chain's."""
-        if self._class_name != "FluxTransformer2DModel":
-            return prediction
-        height, width = image.shape[-2:]
-        found: Tensor = diffusers.FluxPipeline._unpack_latents(prediction, 8 * height, 8 * width, 8)
-        return found
+        return _unpacked(self.module, prediction, image)
 
     def __call__(self, image: Tensor, fields: Fields) -> Tensor:
         """The module's prediction, in the shape of our chain's."""
-        (prediction, *_) = self.module(**self.given(image, fields), return_dict=False)
-        return self.unpacked(prediction, image)
+        return call(self.module, image, fields)
+
+
+def call(module: Any, image: Tensor, fields: Fields) -> Tensor:
+    """The prediction of a module of diffusers', in the shape of our chain's."""
+    given = _GIVEN[type(module).__name__](module.config, image, fields)
+    (prediction, *_) = module(**given, return_dict=False)
+    return _unpacked(module, prediction, image)
+
+
+def _unpacked(module: Any, prediction: Tensor, image: Tensor) -> Tensor:
+    if type(module).__name__ != "FluxTransformer2DModel":
+        return prediction
+    height, width = image.shape[-2:]
+    found: Tensor = diffusers.FluxPipeline._unpack_latents(prediction, 8 * height, 8 * width, 8)
+    return found
 
 
 def _unet(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
