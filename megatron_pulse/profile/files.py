@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
@@ -31,7 +31,7 @@ _OLDER: Mapping[type, set[str]] = {
     ProfiledSkip: {"wants"},
     ProfiledConditioning: {"wants"},
 }
-"""Which old profiles do not have."""
+"""Which old profiles do not have; what one record of a list has, all have."""
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -70,15 +70,21 @@ def from_record(record: Mapping[str, Any], where: str | Path) -> Profile:
     raise ProfileError(told(f"{where} is not a sound profile", faults))
 
 
-def _read(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
-    """``value`` from JSON as a ``kind``; a Profile as its fields, for its own checks come last."""
+def _read(
+    kind: Any, value: Any, where: str, faults: list[str], said: Set[str] = frozenset()
+) -> Any:
+    """``value`` from JSON as a ``kind``; a Profile as its fields, for its own checks come last.
+
+    ``said`` are the names that it or another record of its list has.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
-        return _read_record(kind, value, where, faults)
+        return _read_record(kind, value, where, faults, said)
     if origin is tuple:
         if isinstance(value, list):
             each = arguments[0]
-            return tuple(_read(each, v, f"{where}[{i}]", faults) for i, v in enumerate(value))
+            said = set().union(*(v.keys() for v in value if isinstance(v, dict)))
+            return tuple(_read(each, v, f"{where}[{i}]", faults, said) for i, v in enumerate(value))
         faults.append(f"{where}: expected a list, got {_short(value)}")
     elif origin is Mapping:
         if isinstance(value, dict):
@@ -102,7 +108,7 @@ def _read(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
     return None
 
 
-def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
+def _read_record(kind: Any, value: Any, where: str, faults: list[str], said: Set[str]) -> Any:
     if not isinstance(value, dict):
         faults.append(f"{where}: expected an object, got {_short(value)}")
         return None
@@ -111,7 +117,7 @@ def _read_record(kind: Any, value: Any, where: str, faults: list[str]) -> Any:
         value = {**value, "shard_sums": _sums_of_boundaries(value)}
     kinds = typing.get_type_hints(kind)
     prefix = f"{where}." if where else ""
-    older = _OLDER.get(kind, set())
+    older = _OLDER.get(kind, set()) - said
     missing = [name for name in kinds if name not in {*value, *older}]
     faults += [f"{prefix}{name} is missing" for name in missing]
     faults += [f"{prefix}{name} is unknown" for name in value if name not in kinds]

@@ -3,7 +3,6 @@ its trained weights then compute the same in the library that publishes them."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from megatron_pulse.backbone.chain import TensorSpec
 from model_specs import load_backbone
 from tests.integration.runs import pipeline, run
 from tests.model_specs.chains import relative_error
+from tests.model_specs.twins import call
 
 NUM_SAMPLES = 24
 SMALL_UNET = ("sample_size=8", "block_out_channels=16,32", "layers_per_block=1")
@@ -23,7 +23,7 @@ SMALL_UNET = ("sample_size=8", "block_out_channels=16,32", "layers_per_block=1")
 class Family:
     """A tiny configuration, how it is laid over devices, and who publishes it.
 
-    ``reference`` is (module of tests, diffusers' class); the module's ``call`` runs the class.
+    ``reference`` is diffusers' class.
     ``replicated``: by default its text embedder runs on every device.
     """
 
@@ -31,7 +31,7 @@ class Family:
     placement: str = "fold"
     sequence_parallel: bool = True
     options: tuple[str, ...] = ()
-    reference: tuple[str, str] | None = None
+    reference: str = ""
     replicated: bool = False
 
 
@@ -42,27 +42,25 @@ FAMILIES = {
         "fold",
         sequence_parallel=False,
         options=(*SMALL_UNET, "transformer_depth=1,0"),
-        reference=("test_unet", "UNet2DConditionModel"),
+        reference="UNet2DConditionModel",
     ),
     "sdxl": Family(
         "sdxl-tiny",
         "fold",
         sequence_parallel=False,
         options=(*SMALL_UNET, "transformer_depth=0,1", "mid_transformer_depth=1", "num_heads=2,4"),
-        reference=("test_unet", "UNet2DConditionModel"),
+        reference="UNet2DConditionModel",
     ),
-    "hunyuan": Family(
-        "hunyuan-tiny", reference=("test_hunyuan_dit", "HunyuanDiT2DModel"), replicated=True
-    ),
-    "dit": Family("dit-tiny", "sequential", reference=("test_dit", "DiTTransformer2DModel")),
+    "hunyuan": Family("hunyuan-tiny", reference="HunyuanDiT2DModel", replicated=True),
+    "dit": Family("dit-tiny", "sequential", reference="DiTTransformer2DModel"),
     "pixart": Family(
         "pixart-tiny",
         "sequential",
-        reference=("test_pixart", "PixArtTransformer2DModel"),
+        reference="PixArtTransformer2DModel",
         replicated=True,
     ),
-    "sd3": Family("sd3-tiny", "sequential", reference=("test_sd3", "SD3Transformer2DModel")),
-    "flux": Family("flux-tiny", "sequential", reference=("test_flux", "FluxTransformer2DModel")),
+    "sd3": Family("sd3-tiny", "sequential", reference="SD3Transformer2DModel"),
+    "flux": Family("flux-tiny", "sequential", reference="FluxTransformer2DModel"),
 }
 
 
@@ -114,7 +112,7 @@ def test_trains_alike_over_pipeline_and_tensors_and_leaves_to_diffusers(
     assert both.losses == pytest.approx(alone.losses, rel=1e-5)
     assert both.grad_norms == pytest.approx(alone.grad_norms, rel=1e-4)
     assert both.validation == pytest.approx(alone.validation, rel=1e-5)
-    if family.reference is not None:
+    if family.reference:
         same_in_diffusers(tmp_path / "run", tmp_path / "exported", family)
 
 
@@ -127,8 +125,7 @@ def same_in_diffusers(checkpoint: Path, exported: Path, family: Family) -> None:
     from megatron_pulse.integration.checkpoint.weights import load_whole
 
     assert main(["export", "--load", str(checkpoint), "--to", str(exported)]) == 0
-    module, class_name = family.reference or ("", "")
-    theirs = getattr(diffusers, class_name).from_pretrained(exported).eval()
+    theirs = getattr(diffusers, family.reference).from_pretrained(exported).eval()
     backbone, stage = load_whole(read_saved_run(checkpoint), averaged=True)
     stage.eval()
     generator = torch.Generator().manual_seed(1)
@@ -139,7 +136,5 @@ def same_in_diffusers(checkpoint: Path, exported: Path, family: Family) -> None:
     image = torch.stack([draw(backbone.input_spec, generator) for _ in range(2)])
     with torch.no_grad():
         ours = stage((image,), {}, fields)[0][0]
-        expected = importlib.import_module(f"tests.model_specs.{module}").call(
-            theirs, image, fields
-        )
+        expected = call(theirs, image, fields)
     assert relative_error(ours, expected) < 1e-5
