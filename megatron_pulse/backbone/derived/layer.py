@@ -109,14 +109,30 @@ class DerivedLayer(nn.Module):
         if initialise and device.type != "meta" and unit.weights:
             values = source.weights.parameters(torch.initial_seed())
         parameters = {
-            name: nn.Parameter(
-                _first(name, chain.state[name], values, device), chain.state[name].requires_grad
-            )
+            name: nn.Parameter(self._first(name, values, device), chain.state[name].requires_grad)
             for name in unit.weights
         }
         register_parameters(self, parameters)
         self._containers = {name: container_of(self, name) for name in parameters}
         self._compiled: dict[tuple[int, torch.device], Any] = {}
+
+    def _first(
+        self, name: str, values: Mapping[str, Tensor] | None, device: torch.device
+    ) -> Tensor:
+        """What a parameter begins as: its first value, in the finer dtype of both, or anything."""
+        weight = self._source.chains.first.state[name]
+        if values is None:
+            return torch.empty_like(weight, device=device)
+        value = values[name].detach()
+        if is_hollow(value):
+            raise ValueError(
+                f"{name} is on the meta device, without values: such a chain is for planning; "
+                "to run it, give from_module a module that has its weights"
+            )
+        dtype = torch.promote_types(weight.dtype, value.dtype)
+        if dtype == value.dtype and self._source.weights.is_new:
+            return value
+        return torch.empty_like(weight, dtype=dtype, device=value.device).copy_(value)
 
     def extra_repr(self) -> str:
         """See nn.Module."""
@@ -191,22 +207,6 @@ class DerivedLayer(nn.Module):
             unit = chain.units[self._index]
             self._compiled[size, device] = executable(unit.graph, chain, device)
         return self._compiled[size, device]
-
-
-def _first(
-    name: str, weight: Tensor, values: Mapping[str, Tensor] | None, device: torch.device
-) -> Tensor:
-    """A tensor like ``weight``: with its first value, in the finer dtype of both, or empty."""
-    if values is None:
-        return torch.empty_like(weight, device=device)
-    value = values[name]
-    if is_hollow(value):
-        raise ValueError(
-            f"{name} is on the meta device, without values: such a chain is for planning; "
-            "to run it, give from_module a module that has its weights"
-        )
-    dtype = torch.promote_types(weight.dtype, value.dtype)
-    return torch.empty_like(weight, dtype=dtype, device=value.device).copy_(value.detach())
 
 
 def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:

@@ -23,10 +23,12 @@ _FAR = 2.0**-6
 @dataclass(frozen=True)
 class Weights:
     """``parameters`` gives those of a module by their qualified names, for a run's seed;
-    ``buffers`` those that have other values than in the module."""
+    ``buffers`` those that have other values than in the module. ``is_new``: nobody else holds a
+    parameter that is asked for."""
 
     parameters: Callable[[int], Mapping[str, Tensor]]
     buffers: Callable[[], Mapping[str, Tensor]] = dict
+    is_new: bool = False
 
 
 def when_asked(make: Callable[[], Weights]) -> Weights:

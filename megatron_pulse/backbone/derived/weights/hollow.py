@@ -7,18 +7,20 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 @contextmanager
-def _without_memory() -> Iterator[None]:
-    """Within, a parameter is on the meta device as soon as a module has it."""
+def registering(change: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
+    """Within, modules get what ``change`` makes of a parameter in its place, once for each."""
     register = nn.Module.register_parameter
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    made = WeakIdKeyDictionary()  # the memory of what was replaced is not kept
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            meta = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-            param = made.setdefault(id(param), (param, meta))[1]
+        if param is not None:
+            if param not in made:
+                made[param] = change(param)
+            param = made[param]
         register(self, name, param)
 
     nn.Module.register_parameter = register_parameter
@@ -28,12 +30,18 @@ def _without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
+def _to_meta(parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.is_meta:
+        return parameter
+    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+
 def made_hollow[T](make: Callable[[], T]) -> T:
     """What ``make`` returns; the modules that it makes have parameters on the meta device.
 
     What initialises parameters does nothing. One tensor at a time has memory.
     """
-    with _without_memory():
+    with registering(_to_meta):
         return make()
 
 

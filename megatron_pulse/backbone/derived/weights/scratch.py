@@ -29,7 +29,7 @@ def from_scratch(make: Callable[[], nn.Module]) -> Weights:
     def parameters(seed: int) -> Mapping[str, Tensor]:
         return _record(make, seed)
 
-    return Weights(parameters)
+    return Weights(parameters, is_new=True)
 
 
 class _Recorded(Mapping[str, Tensor]):
@@ -39,7 +39,9 @@ class _Recorded(Mapping[str, Tensor]):
         self._tape, self._places = tape, places
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tape.play(self._places[name])
+        tensor = self._tape.play(self._places[name])
+        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+        return tensor if whole else tensor.clone(memory_format=torch.preserve_format)
 
     def __contains__(self, name: object) -> bool:
         return name in self._places

@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_pulse.backbone.derived.weights.hollow import registering
+
 _DRAWN = ("uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
 _LIKE = ("rand_like", "randn_like", "randint_like")
 """Random operations that do not look at the values of what they are given."""
@@ -173,34 +175,27 @@ class Recorder(TorchDispatchMode):
         self._twins: dict[int, FakeTensor] = {}
         self._outside: dict[int, Tensor] = {}
         self._number = 0
+        self._drawn = torch.empty(0, dtype=torch.uint8)
 
     @contextmanager
     def making(self) -> Iterator[None]:
         """While a module is made."""
-        register, apply = nn.Module.register_parameter, nn.Module._apply
-        made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-
-        def register_parameter(part: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            if not (param is None or isinstance(param, FakeTensor) or is_lazy(param)):
-                if id(param) not in made:
-                    made[id(param)] = (
-                        param,
-                        nn.Parameter(self.emptied(param), param.requires_grad),
-                    )
-                param = made[id(param)][1]
-            register(part, name, param)
-
+        apply = nn.Module._apply
         with ExitStack() as stack:
             stack.enter_context(torch.device("cpu"))
             stack.enter_context(_Python(self))
             stack.enter_context(self)
-            nn.Module.register_parameter = register_parameter
+            stack.enter_context(registering(self._registered))
             nn.Module._apply = _apply
             try:
                 yield
             finally:
-                nn.Module.register_parameter = register
                 nn.Module._apply = apply
+
+    def _registered(self, parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, FakeTensor) or is_lazy(parameter):
+            return parameter
+        return nn.Parameter(self.emptied(parameter), parameter.requires_grad)
 
     def emptied(self, tensor: Tensor) -> Tensor:
         """``tensor`` without memory; what is done to either counts for both."""
@@ -345,9 +340,19 @@ class Recorder(TorchDispatchMode):
         """Bring the generator to where ``func`` leaves it."""
         name = _name(func)
         if name in _LIKE or name in _DRAWN:
-            _with(func, args, kwargs, _scratch)
+            _with(func, args, kwargs, self._scratch)
         else:
             _with(func, args, kwargs, lambda tensor: self.read(tensor).clone())
+
+    def _scratch(self, tensor: Tensor) -> Tensor:
+        """Memory laid out as that of ``tensor``, the same each time: pages that are freed between
+        others are not given back."""
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        if size > len(self._drawn):
+            self._drawn = torch.empty(size, dtype=torch.uint8, device="cpu")
+        values = self._drawn[:size].view(tensor.dtype)
+        return values.as_strided(tensor.shape, tensor.stride())
 
 
 def _apply(part: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -393,10 +398,6 @@ def _paused() -> Iterator[None]:
     """Without any mode."""
     with torch.utils._python_dispatch._disable_current_modes():
         yield
-
-
-def _scratch(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _with(
