@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.derived.from_module import source_of
+from megatron_pulse.backbone.derived.from_module import check_weights, source_of
 from megatron_pulse.data.build import check_dataset
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
@@ -157,6 +157,8 @@ def prepare(
                 f"--pulse-class-dropout {options.class_dropout:g}: {backbone.name} has no null "
                 f"class that a dropped sample could get: give 0{grown}"
             )
+        with collecting(faults):
+            check_weights(backbone)
         with collecting(faults, (ValueError, OSError)):
             data = DiffusionData(options, backbone, process, args.seed)
         if can_plan:

@@ -70,9 +70,10 @@ def _count(
     backbone: Backbone, layer: Layer, module: Any, micro_batch_size: int, flash: bool, runs: bool
 ) -> LayerFlops:
     """Of one layer; ``runs`` says whether it has a backward pass."""
+    compute = next((p.dtype for p in module.parameters()), torch.float32)  # derived: of any dtype
 
     def make(spec: TensorSpec, trained: bool = runs) -> torch.Tensor:
-        dtype = torch.float32 if spec.dtype == COMPUTE else getattr(torch, spec.dtype)
+        dtype = compute if spec.dtype == COMPUTE else getattr(torch, spec.dtype)
         tensor = torch.empty(spec.full_shape(micro_batch_size), dtype=dtype)
         return tensor.requires_grad_(trained and spec.dtype == COMPUTE)
 

@@ -231,6 +231,20 @@ def test_a_plan_that_names_code_runs_nothing(
     assert any("returned int" in fault for fault in faults) and ran.exists()
 
 
+def test_weights_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before a layer is built, with what else is wrong."""
+    config = {"block_out_channels": [4], "down_block_types": ["DownBlock2D"], "in_channels": 1,
+              "up_block_types": ["UpBlock2D"], "norm_num_groups": 2, "layers_per_block": 1,
+              "out_channels": 1, "sample_size": 8, "add_attention": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "UNet2DModel", **config}))
+    (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"")
+    module = ["--pulse-module", f"diffusers:{tmp_path}", "--pulse-data", "digits8", "--lr", "1"]
+    module += ["--micro-batch-size", "2", "--train-iters", "5", "--pulse-objective", "epsilon"]
+    faults = refuse(monkeypatch, 1, [*module, "--no-such"], [])
+    assert any("diffusion_pytorch_model.bin is a pickle" in fault for fault in faults), faults
+    assert any("--no-such" in fault for fault in faults), faults
+
+
 def test_unwritable_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")

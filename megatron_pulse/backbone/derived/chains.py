@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from megatron_pulse.backbone.derived.exported import DerivationError, export
 from megatron_pulse.backbone.derived.inputs import Inputs
@@ -52,7 +54,29 @@ class Chains:
         """In a thread of its own: what is on where a size comes up (modes, hooks of recomputation,
         no_grad, a default device) is not on there."""
         inputs = self._inputs
-        with nullcontext() if self._device.type == "cpu" else self._device:
+        with (
+            nullcontext() if self._device.type == "cpu" else self._device,
+            _without_hooks_of_all(),
+        ):
             exported = export(self.module, inputs.make(size), inputs.constants, self._output)
             like = self.first.decided if self._found else None
             return derive(exported, self._name, inputs.sample, self._pieces, like)
+
+
+@contextmanager
+def _without_hooks_of_all() -> Iterator[None]:
+    """Hooks of all modules, as counters of operations set, are no thread's own."""
+    hooks = [
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_forward_hooks,
+        torch_module._global_backward_pre_hooks,
+        torch_module._global_backward_hooks,
+    ]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, kept, strict=True):
+            each.update(own)

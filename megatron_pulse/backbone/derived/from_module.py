@@ -117,6 +117,12 @@ def module_of(backbone: Backbone) -> nn.Module:
     return _source(backbone).chains.module
 
 
+def check_weights(backbone: Backbone) -> None:
+    """Raises PublishedError if the files that a derived chain begins with do not fit it."""
+    if (source := source_of(backbone)) is not None:
+        source.weights.check()
+
+
 def _source(backbone: Backbone) -> Source:
     source = source_of(backbone)
     if source is None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.profile.flops import model_flops
 from megatron_pulse.profile.parameters import count_parameters
 from tests.backbone.derived.bits import chain_equal_to, skips_of
 from tests.backbone.derived.own import WIDTH, Block, Dense, InPlace, Regions, TwoOutputs
@@ -138,13 +141,21 @@ def test_a_derived_chain_is_a_backbone() -> None:
     assert backbone.batch_fields == {"timesteps": pulse.TensorSpec(())}
     assert backbone.input_spec == pulse.TensorSpec((3, 4, 4)) == backbone.output_spec
     assert not pulse.check_backbone(backbone)
+    half = pulse.from_module(
+        copy.deepcopy(module).bfloat16(),
+        {"image": given["image"].bfloat16(), "when": given["when"].bfloat16()},
+        sample="image",
+        timestep="when",
+    )
+    assert model_flops(half) == model_flops(backbone)
     costs = pulse.weighted_costs(backbone, [1.0] * len(backbone.layers))
     plan = pulse.make_plan(backbone, costs, pulse.sequential(1))
     for size in (2, 1, 4):  # any size: it is exported when it comes
         pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), size)
         assert dict(pipeline.named_parameters()).keys() == dict(module.named_parameters()).keys()
         noisy, times = torch.randn(size, 3, 4, 4), torch.rand(size)
-        (loss,) = pipeline.step([{"noisy": noisy, "timesteps": times}])
+        with FlopCounterMode(display=False):  # whose hooks are no part of the module
+            (loss,) = pipeline.step([{"noisy": noisy, "timesteps": times}])
         assert torch.equal(loss, module(noisy, times).square().mean())
     pipeline.load_state_dict({n: p.detach() + 1 for n, p in module.named_parameters()})
     assert torch.equal(pipeline.state_dict()["enter.bias"], module.enter.bias + 1)

@@ -113,8 +113,8 @@ class Faulty(nn.Module):
     ("kind", "words"),
     {
         "unfilled": "the parameter table is made of torch.empty and never filled",
-        "numpy": "Python's or NumPy's random numbers",
-        "python": "Python's or NumPy's random numbers",
+        "numpy": "numpy's random numbers are drawn",
+        "python": "Python's random numbers are drawn",
         "buffer": "the buffer noise is drawn at random",
         "computed": "the buffer sum is computed from parameters",
     }.items(),

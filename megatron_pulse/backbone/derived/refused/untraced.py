@@ -43,7 +43,7 @@ def watched(module: nn.Module) -> Iterator[list[str]]:
             if counted.get(name, now) != now
         )
 
-    counted, drawn = _numbers(module), _generators()
+    counted, drawn = _numbers(module), other_generators()
     after = module.register_forward_hook(count)  # a trace leaves the module as it was
     try:
         with (
@@ -55,7 +55,7 @@ def watched(module: nn.Module) -> Iterator[list[str]]:
         after.remove()
     faults += [
         f"{name}'s random numbers are drawn in forward: a chain would always have the first"
-        for name, now in _generators().items()
+        for name, now in other_generators().items()
         if drawn.get(name, now) != now
     ]
     faults[:] = dict.fromkeys(faults)
@@ -108,8 +108,8 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _generators() -> dict[str, Any]:
-    """The states of the generators that are no operation's."""
+def other_generators() -> dict[str, Any]:
+    """The states of the generators that are no operation's, and that torch's seed does not set."""
     states: dict[str, Any] = {"Python": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, words, *rest = numpy.random.get_state()

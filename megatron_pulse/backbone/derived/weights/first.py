@@ -24,17 +24,18 @@ _FAR = 2.0**-6
 class Weights:
     """``parameters`` gives those of a module by their qualified names, for a run's seed;
     ``buffers`` those that have other values than in the module. ``is_new``: nobody else holds a
-    parameter that is asked for."""
+    parameter that is asked for. ``check`` raises what can be said before any is."""
 
     parameters: Callable[[int], Mapping[str, Tensor]]
     buffers: Callable[[], Mapping[str, Tensor]] = dict
     is_new: bool = False
+    check: Callable[[], object] = lambda: None
 
 
 def when_asked(make: Callable[[], Weights]) -> Weights:
     """What ``make`` gives, which is called when a value is first asked for."""
     made = functools.cache(make)
-    return Weights(lambda seed: made().parameters(seed), lambda: made().buffers())
+    return Weights(lambda seed: made().parameters(seed), lambda: made().buffers(), check=made)
 
 
 def from_module_itself(module: nn.Module) -> Weights:

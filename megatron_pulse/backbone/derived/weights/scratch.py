@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import functools
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.backbone.derived.refused.untraced import other_generators
 from megatron_pulse.backbone.derived.weights.first import Weights
 from megatron_pulse.backbone.derived.weights.tape import Place, Recorder, Tape
 from megatron_pulse.faults import raised
@@ -54,7 +52,7 @@ class _Recorded(Mapping[str, Tensor]):
 
 
 def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
-    others = _other_generators()
+    others = other_generators()
     recorder = Recorder()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -68,11 +66,11 @@ def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
             ) from error
     places = {name: recorder.place(p.detach()) for name, p in module.named_parameters()}
     faults = []
-    if _other_generators() != others:
-        faults.append(
-            "Python's or NumPy's random numbers are drawn, which --seed does not determine: draw "
-            "torch's"
-        )
+    faults += [
+        f"{name}'s random numbers are drawn, which torch's seed does not determine: draw torch's"
+        for name, state in other_generators().items()
+        if others.get(name, state) != state
+    ]
     for name, place in places.items():
         steps = recorder.tape.history(place.storage)
         if all(step.leaves_unfilled for step in steps):
@@ -91,12 +89,3 @@ def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
     if faults:
         raise DerivationError(type(module).__name__, faults)
     return _Recorded(recorder.tape, places)
-
-
-def _other_generators() -> list[Any]:
-    """The states of generators that torch's seed does not set."""
-    states: list[Any] = [random.getstate()]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states += [kind, keys.tobytes(), *rest]
-    return states
