@@ -57,7 +57,8 @@ def keep_freed_memory() -> None:
     """Let the C library keep what a step on the CPU frees for the next microbatch.
 
     Else large tensors go back to the kernel and come again zeroed, page by page: 2 to 5 % of a
-    step. Once for the process; nothing where the C library is another than glibc.
+    step. Once for the process, of its main thread; nothing where the C library is another than
+    glibc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
