@@ -230,22 +230,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=7, help="of each config, after two others")
     parser.add_argument("--only", default="", help="configs with this in their name")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", help="a file to write all of it to, config by config")
     args = parser.parse_args()
     cluster = run_ranks(2, probed, timeout_s=300)[0]
-    cells = []
-    if not args.json:
-        print(cluster)
-        print("predicted / measured: step, pipeline, computing")
+    print(cluster)
+    print("predicted / measured: step, pipeline, computing")
+    cells: list[Cell] = []
+    found: dict[str, float] = {}
     for kind in BACKBONES:
         for cell in compare(kind, cluster, args.steps, args.only):
             cells.append(cell)
-            if not args.json:
-                print(line(cell), flush=True)
-    found = summary(cells)
-    if args.json:
-        print(json.dumps({"cells": [{**asdict(c), "error": c.error} for c in cells], **found}))
-        return
+            print(line(cell), flush=True)
+            found = summary(cells) if len(cells) > 1 else {}
+            if args.json:
+                rows = [{**asdict(c), "error": c.error} for c in cells]
+                Path(args.json).write_text(json.dumps({"cells": rows, **found}))
     for name, value in found.items():
         print(f"{name.replace('_', ' ')}: {value:.3f}")
 

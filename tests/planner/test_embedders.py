@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
-from megatron_pulse.planner.layout.embedders import choose_embedders
+from megatron_pulse.planner.layout.embedders import choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.step.plan import Plan
 
@@ -28,8 +28,13 @@ def choose(users, samples, policy="auto", parameters=100, placement="sequential"
     cuts = (0, 3, 5, 7) if devices == 3 else (0, 7)
     partition = Partition(placement, cuts)
     (choice,) = choose_embedders(
-        chain(users), partition, [parameters] + [9] * 6, samples, compute_bytes=2, policy=policy
-    )
+        provided(chain(users), 2),
+        partition,
+        [parameters] + [9] * 6,
+        samples,
+        compute_bytes=2,
+        policy=policy,
+    ).values()
     return choice
 
 
@@ -62,8 +67,8 @@ def test_what_stays_on_one_device_is_neither(policy):
 @pytest.mark.parametrize(("policy", "word"), [("send", "sent"), ("replicate", "replicated")])
 def test_the_plan_shows_the_choice(policy, word):
     partition = Partition(make_placement("sequential", 3, 2), (0, 3, 5, 7))
-    choices = choose_embedders(chain({4}), partition, [100] + [9] * 6, 50, 2, policy)
-    plan = Plan(chain({4}), partition, embedders=choices)
+    choices = choose_embedders(provided(chain({4}), 2), partition, [100] + [9] * 6, 50, 2, policy)
+    plan = Plan(chain({4}), partition, embedders=tuple(choices.values()))
     said = f"embed: {word} (per step: 0.024 MB if sent, 0.0006 MB if replicated)"
     assert said in plan.describe()
     assert plan.summary()["embedders"][0]["replicated"] == (policy == "replicate")

@@ -55,7 +55,7 @@ def test_replicated_embedders_train_as_one_process(num_devices: int) -> None:
 
 def test_bytes_of_either_way_are_those_of_the_choice() -> None:
     from megatron_pulse.backbone.costs import weighted_costs
-    from megatron_pulse.planner.layout.embedders import choose_embedders
+    from megatron_pulse.planner.layout.embedders import choose_embedders, provided
     from megatron_pulse.planner.layout.placement import make_placement
     from megatron_pulse.planner.step.plan import make_plan
 
@@ -74,8 +74,8 @@ def test_bytes_of_either_way_are_those_of_the_choice() -> None:
     )
     counts = [4 if layer.embedder else 0 for layer in backbone.layers]
     (choice,) = choose_embedders(
-        backbone, plan.partition, counts, m * cases[0].micro_batch_size, compute_bytes=4
-    )
+        provided(backbone, 4), plan.partition, counts, m * cases[0].micro_batch_size, 4
+    ).values()
     assert sent.replica_bytes == 0
     assert replicated.replica_bytes == STEPS * choice.replicated_bytes
     moved = [o.forward_bytes + o.gradient_bytes for o in (sent, replicated)]

@@ -14,7 +14,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.embedders import choose_embedders
+from megatron_pulse.planner.layout.embedders import choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, MemoryRules
@@ -60,16 +60,17 @@ def plan_run(
     plan = _by_flags(args, options, backbone) if given is None else _by_file(given, backbone)
     counts = count_parameters(backbone)
     _require_memory(args, plan, counts)
+    compute_bytes = ELEMENT_BYTES[compute_dtype(args)]
     choices = choose_embedders(
-        backbone,
+        provided(backbone, compute_bytes),
         plan.partition,
         counts,
         num_microbatches(args) * args.micro_batch_size,
-        ELEMENT_BYTES[compute_dtype(args)],
+        compute_bytes,
         options.conditioning,
         count_trained(backbone),
     )
-    plan = replace(plan, embedders=choices)
+    plan = replace(plan, embedders=tuple(choices.values()))
     if not plan.is_synthesized:
         plan.step(num_microbatches(args))
     return plan

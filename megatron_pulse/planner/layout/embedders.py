@@ -9,7 +9,7 @@ sending, many favour replicating.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,6 +27,41 @@ PARAMETER_GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True)
+class Provided:
+    """What layer ``source`` provides to ``consumers``: bytes of a sample, and of its gradient back.
+
+    ``embedder``: the name of the layer, if every device can run it.
+    """
+
+    source: int
+    consumers: tuple[int, ...]
+    forward_bytes: int
+    gradient_bytes: int
+    embedder: str = ""
+
+    def devices(self, partition: Partition) -> set[int]:
+        """The other devices that use it."""
+        placed = partition.placement.device_of_stage
+        used = {placed[partition.stage_of_layer(layer)] for layer in self.consumers}
+        return used - {placed[partition.stage_of_layer(self.source)]}
+
+
+def provided(backbone: Backbone, compute_bytes: int) -> tuple[Provided, ...]:
+    """What the layers of ``backbone`` provide, with elements of ``compute_bytes``."""
+    wanted = wanted_gradients(backbone).conditioning
+    return tuple(
+        Provided(
+            edge.source,
+            edge.consumers,
+            edge.spec.bytes_per_sample(compute_bytes),
+            wanted[edge.name] * edge.spec.numel_per_sample * GRADIENT_BYTES,
+            layer.name if (layer := backbone.layers[edge.source]).embedder else "",
+        )
+        for edge in backbone.conditioning
+    )
+
+
+@dataclass(frozen=True)
 class EmbedderChoice:
     """One embedder: the bytes between devices per step either way, and which way was chosen."""
 
@@ -37,48 +72,36 @@ class EmbedderChoice:
 
 
 def choose_embedders(
-    backbone: Backbone,
+    edges: Iterable[Provided],
     partition: Partition,
     parameters: Sequence[int],
     samples_per_step: int,
     compute_bytes: int,
     policy: Policy = "auto",
     trained: Sequence[int] | None = None,
-) -> tuple[EmbedderChoice, ...]:
-    """A choice for every embedder of ``backbone``.
+) -> dict[int, EmbedderChoice]:
+    """A choice for every embedder among the sources of ``edges``, by its layer.
 
     ``parameters`` are those of each layer on one tensor-parallel rank, of which ``trained`` (None:
     all) have gradients, ``samples_per_step`` what one pipeline trains on per step,
     ``compute_bytes`` the size of an element of parameters and activations. What only the embedder's
     own device uses is neither sent nor replicated.
     """
-    placed = partition.placement.device_of_stage
-    wanted = wanted_gradients(backbone).conditioning
-    choices = []
-    for i, layer in enumerate(backbone.layers):
-        if not layer.embedder:
-            continue
-        home = placed[partition.stage_of_layer(i)]
-        sent, others = 0, set()
-        for edge in backbone.conditioning:
-            if edge.source != i:
-                continue
-            users = {placed[partition.stage_of_layer(j)] for j in edge.consumers} - {home}
-            others |= users
-            per_sample = edge.spec.bytes_per_sample(compute_bytes)
-            if wanted[edge.name]:
-                per_sample += edge.spec.numel_per_sample * GRADIENT_BYTES
-            sent += len(users) * samples_per_step * per_sample
-        gradients = parameters[i] if trained is None else trained[i]
-        replicated = replicated_bytes(len(others), parameters[i], gradients, compute_bytes)
-        chosen = bool(others) and (
-            policy == "replicate" or (policy == "auto" and replicated < sent)
+    of_embedder: dict[int, list[Provided]] = {}
+    for edge in edges:
+        if edge.embedder:
+            of_embedder.setdefault(edge.source, []).append(edge)
+    choices = {}
+    for layer, given in sorted(of_embedder.items()):
+        users = [edge.devices(partition) for edge in given]
+        sent = samples_per_step * sum(
+            len(devices) * (edge.forward_bytes + edge.gradient_bytes)
+            for edge, devices in zip(given, users, strict=True)
         )
-        choices.append(EmbedderChoice(layer.name, sent, replicated, chosen))
-    return tuple(choices)
-
-
-def replicated_bytes(copies: int, parameters: int, trained: int, compute_bytes: int) -> int:
-    """Bytes that copies of an embedder take a step: its parameters there, the gradients of those
-    that are trained back."""
-    return copies * (parameters * compute_bytes + trained * PARAMETER_GRADIENT_BYTES)
+        gradients = parameters[layer] if trained is None else trained[layer]
+        replicated = len(set().union(*users)) * (
+            parameters[layer] * compute_bytes + gradients * PARAMETER_GRADIENT_BYTES
+        )
+        chosen = bool(sent) and (policy == "replicate" or (policy == "auto" and replicated < sent))
+        choices[layer] = EmbedderChoice(given[0].embedder, sent, replicated, chosen)
+    return choices

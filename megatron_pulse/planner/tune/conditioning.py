@@ -14,7 +14,8 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.embedders import (
     GRADIENT_BYTES,
     PARAMETER_GRADIENT_BYTES,
-    replicated_bytes,
+    Provided,
+    choose_embedders,
 )
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.profile.devices import ELEMENT_BYTES
@@ -52,30 +53,43 @@ def conditioning(
     ``costs`` are those of one tensor-parallel rank.
     """
     home, size = partition.placement.device_of_stage, ELEMENT_BYTES[profile.dtype]
-    sent: dict[int, list[Sent]] = {}
-    for edge in profile.conditioning:
-        source = partition.stage_of_layer(edge.source)
-        first: dict[int, int] = {}
-        for stage in sorted(map(partition.stage_of_layer, edge.consumers)):
-            first.setdefault(home[stage], stage)
-        first.pop(home[source], None)
-        there, back = edge.num_bytes, edge.wants * (edge.num_bytes // size * GRADIENT_BYTES)
-        sent.setdefault(edge.source, []).extend(
-            Sent(source, stage, there, back) for stage in first.values()
+    edges = [
+        Provided(
+            edge.source,
+            edge.consumers,
+            edge.num_bytes,
+            edge.wants * (edge.num_bytes // size * GRADIENT_BYTES),
+            profile.layers[edge.source].name if edge.embedder else "",
         )
+        for edge in profile.conditioning
+    ]
+    choices = choose_embedders(
+        edges,
+        partition,
+        costs.parameters,
+        samples_per_step,
+        size,
+        trained=costs.trained_parameters,
+    )
+    copies = {layer for layer, choice in choices.items() if choice.replicated}
+    sent = []
+    for edge in edges:
+        if edge.source in copies:
+            continue
+        stages = sorted(map(partition.stage_of_layer, edge.consumers))
+        source = partition.stage_of_layer(edge.source)
+        for device in sorted(edge.devices(partition)):
+            first = next(stage for stage in stages if home[stage] == device)
+            sent.append(Sent(source, first, edge.forward_bytes, edge.gradient_bytes))
     copied = []
-    for layer in sorted(profile.embedders & {i for i, messages in sent.items() if messages}):
-        others = {home[message.destination] for message in sent[layer]}
-        moved = sum(message.forward_bytes + message.gradient_bytes for message in sent[layer])
-        count, trained = costs.parameters[layer], costs.trained_parameters[layer]
-        if replicated_bytes(len(others), count, trained, size) < samples_per_step * moved:
-            owner = home[partition.stage_of_layer(layer)]
-            edges = (edge for edge in profile.conditioning if edge.source == layer)
-            stages = {partition.stage_of_layer(j) for edge in edges for j in edge.consumers}
-            moved_bytes = count * size, trained * PARAMETER_GRADIENT_BYTES
-            copied.append(Copied(layer, owner, tuple(sorted(stages)), *moved_bytes))
-            del sent[layer]
-    return tuple(message for messages in sent.values() for message in messages), tuple(copied)
+    for layer in sorted(copies):
+        consumers = {j for edge in edges if edge.source == layer for j in edge.consumers}
+        stages = sorted(set(map(partition.stage_of_layer, consumers)))
+        there = costs.parameters[layer] * size
+        back = costs.trained_parameters[layer] * PARAMETER_GRADIENT_BYTES
+        owner = home[partition.stage_of_layer(layer)]
+        copied.append(Copied(layer, owner, tuple(stages), there, back))
+    return tuple(sent), tuple(copied)
 
 
 def with_copies(

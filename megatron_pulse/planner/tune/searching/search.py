@@ -24,16 +24,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from dataclasses import replace
 
-from megatron_pulse.planner.layout.layouts import Layout
-from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.search.synthesize import get_ready
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.candidates import (
+    Candidate,
+    KnownCuts,
+    Step,
+    by_kind,
+    has_several,
+    num_stages,
+)
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, simplicity
 from megatron_pulse.planner.tune.stages import Stages
 
@@ -43,9 +48,6 @@ HOPE = 0.5
 FAR = 1.1
 """Times the best by its estimate, from which a config is bounded before it is simulated."""
 
-MOST_KNOWN = 4
-"""Cuts that are kept for a degree and layout, the latest."""
-
 SEARCHED = 1
 """Cuts of a config for which schedules are searched, the soonest, beside its own."""
 
@@ -54,38 +56,6 @@ SHARE = 0.1
 
 LOOKS = 64
 """Configs that are estimated between two looks at the clock."""
-
-type Kind = tuple[int, Layout]
-
-
-class _Step(IntEnum):
-    EVEN = 0
-    LIKE = 1
-    CUT = 2
-    QUICK = 3
-
-
-@dataclass(order=True)
-class _Candidate:
-    """A config in the queue: ``seconds`` is its estimate, or what it may come to by its quick
-    schedule, which takes ``reached_s``.
-
-    ``final``: no other schedule of these stages can be shorter, or soon enough to be listed.
-    """
-
-    seconds: float
-    simplicity: tuple[int, ...]
-    config: Config
-    bound: float
-    step: _Step = _Step.EVEN
-    stages: Stages | None = field(default=None, compare=False)
-    reached_s: float = field(default=float("inf"), compare=False)
-    final: bool = field(default=False, compare=False)
-
-    @property
-    def kind(self) -> Kind:
-        """What configs have in common that are cut alike."""
-        return self.config.pipeline, self.config.layout
 
 
 def search(
@@ -129,10 +99,9 @@ class _Search:
         self.evaluator, self.budget, self.progress = evaluator, budget, progress
         self.finish_s = finish_s
         self.listed, self.found = Shortlist(keep), Tuning()
-        self.known: dict[Kind, list[Partition]] = {}
-        self.slower: dict[tuple[Kind, Partition], float] = {}
-        self.queue: list[_Candidate] = []
-        self.aside: list[_Candidate] = []
+        self.known = KnownCuts()
+        self.queue: list[Candidate] = []
+        self.aside: list[Candidate] = []
         self.unseen = 0
 
     @property
@@ -147,7 +116,7 @@ class _Search:
 
     def run(self, candidates: Iterable[Config]) -> Tuning:
         """Look at ``candidates`` until all are ruled out or the budget is spent."""
-        for configs in _by_kind(candidates):
+        for configs in by_kind(candidates):
             self.queue += self.scouted(self.estimated(configs))
         heapq.heapify(self.queue)
         while self.queue and not self.ended:
@@ -169,7 +138,7 @@ class _Search:
         found.seconds = self.budget.spent
         return found
 
-    def estimated(self, configs: Iterable[Config]) -> list[_Candidate]:
+    def estimated(self, configs: Iterable[Config]) -> list[Candidate]:
         """All that are not refused at once, or those that there is time for."""
         evaluator, candidates = self.evaluator, []
         for number, config in enumerate(configs):
@@ -184,36 +153,36 @@ class _Search:
                 continue
             bound = evaluator.quick_bound(config)
             estimate = max(bound, evaluator.estimate(config))
-            candidates.append(_Candidate(estimate, simplicity(config), config, bound))
+            candidates.append(Candidate(estimate, simplicity(config), config, bound))
         return candidates
 
-    def scouted(self, candidates: list[_Candidate]) -> list[_Candidate]:
+    def scouted(self, candidates: list[Candidate]) -> list[Candidate]:
         """Candidates of one kind, the most promising simulated, and the others' estimates
         corrected by what its cuts say."""
         if not candidates:
             return []
         scout = min(candidates)
         rest = [candidate for candidate in candidates if candidate is not scout]
-        following: _Candidate | None = scout
-        while following is not None and following.step < _Step.QUICK:
+        following: Candidate | None = scout
+        while following is not None and following.step < Step.QUICK:
             if self.ended or self.is_far(following):
                 break
             following = self.advance(following)
-            if following is not None and following.step is _Step.LIKE:
+            if following is not None and following.step is Step.LIKE:
                 factor = following.seconds / scout.seconds
                 for candidate in rest:
                     candidate.seconds *= factor
         return rest if following is None else [*rest, following]
 
-    def advance(self, candidate: _Candidate) -> _Candidate | None:
+    def advance(self, candidate: Candidate) -> Candidate | None:
         """The candidate after its next step; None if there is none, or no time for it."""
         following = None
         try:
-            if candidate.step is _Step.EVEN:
+            if candidate.step is Step.EVEN:
                 following = self.liken(candidate)
-            elif candidate.step is _Step.LIKE and self.must_cut(candidate):
+            elif candidate.step is Step.LIKE and self.must_cut(candidate):
                 following = self.cut(candidate)
-            elif candidate.step is _Step.QUICK:
+            elif candidate.step is Step.QUICK:
                 self.complete(candidate)
             else:
                 following = self.simulate(candidate)
@@ -234,71 +203,65 @@ class _Search:
         with self.budget.timed(work, size):
             yield
 
-    def liken(self, candidate: _Candidate) -> _Candidate:
+    def liken(self, candidate: Candidate) -> Candidate:
         """Estimated from known cuts, the best of those that fit: by their load, and by how much
         longer than that lets expect a step of them took."""
         config, evaluator = candidate.config, self.evaluator
-        if candidate.kind not in self.known:
-            self.learn(candidate.kind, self.found_by(evaluator.cheap_cuts, config))
-        choices = [evaluator.cut(config, cuts) for cuts in self.known[candidate.kind]]
+        if not self.known.of(candidate.kind):
+            self.known.learn(candidate.kind, self.found_by(evaluator.cheap_cuts, config))
+        choices = [evaluator.cut(config, cuts) for cuts in self.known.of(candidate.kind)]
         estimates = [evaluator.cut_estimate(config, stages) for stages in choices]
         fitting = [i for i, stages in enumerate(choices) if evaluator.fits(stages)]
 
         def expected(i: int) -> float:
-            return estimates[i] * self.slower.get((candidate.kind, choices[i].partition), 1.0)
+            return estimates[i] * self.known.slower(candidate.kind, choices[i].partition)
 
         at = min(fitting or range(len(choices)), key=expected)
         seconds = estimates[at]
         return replace(
             candidate,
             seconds=max(seconds, candidate.bound),
-            step=_Step.LIKE,
+            step=Step.LIKE,
             stages=choices[at] if fitting else None,
         )
 
-    def must_cut(self, candidate: _Candidate) -> bool:
+    def must_cut(self, candidate: Candidate) -> bool:
         """Whether no known cuts fit, or a bound is wanted rather than a simulation."""
         return candidate.stages is None or self.is_far(candidate)
 
-    def is_far(self, candidate: _Candidate) -> bool:
+    def is_far(self, candidate: Candidate) -> bool:
         """Whether it is not likely to be the best."""
         best = self.listed.best
         return bool(best) and candidate.seconds > FAR * best[0].step_s
 
-    def cut(self, candidate: _Candidate) -> _Candidate:
+    def cut(self, candidate: Candidate) -> Candidate:
         """Estimated and bounded from its own cuts."""
         config, stages = candidate.config, self.own(candidate)
         bound = max(candidate.bound, self.evaluator.bound(config, stages))
         seconds = max(bound, self.evaluator.cut_estimate(config, stages))
-        return replace(candidate, seconds=seconds, bound=bound, step=_Step.CUT, stages=stages)
+        return replace(candidate, seconds=seconds, bound=bound, step=Step.CUT, stages=stages)
 
-    def own(self, candidate: _Candidate) -> Stages:
+    def own(self, candidate: Candidate) -> Stages:
         """The config's own stages, whose cuts are known from then on."""
         stages = self.found_by(self.evaluator.stages, candidate.config)
-        self.learn(candidate.kind, stages.partition)
+        self.known.learn(candidate.kind, stages.partition)
         return stages
 
     def found_by[T](self, cut: Callable[[Config], T], config: Config) -> T:
         """What ``cut`` finds, if it does not take too long."""
-        with self.within(f"{cut.__name__}, {config.layout}", _num_stages(config) ** 2):
+        with self.within(f"{cut.__name__}, {config.layout}", num_stages(config) ** 2):
             return cut(config)
 
-    def learn(self, kind: Kind, cuts: Partition) -> None:
-        """Cuts that others of the kind are tried with."""
-        known = self.known.setdefault(kind, [])
-        if cuts not in known:
-            self.known[kind] = [*known, cuts][-MOST_KNOWN:]
-
-    def simulate(self, candidate: _Candidate) -> _Candidate:
+    def simulate(self, candidate: Candidate) -> Candidate:
         """Simulated with a quick schedule; the first of a kind also with level cuts, where a device
         has several stages, or pairs of them."""
         config = candidate.config
-        first = not any(kind == candidate.kind for kind, _ in self.slower)
+        first = not self.known.were_tried(candidate.kind)
         outcome = self.evaluate(candidate, "quick", candidate.stages)
-        if first and _has_several(config):
+        if first and has_several(config):
             with suppress(UnfitError, _TooLongError):
                 level = self.evaluator.cut(config, self.found_by(self.evaluator.level_cuts, config))
-                self.learn(candidate.kind, level.partition)
+                self.known.learn(candidate.kind, level.partition)
                 beside = self.evaluate(candidate, "quick", level)
                 outcome = min(outcome, beside, key=lambda o: o.step_s)
         self.found.num_simulated += 1
@@ -307,7 +270,7 @@ class _Search:
         return replace(
             candidate,
             seconds=outcome.step_s - hope,
-            step=_Step.QUICK,
+            step=Step.QUICK,
             stages=outcome.stages,
             reached_s=outcome.step_s,
             final=self.is_final(outcome),
@@ -319,7 +282,7 @@ class _Search:
         least = certificate.lower_bound + outcome.optimizer_s
         return not outcome.extrapolated and (certificate.proved or least >= self.listed.limit)
 
-    def complete(self, candidate: _Candidate) -> None:
+    def complete(self, candidate: Candidate) -> None:
         """Simulated with its cuts, with its own, and with cuts of more even stages; then with
         schedules that were searched for its own and the soonest others."""
         config, evaluator = candidate.config, self.evaluator
@@ -329,7 +292,7 @@ class _Search:
             choices.append(self.own(candidate))
             own = choices[-1].partition
         more = evaluator.cheap_cuts, evaluator.near_cuts, evaluator.level_cuts
-        for cut in more[: 1 + (config.layout.num_chunks > 1) + _has_several(config)]:
+        for cut in more[: 1 + (config.layout.num_chunks > 1) + has_several(config)]:
             with suppress(UnfitError, _TooLongError):
                 choices.append(evaluator.cut(config, self.found_by(cut, config)))
         todo = [] if candidate.final else [(candidate.reached_s, candidate.stages)]
@@ -345,13 +308,13 @@ class _Search:
             if rank < SEARCHED or stages.partition == own:
                 self.evaluate(candidate, "searched", stages)
 
-    def evaluate(self, candidate: _Candidate, how: str, stages: Stages | None) -> Outcome:
+    def evaluate(self, candidate: Candidate, how: str, stages: Stages | None) -> Outcome:
         """The simulation, listed."""
         config, found = candidate.config, self.found
         with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
         expected = self.evaluator.cut_estimate(config, outcome.stages)
-        self.slower[candidate.kind, outcome.stages.partition] = outcome.step_s / expected
+        self.known.took(candidate.kind, outcome.stages.partition, outcome.step_s / expected)
         self.listed.add(outcome)
         for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
             if rival not in found.rivals or outcome.step_s < found.rivals[rival].step_s:
@@ -363,20 +326,3 @@ class _Search:
         self.found.refused[reason] += 1
         self.found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
         self.found.examples.setdefault(reason, detail)
-
-
-def _by_kind(configs: Iterable[Config]) -> list[list[Config]]:
-    """Configs of each degree and layout, the fewest stages first."""
-    kinds: dict[Kind, list[Config]] = {}
-    for config in configs:
-        kinds.setdefault((config.pipeline, config.layout), []).append(config)
-    return sorted(kinds.values(), key=lambda alike: _num_stages(alike[0]))
-
-
-def _has_several(config: Config) -> bool:
-    """Whether each device has several stages, or pairs of stages."""
-    return config.layout.num_chunks > (2 if config.placement.kind.mirrored else 1)
-
-
-def _num_stages(config: Config) -> int:
-    return config.pipeline * config.layout.num_chunks

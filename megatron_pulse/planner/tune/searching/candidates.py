@@ -1,0 +1,98 @@
+"""What a tuner's search takes up: configs, how far each has come, and cuts that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from megatron_pulse.planner.layout.layouts import Layout
+from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.stages import Stages
+
+MOST_KNOWN = 4
+"""Cuts that are kept for a degree and layout, the latest."""
+
+type Kind = tuple[int, Layout]
+
+
+class Step(IntEnum):
+    """How far a config has come (``searching.search`` has the table)."""
+
+    EVEN = 0
+    LIKE = 1
+    CUT = 2
+    QUICK = 3
+
+
+@dataclass(order=True)
+class Candidate:
+    """A config in the queue: ``seconds`` is its estimate, or what it may come to by its quick
+    schedule, which takes ``reached_s``.
+
+    ``final``: no other schedule of these stages can be shorter, or soon enough to be listed.
+    """
+
+    seconds: float
+    simplicity: tuple[int, ...]
+    config: Config
+    bound: float
+    step: Step = Step.EVEN
+    stages: Stages | None = field(default=None, compare=False)
+    reached_s: float = field(default=float("inf"), compare=False)
+    final: bool = field(default=False, compare=False)
+
+    @property
+    def kind(self) -> Kind:
+        """What configs have in common that are cut alike."""
+        return self.config.pipeline, self.config.layout
+
+
+class KnownCuts:
+    """Cuts that others of a kind are tried with, and how much longer a step of them took than their
+    load lets expect."""
+
+    def __init__(self) -> None:
+        self._cuts: dict[Kind, list[Partition]] = {}
+        self._slower: dict[tuple[Kind, Partition], float] = {}
+
+    def of(self, kind: Kind) -> list[Partition]:
+        """The latest; none where none was learnt."""
+        return self._cuts.get(kind, [])
+
+    def learn(self, kind: Kind, cuts: Partition) -> None:
+        """Try others of the kind with these too."""
+        known = self.of(kind)
+        if cuts not in known:
+            self._cuts[kind] = [*known, cuts][-MOST_KNOWN:]
+
+    def took(self, kind: Kind, cuts: Partition, times: float) -> None:
+        """A step took so many times what was estimated."""
+        self._slower[kind, cuts] = times
+
+    def slower(self, kind: Kind, cuts: Partition) -> float:
+        """Times what is estimated that a step takes, as far as is known."""
+        return self._slower.get((kind, cuts), 1.0)
+
+    def were_tried(self, kind: Kind) -> bool:
+        """Whether a step of any cuts of the kind was simulated."""
+        return any(tried == kind for tried, _ in self._slower)
+
+
+def by_kind(configs: Iterable[Config]) -> list[list[Config]]:
+    """Configs of each degree and layout, the fewest stages first."""
+    kinds: dict[Kind, list[Config]] = {}
+    for config in configs:
+        kinds.setdefault((config.pipeline, config.layout), []).append(config)
+    return sorted(kinds.values(), key=lambda alike: num_stages(alike[0]))
+
+
+def has_several(config: Config) -> bool:
+    """Whether each device has several stages, or pairs of stages."""
+    return config.layout.num_chunks > (2 if config.placement.kind.mirrored else 1)
+
+
+def num_stages(config: Config) -> int:
+    """Of one pipeline."""
+    return config.pipeline * config.layout.num_chunks
