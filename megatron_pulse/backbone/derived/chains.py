@@ -12,7 +12,9 @@ from torch.nn.modules import module as torch_module
 
 from megatron_pulse.backbone.derived.exported import DerivationError, export
 from megatron_pulse.backbone.derived.inputs import Inputs
+from megatron_pulse.backbone.derived.reading import UNKNOWN
 from megatron_pulse.backbone.derived.units import Chain, derive
+from megatron_pulse.processes import without_collecting
 
 
 class Chains:
@@ -38,7 +40,7 @@ class Chains:
         Raises DerivationError if the module cannot be exported there, or has other units.
         """
         if size not in self._found:
-            with ThreadPoolExecutor(1) as alone:
+            with ThreadPoolExecutor(1) as alone, without_collecting():
                 chain = alone.submit(self._derive, size).result()
             if self._found and [unit.signature for unit in chain.units] != [
                 unit.signature for unit in self.first.units
@@ -51,6 +53,14 @@ class Chains:
         return self._found[size]
 
     def _derive(self, size: int) -> Chain:
+        try:
+            return self._derived(size, with_lines=False)
+        except DerivationError as error:
+            if UNKNOWN not in str(error):
+                raise
+        return self._derived(size, with_lines=True)
+
+    def _derived(self, size: int, with_lines: bool) -> Chain:
         """In a thread of its own: what is on where a size comes up (modes, hooks of recomputation,
         no_grad, a default device) is not on there."""
         inputs = self._inputs
@@ -58,7 +68,9 @@ class Chains:
             nullcontext() if self._device.type == "cpu" else self._device,
             _without_hooks_of_all(),
         ):
-            exported = export(self.module, inputs.make(size), inputs.constants, self._output)
+            exported = export(
+                self.module, inputs.make(size), inputs.constants, self._output, with_lines
+            )
             like = self.first.decided if self._found else None
             return derive(exported, self._name, inputs.sample, self._pieces, like)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -57,17 +57,26 @@ class Exported:
 
 
 def export(
-    module: nn.Module, given: Mapping[str, Any], fixed: frozenset[str], output: int | None
+    module: nn.Module,
+    given: Mapping[str, Any],
+    fixed: frozenset[str],
+    output: int | None,
+    with_lines: bool = True,
 ) -> Exported:
     """The graph of ``module(**given)``; the inputs ``fixed`` become constants.
 
-    ``output`` says which of several tensors that the module returns is the prediction.
+    ``output`` says which of several tensors that the module returns is the prediction. Without
+    ``with_lines``, nodes know no lines of the model, and it takes a quarter less time.
     Raises DerivationError with the operation and the line where that is not possible.
     """
     name = type(module).__name__
     unseen: list[str] = []
     try:
-        with watched(module) as unseen, _dataclasses_as_dictionaries(module):
+        with (
+            watched(module) as unseen,
+            _dataclasses_as_dictionaries(module),
+            nullcontext() if with_lines else _without_lines(),
+        ):
             program = torch.export.export(module, (), dict(given), strict=False)
     except Exception as error:
         raise DerivationError(name, [*unseen, _reason(error, module)]) from error
@@ -121,6 +130,16 @@ def _dataclasses_as_dictionaries(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _without_lines() -> Iterator[None]:
+    kept = getattr(fx.config, "do_not_emit_stack_traces", False)  # not there in older torch
+    fx.config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        fx.config.do_not_emit_stack_traces = kept
 
 
 def _is_weight(spec: Any) -> bool:
@@ -187,7 +206,8 @@ def _result(graph: fx.Graph, output: int | None, name: str) -> fx.Node:
 
 
 def _drop_identities(graph: fx.Graph) -> None:
-    """Casts to what a tensor is, and dropout of nothing, would hide that two values are one."""
+    """Casts to what a tensor is, dropout of nothing and division by one would hide that two values
+    are one."""
     for node in list(graph.nodes):
         name = operation(node)
         if name.startswith("dropout."):
@@ -197,6 +217,8 @@ def _drop_identities(graph: fx.Graph) -> None:
                 name != "to.device" and True in node.args[3:4] or True in node.args[4:5]
             )
             same = not copies and not converts(node, node.args[0])
+        elif name == "div.Tensor":  # as diffusers' attention by its rescale_output_factor
+            same = node.args[1] == 1 and value_of(node).dtype == value_of(node.args[0]).dtype
         else:
             same = False
         if same:

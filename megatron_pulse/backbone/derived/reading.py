@@ -18,6 +18,8 @@ from megatron_pulse.backbone.chain import DTYPE_BYTES
 _HEAVY = ("linear", "conv", "scaled_dot", "matmul", "mm", "bmm", "baddbmm", "einsum", "embedding")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+')
 TORCH = str(Path(torch.__file__).parent)
+UNKNOWN = "an unknown line"
+"""The place of what was exported without lines."""
 
 
 def operation(node: fx.Node) -> str:
@@ -79,7 +81,7 @@ def place_of(node: fx.Node) -> str:
     """The line of the model that a node comes from: ``file.py:12 (conv1)``."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in frames if not file.startswith(TORCH)] or frames
-    line = f"{own[-1][0]}:{own[-1][1]}" if own else "an unknown line"
+    line = f"{own[-1][0]}:{own[-1][1]}" if own else UNKNOWN
     return f"{line} ({path})" if (path := path_of(node)) else line
 
 

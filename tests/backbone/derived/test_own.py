@@ -12,6 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.backbone.derived.from_module import source_of
+from megatron_pulse.backbone.derived.reading import operation
 from megatron_pulse.profile.flops import model_flops
 from megatron_pulse.profile.parameters import count_parameters
 from tests.backbone.derived.bits import chain_equal_to, skips_of
@@ -103,6 +105,31 @@ def test_what_cannot_be_run_is_refused_with_its_line(
         pulse.from_module(module, {name: torch.randn(3, WIDTH)}, sample=name)
     assert reason in str(caught.value) and place in str(caught.value)
     assert type(module).__name__ in str(caught.value)
+
+
+class Rescaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(WIDTH, WIDTH), factor
+
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        return (self.linear(x) / self.factor) / (count / 1)
+
+
+def test_division_by_one_is_no_operation() -> None:
+    """Where it changes the dtype it is one."""
+    given = {"x": torch.randn(2, WIDTH), "count": torch.tensor([[3], [5]])}
+    for factor, divisions in ((1.0, 2), (2.0, 3)):
+        (unit,) = chain_equal_to(Rescaled(factor), given, "x").units
+        assert sum(operation(node) == "div.Tensor" for node in unit.graph.nodes) == divisions
+
+
+def test_lines_are_looked_up_where_there_is_a_fault() -> None:
+    source = source_of(pulse.from_module(nn.Linear(WIDTH, 3), {"input": torch.randn(2, WIDTH)},
+                                         sample="input"))  # fmt: skip
+    assert source is not None
+    (unit,) = source.chains.first.units
+    assert not any("stack_trace" in node.meta for node in unit.graph.nodes)
 
 
 def test_uses_of_one_weight_are_not_parted() -> None:
