@@ -5,6 +5,8 @@
 ``train(config)`` runs in four processes with the usual environment (RANK, WORLD_SIZE,
 MASTER_ADDR, ...); its return values come back in rank order. If a rank fails, ``RanksFailed``
 holds what every rank said. Nothing outlives the call, nor the process that made it.
+
+With ``shared`` they are forked from the calling process, and have what it has made.
 """
 
 from __future__ import annotations
@@ -106,10 +108,13 @@ def _main(
         os._exit(code)
 
 
-def start_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, folder: str) -> list[Any]:
+def start_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, folder: str, shared: bool = False
+) -> list[Any]:
     """Start the ranks and return their processes; their output goes to ``folder/log.<rank>``."""
     port = free_port()
     processes = []
+    context = multiprocessing.get_context("fork") if shared else _context()
     for rank in range(num_ranks):
         env = {
             "RANK": str(rank),
@@ -121,18 +126,22 @@ def start_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, folder
             "OMP_NUM_THREADS": "1",
             "WANDB_MODE": "disabled",
         }
-        process = _context().Process(target=_main, args=(function, args, folder, env))
+        process = context.Process(target=_main, args=(function, args, folder, env))
         process.start()
         processes.append(process)
     return processes
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 240.0,
+    shared: bool = False,
 ) -> list[Any]:
     """Run ``function(*args)`` on every rank and return the results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = start_ranks(num_ranks, function, *args, folder=folder)
+        processes = start_ranks(num_ranks, function, *args, folder=folder, shared=shared)
         deadline = time.monotonic() + timeout_s
         running = [p.sentinel for p in processes]
         while running and time.monotonic() < deadline:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,9 +101,10 @@ def train_all(
     """The subject ``name`` in all layouts, and the losses of its module itself by dtype.
 
     Layouts of one dtype, and of one number of devices in it, follow each other; the reference of
-    each is among them.
+    each is among them. The chains are derived once, by a process that the ranks are forked from.
     """
-    ranks = run_ranks(num_ranks, _train_here, name, layouts, steps, timeout_s=timeout_s)
+    (ranks,) = run_ranks(1, _derive_and_train, name, layouts, num_ranks, steps, timeout_s,
+                         timeout_s=2 * timeout_s)  # fmt: skip
     merged = {
         layout: merge([outcomes[layout] for outcomes, _ in ranks if layout in outcomes])
         for layout in layouts
@@ -111,8 +113,18 @@ def train_all(
     return trained, ranks[0][1]
 
 
+def _derive_and_train(
+    name: str, layouts: Sequence[Layout], num_ranks: int, steps: int, timeout_s: float
+) -> list[Any]:
+    torch.set_num_threads(1)
+    subjects = {dtype: Subject(name, dtype) for dtype in dict.fromkeys(x.dtype for x in layouts)}
+    return run_ranks(
+        num_ranks, _train_here, subjects, layouts, steps, timeout_s=timeout_s, shared=True
+    )
+
+
 def _train_here(
-    name: str, layouts: Sequence[Layout], steps: int
+    subjects: Mapping[str, Subject], layouts: Sequence[Layout], steps: int
 ) -> tuple[dict[Layout, Outcome], dict[str, list[float]]]:
     """This rank's part of all: layouts of fewer devices are shared out among the ranks."""
     torch.set_num_threads(1)
@@ -127,7 +139,7 @@ def _train_here(
     outcomes: dict[Layout, Outcome] = {}
     eager: dict[str, list[float]] = {}
     for dtype, of_dtype in groupby(layouts, lambda layout: layout.dtype):
-        subject = Subject(name, dtype)
+        subject = subjects[dtype]
         for num, same in groupby(of_dtype, lambda layout: layout.num_devices):
             dist.barrier()
             for i, layout in enumerate(same):
