@@ -156,7 +156,7 @@ def _built(class_name: str, options: str) -> Backbone:
         module = made_hollow(lambda: _make(class_name, settings))
     except Exception as error:  # a class raises what it likes
         raise ValueError(f"{class_name} cannot be made of this config: {raised(error)}") from error
-    module = hollow(module.train(), getattr(torch, dtype))
+    module = declared.wrap(hollow(module.train(), getattr(torch, dtype)))
     return from_module(module, declared.make(dtype), **declared.keywords())
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 COMPUTE = "compute"
+
+type Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,9 @@ class Same:
 @dataclass(frozen=True)
 class Declared:
     """All inputs of a module; ``sample`` is the path of the noisy sample, ``timestep`` that of the
-    times, see ``from_module``. ``num_classes`` and ``null_label``: see ``Backbone``."""
+    times, see ``from_module``. ``num_classes`` and ``null_label``: see ``Backbone``. ``around``
+    makes what is called in the place of the module's forward, of that: it packs latents into
+    tokens, and unpacks what comes of them, as the class's pipeline does."""
 
     sample: str
     timestep: str | None
@@ -44,6 +51,7 @@ class Declared:
     null_label: int | None = None
     patch_size: int = 1
     output: int | None = None
+    around: Around | None = None
 
     def keywords(self) -> dict[str, Any]:
         """What ``from_module`` is to know of them."""
@@ -63,6 +71,12 @@ class Declared:
             "null_label": self.null_label,
             "patch_size": self.patch_size,
         }
+
+    def wrap[M: nn.Module](self, module: M) -> M:
+        """``module``, which is called with these inputs from now on."""
+        if self.around is not None:
+            module.forward = self.around(module.forward)
+        return module
 
     def make(self, dtype: str) -> Callable[[int], dict[str, Any]]:
         """What makes the inputs for a microbatch size, where the run's dtype is ``dtype``."""

@@ -133,6 +133,7 @@ def _derived(
             inputs = lambda size: cast(given(size), times, kind)  # noqa: E731
     elif type(module).__name__ in CLASSES:
         declared = CLASSES[type(module).__name__].declared(module.config, {})
+        declared.wrap(module)
         inputs, said = declared.make(dtype), declared.keywords()
     else:
         taken = ", ".join(inspect.signature(module.forward).parameters)

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from model_specs.derived.inputs import Config, Declared, Input, Known, Same, Sizes
+from model_specs.derived.inputs import Around, Config, Declared, Input, Known, Same, Sizes
 
 _THOUSANDTH = 1e-3
 """Of classes whose times are from 0 to 1."""
 
 
+def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Around:
+    """A module whose noisy sample and prediction are latents, where its own are tokens."""
+
+    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def call(hidden_states: Any, **others: Any) -> Any:
+            (predicted,) = forward(hidden_states=pack(hidden_states), **others, return_dict=False)
+            return unpack(predicted)
+
+        return call
+
+    return around
+
+
+_SIDE = 2
+"""Of the squares of latents that are one token of Flux."""
+
+
 def _flux(config: Config, size: Sizes) -> Declared:
-    """Packed latents: a token for each 2 x 2 of them; positions are constants."""
-    height, width = size.height // 2, size.width // 2
+    """A token for each 2 x 2 of the latents; positions are constants."""
+    height, width = size.height // _SIDE, size.width // _SIDE
+    if (height * _SIDE, width * _SIDE) != (size.height, size.width):
+        raise ValueError(f"{size.height} x {size.width} latents have no whole squares of {_SIDE}")
+    # [b, C, h, 2, w, 2] <-> [b, h, w, C, 2, 2]
+    packed = _packed(
+        lambda x: (
+            x.unflatten(3, (width, _SIDE)).unflatten(2, (height, _SIDE))
+            .permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        ),
+        lambda x: (
+            x.unflatten(2, (-1, _SIDE, _SIDE)).unflatten(1, (height, width))
+            .permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
+        ),
+    )  # fmt: skip
     inputs: list[Input | Same] = [
-        Input("hidden_states", (height * width, config.in_channels)),
+        Input("hidden_states", (config.in_channels // _SIDE**2, size.height, size.width)),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
@@ -25,7 +58,9 @@ def _flux(config: Config, size: Sizes) -> Declared:
     ]
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
-    return Declared("hidden_states", "timestep", tuple(inputs), _THOUSANDTH)
+    return Declared(
+        "hidden_states", "timestep", tuple(inputs), _THOUSANDTH, patch_size=_SIDE, around=packed
+    )
 
 
 def _places(height: int, width: int) -> Any:
@@ -82,9 +117,13 @@ def _mochi(config: Config, size: Sizes) -> Declared:
 
 
 def _ltx(config: Config, size: Sizes) -> Declared:
-    tokens = size.frames * size.height * size.width
+    """A token for each of the latents."""
+    if (config.patch_size, config.patch_size_t) != (1, 1):
+        raise ValueError("patch_size and patch_size_t other than 1 are not declared here")
+    shape = size.frames, size.height, size.width
+    packed = _packed(lambda x: x.flatten(2).mT, lambda x: x.mT.unflatten(2, shape))
     inputs: tuple[Input | Same, ...] = (
-        Input("hidden_states", (tokens, config.in_channels)),
+        _video(config, size),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.caption_channels), field="context"
@@ -95,7 +134,7 @@ def _ltx(config: Config, size: Sizes) -> Declared:
         Same("width", lambda batch: size.width),
         Same("rope_interpolation_scale", lambda batch: (8 / 25, 32.0, 32.0)),
     )
-    return Declared("hidden_states", "timestep", inputs)
+    return Declared("hidden_states", "timestep", inputs, around=packed)
 
 
 def _cogvideox(config: Config, size: Sizes) -> Declared:

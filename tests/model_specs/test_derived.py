@@ -109,7 +109,17 @@ def test_classes_are_called_as_they_want(name: str) -> None:
         shapes = {n: tuple(v.shape) if isinstance(v, torch.Tensor) else None for n, v in leaves}
         return {n: shape for n, shape in shapes.items() if n != "encoder_hidden_states_image"}
 
-    assert kinds(declared.make("float32")(2)) == kinds(given(2))
+    inputs = called = declared.make("float32")(2)
+    if declared.around is not None:  # latents are packed, as a pipeline would
+        latents = inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
+        called = {}
+
+        def forward(hidden_states: torch.Tensor, return_dict: bool, **others: Any) -> Any:
+            called.update(others, hidden_states=hidden_states)
+            return (hidden_states,)
+
+        assert torch.equal(declared.around(forward)(**inputs), latents)
+    assert kinds(called) == kinds(given(2))
 
 
 def test_weights_are_those_of_the_folder_or_of_the_class_s_own_initialisation(
