@@ -8,7 +8,7 @@ the chain, and what the process held at most; then the busiest device of an exac
 ``--table``, a published table of the layers of a class of diffusers (its ``cls`` and ``config``)
 takes the hand-written chain's place. "balance" is how many times the mean device the busiest is:
 what a cut decides. (A table counts matrix products alone; and the operations of diffusers' modules
-are not those of our families, one by one.)
+are not those of our families, one by one: what those of the class itself take is told beside both.)
 """
 
 from __future__ import annotations
@@ -56,6 +56,28 @@ def derived(class_name: str, config: dict[str, Any], options: dict[str, Any]) ->
     return load_backbone(f"diffusers:{class_name}", chosen)
 
 
+def eager_s(class_name: str, config: dict[str, Any], sizes: dict[str, Any]) -> float:
+    """What the operations of the class itself take, called as it is, forward and backward."""
+    import diffusers
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from megatron_pulse.profile.devices import PRESETS, Roofline
+    from megatron_pulse.profile.flops import FlashAttention
+    from megatron_pulse.profile.measuring.kernels import Kernels
+    from model_specs.derived.classes import CLASSES
+
+    kind, kernels = getattr(diffusers, class_name), Kernels()
+    with torch.device("meta"):
+        module = kind.from_config(config).to(getattr(torch, DTYPE))
+        given = CLASSES[class_name].declared(module.config, sizes).make(DTYPE)(1)
+        given = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), given)
+        with FlashAttention(), kernels, kernels.record() as called:
+            predicted = module(**given).sample
+            predicted.backward(torch.empty_like(predicted))
+    return Roofline(PRESETS[DEVICE], DTYPE).seconds(called)
+
+
 def beside_family(name: str) -> dict[str, Any]:
     """A family's chain beside the derived one."""
     from model_specs import load_backbone, published_form
@@ -65,16 +87,22 @@ def beside_family(name: str) -> dict[str, Any]:
     assert form is not None
     side = hand.input_spec.shape[-1]
     start = time.process_time()
-    chain = derived(form.class_name, dict(form.config), {"height": side, "width": side})
+    sizes = {"height": side, "width": side}
+    chain = derived(form.class_name, dict(form.config), sizes)
     seconds = time.process_time() - start
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    costs = costs_of(hand), costs_of(chain)
     return {
         "name": name,
+        "all_ms": (
+            *(1e3 * (sum(each.forward_s) + sum(each.backward_s)) for each in costs),
+            1e3 * eager_s(form.class_name, dict(form.config), sizes),
+        ),
         "seconds": seconds,
         "gigabytes": held,
         "layers": (len(hand.layers), len(chain.layers)),
         "skips": (len(hand.skips), len(chain.skips)),
-        **_rows(costs_of(hand), costs_of(chain)),
+        **_rows(*costs),
     }
 
 
@@ -131,6 +159,12 @@ def main() -> None:
             f"layers {row['layers'][0]} and {row['layers'][1]}, skips {row['skips'][0]} and "
             f"{row['skips'][1]}"
         )
+        if "all_ms" in row:
+            by_hand, ours, eager = row["all_ms"]
+            print(
+                f"  all layers: {by_hand:.1f} and {ours:.1f} ms ({ours / by_hand - 1:+.1%}); the "
+                f"class itself, called as it is: {eager:.1f}"
+            )
         for what in ("busiest_ms", "balance"):
             for size, (hand, ours) in row.get(what, {}).items():
                 print(f"  P = {size}: {what} {hand:.4g} and {ours:.4g} ({ours / hand - 1:+.1%})")
