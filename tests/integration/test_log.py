@@ -25,12 +25,16 @@ def said(argv: list[str]) -> tuple[str, str, set[str]]:
     import megatron.core.timers as timers
     import megatron.training.arguments as arguments
 
+    from tests.preload import IMPORTED
+
     arguments.parse_args = None  # the flags have been read: nobody does so anew
+    for name in NEEDED_BY_FEW:  # which others than this run may have had need of
+        sys.modules.pop(name, None)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         train([*TINY["uvit"], *BASE, "--global-batch-size", "2", *argv])
     assert timers.wandb is sys.modules.get("wandb"), "timers would not write to it"
-    return out.getvalue(), err.getvalue(), NEEDED_BY_FEW & sys.modules.keys()
+    return out.getvalue(), err.getvalue(), NEEDED_BY_FEW & (sys.modules.keys() | IMPORTED)
 
 
 def logs(*runs: list[str]) -> list[tuple[str, str, set[str]]]:

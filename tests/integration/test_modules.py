@@ -49,7 +49,7 @@ def test_a_class_without_a_family_trains_alike_in_every_layout_and_as_plain_torc
     expected = run(1, *begin[2:], *said, *THREE, backbone="none")  # of the folder, not imported
     split = ["--pulse-schedule", "zb-h1", "--pulse-placement", "sequential"]
     save = ["--save", str(tmp_path / "run"), "--save-interval", "2"]
-    got = run(4, *begin, *THREE, *pipeline(4, *split), *save, backbone="none")
+    got = run(2, *begin, *THREE, *pipeline(2, *split), *save, backbone="none")
     assert got.executed.operations == {"F", "I", "W"}
     assert_same(got, expected)
     again = ["--load", save[1], "--ckpt-step", "2", *begin[2:]]
