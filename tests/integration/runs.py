@@ -40,7 +40,7 @@ BASE = [
     "--pulse-timeout-s", "60", "--pulse-solver", "none", "--pulse-solver-seconds", "0.3",
 ]  # fmt: skip
 
-STEPS = ["--global-batch-size", "8", "--train-iters", "4"]
+STEPS = ["--global-batch-size", "8", "--train-iters", "3"]
 """Of most runs, so that they have one reference."""
 
 

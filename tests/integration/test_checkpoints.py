@@ -10,12 +10,12 @@ import pytest
 from tests.integration.runs import Kill, alone, pipeline, run
 from tests.ranks import RanksFailed, said_once
 
-STEPS = ["--global-batch-size", "8", "--train-iters", "6"]
+STEPS = ["--global-batch-size", "8", "--train-iters", "4"]
 
 
 def saving(folder: Path) -> list[str]:
-    """Flags that save every three steps."""
-    return ["--save", str(folder), "--save-interval", "3"]
+    """Flags that save every two steps."""
+    return ["--save", str(folder), "--save-interval", "2"]
 
 
 P1, P2 = [], pipeline(2)
@@ -38,14 +38,14 @@ def test_saved_at_four_resumed_anywhere(
     tmp_path: Path, backbone: str, optimizer: list[str], layouts: dict[str, tuple[int, list[str]]]
 ) -> None:
     whole = run(4, *STEPS, *pipeline(4), *optimizer, *saving(tmp_path), backbone=backbone)
-    assert len(whole.losses) == 6
+    assert len(whole.losses) == 4
     for name, (num_ranks, flags) in layouts.items():
         resumed = run(
             num_ranks, *STEPS, *flags, *optimizer,
-            "--load", str(tmp_path), "--ckpt-step", "3", backbone=backbone,
+            "--load", str(tmp_path), "--ckpt-step", "2", backbone=backbone,
         )  # fmt: skip
-        assert resumed.losses == whole.losses[3:], name
-        assert resumed.grad_norms == whole.grad_norms[3:], name
+        assert resumed.losses == whole.losses[2:], name
+        assert resumed.grad_norms == whole.grad_norms[2:], name
         assert resumed.averages.keys() == whole.averages.keys(), name
         for key, value in whole.averages.items():
             assert resumed.averages[key].equal(value), (name, key)
@@ -55,27 +55,27 @@ def test_killed_in_mid_step_resumes_with_the_same_curve(tmp_path: Path) -> None:
     flags = [*STEPS, *pipeline(2), *saving(tmp_path)]
     uninterrupted = alone(*STEPS)
     with pytest.raises(RanksFailed) as killed:
-        run(2, *flags, kill=Kill(rank=1, step=5))
+        run(2, *flags, kill=Kill(rank=1, step=4))
     assert killed.value.exit_codes[1] == -signal.SIGKILL
     assert killed.value.exit_codes[0] == 1
     assert "rank 1 closed the connection" in killed.value.outputs[0]
     resumed = run(2, *flags)
-    assert resumed.losses == uninterrupted.losses[3:]
+    assert resumed.losses == uninterrupted.losses[2:]
     assert resumed.validation == uninterrupted.validation
     _damaged_is_refused_by_all_ranks(tmp_path, flags)
 
 
 def _damaged_is_refused_by_all_ranks(folder: Path, flags: list[str]) -> None:
     """One bit that only one rank reads; what is whole is named."""
-    file = folder / "iter_0000006" / "__1_0.distcp"
+    file = folder / "iter_0000004" / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(RanksFailed) as refused:
-        run(2, *flags, "--train-iters", "7")
+        run(2, *flags, "--train-iters", "5")
     for text in (
         f"{file.parent} is damaged: __1_0.distcp: its content is not what was saved",
-        "step 3 there is whole: name it (--ckpt-step 3 beside --load",
+        "step 2 there is whole: name it (--ckpt-step 2 beside --load",
     ):
         assert said_once(refused.value, text)
     assert refused.value.exit_codes == [2, 2]

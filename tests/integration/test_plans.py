@@ -65,7 +65,7 @@ def make_plan(path: Path, config: Config) -> Path:
 def test_a_run_obeys_its_plan(tmp_path: Path, config: Config, tolerance: float) -> None:
     plan = make_plan(tmp_path / "plan.json", config)
     ranks = config.pipeline * config.data
-    obeyed = run(ranks, "--pulse-plan", str(plan), "--train-iters", "4", backbone="none")
+    obeyed = run(ranks, "--pulse-plan", str(plan), "--train-iters", "3", backbone="none")
     executed = obeyed.executed
     assert executed.operations == ({"F", "I", "W"} if config.split else {"F", "B"})
     assert executed.placement == ("sequential" if config.layout == ROW else "fold")
