@@ -74,7 +74,7 @@ def test_ctrl_c_in_start_up_and_in_training(tmp_path: Path) -> None:
         assert run.said() == (
             "told to stop (SIGINT) before the first step: there was nothing to save\n"
         )
-    with session(train("pulse run", tmp_path)) as run:
+    with session(train("pulse run", tmp_path, ranks=1)) as run:
         run.wait_for("iteration        2/")
         run.process.send_signal(signal.SIGINT)
         assert run.ended() == 128 + signal.SIGINT
@@ -138,7 +138,8 @@ def test_a_solver_ends_with_who_asked_it() -> None:
 
 
 def test_refused_it_ends_with_the_reason_alone(tmp_path: Path) -> None:
-    with session(train("pulse run", tmp_path, "--lr", "0", "--train-iters", "0")) as run:
+    wrong = ["--lr", "0", "--train-iters", "0"]
+    with session(train("pulse run", tmp_path, *wrong, ranks=1)) as run:
         assert run.ended() == 1
         assert run.said() == (
             "error: this run cannot start (2 faults):\n"
