@@ -17,6 +17,7 @@ with without_collecting():
 
     compat.install()
 from tests.process import unchanged  # noqa: E402
+from tests.ranks import share_server  # noqa: E402
 
 # How long an example takes is no fault of it: a machine may have other work. A commit is judged by
 # the same examples everywhere; to look for others: bash tests/run.sh --hypothesis-profile new
@@ -28,6 +29,12 @@ from tests.remembered import FOLDER, remember_analyses  # noqa: E402
 
 FIRST = ("launch", "integration", "runtime", "planner")
 """Folders with the longest files: begun first, nothing waits for them at the end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that share the files of tests out share what their ranks are forked from."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        share_server()
 
 
 @pytest.hookimpl(wrapper=True)

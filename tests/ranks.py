@@ -15,6 +15,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import random
@@ -31,7 +32,8 @@ from typing import Any
 
 _PRELOAD = ["tests.preload"]
 _ROOT = Path(__file__).parents[1]
-
+SHARED = "PULSE_TESTS_SERVER"
+"""The variable that says where a server listens which several processes share."""
 
 AFTER_A_FAILURE_S = 45.0
 """How long the others may take to notice that one has failed."""
@@ -60,12 +62,28 @@ def free_port() -> int:
             return port
 
 
+def share_server() -> None:
+    """Start the server now, for the processes that this one will start as well.
+
+    Each has one of its own where Python's (3.14 and later) speaks to its starter alone.
+    """
+    _context()
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if not hasattr(server, "_forkserver_authkey"):
+        os.environ[SHARED] = server._forkserver_address
+
+
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_address is None and SHARED in os.environ:
+        server._forkserver_address = os.environ[SHARED]
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+        server.ensure_running = multiprocessing.resource_tracker.ensure_running
     context.set_forkserver_preload(_PRELOAD)
     # It looks for what it preloads in its working directory, and says nothing if that is not there.
     with contextlib.chdir(_ROOT):
-        multiprocessing.forkserver.ensure_running()
+        server.ensure_running()
     return context
 
 
@@ -81,6 +99,7 @@ def _main(
     function: Callable[..., Any], args: tuple[Any, ...], folder: str, env: dict[str, str]
 ) -> None:
     threading.Thread(target=_end_with_caller, daemon=True).start()
+    os.environ.clear()
     os.environ.update(env)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup would have ranks ignore
     rank = env["RANK"]
@@ -117,6 +136,7 @@ def start_ranks(
     context = multiprocessing.get_context("fork") if shared else _context()
     for rank in range(num_ranks):
         env = {
+            **os.environ,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(num_ranks),

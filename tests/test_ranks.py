@@ -19,6 +19,7 @@ def sleep(folder):
 
 if __name__ == "__main__":
     ranks._PRELOAD.clear()
+    os.environ.pop(ranks.SHARED, None)
     ranks.run_ranks(2, sleep, sys.argv[1])
 """
 
