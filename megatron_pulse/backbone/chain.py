@@ -27,13 +27,20 @@ class TensorSpec:
     1 for token streams in Megatron's order ``[s, b, h]``; None: there is none, the tensor is one
     for all samples (T5's bias of positions), and counts like that of one sample. ``dtype`` is
     ``"compute"`` or the name of a torch dtype (``"float32"``, ``"int64"``). The first dimension of
-    a ``sequence`` is divided among tensor-parallel ranks under sequence parallelism.
+    a ``sequence`` is divided among tensor-parallel ranks under sequence parallelism. ``others`` are
+    its shapes in microbatches of the chain's other shapes (see ``shapes``); sizes in values and
+    bytes are those of the largest.
     """
 
     shape: tuple[int, ...]
     batch_dim: int | None = 0
     dtype: str = COMPUTE
     sequence: bool = False
+    others: tuple[tuple[int, ...], ...] = ()
+
+    def at(self, which: int) -> TensorSpec:
+        """The tensor in microbatches of the chain's shape ``which`` alone; 0 is the first."""
+        return replace(self, shape=(self.shape, *self.others)[which], others=())
 
     def full_shape(self, micro_batch_size: int) -> tuple[int, ...]:
         """The shape with the batch dimension inserted."""
@@ -44,7 +51,7 @@ class TensorSpec:
     @property
     def numel_per_sample(self) -> int:
         """Number of elements per sample."""
-        return math.prod(self.shape)
+        return max(map(math.prod, (self.shape, *self.others)))
 
     @property
     def differentiable(self) -> bool:
@@ -79,6 +86,9 @@ class Layer:
 
     ``trained`` says whether a parameter of its module may ask for a gradient (``requires_grad``).
     Where none does, no gradient is computed for this layer's sake (see ``gradients``).
+
+    In a chain of several shapes a module that has an attribute ``chain_shape`` is told there which
+    one it is called with (0 is the first).
     """
 
     name: str
@@ -136,7 +146,8 @@ class Backbone:
     none), as classifier-free guidance needs; ``num_heads``, the numbers of heads of its attentions,
     which tensor-parallel ranks share (a number of ranks must divide each); ``patch_size``, the side
     of the squares of the sample that its tokens are, which tells a shift of the diffusion process
-    how large the picture is.
+    how large the picture is. ``shares`` says which part of the microbatches is of which shape
+    (empty: as many of each), for planning.
     """
 
     name: str
@@ -149,6 +160,12 @@ class Backbone:
     null_label: int | None = None
     num_heads: tuple[int, ...] = ()
     patch_size: int = 1
+    shares: tuple[float, ...] = ()
+
+    @property
+    def num_shapes(self) -> int:
+        """How many shapes a microbatch may have."""
+        return 1 + len(self.input_spec.others)
 
     @property
     def saved_record(self) -> dict[str, Any]:
@@ -188,9 +205,10 @@ class Backbone:
     def _sequences(self) -> list[tuple[str, int]]:
         """The layer and the length of every sequence that one takes or returns."""
         return [
-            (layer.name, spec.shape[0])
+            (layer.name, shape[0])
             for layer in self.layers
             for spec in (*layer.inputs, *layer.outputs)
+            for shape in (spec.shape, *spec.others)
             if spec.sequence
         ]
 
@@ -210,7 +228,10 @@ class Backbone:
         def divide(spec: TensorSpec) -> TensorSpec:
             if not spec.sequence:
                 return spec
-            return replace(spec, shape=(spec.shape[0] // parts, *spec.shape[1:]))
+            first, *others = (
+                (shape[0] // parts, *shape[1:]) for shape in (spec.shape, *spec.others)
+            )
+            return replace(spec, shape=first, others=tuple(others))
 
         layers = tuple(
             replace(

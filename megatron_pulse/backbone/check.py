@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.shapes import shape_faults
 from megatron_pulse.faults import told
 
 _LAYER_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
@@ -35,9 +36,11 @@ def check_backbone(backbone: Backbone) -> list[str]:
         return faults
     if not backbone.layers:
         return ["the chain is empty; a backbone needs at least one layer"]
+    tensors = list(_tensors(backbone))
     return [
         *_names(backbone.layers),
-        *_tensors(backbone),
+        *tensors,
+        *([] if tensors else shape_faults(backbone)),
         *_boundaries(backbone.layers),
         *_skips(backbone.layers),
         *_conditioning(backbone),
@@ -128,7 +131,8 @@ def _describe(spec: TensorSpec) -> str:
     dims = [str(d) for d in spec.shape]
     if spec.batch_dim is not None:
         dims.insert(spec.batch_dim, "b")
-    return f"{spec.dtype}[{', '.join(dims)}]"
+    others = f" (others {spec.others})" if spec.others else ""
+    return f"{spec.dtype}[{', '.join(dims)}]{others}"
 
 
 def _tensors(backbone: Backbone) -> Iterator[str]:
@@ -161,8 +165,14 @@ def spec_faults(where: str, spec: TensorSpec) -> Iterator[str]:
         return
     if spec.dtype not in _DTYPES:
         yield f"{where}: the dtype {spec.dtype!r} is none of {', '.join(_DTYPES)}"
+    if not isinstance(spec.others, tuple):
+        yield f"{where}: others must be a tuple of shapes, is {spec.others!r}"
+        return
     if any(d < 1 for d in spec.shape):
         yield f"{where}: the shape {spec.shape} has a dimension below 1"
+    elif spec.others:
+        for which in range(1, 1 + len(spec.others)):
+            yield from spec_faults(f"{where}, shape {which}", spec.at(which))
     elif spec.numel_per_sample > _MOST_VALUES:
         yield (
             f"{where}: the shape {spec.shape} has {spec.numel_per_sample:,} values for "

@@ -20,10 +20,12 @@ def kind_of(spec: TensorSpec, micro_batch_size: int, compute: torch.dtype) -> Ki
     return spec.full_shape(micro_batch_size), dtype
 
 
-def declared(layer: Layer, micro_batch_size: int, compute: torch.dtype) -> tuple[Kind, ...]:
-    """The boundary outputs and what the layer provides."""
+def declared(
+    layer: Layer, micro_batch_size: int, compute: torch.dtype, which: int = 0
+) -> tuple[Kind, ...]:
+    """The boundary outputs and what the layer provides, in a microbatch of the shape ``which``."""
     specs = (*layer.outputs, *layer.provides.values())
-    return tuple(kind_of(spec, micro_batch_size, compute) for spec in specs)
+    return tuple(kind_of(spec.at(which), micro_batch_size, compute) for spec in specs)
 
 
 def misfit(results: Any, expected: tuple[Kind, ...]) -> str | None:

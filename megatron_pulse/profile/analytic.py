@@ -27,6 +27,7 @@ from megatron_pulse.profile.measuring.sizes import (
     sharded_time,
 )
 from megatron_pulse.profile.profile import NO_SPREAD, LayerTimes, Profile, ProfileError, Source
+from megatron_pulse.profile.shapes import over_shapes
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,14 @@ def analyse(
     """The profile of ``backbone`` on a device that ``roofline`` describes.
 
     Every kernel takes as its roofline says (see ``devices`` and ``kernels``), one after another.
+    A chain of several shapes is analysed at each (see ``over_shapes``).
     Raises ProfileError, and BackboneError that names every layer which does not fit its specs.
     """
+    if backbone.num_shapes > 1:
+        return over_shapes(
+            backbone,
+            lambda one: analyse(one, micro_batch_sizes, roofline, recompute, progress),
+        )
     context, halved = meta_context(roofline.dtype), meta_context(roofline.dtype, tensor=2)
     counted: dict[str, tuple[ModuleSizes, list[LayerWork], float]] = {}
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.gradients import wanted_gradients
+from megatron_pulse.backbone.shapes import at_shape, shares_of
 from megatron_pulse.profile.measuring.building import meta_context, some_process_group
 from megatron_pulse.profile.measuring.layer_call import layer_kind
 
@@ -61,9 +62,15 @@ def count_flops(
 def model_flops(backbone: Backbone) -> int:
     """Operations of a model's forward and backward for one sample, whatever is recomputed.
 
-    What MFU counts (PaLM, arXiv:2204.02311, appendix B).
+    What MFU counts (PaLM, arXiv:2204.02311, appendix B); of several shapes the mean.
     """
-    return sum(layer.forward + layer.backward for layer in count_flops(backbone, flash=False))
+    return round(
+        sum(
+            share * (layer.forward + layer.backward)
+            for which, share in enumerate(shares_of(backbone))
+            for layer in count_flops(at_shape(backbone, which), flash=False)
+        )
+    )
 
 
 def _count(

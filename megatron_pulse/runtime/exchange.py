@@ -6,7 +6,7 @@ the messages that the plan's next round sends where it is not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -132,9 +132,11 @@ class Exchange:
                     continue
             self._deliver_to(op, source, payload, name, total)
 
-    def issue(self, ops: Sequence[tuple[bool, Message]]) -> None:
-        """Start one round of messages."""
-        self._links_or_fail().issue(ops, self._outgoing)
+    def issue(
+        self, ops: Sequence[tuple[bool, Message]], make_buffer: Callable[[Message], Tensor]
+    ) -> None:
+        """Start one round of messages (see Links)."""
+        self._links_or_fail().issue(ops, self._outgoing, make_buffer)
 
     def receive(self, message: Message) -> None:
         """Wait for ``message`` and put it where its taker finds it."""

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.backbone.shapes import shape_of
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
+from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
-from megatron_pulse.runtime.exchange import Exchange, Tensors
+from megatron_pulse.runtime.exchange import Exchange, Tensors, message_spec
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.parameters.replicas import Replicas
@@ -101,6 +103,7 @@ class Executor:
         self._later: dict[tuple[int, int], Later] = {}
         self._is_split = Kind.INPUT_GRAD in schedule.kinds
         self._batches: dict[int, Batch] = {}
+        self._shapes: list[int] = []
         self._losses: list[Tensor] = []
         self._current: Operation | None = None
 
@@ -121,7 +124,7 @@ class Executor:
             keep_freed_memory()
         self._settings = settings
         self._batches_left = batches
-        self._num_loaded = 0
+        self._shapes = []
         self._training = not forward_only
         self._losses = []
         self._current = None
@@ -161,7 +164,7 @@ class Executor:
                 case Wait(message):
                     self._exchange.receive(message)
                 case Issue(ops):
-                    self._exchange.issue(ops)
+                    self._exchange.issue(ops, self._make_buffer)
             if recorder is not None:
                 recorder.end(event)
 
@@ -192,18 +195,27 @@ class Executor:
 
     # --- forward ------------------------------------------------------------------------------
 
-    def _batch(self, microbatch: int) -> Batch:
-        while self._num_loaded <= microbatch:
-            self._batches[self._num_loaded] = next(self._batches_left)
-            self._num_loaded += 1
-        return self._batches[microbatch]
+    def _shape(self, microbatch: int) -> int:
+        """Which of the chain's shapes a microbatch has; it is loaded to know that."""
+        while len(self._shapes) <= microbatch:
+            batch = next(self._batches_left)
+            self._batches[len(self._shapes)] = batch
+            self._shapes.append(shape_of(self._backbone, batch))
+        return self._shapes[microbatch]
+
+    def _make_buffer(self, message: Message) -> Tensor:
+        """An empty tensor for what ``message`` brings, which follows from its microbatch's shape:
+        every device sees that in its own batch, and no shape travels."""
+        which = self._shape(message.consumer.microbatch) if self._backbone.num_shapes > 1 else 0
+        return self._settings.make_empty(message_spec(self._routes, message).at(which))
 
     def _cast(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
         return tensor.to(self._settings.device, self._settings.dtype_of(spec))
 
     def _forward(self, op: Operation) -> None:
         stage = op.stage
-        batch = self._batch(op.microbatch)
+        which = self._shape(op.microbatch)
+        batch = self._batches[op.microbatch]
         taken = self._exchange.take_inputs(op)
         saved = _Saved({key: tensor for key, tensor in taken.items() if tensor.requires_grad})
         boundary = tuple(t for (payload, _), t in taken.items() if payload is Payload.BOUNDARY)
@@ -220,7 +232,7 @@ class Executor:
         if self._is_split and self._training:
             saved.later = Later()
         outputs, skips, provided = self._stages[stage](
-            boundary, skips, {**given, **conditioning}, saved.later
+            boundary, skips, {**given, **conditioning}, saved.later, which
         )
         results = [(Payload.SKIP, name, tensor) for name, tensor in skips.items()]
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]

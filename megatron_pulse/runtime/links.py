@@ -42,19 +42,11 @@ class LinkCounts:
 class Links:
     """All transfers of one pipeline device.
 
-    ``group`` is the pipeline's process group, whose rank i is pipeline device i. ``make_buffer``
-    returns an empty tensor of a message's shape and dtype.
+    ``group`` is the pipeline's process group, whose rank i is pipeline device i.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        make_buffer: Callable[[Message], torch.Tensor],
-        board: FailureBoard,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, board: FailureBoard, timeout_s: float) -> None:
         self._group = group
-        self._make_buffer = make_buffer
         self._board = board
         self._timeout_s = timeout_s
         self._blocking = dist.get_backend(group) == "gloo"
@@ -63,12 +55,18 @@ class Links:
         self.traffic = LinkCounts()
 
     def issue(
-        self, ops: Sequence[tuple[bool, Message]], outgoing: dict[Message, torch.Tensor]
+        self,
+        ops: Sequence[tuple[bool, Message]],
+        outgoing: dict[Message, torch.Tensor],
+        make_buffer: Callable[[Message], torch.Tensor],
     ) -> None:
-        """Start one round: every send of ``outgoing`` and every receive, as one group."""
+        """Start one round: every send of ``outgoing`` and every receive, as one group.
+
+        ``make_buffer`` returns an empty tensor of a message's shape and dtype.
+        """
         p2p, transfers = [], []
         for is_send, message in ops:
-            tensor = outgoing.pop(message).contiguous() if is_send else self._make_buffer(message)
+            tensor = outgoing.pop(message).contiguous() if is_send else make_buffer(message)
             if is_send:
                 self._count(message, tensor)
             else:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_pulse.backbone.chain import TensorSpec
+from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.shapes import ShapeError, fields_of, shape_of
 from megatron_pulse.faults import told
 from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
 from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor, Recorder, Workload
 from megatron_pulse.runtime.failures import PulseError, default_board
 from megatron_pulse.runtime.links import Links
@@ -81,12 +81,7 @@ class Pipeline:
         self._require_none(fault, "building layers")
         self.links: Links | None = None
         if self._group is not None and self._board is not None:
-            self.links = Links(
-                self._group,
-                lambda message: self._settings.make_empty(message_spec(plan.routes, message)),
-                self._board,
-                timeout_s,
-            )
+            self.links = Links(self._group, self._board, timeout_s)
         self._replicas: Replicas | None = None
         if self.links is not None and plan.routes.replicated:
             self._replicas = replicate(
@@ -147,7 +142,8 @@ class Pipeline:
         """Forward and backward of one microbatch for each of ``batches``; all processes call it.
 
         Every process gives the same batches: ``noisy`` is what the first layer takes, the rest is
-        for the loss and for layers that use fields of the batch. Gradients of the mean loss are
+        for the loss and for layers that use fields of the batch. In a chain of several shapes each
+        microbatch has one of them, by the shapes of its fields. Gradients of the mean loss are
         added to those of the parameters. Returns the microbatches' losses where the chain ends,
         elsewhere nothing. Raises PulseError if the processes have different plans, if no layer is
         trained, and with everything that is missing in the batches or of another shape, or dtype in
@@ -193,12 +189,10 @@ class Pipeline:
     def _require_fit(self, batches: Sequence[Batch]) -> None:
         if not isinstance(batches, Sequence) or isinstance(batches, Tensor | str):
             raise PulseError(f"batches must be a list of mappings, is {type(batches).__name__}")
-        backbone = self.plan.backbone
-        wanted = {"noisy": backbone.input_spec, **backbone.batch_fields}
         faults = [
             f"microbatch {m}: {fault}"
             for m, batch in enumerate(batches)
-            for fault in _misfits(batch, wanted, self._settings)
+            for fault in _misfits(self.plan.backbone, batch, self._settings)
         ]
         if faults or not batches:
             raise PulseError(told("batches", faults or ["a step needs at least one"]))
@@ -208,8 +202,9 @@ class Pipeline:
         fault: Exception | None = None
         self._tried = True
         try:
-            for stage in self.stages.values():
-                _run_on_zeros(self.plan, stage, self._settings)
+            for which in range(self.plan.backbone.num_shapes):
+                for stage in self.stages.values():
+                    _run_on_zeros(self.plan, stage, self._settings, which)
         except Exception as error:
             fault = error
         self._require_none(fault, "trying layers on zeros")
@@ -248,12 +243,13 @@ class Pipeline:
             )
 
 
-def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings) -> None:
-    """A forward of a stage on tensors like those of a step; its buffers stay as they are."""
+def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings, which: int) -> None:
+    """A forward of a stage on tensors like those of a step's microbatch of the shape ``which``; its
+    buffers stay as they are."""
     routes, index = plan.routes, stage.stage
 
     def zeros(spec: TensorSpec) -> Tensor:
-        return settings.make_empty(spec).zero_()
+        return settings.make_empty(spec.at(which)).zero_()
 
     fields = batch_fields_of(plan.backbone, routes, index)
     taken = {name: zeros(plan.backbone.batch_fields[name]) for name in fields}
@@ -262,25 +258,31 @@ def _run_on_zeros(plan: Plan, stage: Stage, settings: RunSettings) -> None:
     skips = {skip.name: zeros(skip.spec) for skip in routes.skips if skip.name in names}
     kept = [(buffer, buffer.clone()) for buffer in stage.buffers()]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        stage(tuple(map(zeros, routes.boundaries[index])), skips, taken)
+        stage(tuple(map(zeros, routes.boundaries[index])), skips, taken, which=which)
         for buffer, value in kept:
             buffer.copy_(value)
 
 
-def _misfits(
-    batch: object, wanted: Mapping[str, TensorSpec], settings: RunSettings
-) -> Iterator[str]:
+def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterator[str]:
     """What a microbatch lacks of the fields that the chain reads."""
     if not isinstance(batch, Mapping):
         yield f"must map names to tensors, is {type(batch).__name__}"
         return
-    for name, spec in wanted.items():
-        shape, value = spec.full_shape(settings.micro_batch_size), batch.get(name)
-        if value is None:
-            yield f"{name} is missing"
-        elif not isinstance(value, Tensor):
-            yield f"{name} must be a tensor, is {type(value).__name__}"
-        elif tuple(value.shape) != shape:
+    wanted = fields_of(backbone)
+    present = {name: batch[name] for name in wanted if isinstance(batch.get(name), Tensor)}
+    for name in (name for name in wanted if name not in present):
+        value = batch.get(name)
+        what = "is missing" if value is None else f"must be a tensor, is {type(value).__name__}"
+        yield f"{name} {what}"
+    try:
+        which = shape_of(backbone, present)
+    except ShapeError as error:
+        if len(present) == len(wanted):
+            yield str(error)
+        return
+    for name, value in present.items():
+        spec = wanted[name].at(which)
+        if tuple(value.shape) != (shape := spec.full_shape(settings.micro_batch_size)):
             yield f"{name} is {tuple(value.shape)}, not {shape}"
         elif name == "noisy" and value.dtype != settings.dtype_of(spec):
             yield f"{name} is of {value.dtype}, the first layer takes {settings.dtype_of(spec)}"

@@ -17,6 +17,7 @@ from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.derived.nesting import container_of, register_parameters
 from megatron_pulse.backbone.returned import Kind, declared, misfit
+from megatron_pulse.backbone.shapes import tell_shape
 from megatron_pulse.planner.layout.crossing import Carrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.failures import PulseError
@@ -93,7 +94,7 @@ class Stage(nn.Module):
         if faults := unsound(list(self.named_layers()), frozen):
             raise BackboneError(backbone.name, faults)
         self._backbone_name = backbone.name
-        self._declared: dict[tuple[int, torch.dtype], list[tuple[Kind, ...]]] = {}
+        self._declared: dict[tuple[int, torch.dtype, int], list[tuple[Kind, ...]]] = {}
 
     def forward(
         self,
@@ -101,6 +102,7 @@ class Stage(nn.Module):
         skips: Tensors,
         conditioning: Tensors,
         later: Later | None = None,
+        which: int = 0,
     ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
         """Run the stage's layers on one microbatch.
 
@@ -108,18 +110,19 @@ class Stage(nn.Module):
         stage, ``conditioning`` what the layers use and do not compute here (fp64 where another
         layer computed it). Returns the boundary tensors, the skips that leave, and the
         conditioning that leaves (fp64). Weight gradients that can wait are left to ``later``.
+        ``which`` of the chain's shapes the microbatch has says the executor.
         """
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
-        conditioning = {**conditioning, **self._embed(conditioning)}
-        expected = self._kinds(inputs, skips)
+        conditioning = {**conditioning, **self._embed(conditioning, which)}
+        expected = self._kinds(inputs, skips, which)
         for spec, module, kinds in zip(self._specs, self._chain, expected, strict=True):
             if spec.name in self._replicated:
                 continue
             popped = {name: _alias(skips.pop(name)) for name in spec.pops}
             used = {name: self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
-            run = functools.partial(_run, spec.name, module, later)
+            run = functools.partial(_run, spec.name, module, later, which)
             if self.recompute and torch.is_grad_enabled():
                 results = checkpoint(run, inputs, popped, used, use_reentrant=False)
             else:
@@ -140,7 +143,9 @@ class Stage(nn.Module):
         """The layers' modules by their names, in chain order."""
         return zip((spec.name for spec in self._specs), self._chain, strict=True)
 
-    def _kinds(self, inputs: tuple[Tensor, ...], skips: Tensors) -> list[tuple[Kind, ...]]:
+    def _kinds(
+        self, inputs: tuple[Tensor, ...], skips: Tensors, which: int
+    ) -> list[tuple[Kind, ...]]:
         """What each layer returns, behind these boundary tensors of the first and these skips."""
         specs = self._specs[0].inputs
         computed = (t.dtype for t, s in zip(inputs, specs, strict=True) if s.dtype == COMPUTE)
@@ -152,7 +157,7 @@ class Stage(nn.Module):
             for tensor, spec in (*zip(inputs, specs, strict=True), *popped)
             if spec.batch_dim is not None
         )
-        key = next(sizes, 1), dtype
+        key = next(sizes, 1), dtype, which
         if key not in self._declared:
             self._declared[key] = [declared(spec, *key) for spec in self._specs]
         return self._declared[key]
@@ -188,14 +193,16 @@ class Stage(nn.Module):
                 found.update(zip(names, others, strict=True))
         return tuple(onward), found
 
-    def _embed(self, conditioning: Tensors) -> Tensors:
+    def _embed(self, conditioning: Tensors, which: int) -> Tensors:
         """What the replicated embedders compute for this stage, from the batch, in fp64."""
         provided: Tensors = {}
         for spec in self._embedders:
             if self.replicas is None:
                 raise PulseError(f"stage {self.stage} was given no copy of {spec.name}")
             fields = {name: conditioning[name] for name in spec.uses}
-            results = self.replicas.module(spec.name)((), {}, fields)
+            module = self.replicas.module(spec.name)
+            tell_shape(module, which)
+            results = module((), {}, fields)
             provided.update(
                 (name, summed(tensor)) for name, tensor in zip(spec.provides, results, strict=True)
             )
@@ -224,8 +231,10 @@ def summed(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _run(name: str, module: nn.Module, later: Later | None, *given: Any) -> Any:
-    """A layer; called again to recompute it, it leaves its weight gradients to the same place."""
+def _run(name: str, module: nn.Module, later: Later | None, which: int, *given: Any) -> Any:
+    """A layer; called again to recompute it, it leaves its weight gradients to the same place, and
+    is called with a microbatch of the same shape."""
+    tell_shape(module, which)
     try:
         with deferring(later):
             return module(*given)

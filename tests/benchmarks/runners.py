@@ -35,7 +35,6 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     from megatron_pulse.planner.schedule.check.validate import peak_activations
     from megatron_pulse.planner.step.communication import compile_communication
     from megatron_pulse.planner.step.program import compile_program
-    from megatron_pulse.runtime.exchange import message_spec
     from megatron_pulse.runtime.executor import Executor
     from megatron_pulse.runtime.failures import default_board
     from megatron_pulse.runtime.links import Links
@@ -48,7 +47,7 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     routes = trace_routes(backbone, partition)
     settings = RunSettings(1, torch.float32, torch.device("cpu"), lambda p, batch: p.sum())
     board = default_board()
-    links = Links(group, lambda m: settings.make_empty(message_spec(routes, m)), board, TIMEOUT_S)
+    links = Links(group, board, TIMEOUT_S)
     own = partition.placement.stages_of_device(rank)
     executor = Executor(
         backbone,

@@ -21,7 +21,6 @@ from megatron_pulse.planner.schedule.operations import Filler, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.communication import compile_communication
 from megatron_pulse.planner.step.program import compile_program
-from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor, Workload
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.links import Links
@@ -72,6 +71,7 @@ class EmulatedStage(nn.Module):
         skips: Mapping[str, Tensor],
         conditioning: Mapping[str, Tensor],
         later: Later | None = None,
+        which: int = 0,
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
         """See Stage.forward."""
         crossing = (*inputs, *skips.values(), *(conditioning[name] for name in self._taken))
@@ -149,9 +149,7 @@ def run_emulated(
     links = board = None
     if group is not None:
         board = default_board()
-        links = Links(
-            group, lambda m: settings.make_empty(message_spec(routes, m)), board, timeout_s
-        )
+        links = Links(group, board, timeout_s)
     executor = Executor(
         backbone,
         routes,

@@ -1,8 +1,8 @@
-"""A module's chain at every microbatch size."""
+"""A module's chain at every shape and microbatch size."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
@@ -13,57 +13,62 @@ from torch.nn.modules import module as torch_module
 from megatron_pulse.backbone.derived.exported import DerivationError, export
 from megatron_pulse.backbone.derived.inputs import Inputs
 from megatron_pulse.backbone.derived.reading import UNKNOWN
-from megatron_pulse.backbone.derived.units import Chain, derive
+from megatron_pulse.backbone.derived.units import Chain, derive, other_way
 from megatron_pulse.processes import without_collecting
 
 
 class Chains:
-    """The chains of one module, exported when a microbatch size is first asked for.
+    """The chains of one module, exported when a shape and a microbatch size is first asked for.
 
-    All have the units of ``first``, which is of the example's ``size``. ``constants``
-    are the inputs that are the same for every batch.
+    ``inputs`` are those of each shape. All have the units of ``first``, which is of the first shape
+    and of its example's ``size``. ``constants`` are the inputs that are the same for every batch.
     """
 
     def __init__(
-        self, module: nn.Module, name: str, inputs: Inputs, output: int | None, pieces: bool
+        self,
+        module: nn.Module,
+        name: str,
+        inputs: Sequence[Inputs],
+        output: int | None,
+        pieces: bool,
     ) -> None:
-        self.module, self._name, self._inputs = module, name, inputs
+        self.module, self._name, self._inputs = module, name, tuple(inputs)
         self._output, self._pieces = output, pieces
         self._device = torch.get_default_device()
-        self._found: dict[int, Chain] = {}
-        self.size, self.constants = inputs.size, inputs.constants
-        self.first = self[self.size]
+        self._found: dict[tuple[int, int], Chain] = {}
+        self.size, self.constants = inputs[0].size, inputs[0].constants
+        self.first = self[0, self.size]
 
-    def __getitem__(self, size: int) -> Chain:
-        """The chain at a microbatch size.
+    def __getitem__(self, at: tuple[int, int]) -> Chain:
+        """The chain at one of the shapes, by its number, and a microbatch size.
 
         Raises DerivationError if the module cannot be exported there, or has other units.
         """
-        if size not in self._found:
+        if at not in self._found:
             with ThreadPoolExecutor(1) as alone, without_collecting():
-                chain = alone.submit(self._derive, size).result()
-            if self._found and [unit.signature for unit in chain.units] != [
-                unit.signature for unit in self.first.units
-            ]:
+                chain = alone.submit(self._derive, *at).result()
+            if self._found and (fault := other_way(self.first, chain)):
+                which, size = at
+                what = f"microbatches of {size}" + (f" of shape {which}" if which else "")
                 raise DerivationError(
                     self._name,
-                    [f"microbatches of {size} take another way through it than of {self.size}"],
+                    [f"{what} take another way through it than of {self.size}: {fault}"],
                 )
-            self._found[size] = chain
-        return self._found[size]
+            self._found[at] = chain
+        return self._found[at]
 
-    def _derive(self, size: int) -> Chain:
+    def _derive(self, which: int, size: int) -> Chain:
         try:
-            return self._derived(size, with_lines=False)
+            return self._derived(which, size, with_lines=False)
         except DerivationError as error:
             if UNKNOWN not in str(error):
                 raise
-        return self._derived(size, with_lines=True)
+        return self._derived(which, size, with_lines=True)
 
-    def _derived(self, size: int, with_lines: bool) -> Chain:
+    def _derived(self, which: int, size: int, with_lines: bool) -> Chain:
         """In a thread of its own: what is on where a size comes up (modes, hooks of recomputation,
         no_grad, a default device) is not on there."""
-        inputs = self._inputs
+        inputs = self._inputs[which]
         with (
             nullcontext() if self._device.type == "cpu" else self._device,
             _without_hooks_of_all(),

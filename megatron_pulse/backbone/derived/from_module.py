@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.exported import DerivationError
-from megatron_pulse.backbone.derived.inputs import Make, read_inputs
+from megatron_pulse.backbone.derived.inputs import Make, read_inputs, read_others
 from megatron_pulse.backbone.derived.layer import DerivedLayer, Sample, Source
 from megatron_pulse.backbone.derived.units import Chain
 from megatron_pulse.backbone.derived.weights.first import Weights, from_module_itself
@@ -28,6 +28,8 @@ def from_module(
     module: nn.Module,
     inputs: Mapping[str, Any] | Make,
     *,
+    other_inputs: Sequence[Mapping[str, Any] | Make] = (),
+    shares: Sequence[float] = (),
     sample: str | None = None,
     timestep: str | None = None,
     timestep_scale: float = 1.0,
@@ -55,6 +57,11 @@ def from_module(
     the module's dtype. ``num_classes`` (where a field is called ``labels``), ``null_label`` and
     ``patch_size``: see Backbone.
 
+    ``other_inputs`` are examples of other sizes that a microbatch may have (heights and widths,
+    frames, lengths of texts), of which each is exported too: on the same weights, with the same
+    layers. ``shares`` says which part of the microbatches is of which, the first of them of
+    ``inputs`` (empty: as many of each).
+
     Layers begin with copies of the module's weights, whatever the seed, or with ``weights``, of
     which each layer asks for its own, under the module's own names; those without requires_grad
     stay as they are in training, and buffers are constants. A module on the meta device gives a
@@ -73,12 +80,21 @@ def from_module(
     if faults:
         raise DerivationError(name, faults)
     read = read_inputs(name, inputs, sample, timestep, constants)
-    chains = Chains(module, name, read, output, granularity == "pieces")
-    first, probe = chains.first, chains[read.size + 1]
+    every = [read, *read_others(name, read, other_inputs, sample, timestep, constants)]
+    chains = Chains(module, name, every, output, granularity == "pieces")
+    first, probe = chains.first, chains[0, read.size + 1]
+    others = [(chains[which, each.size], each.size) for which, each in enumerate(every) if which]
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     used = {n for u in first.units for n in (*u.takes, *u.gives)} | {first.sample}
     samples = {n: _sample_of(name, n, first, probe, read.size) for n in used}
+    of_others = [
+        {n: _sample_there(name, n, samples[n], chain, size) for n in used} for chain, size in others
+    ]
     specs = {n: _spec(name, n, first.values[n], samples[n], dtype) for n in used}
+    for (chain, _), there in zip(others, of_others, strict=True):
+        for n, spec in specs.items():
+            other = _spec(name, n, chain.values[n], there[n], dtype)
+            specs[n] = replace(spec, others=(*spec.others, other.shape))
     taken = {n for u in first.units for n in u.takes} - {n for u in first.units for n in u.gives}
     field_of = {n: fields.get(n, n) for n in sorted(taken - {first.sample})}
     if read.timestep in field_of:
@@ -88,7 +104,7 @@ def from_module(
         raise DerivationError(name, [f"two inputs would be one field of a batch: noisy, {found}"])
     scale_of = {read.timestep: timestep_scale} if read.timestep and timestep_scale != 1 else {}
     values = weights or from_module_itself(module)
-    source = Source(chains, samples, specs, field_of, scale_of, dtype, values)
+    source = Source(chains, (samples, *of_others), specs, field_of, scale_of, dtype, values)
     backbone = Backbone(
         name,
         tuple(_layers(source, first)),
@@ -96,6 +112,7 @@ def from_module(
         num_classes=num_classes,
         null_label=null_label,
         patch_size=patch_size,
+        shares=tuple(shares),
     )
     require_valid(backbone)
     return backbone
@@ -204,6 +221,19 @@ def _sample_of(module: str, name: str, chain: Chain, probe: Chain, size: int) ->
             ],
         )
     return Sample(dim, a[dim] // size)
+
+
+def _sample_there(module: str, name: str, sample: Sample, chain: Chain, size: int) -> Sample:
+    """How ``name`` holds samples in a chain of another shape, of a microbatch of ``size``."""
+    shape = tuple(chain.values[name].shape)
+    if sample.dim is None:
+        return sample
+    if sample.dim >= len(shape) or shape[sample.dim] % size:
+        raise DerivationError(
+            module,
+            [f"{name} is {list(shape)} for {size} samples: dimension {sample.dim} holds them not"],
+        )
+    return Sample(sample.dim, shape[sample.dim] // size)
 
 
 def _spec(module: str, name: str, value: Any, sample: Sample, dtype: torch.dtype) -> TensorSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,50 @@ def read_inputs(
         return dict(pytree.tree_map_with_path(resize, dict(example)))
 
     return Inputs(found, times, same, given if callable(given) else repeated, rows)
+
+
+def read_others(
+    module: str,
+    first: Inputs,
+    given: Sequence[Mapping[str, Any] | Make],
+    sample: str | None,
+    timestep: str | None,
+    constants: Collection[str],
+) -> list[Inputs]:
+    """The roles of what a module is called with at other shapes, which are those of ``first``.
+
+    Raises DerivationError that lists what differs.
+    """
+    if isinstance(given, Mapping) or callable(given):
+        raise DerivationError(module, ["other_inputs must be a list, of inputs for each shape"])
+    others = [read_inputs(module, each, sample, timestep, constants) for each in given]
+    here = leaves_of(first.make(first.size))
+    faults = []
+    for i, other in enumerate(others):
+        there = leaves_of(other.make(other.size))
+        faults += [f"other_inputs[{i}]: {fault}" for fault in _differences(here, there)]
+        if other.constants != first.constants and here.keys() == there.keys():
+            changed = ", ".join(sorted(other.constants ^ first.constants))
+            faults.append(
+                f"other_inputs[{i}]: {changed}: the same for every batch there or in inputs, but "
+                "not in both: say so, as constants=, or give functions of the microbatch size"
+            )
+    if faults:
+        raise DerivationError(module, faults)
+    return others
+
+
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[str]:
+    """How inputs differ but for their shapes."""
+    if missing := here.keys() - there.keys():
+        yield f"{', '.join(sorted(missing))} not given, but among inputs"
+    if more := there.keys() - here.keys():
+        yield f"{', '.join(sorted(more))} given, but not among inputs"
+    for name in sorted(here.keys() & there.keys()):
+        kinds = [f"{v.dtype}" if isinstance(v, Tensor) else type(v).__name__ for v in
+                 (here[name], there[name])]  # fmt: skip
+        if kinds[0] != kinds[1]:
+            yield f"{name} is {kinds[1]}, in inputs {kinds[0]}"
 
 
 def _is_within(name: str, names: Collection[str]) -> bool:

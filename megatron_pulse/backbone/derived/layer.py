@@ -56,36 +56,35 @@ class Sample:
 class Source:
     """What the layers of one derived chain share.
 
-    ``chains`` gives it at every microbatch size, with equal units. ``sample_of`` says of every
-    value how it holds samples, ``field_of`` how the batch calls an input of the module, and
-    ``scale_of`` by how much its values there are multiplied.
+    ``chains`` gives it at every shape and microbatch size, with equal units. ``samples`` says for
+    each shape of every value how it holds samples, ``field_of`` how the batch calls an input of the
+    module, and ``scale_of`` by how much its values there are multiplied.
     """
 
     chains: Chains
-    sample_of: Mapping[str, Sample]
+    samples: tuple[Mapping[str, Sample], ...]
     specs: Mapping[str, TensorSpec]
     field_of: Mapping[str, str]
     scale_of: Mapping[str, float]
     dtype: torch.dtype
     weights: Weights
-    known: dict[tuple[int, torch.device], dict[str, Any]] = field(default_factory=dict)
+    known: dict[tuple[Chain, torch.device], dict[str, Any]] = field(default_factory=dict)
 
-    def constants(self, size: int, device: torch.device) -> dict[str, Any]:
+    def constants(self, chain: Chain, device: torch.device) -> dict[str, Any]:
         """What depends on neither inputs nor parameters, once for each device."""
-        if (size, device) not in self.known:
-            chain = self.chains[size]
+        if (chain, device) not in self.known:
             with torch.no_grad():
-                given = [self.buffer(name, size).to(device) for name in chain.constant_state]
+                given = [self.buffer(name, chain).to(device) for name in chain.constant_state]
                 values = executable(chain.constants, chain, device)(*given)
-            self.known[size, device] = dict(zip(chain.constant_names, values, strict=True))
-        return self.known[size, device]
+            self.known[chain, device] = dict(zip(chain.constant_names, values, strict=True))
+        return self.known[chain, device]
 
-    def buffer(self, name: str, size: int) -> Any:
+    def buffer(self, name: str, chain: Chain) -> Any:
         """A buffer, or a tensor among the module's constants."""
         buffers = self.weights.buffers()
         if name not in buffers:
-            return self.chains[size].state[name].detach()
-        return buffers[name].to(self.chains[size].state[name].dtype)
+            return chain.state[name].detach()
+        return buffers[name].to(chain.state[name].dtype)
 
 
 class DerivedLayer(nn.Module):
@@ -93,12 +92,13 @@ class DerivedLayer(nn.Module):
 
     Its parameters begin with the source's weights for the seed of torch's generator, or empty
     without ``initialise``, and are its own; they have their qualified names. Buffers are constants
-    of the chain.
+    of the chain. Every shape (``chain_shape``) has a graph of its own on the same parameters.
     """
 
     def __init__(self, source: Source, index: int, initialise: bool = True) -> None:
         super().__init__()
         self._source, self._index = source, index
+        self.chain_shape = 0
         chain = source.chains.first
         self._unit = unit = chain.units[index]
         links = [u for u in chain.units if not u.embedder]
@@ -114,7 +114,7 @@ class DerivedLayer(nn.Module):
         }
         register_parameters(self, parameters)
         self._containers = {name: container_of(self, name) for name in parameters}
-        self._compiled: dict[tuple[int, torch.device], Any] = {}
+        self._compiled: dict[tuple[Chain, torch.device], Any] = {}
 
     def _first(
         self, name: str, values: Mapping[str, Tensor] | None, device: torch.device
@@ -151,19 +151,18 @@ class DerivedLayer(nn.Module):
                 given[name] = skips[name] if name in unit.pops else conditioning[key]
                 if name in source.scale_of:
                     given[name] = given[name] * source.scale_of[name]
-        values = {n: source.sample_of[n].merge(t) for n, t in given.items()}
+        sample_of = source.samples[self.chain_shape]
+        values = {n: sample_of[n].merge(t) for n, t in given.items()}
         size, device = self._place(given)
-        state = [self._state(name, size, device) for name in unit.state]
-        run = self._executable(size, device)
+        chain = source.chains[self.chain_shape, size]
+        state = [self._state(name, chain, device) for name in unit.state]
+        run = self._executable(chain, device)
         results = run(*(values[name] for name in unit.takes), *state)
         values.update(zip(unit.gives, results, strict=True))
-        provided = tuple(self._give(values, name) for name in unit.provides)
+        provided = tuple(sample_of[name].split(values[name]) for name in unit.provides)
         if unit.embedder:
             return (*inputs, *provided)
-        return (*(self._give(values, name) for name in unit.boundary), *provided)
-
-    def _give(self, values: Mapping[str, Tensor], name: str) -> Tensor:
-        return self._source.sample_of[name].split(values[name])
+        return (*(sample_of[name].split(values[name]) for name in unit.boundary), *provided)
 
     def _place(self, given: Mapping[str, Tensor]) -> tuple[int, torch.device]:
         """The microbatch size and the device of a call. Raises ValueError for another dtype than
@@ -190,23 +189,22 @@ class DerivedLayer(nn.Module):
         container, leaf = self._containers[name]
         return container._parameters[leaf]
 
-    def _state(self, name: str, size: int, device: torch.device) -> Any:
+    def _state(self, name: str, chain: Chain, device: torch.device) -> Any:
         if name in self._containers:
             return self._parameter(name)
-        constants = self._source.constants(size, device)
+        constants = self._source.constants(chain, device)
         if name in constants:
             return constants[name]
         key = f"state {name}"  # a buffer, on the device once
         if key not in constants:
-            constants[key] = self._source.buffer(name, size).to(device)
+            constants[key] = self._source.buffer(name, chain).to(device)
         return constants[key]
 
-    def _executable(self, size: int, device: torch.device) -> Any:
-        if (size, device) not in self._compiled:
-            chain = self._source.chains[size]
+    def _executable(self, chain: Chain, device: torch.device) -> Any:
+        if (chain, device) not in self._compiled:
             unit = chain.units[self._index]
-            self._compiled[size, device] = executable(unit.graph, chain, device)
-        return self._compiled[size, device]
+            self._compiled[chain, device] = executable(unit.graph, chain, device)
+        return self._compiled[chain, device]
 
 
 def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from torch import fx
@@ -37,12 +38,12 @@ class Unit:
     provides: tuple[str, ...]
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """All but the graph, which is of one batch size."""
-        return tuple(value for name, value in vars(self).items() if name != "graph")
+    def signature(self) -> dict[str, Any]:
+        """All but the graph, which is of one batch size and one set of shapes."""
+        return {name: value for name, value in vars(self).items() if name != "graph"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """Embedders first, then the links; ``values`` holds a fake tensor of every value.
 
@@ -62,13 +63,24 @@ class Chain:
     decided: Decided
 
 
+def other_way(first: Chain, other: Chain) -> str | None:
+    """What differs first between the units of two chains; None where nothing does."""
+    for a, b in zip_longest(first.units, other.units):
+        if a is None or b is None:
+            return f"{(a or b).name} is there in one only"
+        for what, value in a.signature.items():
+            if b.signature[what] != value:
+                return f"{what} of {a.name}: {value}, and {b.signature[what]}"
+    return None
+
+
 def derive(
     exported: Exported, module: str, sample: str, pieces: bool, like: Decided | None = None
 ) -> Chain:
     """The chain of a graph whose noisy sample is the input ``sample``.
 
     ``module`` is its name, for DerivationError. ``pieces`` cuts within blocks too; a chain of
-    another microbatch size has ``decided`` that before (``like``).
+    another microbatch size or shape has ``decided`` that before (``like``).
     """
     placing = Placing(exported, module, sample, pieces, like)
     units = _units(placing, module)

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.integration.megatron.model import unwrap
-from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.runtime.exchange import message_spec
 from megatron_pulse.runtime.executor import Executor, Workload
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
@@ -168,7 +166,7 @@ class PulseSchedule:
                 dist.all_reduce(
                     torch.zeros(1, device=self._settings_or_fail().device), group=pipeline
                 )
-                self._links = Links(pipeline, self._make_buffer, self._board, self._timeout_s)
+                self._links = Links(pipeline, self._board, self._timeout_s)
                 if plan.routes.replicated:
                     self._replicas = self._replicate(stages, device)
             self._executors[key] = Executor(
@@ -207,9 +205,6 @@ class PulseSchedule:
         if self._settings is None:
             raise PulseError("no step has begun")
         return self._settings
-
-    def _make_buffer(self, message: Message) -> Tensor:
-        return self._settings_or_fail().make_empty(message_spec(self._plan.routes, message))
 
     def _share_losses(
         self, losses: list[Tensor], num_microbatches: int, groups: Any, device: torch.device

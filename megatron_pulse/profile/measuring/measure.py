@@ -42,6 +42,7 @@ from megatron_pulse.profile.measuring.sizes import (
 )
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
+from megatron_pulse.profile.shapes import over_shapes
 
 _DEFAULT_PATIENCE = Patience()
 
@@ -79,6 +80,7 @@ def measure(
     built as one of them, and measured at the largest size. ``once_per_kind`` measures layers once
     that run the same operators on tensors of the same shapes, strides and dtypes (see
     ``OperatorTrace``).
+    A chain of several shapes is measured at each (see ``over_shapes``).
     Layers are Megatron's local ones, not Transformer Engine's. On a CPU they run with ``threads``
     (default: as many as this process has).
     Raises ProfileError if a layer does not fit into the device's memory.
@@ -93,6 +95,14 @@ def measure(
             "micro_batch_sizes must be a list of whole numbers from 1 on, as in [1, 2, 4]; is "
             f"{micro_batch_sizes!r:.60}"
         )
+    if backbone.num_shapes > 1:
+        return over_shapes(
+            backbone,
+            lambda one: measure(
+                one, micro_batch_sizes, device, dtype, recompute, patience, once_per_kind,
+                progress, threads,
+            ),
+        )  # fmt: skip
     place = torch.device(device)
     _require_memory(backbone, place, dtype)
     context, halved = meta_context(dtype), meta_context(dtype, tensor=2)

@@ -76,3 +76,10 @@ def test_a_difference_is_found_and_fails(
     assert modules.main(["--only", "sd", "--json", str(report)]) == 1
     assert "fold P=2 float32 split: 0 weight" in capsys.readouterr().out
     assert '"float32": 0.5' in report.read_text()
+
+
+def test_microbatches_of_several_shapes_equal_one_process_and_the_module() -> None:
+    layouts = [ALONE, Layout("float32", 2, "fold", 1, True), Layout("float32", 2)]
+    trained, eager = train_all("dense/shapes", layouts, 2, steps=2)
+    assert not [f"{each.layout}: {fault}" for each in trained for fault in each.faults]
+    assert eager["float32"] == pytest.approx(trained[0].reference.losses, rel=1e-6)

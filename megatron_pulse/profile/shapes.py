@@ -1,0 +1,63 @@
+"""One profile of a chain whose microbatches have several shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.shapes import at_shape, shares_of
+from megatron_pulse.profile.profile import LayerTimes, Profile
+
+
+def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -> Profile:
+    """What ``profile_of`` finds at each of the chain's shapes: of times the mean, by the chain's
+    ``shares``; of bytes, which must fit and travel at any of them, those of the largest."""
+    shares = shares_of(backbone)
+    found = [profile_of(at_shape(backbone, which)) for which in range(len(shares))]
+    if len(found) == 1:
+        return found[0]
+    first = found[0]
+    return replace(
+        first,
+        method=f"{first.method}; the mean of {len(found)} shapes, bytes of the largest",
+        layers=tuple(
+            replace(
+                same[0],
+                boundary_bytes=max(layer.boundary_bytes for layer in same),
+                optimizer_s=_mean(shares, [layer.optimizer_s for layer in same]),
+                sharded_time=_mean(shares, [layer.sharded_time for layer in same]),
+            )
+            for same in zip(*(profile.layers for profile in found), strict=True)
+        ),
+        times={
+            size: tuple(
+                _over(shares, same)
+                for same in zip(*(profile.times[size] for profile in found), strict=True)
+            )
+            for size in first.times
+        },
+        skips=tuple(
+            replace(same[0], num_bytes=max(skip.num_bytes for skip in same))
+            for same in zip(*(profile.skips for profile in found), strict=True)
+        ),
+        conditioning=tuple(
+            replace(same[0], num_bytes=max(edge.num_bytes for edge in same))
+            for same in zip(*(profile.conditioning for profile in found), strict=True)
+        ),
+    )
+
+
+def _over(shares: Sequence[float], same: Sequence[LayerTimes]) -> LayerTimes:
+    """One layer's times at all shapes as one."""
+    seconds = [name for name in LayerTimes.__dataclass_fields__ if name.endswith("_s")]
+    return replace(
+        same[0],
+        **{name: _mean(shares, [getattr(times, name) for times in same]) for name in seconds},
+        saved_bytes=max(times.saved_bytes for times in same),
+        peak_bytes=max(times.peak_bytes for times in same),
+    )
+
+
+def _mean(shares: Sequence[float], values: Sequence[float]) -> float:
+    return sum(share * value for share, value in zip(shares, values, strict=True))
