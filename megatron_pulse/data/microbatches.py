@@ -44,7 +44,8 @@ def make_microbatch(
     its label and its other conditioning together: it gets ``null_label`` (None keeps labels) and
     the dataset's ``null_conditioning``. Without ``needs_image`` (a device in the middle of the
     pipeline) ``noisy`` and ``target`` are left out, no image is read and no noise drawn; the
-    other fields are the same bit for bit.
+    other fields are the same bit for bit. Where the dataset has samples of several shapes,
+    ``noisy`` is then on the meta device, and says which they have; all ``items`` must be of one.
 
     With ``skip_corrupt`` a sample whose image is corrupt is replaced as a whole, by one that
     ``readable`` gives, also where no image is needed; ``corrupt`` int64 ``[k]`` has the indices of
@@ -54,48 +55,52 @@ def make_microbatch(
     """
     training = split == Split.TRAIN
     stream = Stream.TRAIN if training else Stream.VALIDATION
-    shape = dataset.image_shape if needs_image else None
+    number, own = dataset.part_of(items[0][0])
+    part, first = dataset.parts[number], items[0][0] - own
+    shape = part.image_shape if needs_image else None
     rows = [draw(seed, i, p if training else 0, shape, stream) for i, p in items]
     dropped = [training and row.drop < drop_probability for row in rows]
     timesteps = torch.tensor([process.timestep(row.u) for row in rows], dtype=torch.float32)
 
     def read(index: int) -> tuple[int, Tensor | None]:
-        """The sample that is taken, and its image if it is needed."""
+        """The sample of ``part`` that is taken, and its image if it is needed."""
 
         def image(candidate: int) -> Tensor | None:
             if needs_image:
-                return dataset.image(candidate)
-            dataset.check(candidate)
+                return part.image(candidate)
+            part.check(candidate)
             return None
 
         if skip_corrupt:
-            return readable(dataset, index, seed, image)
+            return readable(part, index, seed, image)
         return index, image(index) if needs_image else None
 
-    indices = [index for index, _ in items]
+    indices = [index - first for index, _ in items]
     taken, images = zip(*map(read, indices), strict=True)
     labels = [
-        null_label if drop and null_label is not None else dataset.label(index)
+        null_label if drop and null_label is not None else part.label(index)
         for drop, index in zip(dropped, taken, strict=True)
     ]
     batch = {
         "timesteps": timesteps,
         "labels": torch.tensor(labels, dtype=torch.int64),
-        "index": torch.tensor(indices, dtype=torch.int64),
+        "index": torch.tensor(indices, dtype=torch.int64) + first,
     }
     if skip_corrupt:
         corrupt = [index for index, other in zip(indices, taken, strict=True) if index != other]
-        batch["corrupt"] = torch.tensor(corrupt, dtype=torch.int64)
-    if dataset.fields:
-        null = dataset.null_conditioning() if any(dropped) else {}
+        batch["corrupt"] = torch.tensor(corrupt, dtype=torch.int64) + first
+    if part.fields:
+        null = part.null_conditioning() if any(dropped) else {}
         given = [
-            {**dataset.conditioning(index), **(null if drop else {})}
+            {**part.conditioning(index), **(null if drop else {})}
             for drop, index in zip(dropped, taken, strict=True)
         ]
-        batch.update({name: torch.stack([row[name] for row in given]) for name in dataset.fields})
+        batch.update({name: torch.stack([row[name] for row in given]) for name in part.fields})
     if needs_image:
         noise = torch.stack([row.noise for row in rows if row.noise is not None])
         batch["noisy"], batch["target"] = process.noised(torch.stack(images), noise, timesteps)
+    elif len(dataset.parts) > 1:
+        batch["noisy"] = torch.empty((len(items), *part.image_shape), device="meta")
     return batch
 
 
@@ -103,6 +108,7 @@ def make_microbatch(
 class DiffusionLoader:
     """An endless iterable of microbatches; a plain value that can be pickled.
 
+    ``process`` is that of the dataset's first part, ``other_processes`` those of the other parts.
     Every iterator starts at ``sampler.consumed_samples``. With ``num_workers`` the same
     microbatches, in the same order, are made by torch DataLoader processes.
     """
@@ -117,6 +123,7 @@ class DiffusionLoader:
     needs_image: bool = True
     num_workers: int = 0
     skip_corrupt: bool = False
+    other_processes: tuple[DiffusionProcess, ...] = ()
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if self.num_workers == 0:
@@ -134,10 +141,11 @@ class DiffusionLoader:
 
     def microbatch(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """The microbatch of these items (see make_microbatch)."""
+        part, _ = self.dataset.part_of(items[0][0])
         return make_microbatch(
             self.dataset,
             items,
-            self.process,
+            (self.process, *self.other_processes)[part],
             self.seed,
             self.drop_probability,
             self.null_label,

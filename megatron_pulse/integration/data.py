@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import no_data_named, open_dataset
+from megatron_pulse.backbone.shapes import at_shape
+from megatron_pulse.data.buckets import BucketSampler
+from megatron_pulse.data.build import no_data_named, open_buckets
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
@@ -33,7 +36,7 @@ def makes_pixels(data: str | None) -> bool:
 
 
 def wanted_by(backbone: Backbone) -> Wanted:
-    """What ``backbone`` takes of every sample, in the terms of the data room.
+    """What ``backbone`` takes of every sample of its first shape, in the terms of the data room.
 
     Masks of ``bool`` come as whole numbers, as data hold them; what runs the chain converts them.
     """
@@ -49,7 +52,7 @@ def wanted_by(backbone: Backbone) -> Wanted:
 
 
 class DiffusionData:
-    """Opens ``--pulse-data`` for ``backbone`` and ``process`` (at the backbone's own size).
+    """Opens ``--pulse-data`` for ``backbone`` and ``process`` (at the backbone's own sizes).
 
     Raises DataError if the data lack a field that the backbone reads, or do not fit otherwise,
     with everything that is wrong.
@@ -58,9 +61,10 @@ class DiffusionData:
     def __init__(
         self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
     ) -> None:
-        num_tokens = backbone.image_tokens
-        self.process = process.for_tokens(num_tokens)
-        self.description = process.describe(num_tokens)
+        chains = [at_shape(backbone, which) for which in range(backbone.num_shapes)]
+        num_tokens = [chain.image_tokens for chain in chains]
+        self.process = process.for_tokens(num_tokens[0])
+        self.description = " or ".join(dict.fromkeys(map(process.describe, num_tokens)))
         self._seed = seed
         self._class_dropout = options.class_dropout
         self._skip_corrupt = options.skip_corrupt
@@ -68,10 +72,19 @@ class DiffusionData:
         """How often a sample of training was replaced in this process, its image being corrupt."""
         self._null_label = backbone.null_label
         self._num_channels = backbone.input_spec.shape[0]
-        self._require_prediction(backbone)
+        for chain in chains:
+            self._require_prediction(chain)
         if options.data is None:
             raise no_data_named()
-        self.train, self.validation = open_dataset(options.data, wanted=wanted_by(backbone))
+        self.train, self.validation, shapes = open_buckets(
+            options.data, [wanted_by(chain) for chain in chains]
+        )
+        self._processes = [process.for_tokens(num_tokens[which]) for which in shapes]
+        self.held_out = next(
+            (p for p, which in zip(self.validation.parts, shapes, strict=True) if which == 0),
+            self.validation.parts[0],
+        )
+        """The validation samples of the first shape, where there are such."""
 
     def _require_prediction(self, backbone: Backbone) -> None:
         """The mean of what is noised, and perhaps its variance behind it."""
@@ -107,8 +120,12 @@ class DiffusionData:
         def loader(split: Split) -> Iterator[dict[str, Tensor]]:
             training = split is Split.TRAIN
             dataset = self.train if training else self.validation
-            sampler = MicrobatchSampler(
-                len(dataset),
+            make_sampler = (
+                partial(BucketSampler, [len(part) for part in dataset.parts])
+                if len(dataset.parts) > 1
+                else partial(MicrobatchSampler, len(dataset))
+            )
+            sampler = make_sampler(
                 consumed_samples=args.consumed_train_samples if training else 0,
                 micro_batch_size=args.micro_batch_size if training else args.eval_micro_batch_size,
                 data_parallel_rank=parallel_state.get_data_parallel_rank(),
@@ -121,7 +138,7 @@ class DiffusionData:
                 DiffusionLoader(
                     dataset,
                     sampler,
-                    self.process,
+                    self._processes[0],
                     self._seed,
                     self._class_dropout,
                     self._null_label,
@@ -129,6 +146,7 @@ class DiffusionData:
                     needs_image=0 in stages or placement.num_stages - 1 in stages,
                     skip_corrupt=self._skip_corrupt,
                     num_workers=args.num_workers,
+                    other_processes=tuple(self._processes[1:]),
                 )
             )
             if not self._skip_corrupt:

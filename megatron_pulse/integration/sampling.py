@@ -109,7 +109,7 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
         raise ValueError(f"{model.folder} holds imported weights: name a data set with --data")
     options, seed = pulse_options(model.arguments), model.arguments.seed
     data = DiffusionData(options, model.backbone, model.process, seed)
-    held_out = data.validation
+    held_out = data.held_out
     if max(indices) >= len(held_out):
         raise ValueError(f"the data has {len(held_out)} validation samples")
     rows = [

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX = "diffusers:"
+BUCKETS = "buckets"
+"""The option that lists the shapes which microbatches may have."""
 _DTYPE_EFFECT = "the module is exported in {0.dtype}"
 
 
@@ -47,11 +49,13 @@ def family_of(name: str) -> DerivedFamily:
     identity = defaults_of(class_name)
     options, kept = split(class_name, given)
     config = {**identity, **options}
-    choices = {
+    choices: dict[str, tuple[Any, Any, str]] = {
         size: (int | None, None, f"samples are of {size} {{0.{size}}}")
         for size in known.defaults(config)
         if size not in config
     }
+    if choices:
+        choices[BUCKETS] = (str | None, None, "microbatches are of {0.buckets}")
     kinds = options_class(class_name, identity, {**choices, DTYPE: (str, DTYPES[0], _DTYPE_EFFECT)})
     return DerivedFamily(
         class_name,
@@ -152,12 +156,13 @@ def _built(class_name: str, options: str) -> Backbone:
     settings = {key: values[key] for key in defaults_of(class_name)}
     dtype = values[DTYPE]
     try:
-        declared = CLASSES[class_name].declared(settings, values)
+        declared, *others = CLASSES[class_name].declared_at(settings, values, values.get(BUCKETS))
         module = made_hollow(lambda: _make(class_name, settings))
     except Exception as error:  # a class raises what it likes
         raise ValueError(f"{class_name} cannot be made of this config: {raised(error)}") from error
     module = declared.wrap(hollow(module.train(), getattr(torch, dtype)))
-    return from_module(module, declared.make(dtype), **declared.keywords())
+    made = [each.make(dtype) for each in others]
+    return from_module(module, declared.make(dtype), other_inputs=made, **declared.keywords())
 
 
 def _published(class_name: str, config: FamilyConfig) -> Published:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+type Given = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
 WEIGHTS = "weights"
 """The option that says which parameters a factory's module has: a digest of names and shapes."""
 _HOW = """\
@@ -125,12 +126,12 @@ def _derived(
         raise ValueError(f"{name} returned {_kind(made)}; {_HOW}")
     said: Mapping[str, Any] = rest[1] if len(rest) > 1 else {}
     kind = getattr(torch, dtype)
-    inputs: Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
+    inputs: Given
     if rest:
-        given, times = rest[0], said.get("timestep")
-        inputs = cast(given, times, kind)
-        if callable(given):
-            inputs = lambda size: cast(given(size), times, kind)  # noqa: E731
+        times = said.get("timestep")
+        inputs = _cast(rest[0], times, kind)
+        if others := said.get("other_inputs"):
+            said = {**said, "other_inputs": [_cast(given, times, kind) for given in others]}
     elif type(module).__name__ in CLASSES:
         declared = CLASSES[type(module).__name__].declared(module.config, {})
         declared.wrap(module)
@@ -143,6 +144,13 @@ def _derived(
     backbone = from_module(hollow(module, kind), inputs, **{"weights": from_scratch(make), **said})
     weights = sorted((n, tuple(p.shape)) for n, p in module.named_parameters())
     return backbone, f"sha256:{hashlib.sha256(repr(weights).encode()).hexdigest()[:16]}"
+
+
+def _cast(given: Given, times: str | None, kind: torch.dtype) -> Given:
+    """Inputs, or a function of the microbatch size that makes them, in a dtype."""
+    if callable(given):
+        return lambda size: cast(given(size), times, kind)
+    return cast(given, times, kind)
 
 
 def _kind(made: Any) -> str:

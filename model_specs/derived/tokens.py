@@ -12,14 +12,15 @@ _THOUSANDTH = 1e-3
 """Of classes whose times are from 0 to 1."""
 
 
-def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Around:
-    """A module whose noisy sample and prediction are latents, where its own are tokens."""
+def _packed(pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> Around:
+    """A module whose noisy sample and prediction are latents, where its own are tokens; ``unpack``
+    gets the latents' shape too."""
 
     def around(forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def call(hidden_states: Any, **others: Any) -> Any:
             (predicted,) = forward(hidden_states=pack(hidden_states), **others, return_dict=False)
-            return unpack(predicted)
+            return unpack(predicted, hidden_states.shape)
 
         return call
 
@@ -38,11 +39,11 @@ def _flux(config: Config, size: Sizes) -> Declared:
     # [b, C, h, 2, w, 2] <-> [b, h, w, C, 2, 2]
     packed = _packed(
         lambda x: (
-            x.unflatten(3, (width, _SIDE)).unflatten(2, (height, _SIDE))
+            x.unflatten(3, (-1, _SIDE)).unflatten(2, (-1, _SIDE))
             .permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         ),
-        lambda x: (
-            x.unflatten(2, (-1, _SIDE, _SIDE)).unflatten(1, (height, width))
+        lambda x, shape: (
+            x.unflatten(2, (-1, _SIDE, _SIDE)).unflatten(1, (shape[2] // _SIDE, -1))
             .permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
         ),
     )  # fmt: skip
@@ -120,8 +121,7 @@ def _ltx(config: Config, size: Sizes) -> Declared:
     """A token for each of the latents."""
     if (config.patch_size, config.patch_size_t) != (1, 1):
         raise ValueError("patch_size and patch_size_t other than 1 are not declared here")
-    shape = size.frames, size.height, size.width
-    packed = _packed(lambda x: x.flatten(2).mT, lambda x: x.mT.unflatten(2, shape))
+    packed = _packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
     inputs: tuple[Input | Same, ...] = (
         _video(config, size),
         Input("timestep", (), "float32"),

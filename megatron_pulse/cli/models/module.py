@@ -29,13 +29,16 @@ for every batch, and its links, skips and embedders. NAME is what --module and -
                                                         noisy sample, "timestep", "constants" (the
                                                         same for every batch), "fields" (how the
                                                         batch calls them), "output" (which of
-                                                        several results is the prediction)
+                                                        several results is the prediction),
+                                                        "other_inputs" (a list of examples of
+                                                        other sizes that a microbatch may have)
                             backbone                    a chain by hand (megatron_pulse.Backbone)
 
 What cannot be run in a pipeline is told with the line of the model.
 
 examples:
   pulse module diffusers:UNet2DModel --option sample_size=32
+  pulse module diffusers:UNet2DModel --option buckets=32x32,24x40,40x24
   pulse module diffusers:downloads/kandinsky3/unet
   pulse module mine.py:build --option depth=8 --json
 """
@@ -43,12 +46,14 @@ examples:
 
 @dataclass(frozen=True)
 class InputRow:
-    """One input: its name in the module and in a batch, the shape of a sample, its dtype."""
+    """One input: its name in the module and in a batch, the shape of a sample, its dtype; and its
+    shapes in the chain's other microbatches."""
 
     name: str
     field: str
     shape: tuple[int, ...]
     dtype: str
+    others: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
         *table(
             [
                 ("input", "in a batch", "a sample", "dtype"),
-                *((row.name, row.field, _shape(row.shape), row.dtype) for row in inputs),
+                *((row.name, row.field, _shapes(row), row.dtype) for row in inputs),
             ],
             left=(0, 1, 2, 3),
         ),
@@ -154,7 +159,11 @@ def _inputs(backbone: Backbone) -> tuple[list[InputRow], list[str]]:
 
 def _row(name: str, field: str, spec: TensorSpec) -> InputRow:
     dtype = "the run's" if spec.dtype == "compute" else spec.dtype
-    return InputRow(name, field, spec.shape, dtype)
+    return InputRow(name, field, spec.shape, dtype, spec.others)
+
+
+def _shapes(row: InputRow) -> str:
+    return ", ".join(dict.fromkeys(map(_shape, (row.shape, *row.others))))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

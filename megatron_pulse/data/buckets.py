@@ -1,0 +1,135 @@
+"""Samples of several shapes: which of them make a microbatch, all of whose samples have one."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from torch import Tensor
+
+from megatron_pulse.data.dataset import DiffusionDataset, Framing, permutation
+from megatron_pulse.data.sampler import Item, MicrobatchSampler
+from megatron_pulse.faults import told
+
+
+class Buckets(DiffusionDataset):
+    """The samples of ``parts``, each of a shape of its own, one after the other.
+
+    What differs between parts is that of the first.
+    """
+
+    def __init__(self, parts: Sequence[DiffusionDataset]) -> None:
+        self._parts = tuple(parts)
+        self._ends = list(accumulate(map(len, self._parts)))
+        self.image_shape = self._parts[0].image_shape
+        self.num_classes = max(part.num_classes for part in self._parts)
+        self.fields = self._parts[0].fields
+        self.frames = any(part.frames for part in self._parts)
+
+    @property
+    def parts(self) -> tuple[DiffusionDataset, ...]:
+        return self._parts
+
+    def part_of(self, index: int) -> tuple[int, int]:
+        part = bisect_right(self._ends, index)
+        return part, index - (self._ends[part - 1] if part else 0)
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def image(self, index: int) -> Tensor:
+        part, own = self.part_of(index)
+        return self._parts[part].image(own)
+
+    def label(self, index: int) -> int:
+        part, own = self.part_of(index)
+        return self._parts[part].label(own)
+
+    def check(self, index: int) -> None:
+        part, own = self.part_of(index)
+        self._parts[part].check(own)
+
+    def describe(self, index: int) -> str:
+        part, own = self.part_of(index)
+        return self._parts[part].describe(own)
+
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        part, own = self.part_of(index)
+        return self._parts[part].conditioning(own)
+
+    def framing(self, index: int) -> Framing:
+        part, own = self.part_of(index)
+        return self._parts[part].framing(own)
+
+
+class BucketSampler(MicrobatchSampler):
+    """Microbatches whose samples are all of one part of ``Buckets``, of ``sizes`` samples each.
+
+    Group g of the run is its positions ``g * mbs ... (g + 1) * mbs``, a microbatch of some rank. In
+    an epoch e part k has the groups floor(e * n_k / mbs) to floor((e + 1) * n_k / mbs) of its own
+    stream of samples, which goes through all n_k, shuffled anew, again and again: no sample is
+    dropped, and parts are seen as often as they have samples. The groups of an epoch are shuffled.
+    So what a microbatch holds is a function of (seed, position, microbatch size), whatever the
+    layout; ranks of data parallelism may have microbatches of other shapes at the same time.
+    Raises ValueError also where ``consumed_samples`` is no multiple of the microbatch size.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        seed: int,
+        shuffle: bool = True,
+        period: int | None = None,
+    ) -> None:
+        super().__init__(
+            sum(sizes), consumed_samples, micro_batch_size, data_parallel_rank,
+            data_parallel_size, seed, shuffle, period,
+        )  # fmt: skip
+        if consumed_samples % micro_batch_size:
+            fault = (
+                f"{consumed_samples} samples were consumed, which is no multiple of the microbatch "
+                f"size {micro_batch_size}: go on with the size that the run had"
+            )
+            raise ValueError(told("microbatches of several shapes", [fault]))
+        self.sizes = tuple(sizes)
+        self._firsts = (0, *accumulate(sizes))
+        self._epoch: tuple[int, np.ndarray] | None = None
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    def item(self, position: int) -> Item:
+        group, place = divmod(position, self.micro_batch_size)
+        part, number = self._group(group)
+        epoch, own = divmod(number * self.micro_batch_size + place, self.sizes[part])
+        if self.shuffle:
+            own = int(self._order(part, epoch)[own])
+        return self._firsts[part] + own, position
+
+    def _order(self, part: int, epoch: int) -> np.ndarray:
+        if self._orders.get(part, (None,))[0] != epoch:
+            self._orders[part] = epoch, permutation(self.sizes[part], self.seed, epoch)
+        return self._orders[part][1]
+
+    def _begins(self, epoch: int) -> list[int]:
+        """How many groups each part has had before an epoch."""
+        return [epoch * size // self.micro_batch_size for size in self.sizes]
+
+    def _group(self, group: int) -> tuple[int, int]:
+        """The part of a group of the run, and which of its own it is."""
+        epoch = group * self.micro_batch_size // self.num_samples
+        while sum(self._begins(epoch + 1)) <= group:
+            epoch += 1
+        begins = self._begins(epoch)
+        if self._epoch is None or self._epoch[0] != epoch:
+            counts = [b - a for a, b in zip(begins, self._begins(epoch + 1), strict=True)]
+            ordered: np.ndarray = np.repeat(np.arange(len(counts)), counts)
+            self._epoch = epoch, ordered[permutation(len(ordered), self.seed, epoch)]
+        parts = self._epoch[1]
+        place = group - sum(begins)
+        part = int(parts[place])
+        return part, begins[part] + int((parts[:place] == part).sum())

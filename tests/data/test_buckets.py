@@ -1,0 +1,92 @@
+from collections import Counter
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_pulse.data.buckets import Buckets, BucketSampler
+from megatron_pulse.data.dataset import ArrayDataset
+from megatron_pulse.data.microbatches import DiffusionLoader, Split
+from megatron_pulse.diffusion.choice import Objective
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from tests.ranks import run_ranks
+
+
+def take(count, mbs, dp, sizes, consumed=0, **options):
+    """The first microbatches, those of all ranks in order."""
+    ranks = [iter(BucketSampler(sizes, consumed, mbs, r, dp, 11, **options)) for r in range(dp)]
+    return [next(ranks[i % dp]) for i in range(count)]
+
+
+def part(sizes, index):
+    return int(np.searchsorted(np.cumsum(sizes), index, side="right"))
+
+
+sizes_of = st.lists(st.integers(1, 12), min_size=2, max_size=4)
+
+
+@given(sizes_of, st.integers(1, 5), st.integers(1, 3), st.booleans())
+def test_microbatches_are_of_one_part_and_no_sample_is_dropped(sizes, mbs, dp, shuffle):
+    n = sum(sizes)
+    found = take(n * 2, mbs, dp, sizes, shuffle=shuffle)  # mbs * 2 epochs
+    assert [p for items in found for _, p in items] == list(range(n * 2 * mbs))
+    assert all(len({part(sizes, i) for i, _ in items}) == 1 for items in found)
+    seen = Counter(i for items in found for i, _ in items)
+    assert set(seen.values()) == {2 * mbs} and len(seen) == n
+
+
+@given(sizes_of, st.integers(1, 4), st.integers(0, 9))
+def test_goes_on_where_it_stopped_whatever_the_layout(sizes, mbs, done):
+    whole = take(done + 6, mbs, 1, sizes)
+    for dp in (1, 2, 3):
+        assert take(6, mbs, dp, sizes, consumed=done * mbs) == whole[done:]
+
+
+def test_parts_are_mixed_within_an_epoch_and_validation_repeats():
+    parts = [part([8, 8], items[0][0]) for items in take(8, 2, 1, [8, 8])]
+    assert sorted(parts) == [0] * 4 + [1] * 4 and parts != sorted(parts)
+    again = take(8, 2, 1, [8, 8], shuffle=False, period=8)
+    assert [[i for i, _ in items] for items in again[:4]] == [
+        [i for i, _ in items] for items in again[4:]
+    ]
+    with pytest.raises(ValueError, match="3 samples were consumed, which is no multiple"):
+        BucketSampler([4, 4], 3, 2, 0, 1, 1)
+
+
+def arrays(*shapes):
+    made = np.random.default_rng(0)
+    return [
+        ArrayDataset(made.uniform(-1, 1, (10, *shape)), np.arange(10) % 2, 2) for shape in shapes
+    ]
+
+
+def same_everywhere():
+    """A device in the middle, whose microbatches a worker makes, beside one that needs images."""
+    parts = arrays((1, 4, 6), (1, 6, 4))
+    both = Buckets(parts)
+    assert len(both) == 20 and torch.equal(both.image(13), parts[1].image(3))
+    process = DiffusionProcess(Objective.V)
+
+    def batches(needs_image, workers=0):
+        sampler = BucketSampler([10, 10], 0, 3, 0, 1, 5)
+        loader = DiffusionLoader(
+            both, sampler, process, 5, split=Split.TRAIN, needs_image=needs_image,
+            num_workers=workers, other_processes=(process,),
+        )  # fmt: skip
+        return list(islice(iter(loader), 6))
+
+    whole, middle = batches(True), batches(False, workers=1)
+    assert {tuple(batch["noisy"].shape[1:]) for batch in whole} == {(1, 4, 6), (1, 6, 4)}
+    for a, b in zip(whole, middle, strict=True):
+        assert b["noisy"].is_meta and a["noisy"].shape == b["noisy"].shape
+        assert torch.equal(a["index"], b["index"]) and torch.equal(a["timesteps"], b["timesteps"])
+        assert len({int(i) // 10 for i in a["index"]}) == 1
+        labels = torch.tensor([both.label(int(i)) for i in a["index"]])
+        assert torch.equal(a["labels"], labels) and torch.equal(b["labels"], labels)
+
+
+def test_a_microbatch_says_its_shape_on_every_device():
+    run_ranks(1, same_everywhere)
