@@ -55,7 +55,7 @@ def family_of(name: str) -> DerivedFamily:
         if size not in config
     }
     if choices:
-        choices[BUCKETS] = (str | None, None, "microbatches are of {0.buckets}")
+        choices[BUCKETS] = (str, "", "microbatches are of {0.buckets}")
     kinds = options_class(class_name, identity, {**choices, DTYPE: (str, DTYPES[0], _DTYPE_EFFECT)})
     return DerivedFamily(
         class_name,
@@ -154,9 +154,10 @@ def _built(class_name: str, options: str) -> Backbone:
 
     values = json.loads(options)
     settings = {key: values[key] for key in defaults_of(class_name)}
-    dtype = values[DTYPE]
+    dtype, known = values[DTYPE], CLASSES[class_name]
+    sizes = known.sizes_of(settings, values, values.get(BUCKETS, ""))
     try:
-        declared, *others = CLASSES[class_name].declared_at(settings, values, values.get(BUCKETS))
+        declared, *others = (known.declared(settings, size) for size in sizes)
         module = made_hollow(lambda: _make(class_name, settings))
     except Exception as error:  # a class raises what it likes
         raise ValueError(f"{class_name} cannot be made of this config: {raised(error)}") from error

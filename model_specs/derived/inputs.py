@@ -102,13 +102,13 @@ class Known:
         sizes = {name: chosen.get(name) or size for name, size in self.defaults(config).items()}
         return self.inputs(SimpleNamespace(**config), SimpleNamespace(**sizes))
 
-    def declared_at(
-        self, config: Mapping[str, Any], chosen: Mapping[str, Any], buckets: str | None
-    ) -> list[Declared]:
-        """The inputs at each of ``buckets``: "8x12,12x8", the sizes in the order of ``defaults``,
-        of which those behind the last that is given are ``chosen``. Raises ValueError."""
-        if buckets is None:
-            return [self.declared(config, chosen)]
+    def sizes_of(
+        self, config: Mapping[str, Any], chosen: Mapping[str, Any], buckets: str
+    ) -> list[Mapping[str, Any]]:
+        """The sizes of each of ``buckets``: "8x12,12x8", in the order of ``defaults``; those behind
+        the last that is given are ``chosen``, and all where there are none. Raises ValueError."""
+        if not buckets:
+            return [chosen]
         names = list(self.defaults(config))
         every = [text.split("x") for text in buckets.split(",")]
         if not all(0 < len(one) <= len(names) for one in every) or not all(
@@ -119,10 +119,7 @@ class Known:
         longest = max(map(len, every))
         if twice := [name for name in names[:longest] if chosen.get(name)]:
             raise ValueError(f"buckets={buckets}: say {', '.join(twice)} there or alone, not both")
-        return [
-            self.declared(config, {**chosen, **dict(zip(names, map(int, one), strict=False))})
-            for one in every
-        ]
+        return [{**chosen, **dict(zip(names, map(int, one), strict=False))} for one in every]
 
     def defaults(self, config: Mapping[str, Any]) -> Mapping[str, int]:
         """The sizes, as a module of this config has them where a run chooses none."""

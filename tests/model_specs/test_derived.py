@@ -245,3 +245,23 @@ def test_commands_take_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["profile", "--module", "uvit-tiny", *output])
     assert "'uvit-tiny' is no module: write diffusers:FOLDER" in capsys.readouterr().err
+
+
+def test_microbatches_of_a_class_may_be_of_several_sizes() -> None:
+    """Of the first the options say nothing else; Flux packs latents of each by itself."""
+    small = {"block_out_channels": [32], "layers_per_block": 1, "add_attention": False,
+             "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}  # fmt: skip
+    chain = model_specs.load_backbone("diffusers:UNet2DModel", {**small, "buckets": "8x12,16x4"})
+    assert chain.input_spec == TensorSpec((3, 8, 12), others=((3, 16, 4),))
+    flux = {"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16,
+            "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 8,
+            "axes_dims_rope": [4, 6, 6], "text_length": 3, "buckets": "4x8,8x4"}  # fmt: skip
+    chain = model_specs.load_backbone("diffusers:FluxTransformer2DModel", flux)
+    assert chain.output_spec == TensorSpec((4, 4, 8), others=((4, 8, 4),))
+    for options, said in (
+        ({"buckets": "8x,4x4"}, "must be a list of HEIGHTxWIDTH, as in 64x96,96x64"),
+        ({"buckets": "8x8x8"}, "must be a list of HEIGHTxWIDTH"),
+        ({"buckets": "8x8,4x4", "width": 8}, "say width there or alone, not both"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model_specs.load_backbone("diffusers:UNet2DModel", {**small, **options})
