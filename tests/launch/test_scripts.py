@@ -1,9 +1,12 @@
-"""What the README says to type first, as users do: the examples of launch/ and the tour."""
+"""What the README says to type first: the examples of launch/ as users do, and the tour."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
+import shlex
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -12,10 +15,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from megatron_pulse.cli.main import main
 from megatron_pulse.data.images.emoji import FONT, PACKAGE
 from megatron_pulse.planner.observe.trace import load_trace
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 from tests.launch.sessions import ROOT, session
+from tests.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -79,20 +84,49 @@ def test_ranks_that_cannot_be(ranks: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def tour() -> str:
+def tour() -> list[str]:
     """The commands of the README's "Five minutes"."""
     section = (ROOT / "README.md").read_text().split("\n## Five minutes\n")[1].split("\n## ")[0]
     (block,) = re.findall(r"```bash\n(.*?)```", section, re.DOTALL)
-    return block
+    return [line.split(" #")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
+
+
+SHORT = {
+    "profile": ["--seconds-per-layer", "0.01"],
+    "tune": ["--seconds", "4"],
+    "run": ["--train-iters", "8"],
+}
+"""What is added to commands of the tour, which so take less time."""
+
+
+def follow(folder: Path, commands: Sequence[Sequence[str]]) -> None:
+    """``pulse`` with each of the words, in ``folder``; the script of ``pulse run`` is this rank."""
+    os.chdir(folder)
+    for name, *words in commands:
+        words += SHORT.get(name, [])
+        if name == "run":
+            script = words.index("launch/pretrain_diffusion.py")
+            assert words[:script] == ["--nproc-per-node", os.environ["WORLD_SIZE"]]
+            sys.argv = words[script:]
+            runpy.run_path(words[script], run_name="__main__")
+        else:
+            assert main([name, *words]) == 0, words
 
 
 def test_the_tour(tmp_path: Path) -> None:
-    """In a folder that has of the repository what the commands name."""
-    for name in ("launch", ".venv"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    in_order = tmp_path / "tour.sh"
-    in_order.write_text(f"set -euxo pipefail\ncd {tmp_path}\n{tour()}")
-    said = said_by(["bash", in_order])
+    """Its commands on forked ranks, in a folder that has of the repository what they name."""
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    activate, *lines = tour()
+    assert activate == "source .venv/bin/activate"
+    there = said_by(["bash", "-c", f"{activate} && command -v pulse"])
+    assert there == f"{ROOT}/.venv/bin/pulse\n"
+    commands = [shlex.split(line) for line in lines]
+    assert {first for first, *_ in commands} == {"pulse"}
+    words = [rest for _, *rest in commands]
+    (training,) = (i for i, (name, *_) in enumerate(words) if name == "run")
+    run_ranks(1, follow, tmp_path, words[:training], timeout_s=LIMIT_S)
+    run_ranks(2, follow, tmp_path, [words[training]], timeout_s=LIMIT_S)
+    run_ranks(1, follow, tmp_path, words[training + 1 :], timeout_s=LIMIT_S)
     plan = load_checked(tmp_path / "plan.json")
     assert plan.backbone["options"]["depth"] == 8
     assert "<svg" in (tmp_path / "plan.html").read_text()
@@ -100,4 +134,3 @@ def test_the_tour(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "both.svg").getroot().tag.endswith("svg")
     picture(tmp_path / "digits.png")
     assert list((tmp_path / "exported").iterdir())
-    assert "Traceback" not in said
