@@ -61,6 +61,23 @@ def starts(shop: JobShop) -> Iterator[list[int]]:
         yield _by_rule(shop, rule, pace, burst)
 
 
+def rules_by_growth(
+    shop: JobShop, few: JobShop, more: JobShop, stop: Callable[[], bool]
+) -> Iterator[list[int]]:
+    """List schedules by the rules that promise the shortest, as far as looked at before ``stop``:
+    by how they grow from ``few`` to ``more`` microbatches, which take a part of the time."""
+    expected = []
+    for number, way in enumerate(_ways(shop)):
+        if stop():
+            break
+        short, longer = (core.makespan(_by_rule(core, *way)) for core in (few, more))
+        each = (longer - short) / (more.num_microbatches - few.num_microbatches)
+        rest = shop.num_microbatches - more.num_microbatches
+        expected.append((longer + each * rest, number, way))
+    for _, _, way in sorted(expected, key=lambda each: each[:2]):
+        yield _by_rule(shop, *way)
+
+
 def from_template(shop: JobShop, template: Template) -> Iterator[list[int]]:
     """The template as it is, where it keeps the caps, and list scheduled by its dates."""
     dates = template.unrolled(shop.num_microbatches)

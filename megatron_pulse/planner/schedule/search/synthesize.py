@@ -39,7 +39,12 @@ from megatron_pulse.planner.schedule.search.extend import extended
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from megatron_pulse.planner.schedule.search.listing import list_schedule
-from megatron_pulse.planner.schedule.search.starts import from_template, starts, steady
+from megatron_pulse.planner.schedule.search.starts import (
+    from_template,
+    rules_by_growth,
+    starts,
+    steady,
+)
 from megatron_pulse.planner.schedule.search.sweep.chain import most_open
 from megatron_pulse.planner.schedule.search.sweep.widening import BEHIND, Widening
 from megatron_pulse.planner.schedule.search.template import Template
@@ -80,6 +85,10 @@ SWAPS = 2000
 LARGE, LARGE_STARTS_SHARE = 5000, 0.5
 """Operations from which annealing begins cold, as there is no time to cool down, and share of the
 starts there: a schedule of fewer microbatches is seldom found that repeats."""
+
+FEW, MORE, GROWTH_SHARE = 2, 3, 0.4
+"""Microbatches per device of the two shorter steps by which rules are ranked there, and share of
+the time for starts that this may take."""
 
 NOISE = (0.1, 0.3, 1.0)
 """How far dates are shaken, in units of the largest device load."""
@@ -189,6 +198,11 @@ class _Budget:
             return _Budget(math.inf, taken, self.stop)
         return _Budget(max(0.0, part * (self.deadline - time.monotonic())), None, self.stop)
 
+    def past(self, part: float) -> Callable[[], bool]:
+        """Whether a part of the time that is left now is over; never where effort counts."""
+        until = time.monotonic() + part * (self.deadline - time.monotonic())
+        return lambda: time.monotonic() >= until
+
     def looks(self) -> Callable[[int], float]:
         """How many starts of operations a sweep may still look at after so many, to take this."""
         if self.effort is not None:
@@ -255,10 +269,12 @@ class _Search:
             if not large:
                 part = budget.share(CORE_SHARE)
                 self.try_all(self.by_core(count, part), None)
-        most = LARGE_STARTS_SHARE if large else STARTS_SHARE
-        for source, share in ((starts(self.shop), most), (self.shaken(), SHAKEN_SHARE)):
-            part = budget.share(share)
-            self.try_all(source, part)
+        part = budget.share(LARGE_STARTS_SHARE if large else STARTS_SHARE)
+        if large and self.problem.num_microbatches > count:
+            self.try_all(self.by_growth(part.past(GROWTH_SHARE)), part)
+        self.try_all(starts(self.shop), part)
+        part = budget.share(SHAKEN_SHARE)
+        self.try_all(self.shaken(), part)
         if sweeps is not None and sweeps.reached <= BEHIND * self.ticks:
             self.sweep(sweeps, budget.share(MANY_SHARE))
         for seed, (share, hot, price) in enumerate(ROUNDS):
@@ -306,6 +322,14 @@ class _Search:
         core = _Search(replace(self.problem, num_microbatches=count), bound_work=0.0)
         core.spend(budget)
         yield from islice(extended(core.shop, core.start, self.shop), CORES)
+
+    def by_growth(self, stop: Callable[[], bool]) -> Iterator[list[int]]:
+        """List schedules by rules that are ranked with fewer microbatches, until ``stop``."""
+        devices = self.problem.placement.num_devices
+        few, more = (
+            job_shop(replace(self.problem, num_microbatches=each * devices)) for each in (FEW, MORE)
+        )
+        return rules_by_growth(self.shop, few, more, stop)
 
     def shaken(self) -> Iterator[list[int]]:
         """List schedules by the dates of the shortest so far with some noise."""
