@@ -27,7 +27,10 @@ settings.load_profile("same")
 
 from tests.remembered import FOLDER, remember_analyses  # noqa: E402
 
-FIRST = ("launch", "integration", "runtime", "planner")
+FIRST = (
+    *("launch", "integration", "runtime", "planner"),
+    *("backbone", "benchmarks", "profile", "cli", "model_specs"),
+)
 """Folders with the longest files: begun first, nothing waits for them at the end."""
 
 
