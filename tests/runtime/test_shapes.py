@@ -118,20 +118,20 @@ def _with_an_unknown_shape() -> str:
     ends = dist.new_group([0, 1])
     chain = several()
     plan = pulse.make_plan(chain, pulse.weighted_costs(chain, [1.0] * 9), pulse.fold(2))
-    pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 2)
+    pipeline = pulse.Pipeline(plan, lambda y, batch: y.square().mean(), 2, timeout_s=2.0)
     batches = batches_of(Case("fold", 4, dtype="float32"), 0)
     bad = {**batches[2], "noisy": torch.zeros(2, WIDTH, 5, 5)}
     executor = pipeline.executor(4)
     try:  # as a loader gives them: each device for itself, without a check of all before
         executor.run(iter([*batches[:2], bad, batches[3]]), pipeline._settings)
     except Exception as error:
-        dist.barrier(ends)  # of one rank that has gone the other would hear first
+        dist.barrier(ends)  # rank 0 holds the board, on which one finds what the other said
         return str(error)
     return ""
 
 
 def test_an_unknown_shape_is_told_by_all() -> None:
-    """By the device that would receive it, too, before it waits."""
+    """By a device that would receive it, too, and by one that waits for such a device."""
     for said in run_ranks(2, _with_an_unknown_shape, timeout_s=60.0):
         assert "a microbatch of noisy 6x5x5, text 7x5 is none that several takes: noisy 6x" in said
 
