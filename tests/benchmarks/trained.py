@@ -1,0 +1,293 @@
+"""Modules in whole Megatron runs: layouts bit for bit, exported and read back, data parallelism.
+
+    .venv/bin/python -m tests.benchmarks.trained [--only NAME]
+
+``text``: diffusers' UNet2DConditionModel on text states. ``video``: its
+UNetSpatioTemporalConditionModel, whose three-dimensional convolutions split their backwards.
+``lora``: the former behind a function of one's own that freezes it and gives it adapters by peft,
+which must be installed. Each is trained on one process and in pipelines (``LAYOUTS``), what differs
+is told, and the trained weights are exported, read back by the module's own library and compared.
+``data``: two data-parallel ranks beside one process, by plain gradient descent and by Adam with the
+distributed optimizer: how far the weights are apart, as a share of how far training moved them. The
+exit status is 1 if bits differ, or if gradients do by more than rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pulse.cli.main import main as pulse
+from megatron_pulse.cli.megatron import prepare_megatron
+from tests.integration.runs import Run, assert_same, pipeline, run
+
+LAYOUTS: Mapping[str, tuple[int, list[str]]] = {
+    "P=4 fold": (4, pipeline(4)),
+    "P=4 fold, split, recomputed": (
+        4,
+        pipeline(4, "--pulse-schedule", "wave-split", "--recompute-granularity", "full"),
+    ),
+    "P=2 sequential, split": (
+        2,
+        pipeline(2, "--pulse-schedule", "zb-h1", "--pulse-placement", "sequential"),
+    ),
+}
+STEPS = ["--global-batch-size", "8", "--train-iters", "3"]
+SAID = ["--pulse-objective", "v", "--pulse-noise-schedule", "scaled_linear"]
+TEXT, WIDTH = 3, 6
+ROUNDING = 1e-5
+"""Sums of gradients in another order, as a share of the largest."""
+
+LORA = """
+    import diffusers
+    import peft
+    import torch
+
+
+    def build(rank=2):
+        unet = diffusers.UNet2DConditionModel(**SIZES)
+        where = ["to_q", "to_k", "to_v", "to_out.0", "proj_in"]
+        config = peft.LoraConfig(r=rank, lora_alpha=4, target_modules=where)
+        return peft.inject_adapter_in_model(config, unet), {
+            "sample": torch.zeros(2, 4, 8, 8),
+            "timestep": torch.zeros(2),
+            "encoder_hidden_states": torch.zeros(2, 3, 6),
+        }, {"fields": {"encoder_hidden_states": "context"}}
+"""
+SIZES: dict[str, Any] = {
+    "sample_size": 8,
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "cross_attention_dim": WIDTH,
+    "attention_head_dim": 4,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+}
+
+
+@dataclass
+class Found:
+    """What is wrong with one case; all that is found of it is printed as it comes."""
+
+    name: str
+    faults: list[str] = field(default_factory=list)
+
+    def say(self, line: str) -> None:
+        """Print a line of this case."""
+        print(f"{self.name}: {line}", flush=True)
+
+
+def text_unet() -> Any:
+    """The module of ``text``."""
+    import diffusers
+
+    torch.manual_seed(0)
+    return diffusers.UNet2DConditionModel(**SIZES)
+
+
+def video_unet() -> Any:
+    """The module of ``video``."""
+    import diffusers
+
+    torch.manual_seed(0)
+    return diffusers.UNetSpatioTemporalConditionModel(
+        sample_size=8, in_channels=4, out_channels=4, block_out_channels=(32, 32),
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        layers_per_block=1, cross_attention_dim=WIDTH, num_attention_heads=(2, 2), num_frames=2,
+        projection_class_embeddings_input_dim=24, addition_time_embed_dim=8,
+    )  # fmt: skip
+
+
+def write_latents(folder: Path, shape: tuple[int, ...], **fields: tuple[int, ...]) -> list[str]:
+    """Random latents of a shape, with fields of theirs; the flags that train on them."""
+    from megatron_pulse.data.dataset import FieldSpec
+    from megatron_pulse.data.latents.folder import LatentWriter
+    from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+
+    generator = torch.Generator().manual_seed(0)
+    specs = {name: FieldSpec(each) for name, each in fields.items()}
+    with LatentWriter(folder, LatentLayout(shape, 1, LatentType.FLOAT32, specs)) as writer:
+        for _ in range(48):
+            latent = torch.randn(shape, generator=generator)
+            given = {n: torch.randn(each, generator=generator) for n, each in fields.items()}
+            writer.add(latent, 0, given)
+        writer.close()
+    return ["--pulse-data", f"latents:{folder}"]
+
+
+def of_text(place: Path) -> list[str]:
+    """Latents of pictures with texts."""
+    return write_latents(place / "latents", (4, 8, 8), context=(TEXT, WIDTH))
+
+
+def text(name: str, place: Path) -> Found:
+    """A UNet of pictures that reads text states."""
+    data = [*of_text(place), "--pulse-option", f"text_length={TEXT}"]
+    return of_class(name, text_unet(), data, place)
+
+
+def video(name: str, place: Path) -> Found:
+    """A UNet of videos."""
+    fields = {"context": (1, WIDTH), "added_time_ids": (3,)}
+    data = write_latents(place / "latents", (2, 4, 8, 8), **fields)
+    return of_class(name, video_unet(), data, place)
+
+
+def of_class(name: str, module: Any, data: Sequence[str], place: Path) -> Found:
+    """A class of diffusers, from its folder and back to one."""
+    module.save_pretrained(place / "module")
+    flags = ["--pulse-module", f"diffusers:{place / 'module'}", *SAID, *data]
+    found, expected = in_layouts(name, flags, place)
+    out = place / "out"
+    assert pulse(["export", "--load", str(place / "run"), "--to", str(out), "--raw"]) == 0
+    state = type(module).from_pretrained(out).state_dict()
+    return read_back(found, state, expected)
+
+
+def of_lora(name: str, place: Path) -> Found:
+    """Code of one's own with a frozen base, from a file and back to one."""
+    from safetensors.torch import load_file, save_file
+
+    code = textwrap.dedent(LORA).replace("**SIZES", f"**{SIZES!r}")
+    (place / "mine.py").write_text(code)
+    module = f"{place}/mine.py:build"
+    made: dict[str, Any] = {}
+    exec(compile(code, "mine.py", "exec"), made)
+    torch.manual_seed(0)
+    before = made["build"]()[0].state_dict()
+    save_file(before, place / "mine.safetensors")
+    source = ["import", "--from", str(place / "mine.safetensors"), "--module", module]
+    process = ["--objective", "v", "--noise-schedule", "scaled_linear"]
+    assert pulse([*source, "--to", str(place / "start"), *process]) == 0
+    flags = [
+        *("--pulse-module", module, "--pretrained-checkpoint", str(place / "start")),
+        *of_text(place),
+    ]
+    found, expected = in_layouts(name, flags, place, ["--module", module])
+    out = place / "out.safetensors"
+    load = ["--load", str(place / "run"), "--module", module]
+    assert pulse(["export", *load, "--to", str(out), "--raw"]) == 0
+    again = made["build"]()[0]
+    again.load_state_dict(load_file(out))
+    state = again.state_dict()
+    moved = {key for key in before if not torch.equal(before[key], state[key])}
+    adapters = {key for key in before if "lora_" in key}
+    if moved != adapters:
+        found.faults.append(f"training moved {sorted(moved ^ adapters)} wrongly")
+    found.say(f"{len(adapters)} adapters of {len(before)} tensors were trained")
+    return read_back(found, state, expected)
+
+
+def in_layouts(
+    name: str, flags: Sequence[str], place: Path, more: Sequence[str] = ()
+) -> tuple[Found, Run]:
+    """A run on one process, and in every layout; the first of them is saved in ``place/run``."""
+    found = Found(name)
+    expected = run(1, *flags, *STEPS, backbone="none")
+    save = ["--save", str(place / "run")]
+    for layout, (num_ranks, said) in LAYOUTS.items():
+        begin = time.monotonic()
+        got = run(num_ranks, *flags, *STEPS, *said, *save, backbone="none")
+        save, same = [], "the same bits"
+        try:
+            assert_same(got, expected)
+        except AssertionError as error:
+            same = f"differs: {str(error)[:300]}"
+            found.faults.append(f"{layout}: {same}")
+        kinds = "".join(sorted(got.executed.operations))
+        found.say(
+            f"{layout}: {got.executed.placement}, operations {kinds}, {same} "
+            f"({time.monotonic() - begin:.0f} s)"
+        )
+    return found, expected
+
+
+def read_back(found: Found, state: Mapping[str, Tensor], expected: Run) -> Found:
+    """What was exported beside what was trained."""
+    wrong = [name for name, weight in expected.masters.items() if name not in state
+             or not torch.equal(state[name], weight)]  # fmt: skip
+    found.faults += [f"{name} is not what was trained" for name in wrong]
+    found.say(f"exported and read back: {len(expected.masters)} tensors")
+    return found
+
+
+def of_data(name: str, place: Path) -> Found:
+    """Two data-parallel ranks beside one process."""
+    module = text_unet()
+    module.save_pretrained(place / "module")
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    flags = [
+        *("--pulse-module", f"diffusers:{place / 'module'}", *SAID, *of_text(place)),
+        *("--pulse-option", f"text_length={TEXT}"),
+    ]
+    found = Found(name)
+    distributed = ["--use-distributed-optimizer"]  # which has no plain descent
+    for optimizer, rate, more in (("sgd", "1e-2", []), ("adam", "1e-3", distributed)):
+        chosen = [*STEPS, "--optimizer", optimizer, "--lr", rate, "--weight-decay", "0"]
+        if optimizer == "sgd":
+            chosen += ["--sgd-momentum", "0"]
+        alone = run(1, *flags, *chosen, backbone="none")
+        both = run(2, *flags, *chosen, *more, "--overlap-grad-reduce", backbone="none")
+        apart = compare(both.masters, alone.masters, before)
+        worst = max(apart, key=lambda key: apart[key][0])
+        losses = max(abs(a - b) / b for a, b in zip(both.losses, alone.losses, strict=True))
+        found.say(
+            f"{optimizer}: losses {losses:.1e} apart; weights at most {apart[worst][1]:.1e}, which "
+            f"is {apart[worst][0]:.1e} of the largest move of any ({worst})"
+        )
+        if optimizer == "sgd" and apart[worst][0] > ROUNDING:
+            found.faults.append(f"gradients of {worst} are {apart[worst][0]:.1e} apart")
+    return found
+
+
+def compare(
+    got: Mapping[str, Tensor], expected: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> dict[str, tuple[float, float]]:
+    """How far each weight is from what is expected: as a share of the largest move, and as is."""
+    most = max((expected[key] - before[key]).abs().max().item() for key in expected)
+    apart = {key: (got[key] - expected[key]).abs().max().item() for key in expected}
+    return {key: (value / most, value) for key, value in apart.items()}
+
+
+CASES: Mapping[str, Callable[[str, Path], Found]] = {
+    "text": text,
+    "video": video,
+    "lora": of_lora,
+    "data": of_data,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", action="append", choices=list(CASES), metavar="NAME")
+    args = parser.parse_args(argv)
+    names = args.only or list(CASES)
+    if "lora" in names and find_spec("peft") is None:
+        parser.error("lora needs peft: pip install peft, or name the others with --only")
+    prepare_megatron()
+    faulty = False
+    for name in names:
+        with tempfile.TemporaryDirectory() as place:
+            found = CASES[name](name, Path(place))
+        for fault in found.faults:
+            found.say(f"FAULT {fault}")
+        faulty = faulty or bool(found.faults)
+    return 1 if faulty else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
