@@ -1,6 +1,7 @@
 """Every class of the study as a derived chain: its module's numbers, and one device's everywhere.
 
     .venv/bin/python -m tests.benchmarks.modules
+    .venv/bin/python -m tests.benchmarks.modules --shapes
     .venv/bin/python -m tests.benchmarks.modules --only svd --only flux --json modules.json
 
 Of each class, tiny and with random weights: outputs and all gradients bit for bit those of the
@@ -23,6 +24,7 @@ import torch
 
 from tests.backbone.derived.bits import chain_equal_to, skips_of
 from tests.backbone.derived.layouts import DTYPES, Trained, all_layouts, train_all
+from tests.backbone.derived.shapes import SHAPES
 from tests.backbone.derived.zoo import OUTPUT, SKIPS, STUDY, ZOO, make
 from tests.ranks import RanksFailed
 
@@ -56,15 +58,18 @@ class Report:
 HEAD = "class          parameters links embedders skips layouts  losses apart   s"
 
 
-def look_at(name: str, num_ranks: int = RANKS, dtypes: Sequence[str] = DTYPES) -> Report:
-    """All of one class."""
+def look_at(
+    name: str, num_ranks: int = RANKS, dtypes: Sequence[str] = DTYPES, shapes: bool = False
+) -> Report:
+    """All of one class; with ``shapes`` its microbatches have several, in turn."""
     start = time.monotonic()
     report = Report(name)
     for dtype in dtypes:
         _compare_once(report, dtype)
     layouts = all_layouts(dtypes, num_ranks, bool(report.skips))
     try:
-        trained, eager = train_all(name, layouts, num_ranks, timeout_s=1200.0)
+        subject = f"{name}/shapes" if shapes else name
+        trained, eager = train_all(subject, layouts, num_ranks, timeout_s=1200.0)
     except RanksFailed as failure:
         report.faults.append(str(failure))
         trained, eager = [], {}
@@ -103,6 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", choices=list(ZOO), metavar="CLASS",
                         help=f"one of {', '.join(ZOO)}")  # fmt: skip
     parser.add_argument("--ranks", type=int, default=RANKS, choices=(1, 2, 4))
+    parser.add_argument(
+        "--shapes",
+        action="store_true",
+        help="microbatches of several shapes in a step, of the classes that have such here",
+    )
     parser.add_argument("--json", type=Path, help="where the reports go")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -110,8 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(HEAD)
     reports = []
     for name in args.only or STUDY:
-        reports.append(look_at(name, args.ranks))
-        print(reports[-1], flush=True)
+        if not args.shapes or name in SHAPES:
+            reports.append(look_at(name, args.ranks, shapes=args.shapes))
+            print(reports[-1], flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(report) for report in reports], indent=2) + "\n")
     return 1 if any(report.faults for report in reports) else 0

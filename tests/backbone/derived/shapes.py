@@ -24,7 +24,6 @@ SHAPES: dict[str, list[Sizes]] = {
         {"sample": (1, (4, 2, 16, 8)), "encoder_hidden_states": (2, (TEXT, 16))},
     ],
     "sd3": [{"hidden_states": (1, (4, 8, 24))}, {"hidden_states": (1, (4, 12, 4))}],
-    "pixart_alpha": [{"hidden_states": (1, (4, 8, 24))}, {"hidden_states": (1, (4, 12, 4))}],
     "wan": [{"hidden_states": (1, (4, 2, 8, 12))}, {"hidden_states": (1, (4, 5, 4, 4))}],
     "hunyuan_video": [{"hidden_states": (1, (4, 2, 8, 12))}],
     "mochi": [{"hidden_states": (1, (4, 1, 8, 12))}],
