@@ -36,12 +36,30 @@ def is_heavy(node: fx.Node) -> bool:
 
 def inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:
     """The graphs that a node runs, as those of autocast and no_grad do."""
+    yield from (graph for _, graph in _regions(node))
+
+
+def _regions(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Graph]]:
     for given in node.all_input_nodes:
         module = None
         if given.op == "get_attr" and given.graph.owning_module is not None:
             module = getattr(given.graph.owning_module, str(given.target), None)
         if isinstance(module, fx.GraphModule):
-            yield module.graph
+            yield given, module.graph
+
+
+def _views_of_region(node: fx.Node) -> list[fx.Node | None]:
+    """Of each result of a region, the argument whose memory it is; empty for other nodes."""
+    for region, graph in _regions(node) if operation(node).startswith("wrap_with_") else ():
+        given = node.args[node.args.index(region) + 1 :]
+        outside = dict(zip((n for n in graph.nodes if n.op == "placeholder"), given, strict=True))
+        inside = Reading(list(graph.nodes))
+        results = inside.output.args[0]
+        assert isinstance(results, tuple | list)
+        memory = [inside.memory[r] if isinstance(r, fx.Node) else None for r in results]
+        found = [None if m is None else outside.get(m) for m in memory]
+        return [a if isinstance(a, fx.Node) else None for a in found]
+    return []
 
 
 def value_of(node: fx.Node) -> Any:
@@ -112,7 +130,10 @@ def _arguments(node: fx.Node) -> list[tuple[Any, fx.Node]]:
 def _viewed(node: fx.Node) -> fx.Node | None:
     """The argument whose memory a node's result is."""
     if node.target is operator.getitem:
-        return node.all_input_nodes[0]
+        several, which = node.args
+        assert isinstance(several, fx.Node)
+        views = _views_of_region(several)
+        return (views[which] if views and isinstance(which, int) else None) or several
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return None
@@ -128,6 +149,8 @@ def converts(node: fx.Node, given: fx.Node) -> bool:
     if not operation(node).startswith(("to.", "type_as.")):
         return False
     before, after = value_of(given), value_of(node)
+    if before is None or after is None:  # within a region
+        return False
     return bool((before.dtype, before.device) != (after.dtype, after.device))
 
 

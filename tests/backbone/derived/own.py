@@ -80,6 +80,21 @@ class Regions(nn.Module):
         return x
 
 
+class Hidden(nn.Module):
+    """Writes in a region, to a part of what it was given, of which nothing comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).clone()
+            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                x[:, 1:].mul_(2)
+        return x
+
+
 class TwoOutputs(nn.Module):
     """Returns a prediction and another one."""
 

@@ -17,7 +17,7 @@ from megatron_pulse.backbone.derived.reading import operation
 from megatron_pulse.profile.flops import model_flops
 from megatron_pulse.profile.parameters import count_parameters
 from tests.backbone.derived.bits import chain_equal_to, skips_of
-from tests.backbone.derived.own import WIDTH, Block, Dense, InPlace, Regions, TwoOutputs
+from tests.backbone.derived.own import WIDTH, Block, Dense, Hidden, InPlace, Regions, TwoOutputs
 
 
 def line_of(module: type, code: str) -> str:
@@ -92,6 +92,7 @@ REFUSED = [
     (InPlace(counts=True), "writes to calls", line_of(InPlace, "add_(1)\n")),
     (nn.Sequential(nn.Linear(WIDTH, 3), nn.Dropout(0.1)), "dropout.default is random", "(1)"),
     (nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)), "running statistics", "(1)"),
+    (Hidden(), "mul_.Tensor writes to what wrap_with", line_of(Hidden, "mul_(2)")),
     (nn.Sequential(nn.ReLU()), "does not depend on", ""),
 ]
 

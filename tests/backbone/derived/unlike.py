@@ -184,6 +184,24 @@ class Rotary(nn.Module):
         return x
 
 
+class Looking(nn.Module):
+    """Writes to views that were made in a region of autocast and in one within that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x).sin()
+        with torch.autocast("cpu", torch.bfloat16):
+            twice, left = y * 2, y[:, :4]
+            with torch.autocast("cpu", enabled=False):
+                right = y[:, 4:]
+        left.mul_(2.0)
+        right[:, 1:].add_(1.0)
+        return self.blocks[2](self.blocks[1](y.clone())) + y * 1.5 + twice
+
+
 class Volume(nn.Module):
     """Convolutions of three dimensions, normed and computed weights; blocks are checkpointed."""
 
@@ -258,6 +276,7 @@ RIGHT: dict[str, tuple[Callable[[], Case], int, int]] = {
     "regions of a device that is not here": (regions, 3, 0),
     "picked": (picked, 3, 0),
     "reused": (reused, 3, 0),
+    "looking": (lambda: rows(Looking()), 3, 0),
     "tokens": (tokens, 5, 0),
     "rotary": (rotary, 3, 0),
     "volume": (lambda: volume(Volume()), 3, 0),

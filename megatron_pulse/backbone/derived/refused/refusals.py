@@ -32,14 +32,20 @@ def _writes(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
                     f"{operation(writer)} writes to {what}, at {place_of(writer)}: a step must not "
                     "change what the module or its caller holds"
                 )
-    for node in reading.calls:
+    yield from _written_by_regions(reading)
+
+
+def _written_by_regions(reading: Reading) -> Iterator[str]:
+    for node in reading.order:  # what is given has users besides
         for inner in inner_graphs(node):
             inside = Reading(list(inner.nodes))
-            if any(memory.op == "placeholder" for memory in inside.writers):
-                yield (
-                    f"{operation(node)} writes to what it is given, at {place_of(node)}: not "
-                    "possible in a region of autocast or no_grad"
-                )
+            for memory, writers in inside.writers.items():
+                if memory.op == "placeholder":
+                    yield (
+                        f"{operation(writers[0])} writes to what {operation(node)} is given, at "
+                        f"{place_of(writers[0])}: not possible in a region of autocast or no_grad"
+                    )
+            yield from _written_by_regions(inside)
 
 
 def _random(nodes: list[fx.Node]) -> Iterator[str]:
