@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer
 from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.backbone.derived.nesting import container_of, register_parameters
+from megatron_pulse.backbone.derived.nesting import Nest, container_of, register_parameters
 from megatron_pulse.backbone.returned import Kind, declared, misfit
 from megatron_pulse.backbone.shapes import tell_shape
 from megatron_pulse.planner.layout.crossing import Carrier
@@ -34,7 +34,7 @@ def layer_seed(seed: int, layer_name: str) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-class Stage(nn.Module):
+class Stage(Nest):
     """Layers ``routes.partition.layers_of_stage(stage)`` of ``backbone``.
 
     Parameters are named by their layer's global name, so a checkpoint does not depend on where
@@ -78,7 +78,9 @@ class Stage(nn.Module):
         }
         self._skips_out = tuple(r.name for r in routes.skips_out_of(stage))
         self._provides = tuple(c.name for c in routes.conditioning_out_of(stage))
-        modules = []
+        self._backbone_name = backbone.name
+        self._declared: dict[tuple[int, torch.dtype, int], list[tuple[Kind, ...]]] = {}
+        self._chain: tuple[nn.Module, ...] = ()  # no list: parameters have names of their own
         for spec in self._specs:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed if spec.qualified else layer_seed(seed, spec.name))
@@ -87,14 +89,11 @@ class Stage(nn.Module):
                 register_parameters(self, dict(module.named_parameters()))
             else:
                 container, leaf = container_of(self, spec.name)
-                container.add_module(leaf, module)
-            modules.append(module)
-        self._chain = tuple(modules)  # a tuple: parameters are registered under their names
+                container._modules[leaf] = module
+            self._chain += (module,)
         frozen = {spec.name for spec in self._specs if not spec.trained}
         if faults := unsound(list(self.named_layers()), frozen):
             raise BackboneError(backbone.name, faults)
-        self._backbone_name = backbone.name
-        self._declared: dict[tuple[int, torch.dtype, int], list[tuple[Kind, ...]]] = {}
 
     def forward(
         self,

@@ -13,7 +13,7 @@ import torch
 
 import model_specs
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.backbone.derived.inputs import leaves_of
+from megatron_pulse.backbone.derived.leaves import leaves_of
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.layout.routes import trace_routes

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from megatron_pulse.backbone.derived.leaves import leaves_of
 from megatron_pulse.backbone.derived.reading import (
     TORCH,
     Reading,
@@ -42,13 +43,14 @@ class DerivationError(ValueError):
 class Exported:
     """The graph of one call of a module.
 
-    ``inputs`` are the nodes of the tensors it was called with, ``weights`` those of parameters;
+    ``inputs`` are the nodes of the tensors it was called with and their names as the caller gives
+    them (``leaves_of``), which export changes; ``weights`` are the nodes of parameters;
     ``names`` gives the qualified name of every parameter, buffer and constant, ``state`` the
     tensors by these names, the module's own. ``blocks`` are the qualified names of its blocks.
     """
 
     reading: Reading
-    inputs: tuple[fx.Node, ...]
+    inputs: Mapping[fx.Node, str]
     weights: frozenset[fx.Node]
     names: Mapping[fx.Node, str]
     state: Mapping[str, Any]
@@ -89,7 +91,8 @@ def export(
     nodes = list(graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
     users = [n for n in placeholders if kinds[n.name].kind is InputKind.USER_INPUT]
-    leaves = dict(zip(users, pytree.tree_leaves(((), dict(given))), strict=True))
+    called = dict(zip(users, leaves_of(given), strict=True))
+    leaves = dict(zip(users, leaves_of(given).values(), strict=True))
     state = {**program.constants, **program.state_dict, **dict(module.named_parameters())}
     # a weight of two modules has one name, whichever of them the export says
     first = {id(parameter): n for n, parameter in module.named_parameters()}
@@ -100,15 +103,15 @@ def export(
     for node in (n for n in nodes if n.op == "get_attr"):
         names[node] = node.target
         state.setdefault(node.target, getattr(program.graph_module, node.target))
-    for node in (n for n in users if n.name in fixed):
-        names[node] = f"input {node.name}"
+    for node in (n for n in users if called[n] in fixed):
+        names[node] = f"input {called[node]}"
         state[names[node]] = leaves[node]
     reading = Reading(nodes)
-    if faults := list(refusals(reading, names)):
+    if faults := list(refusals(reading, {**called, **names})):
         raise DerivationError(name, list(dict.fromkeys(faults)))
     return Exported(
         reading,
-        tuple(n for n in users if isinstance(value_of(n), Tensor) and n.name not in fixed),
+        {n: called[n] for n in users if n not in names and isinstance(value_of(n), Tensor)},
         frozenset(n for n in names if n.name in kinds and _is_weight(kinds[n.name])),
         names,
         state,

@@ -90,19 +90,23 @@ def from_module(
     of_others = [
         {n: _sample_there(name, n, samples[n], chain, size) for n in used} for chain, size in others
     ]
-    specs = {n: _spec(name, n, first.values[n], samples[n], dtype) for n in used}
+    told = {n: first.inputs.get(n, n) for n in used}
+    specs = {n: _spec(name, told[n], first.values[n], samples[n], dtype) for n in used}
     for (chain, _), there in zip(others, of_others, strict=True):
         for n, spec in specs.items():
-            other = _spec(name, n, chain.values[n], there[n], dtype)
+            other = _spec(name, told[n], chain.values[n], there[n], dtype)
             specs[n] = replace(spec, others=(*spec.others, other.shape))
     taken = {n for u in first.units for n in u.takes} - {n for u in first.units for n in u.gives}
-    field_of = {n: fields.get(n, n) for n in sorted(taken - {first.sample})}
-    if read.timestep in field_of:
-        field_of[read.timestep] = "timesteps"
+    called = {n: first.inputs[n] for n in sorted(taken - {first.sample})}
+    field_of = {
+        n: "timesteps" if name == read.timestep else fields.get(name, name)
+        for n, name in called.items()
+    }
     if len({"noisy", *field_of.values()}) != len(field_of) + 1:
         found = ", ".join(field_of.values())
         raise DerivationError(name, [f"two inputs would be one field of a batch: noisy, {found}"])
-    scale_of = {read.timestep: timestep_scale} if read.timestep and timestep_scale != 1 else {}
+    times = [n for n, name in called.items() if name == read.timestep and timestep_scale != 1]
+    scale_of = dict.fromkeys(times, timestep_scale)
     values = weights or from_module_itself(module)
     source = Source(chains, (samples, *of_others), specs, field_of, scale_of, dtype, values)
     backbone = Backbone(
@@ -216,8 +220,8 @@ def _sample_of(module: str, name: str, chain: Chain, probe: Chain, size: int) ->
         raise DerivationError(
             module,
             [
-                f"{name} is {list(a)} for {size} samples and {list(b)} for {size + 1}: no one "
-                "dimension grows with them"
+                f"{chain.inputs.get(name, name)} is {list(a)} for {size} samples and {list(b)} "
+                f"for {size + 1}: no one dimension grows with them"
             ],
         )
     return Sample(dim, a[dim] // size)
@@ -231,7 +235,10 @@ def _sample_there(module: str, name: str, sample: Sample, chain: Chain, size: in
     if sample.dim >= len(shape) or shape[sample.dim] % size:
         raise DerivationError(
             module,
-            [f"{name} is {list(shape)} for {size} samples: dimension {sample.dim} holds them not"],
+            [
+                f"{chain.inputs.get(name, name)} is {list(shape)} for {size} samples: dimension "
+                f"{sample.dim} holds them not"
+            ],
         )
     return Sample(sample.dim, shape[sample.dim] // size)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.backbone.derived.leaves import leaves_of, name_of, one_name, parents_of
 
 _SAMPLES = ("sample", "hidden_states", "input_ids")
 _TIMESTEPS = ("timestep", "timesteps")
@@ -22,7 +23,7 @@ type Make = Callable[[int], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a module by the names that torch.export gives their tensors.
+    """The inputs of a module by the caller's names (``leaves_of``).
 
     ``sample`` is the noisy sample, ``timestep`` the times (None: there are none), ``constants``
     are the same for every batch. ``make`` gives them all for a microbatch size.
@@ -33,16 +34,6 @@ class Inputs:
     constants: frozenset[str]
     make: Make
     size: int
-
-
-def leaves_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of what a module is called with: ``added_cond_kwargs_text_embeds``."""
-    paths, _ = pytree.tree_flatten_with_path(dict(given))
-    return {"_".join(_key(part) for part in path): leaf for path, leaf in paths}
-
-
-def _key(part: Any) -> str:
-    return str(getattr(part, "key", getattr(part, "idx", part)))
 
 
 def read_inputs(
@@ -59,9 +50,9 @@ def read_inputs(
     Raises DerivationError with a table of the inputs where a role is not known.
     """
     example = given(2) if callable(given) else given
-    leaves = leaves_of(example)
+    leaves, within = leaves_of(example), parents_of(example)
     tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    faults = []
+    faults = list(one_name(example))
     found = sample or next((n for n in _SAMPLES if n in tensors), None)
     if found not in tensors:
         what = f"sample={sample!r} is none" if sample else "say which is the noisy sample, sample="
@@ -71,24 +62,25 @@ def read_inputs(
         faults.append(
             f"timestep {times!r} must be a tensor with a time for every sample:{table(leaves)}"
         )
-    if wrong := [n for n in constants if not any(_is_within(m, (n,)) for m in leaves)]:
+    if wrong := [n for n in constants if not any(n in names for names in within.values())]:
         faults.append(f"constants {', '.join(wrong)}: none of its inputs:{table(leaves)}")
+    if found in tensors and within[found] & set(constants):
+        faults.append(f"{found} is the noisy sample, and cannot be among constants")
     if faults or found is None:
         raise DerivationError(module, faults)
     rows = tensors[found].shape[0]
-    known = (*_CONSTANTS, *constants)
+    known = {*_CONSTANTS, *constants}
     same = frozenset(
         name
         for name, tensor in tensors.items()
-        if _is_within(name, known)
+        if within[name] & known
         or not callable(given)
         and (not tensor.ndim or tensor.shape[0] != rows)
     )
 
     def repeated(new: int) -> Mapping[str, Any]:
         def resize(path: Any, leaf: Any) -> Any:
-            name = "_".join(_key(part) for part in path)
-            if name in same or not isinstance(leaf, Tensor):
+            if name_of(path) in same or not isinstance(leaf, Tensor):
                 return leaf
             return torch.cat([leaf] * -(-new // rows))[:new]
 
@@ -139,10 +131,6 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> Iterator[
                  (here[name], there[name])]  # fmt: skip
         if kinds[0] != kinds[1]:
             yield f"{name} is {kinds[1]}, in inputs {kinds[0]}"
-
-
-def _is_within(name: str, names: Collection[str]) -> bool:
-    return any(name == other or name.startswith(f"{other}_") for other in names)
 
 
 def table(leaves: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.backbone.derived.chains import Chains
-from megatron_pulse.backbone.derived.nesting import container_of, register_parameters
+from megatron_pulse.backbone.derived.nesting import Nest, container_of, register_parameters
 from megatron_pulse.backbone.derived.reading import operation
 from megatron_pulse.backbone.derived.units import Chain
 from megatron_pulse.backbone.derived.weights.first import Weights
@@ -87,7 +87,7 @@ class Source:
         return buffers[name].to(chain.state[name].dtype)
 
 
-class DerivedLayer(nn.Module):
+class DerivedLayer(Nest):
     """Unit ``index`` of a derived chain, called as ``Layer.build``'s modules are.
 
     Its parameters begin with the source's weights for the seed of torch's generator, or empty
@@ -112,9 +112,10 @@ class DerivedLayer(nn.Module):
             name: nn.Parameter(self._first(name, values, device), chain.state[name].requires_grad)
             for name in unit.weights
         }
-        register_parameters(self, parameters)
-        self._containers = {name: container_of(self, name) for name in parameters}
         self._compiled: dict[tuple[Chain, torch.device], Any] = {}
+        self._containers: dict[str, tuple[nn.Module, str]] = {}
+        register_parameters(self, parameters)
+        self._containers.update((name, container_of(self, name)) for name in parameters)
 
     def _first(
         self, name: str, values: Mapping[str, Tensor] | None, device: torch.device
@@ -230,13 +231,14 @@ def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:
 
 
 def run(chain: Chain, given: Mapping[str, Tensor]) -> Tensor:
-    """All units one after another, on the module's own parameters, where they are."""
+    """All units one after another, on the module's own parameters, where they are; ``given`` are
+    the module's inputs by the caller's names."""
     device = next(iter(given.values())).device
     constants_given = [chain.state[name] for name in chain.constant_state]
     with torch.no_grad():
         constants = executable(chain.constants, chain, device)(*constants_given)
     state = {**chain.state, **dict(zip(chain.constant_names, constants, strict=True))}
-    values = dict(given)
+    values = {n: given[name] for n, name in chain.inputs.items()}
     for unit in chain.units:
         arguments = (*map(values.__getitem__, unit.takes), *map(state.__getitem__, unit.state))
         results = executable(unit.graph, chain, device)(*arguments)

@@ -1,10 +1,24 @@
-"""Parameters under dotted names."""
+"""Parameters under dotted names, which may be those of attributes of the module that holds them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
+
+
+class Nest(nn.Module):
+    """Holds parts and parameters of any name, also such as its own attributes have.
+
+    Attributes are to be set once before parts are registered.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
 
 def container_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -13,7 +27,7 @@ def container_of(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:
-            root.add_module(part, nn.Module())
+            root._modules[part] = nn.Module()  # add_module refuses names of attributes
         inner = root._modules[part]
         assert inner is not None
         root = inner
@@ -24,4 +38,4 @@ def register_parameters(root: nn.Module, parameters: Mapping[str, nn.Parameter])
     """Register each under its dotted name."""
     for name, parameter in parameters.items():
         container, leaf = container_of(root, name)
-        container.register_parameter(leaf, parameter)
+        container._parameters[leaf] = parameter

@@ -54,7 +54,7 @@ class Placing:
     ) -> None:
         self.exported, self.facts = exported, exported.reading
         facts = self.facts
-        self.source = next(n for n in exported.inputs if n.name == sample)
+        self.source = next(n for n, name in exported.inputs.items() if name == sample)
         self._trained = facts.after(exported.weights)
         self._tainted = facts.after({self.source})
         depends = facts.after({*exported.inputs, *exported.weights})

@@ -47,6 +47,7 @@ class Unit:
 class Chain:
     """Embedders first, then the links; ``values`` holds a fake tensor of every value.
 
+    ``inputs`` are those of the module, with the caller's names, ``sample`` is the noisy one.
     ``constants`` computes what units take by the name of a constant. ``state`` holds the module's
     own parameters and buffers by their qualified names. ``decided`` makes equal units at other
     microbatch sizes.
@@ -54,6 +55,7 @@ class Chain:
 
     units: tuple[Unit, ...]
     sample: str
+    inputs: dict[str, str]
     output: str
     values: dict[str, Any]
     state: dict[str, Any]
@@ -91,6 +93,7 @@ def derive(
     return Chain(
         (*units[placing.num_links :], *units[: placing.num_links]),
         placing.source.name,
+        {node.name: name for node, name in exported.inputs.items()},
         exported.output.name,
         {n.name: value_of(n) for n in exported.reading.order if n.op != "output"},
         dict(exported.state),

@@ -151,8 +151,9 @@ def _inputs(backbone: Backbone) -> tuple[list[InputRow], list[str]]:
     fields = {"noisy": backbone.input_spec, **backbone.batch_fields}
     if source is None:
         return [_row(name, name, spec) for name, spec in fields.items()], []
-    called = {field: name for name, field in source.field_of.items()}
-    called["noisy"] = source.chains.first.sample
+    chain = source.chains.first
+    called = {field: chain.inputs[name] for name, field in source.field_of.items()}
+    called["noisy"] = chain.inputs[chain.sample]
     rows = [_row(called[name], name, spec) for name, spec in fields.items()]
     return rows, sorted(source.chains.constants)
 

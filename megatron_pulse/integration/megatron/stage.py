@@ -35,8 +35,6 @@ class MegatronStage(Stage, MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         recompute: bool = False,
     ) -> None:
-        context = LayerContext(config, pg_collection)
-        super().__init__(backbone, routes, stage, seed, context, recompute, config=config)
         self.drawn: Tensors = {}
         self.masters: Masters | None = None
         self.ema: ExponentialMovingAverage | None = None
@@ -45,6 +43,8 @@ class MegatronStage(Stage, MegatronModule):
         self.pre_process = stage == 0
         self.post_process = stage == routes.partition.placement.num_stages - 1
         self.share_embeddings_and_output_weights = False
+        context = LayerContext(config, pg_collection)
+        super().__init__(backbone, routes, stage, seed, context, recompute, config=config)
 
     @property
     def trained_names(self) -> list[str]:

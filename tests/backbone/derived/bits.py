@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megatron_pulse.backbone.derived.exported import export
-from megatron_pulse.backbone.derived.inputs import Make, leaves_of, read_inputs
+from megatron_pulse.backbone.derived.inputs import Make, read_inputs
 from megatron_pulse.backbone.derived.layer import run
+from megatron_pulse.backbone.derived.leaves import leaves_of
 from megatron_pulse.backbone.derived.units import Chain, derive
 from tests.backbone.derived.unlike import Answer
 

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.derived.inputs import leaves_of, read_inputs
+from megatron_pulse.backbone.derived.inputs import read_inputs
+from megatron_pulse.backbone.derived.leaves import leaves_of
 from megatron_pulse.backbone.shapes import fields_of, shape_of
 from tests.backbone.derived.own import OWN
 from tests.backbone.derived.shapes import SHAPES, resized
