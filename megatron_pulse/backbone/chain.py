@@ -87,6 +87,9 @@ class Layer:
     ``trained`` says whether a parameter of its module may ask for a gradient (``requires_grad``).
     Where none does, no gradient is computed for this layer's sake (see ``gradients``).
 
+    A module's attribute ``undivided``, if it has one, lists parameters whose gradients are not to
+    wait where backward passes are split: those that an operation uses too whose do not.
+
     In a chain of several shapes a module that has an attribute ``chain_shape`` is told there which
     one it is called with (0 is the first).
     """

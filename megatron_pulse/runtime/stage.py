@@ -235,7 +235,7 @@ def _run(name: str, module: nn.Module, later: Later | None, which: int, *given: 
     is called with a microbatch of the same shape."""
     tell_shape(module, which)
     try:
-        with deferring(later):
+        with deferring(later, getattr(module, "undivided", ())):
             return module(*given)
     except Exception as error:
         error.add_note(f"layer {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,11 @@ from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.nesting import Nest, container_of, register_parameters
 from megatron_pulse.backbone.derived.reading import operation
-from megatron_pulse.backbone.derived.units import Chain
+from megatron_pulse.backbone.derived.units import Chain, Unit
 from megatron_pulse.backbone.derived.weights.first import Weights
 from megatron_pulse.backbone.derived.weights.hollow import is_hollow
 
-_RETARGETED = {
+_PRODUCTS = {
     torch.ops.aten.linear.default: F.linear,
     torch.ops.aten.conv1d.default: F.conv1d,
     torch.ops.aten.conv2d.default: F.conv2d,
@@ -26,6 +27,11 @@ _RETARGETED = {
     torch.ops.aten.conv1d.padding: F.conv1d,
     torch.ops.aten.conv2d.padding: F.conv2d,
     torch.ops.aten.conv3d.padding: F.conv3d,
+}
+"""Of an input, a weight and perhaps a bias, whose gradients may wait."""
+
+_RETARGETED = {
+    **_PRODUCTS,
     torch.ops.aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
 }
 """What weight gradients that wait, and the analysis of memory, know by its public name."""
@@ -114,6 +120,7 @@ class DerivedLayer(Nest):
         }
         self._compiled: dict[tuple[Chain, torch.device], Any] = {}
         self._containers: dict[str, tuple[nn.Module, str]] = {}
+        self._undivided = undivided(unit)
         register_parameters(self, parameters)
         self._containers.update((name, container_of(self, name)) for name in parameters)
 
@@ -134,6 +141,11 @@ class DerivedLayer(Nest):
         if dtype == value.dtype and self._source.weights.is_new:
             return value
         return torch.empty_like(weight, dtype=dtype, device=value.device).copy_(value)
+
+    @property
+    def undivided(self) -> list[nn.Parameter]:
+        """See Layer."""
+        return [self._parameter(name) for name in self._undivided]
 
     def extra_repr(self) -> str:
         """See nn.Module."""
@@ -206,6 +218,31 @@ class DerivedLayer(Nest):
             unit = chain.units[self._index]
             self._compiled[chain, device] = executable(unit.graph, chain, device)
         return self._compiled[chain, device]
+
+
+def undivided(unit: Unit) -> frozenset[str]:
+    """The parameters of a unit whose gradients come with the input's: those that not only linear
+    maps and convolutions use (but a region of autocast too, or an embedding), whose terms are one
+    sum, and those that share such an operation with them."""
+    placeholders = (node for node in unit.graph.nodes if node.op == "placeholder")
+    names = zip(placeholders, (*unit.takes, *unit.state), strict=True)
+    own = {node: name for node, name in names if name in unit.weights}
+    products: list[list[str]] = []
+    found: set[str] = set()
+    for node in unit.graph.nodes:
+        given = [own[a] for a in node.all_input_nodes if a in own]
+        if node.target in _PRODUCTS and node.args[1] in own and node.args[0] not in own:
+            products.append(given)
+        else:
+            found.update(given)
+    biases = Counter(bias for _, *of_product in products for bias in of_product)
+    weights = {weight for weight, *_ in products}
+    found.update(bias for bias, count in biases.items() if count > 1 or bias in weights)
+    size = -1
+    while size != len(found):
+        size = len(found)
+        found.update(*(given for given in products if found.intersection(given)))
+    return frozenset(found)
 
 
 def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:

@@ -3,8 +3,9 @@
 Within ``deferring(later)`` linear maps and convolutions, torch's and (through the integration)
 Megatron's, compute only their input's gradient when the backward pass reaches them, and leave
 their weight's to ``later``. Everything else, norms and embeddings, is small and gets its gradient
-at once, as do weights of layers whose input wants none, weights that are computed, and what runs
-under autocast or in a checkpoint of the layer's own.
+at once, as do weights of layers whose input wants none, weights that are computed, what runs
+under autocast or in a checkpoint of the layer's own, and weights that another operation uses too,
+as far as the layer says so (``undivided``).
 
 Nothing here is a second formula: an operation is run as it would be, and its own backward is asked
 for some of its gradients at a time. So no operation is computed twice, and the numbers are those
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -65,6 +66,10 @@ class Later:
             return False
         return self._waits.setdefault(weight, given.requires_grad)
 
+    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of these do not wait."""
+        self._waits.update(dict.fromkeys(parameters, False))
+
     def add(self, parameters: tuple[nn.Parameter, ...], gradients: Gradients) -> None:
         """``gradients()`` will give those of ``parameters``."""
         self._work.append((parameters, gradients))
@@ -100,11 +105,12 @@ class Later:
 
 
 @contextmanager
-def deferring(later: Later | None) -> Iterator[None]:
-    """Within, weights' gradients are left to ``later``; None changes nothing."""
+def deferring(later: Later | None, but: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+    """Within, weights' gradients are left to ``later``, ``but`` for some; None changes nothing."""
     if later is None:
         yield
         return
+    later.keep(but)
     token = _later.set(later)
     try:
         with later._entered(), _Interception(later):
