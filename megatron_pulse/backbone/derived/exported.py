@@ -27,6 +27,7 @@ from megatron_pulse.backbone.derived.reading import (
     value_of,
 )
 from megatron_pulse.backbone.derived.refused.refusals import refusals
+from megatron_pulse.backbone.derived.refused.shared import shared_memory
 from megatron_pulse.backbone.derived.refused.untraced import watched
 from megatron_pulse.faults import raised, told
 
@@ -72,6 +73,8 @@ def export(
     Raises DerivationError with the operation and the line where that is not possible.
     """
     name = type(module).__name__
+    if faults := list(shared_memory(module)):
+        raise DerivationError(name, faults)
     unseen: list[str] = []
     try:
         with (
@@ -84,6 +87,8 @@ def export(
         raise DerivationError(name, [*unseen, _reason(error, module)]) from error
     if unseen:
         raise DerivationError(name, unseen)
+    if faults := list(shared_memory(module, program.constants)):
+        raise DerivationError(name, faults)
     graph = program.graph
     _drop_identities(graph)
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}

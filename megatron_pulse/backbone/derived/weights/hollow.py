@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.backbone.derived.refused.shared import shared_memory
+
 
 @contextmanager
 def registering(change: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
@@ -48,8 +51,11 @@ def made_hollow[T](make: Callable[[], T]) -> T:
 def hollow(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """``module`` in ``dtype``, its parameters on the CPU, but without memory; in place.
 
-    So it can be exported beside buffers that have values.
+    So it can be exported beside buffers that have values. Raises DerivationError if parameters
+    share memory, which is not to be seen behind this.
     """
+    if faults := list(shared_memory(module)):
+        raise DerivationError(type(module).__name__, faults)
     nn.Module.to(module, dtype)  # diffusers' own warns of what from_pretrained would do
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
