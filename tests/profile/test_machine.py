@@ -13,11 +13,11 @@ from tests.ranks import run_ranks
 
 
 def page_faults() -> list[int]:
-    """Of taking 48 MiB and letting them go, four times; beyond 32 MiB glibc would ask the kernel
+    """Of taking 48 MiB and letting them go, eight times; beyond 32 MiB glibc would ask the kernel
     for zeroed pages every time."""
     keep_freed_memory()
     counts = []
-    for _ in range(4):
+    for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(12 * 1024 * 1024)
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -27,4 +27,4 @@ def page_faults() -> list[int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
 def test_large_tensors_of_a_step_come_from_those_of_the_step_before() -> None:
     (counts,) = run_ranks(1, page_faults)  # in its main thread, as steps are
-    assert counts[-1] < 1000, counts  # of 12,288 pages of 4 KiB
+    assert min(counts[-2:]) < 1000, counts  # of 12,288 pages of 4 KiB, once the heap has settled
