@@ -193,9 +193,15 @@ def _argparse(what: _Flag, kind: Any, default: Any) -> dict[str, Any]:
     return {name: value for name, value in takes.items() if value is not None}
 
 
-def _typed(cls: type) -> Iterator[tuple[Field[Any], Any]]:
-    types = get_type_hints(cls)
-    return ((each, types[each.name]) for each in fields(cls))
+_KNOWN: dict[Any, tuple[tuple[Field[Any], Any], ...]] = {}
+
+
+def _typed(cls: type) -> tuple[tuple[Field[Any], Any], ...]:
+    """The fields of a dataclass and their types, which take long to find: once for each."""
+    if cls not in _KNOWN:
+        types = get_type_hints(cls)
+        _KNOWN[cls] = tuple((each, types[each.name]) for each in fields(cls))
+    return _KNOWN[cls]
 
 
 def _written(each: Field[Any], prefix: str) -> str:

@@ -1,5 +1,7 @@
 """Imported once by the server that test ranks are forked from: all that is slow to import."""
 
+import argparse
+import gc
 import sys
 import warnings
 
@@ -21,6 +23,7 @@ with without_collecting():
     import megatron_pulse.integration.pretrain  # noqa: F401
 
 from megatron_pulse.data.images.digits import load_digits  # noqa: E402
+from megatron_pulse.integration.flags.arguments import add_pulse_arguments  # noqa: E402
 from megatron_pulse.planner.schedule.search.synthesize import get_ready  # noqa: E402
 from model_specs import available  # noqa: E402
 from tests.remembered import remember_analyses  # noqa: E402
@@ -28,6 +31,7 @@ from tests.remembered import remember_analyses  # noqa: E402
 torch.set_num_threads(1)
 load_digits("digits8")
 get_ready()
+add_pulse_arguments(argparse.ArgumentParser())
 remember_analyses()
 available()
 
@@ -38,3 +42,4 @@ with without_collecting():
 
     diffusers.UNet2DModel  # noqa: B018
     torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),), strict=False)
+gc.freeze()  # what ranks collect is their own: they write less to memory that they share

@@ -46,6 +46,7 @@ def remember_analyses() -> None:
 
     _remember(planning, "analyse")
     _remember(planning, "count_parameters")
+    _remember(planning, "count_trained")
     _remember(throughput, "model_flops")
 
 
