@@ -63,9 +63,9 @@ def from_module(
     ``inputs`` (empty: as many of each).
 
     Layers begin with copies of the module's weights, whatever the seed, or with ``weights``, of
-    which each layer asks for its own, under the module's own names; those without requires_grad
-    stay as they are in training, and buffers are constants. A module on the meta device gives a
-    chain for planning, unless there are ``weights``.
+    which each layer asks for its own, under the module's own names; those without requires_grad,
+    or to which no gradient comes, stay as they are in training, and buffers are constants. A module
+    on the meta device gives a chain for planning, unless there are ``weights``.
     Raises DerivationError with every reason, the operation and the line of the model.
     """
     name = type(module).__name__
@@ -201,7 +201,7 @@ def _layer(
         ),
         embedder=unit.embedder,
         qualified=True,
-        trained=any(chain.state[n].requires_grad for n in unit.weights),
+        trained=any(n in chain.trained for n in unit.weights),
     )
 
 

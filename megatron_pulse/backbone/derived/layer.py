@@ -115,7 +115,7 @@ class DerivedLayer(Nest):
         if initialise and device.type != "meta" and unit.weights:
             values = source.weights.parameters(torch.initial_seed())
         parameters = {
-            name: nn.Parameter(self._first(name, values, device), chain.state[name].requires_grad)
+            name: nn.Parameter(self._first(name, values, device), name in chain.trained)
             for name in unit.weights
         }
         self._compiled: dict[tuple[Chain, torch.device], Any] = {}

@@ -154,6 +154,18 @@ def converts(node: fx.Node, given: fx.Node) -> bool:
     return bool((before.dtype, before.device) != (after.dtype, after.device))
 
 
+def ends_gradient(node: fx.Node) -> bool:
+    """Whether no gradient comes out of an operation to what it reads: a detached value, one that
+    has another's shape only, a region without gradients, numbers that are not real."""
+    name, value = operation(node), value_of(node)
+    if name.startswith("wrap_with_set_grad_enabled"):
+        inside = (inner for graph in inner_graphs(node) for inner in graph.nodes)
+        return not node.args[0] and not any("set_grad_enabled" in operation(n) for n in inside)
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return True
+    return name.startswith(("detach", "new_")) or name.partition(".")[0].endswith("_like")
+
+
 class Reading:
     """What the nodes that lead to the output read and write, in order; the last is the output.
 
@@ -186,6 +198,14 @@ class Reading:
         for node in [*self.calls, self.output]:
             for a in self.reads[node]:
                 self.users[a].append(node)
+
+    def with_gradient(self) -> set[fx.Node]:
+        """All to which the gradient of the output comes."""
+        found = {self.output}
+        for node in (self.output, *reversed(self.calls)):
+            if node in found and not ends_gradient(node):
+                found.update(self.reads[node])
+        return found
 
     def after(self, start: Iterable[fx.Node]) -> set[fx.Node]:
         """All that depends on ``start``; memory that is written with it does so as a whole."""

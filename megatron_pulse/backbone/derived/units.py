@@ -49,8 +49,8 @@ class Chain:
 
     ``inputs`` are those of the module, with the caller's names, ``sample`` is the noisy one.
     ``constants`` computes what units take by the name of a constant. ``state`` holds the module's
-    own parameters and buffers by their qualified names. ``decided`` makes equal units at other
-    microbatch sizes.
+    own parameters and buffers by their qualified names, ``trained`` has those of parameters that
+    get a gradient. ``decided`` makes equal units at other microbatch sizes.
     """
 
     units: tuple[Unit, ...]
@@ -59,6 +59,7 @@ class Chain:
     output: str
     values: dict[str, Any]
     state: dict[str, Any]
+    trained: frozenset[str]
     constants: fx.Graph
     constant_names: tuple[str, ...]
     constant_state: tuple[str, ...]
@@ -90,6 +91,7 @@ def derive(
     users = exported.reading.users
     kept = [n for n in placing.constants if any(u not in constant for u in users[n])]
     graph, taken = _graph(exported, placing.constants, [], kept)
+    trained = {exported.names[n] for n in exported.reading.with_gradient() & exported.weights}
     return Chain(
         (*units[placing.num_links :], *units[: placing.num_links]),
         placing.source.name,
@@ -97,6 +99,7 @@ def derive(
         exported.output.name,
         {n.name: value_of(n) for n in exported.reading.order if n.op != "output"},
         dict(exported.state),
+        frozenset(n for n in trained if exported.state[n].requires_grad),
         graph,
         tuple(map(_constant, kept)),
         taken,
