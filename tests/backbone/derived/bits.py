@@ -44,6 +44,7 @@ def chain_equal_to(
     assert len(held) == len(set(held)) and set(held) <= set(names)
     for parameter, (a, b) in zip(names, pairs, strict=True):
         assert (a is None) == (b is None) == (parameter not in held), parameter
+        assert (a is None) == (parameter not in chain.trained), parameter
         assert a is None or torch.equal(a, b), parameter
     return chain
 
