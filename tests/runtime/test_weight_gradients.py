@@ -281,3 +281,14 @@ def test_a_checkpoint_around_holds_no_input(name: str) -> None:
     later.compute()
     assert storages[1]() is None
     assert all(p.grad is not None for p in parameters.values())
+
+
+def test_a_weight_that_is_first_used_under_autocast_does_not_wait_in_other_uses() -> None:
+    later, weight = Later(), nn.Parameter(torch.randn(4, 4))
+    given = torch.randn(2, 4, requires_grad=True)
+    with deferring(later):
+        with torch.autocast("cpu", torch.bfloat16):
+            first = F.linear(given, weight)
+        second = F.linear(given, weight)
+    (first.float() + second).sum().backward()
+    assert not later.parameters

@@ -57,14 +57,13 @@ class Later:
         that to its gradient.
         """
         if not (
-            torch.is_grad_enabled()
-            and isinstance(weight, nn.Parameter)
-            and weight.requires_grad
-            and not torch.is_autocast_enabled(given.device.type)
-            and _saving_hooks() == self._hooks
+            torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and weight.requires_grad
         ):
             return False
-        return self._waits.setdefault(weight, given.requires_grad)
+        can_wait = (
+            not torch.is_autocast_enabled(given.device.type) and _saving_hooks() == self._hooks
+        )
+        return self._waits.setdefault(weight, can_wait and given.requires_grad) and can_wait
 
     def keep(self, parameters: Iterable[nn.Parameter]) -> None:
         """The gradients of these do not wait."""
