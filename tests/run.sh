@@ -13,6 +13,10 @@ types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 .venv/bin/mypy >"$types" 2>&1 & # beside the first tests, which wait for processes that start
 mypy=$!
+# Bytecode of all that is imported, and the compiled search: once, not by each of many processes.
+if ! [ .venv/.imported -nt .venv/.installed-dev ]; then
+    .venv/bin/python -c "import tests.preload" && touch .venv/.imported
+fi
 failed=0
 .venv/bin/python -m pytest --numprocesses 3 --dist loadfile \
     --no-loadscope-reorder "$@" || failed=$?
