@@ -52,6 +52,7 @@ from model_specs.common.options import (
 )
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.diffusers_modules import PREFIX as DIFFUSERS
+from model_specs.derived.diffusers_modules import describe_weights as describe_weights
 from model_specs.derived.diffusers_modules import split
 from model_specs.derived.diffusers_modules import weights_folder as weights_folder
 from model_specs.derived.family import DTYPE as DTYPE
@@ -60,6 +61,7 @@ from model_specs.derived.names import allow as allow
 from model_specs.derived.names import family_of
 from model_specs.derived.names import is_code as is_code
 from model_specs.derived.names import is_module as is_module
+from model_specs.derived.names import misnamed as misnamed
 
 _NO_OPTIONS: Mapping[str, Value] = MappingProxyType({})
 
@@ -138,6 +140,8 @@ def unknown_backbone(name: str) -> str:
     """
     if is_module(name) or name in available():
         return ""
+    if fault := misnamed(name):
+        return fault
     broken = "".join(f"\n{fault}" for fault in unusable_families())
     return unknown("backbone", name, sorted(available())) + broken
 

@@ -45,12 +45,13 @@ def named(name: str) -> str:
 
 
 def _named_module(name: str) -> str:
-    from model_specs import is_module
+    from model_specs import is_module, misnamed
 
     if not is_module(name):
         raise argparse.ArgumentTypeError(
-            f"{name!r} is no module: write diffusers:FOLDER, diffusers:CLASS, FILE.py:FACTORY or "
-            "PACKAGE.MODULE:FACTORY; named backbones are --backbone's"
+            misnamed(name)
+            or f"{name!r} is no module: write diffusers:FOLDER, diffusers:CLASS, FILE.py:FACTORY "
+            "or PACKAGE.MODULE:FACTORY; named backbones are --backbone's"
         )
     return named(name)
 

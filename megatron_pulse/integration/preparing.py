@@ -39,7 +39,7 @@ from megatron_pulse.integration.planning.planning import (
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked
-from model_specs import allow, continue_model, is_module
+from model_specs import allow, continue_model, is_module, misnamed
 
 
 def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
@@ -82,7 +82,7 @@ def _name_module(args: argparse.Namespace) -> Iterator[str]:
     if module and args.pulse_backbone:
         yield "--pulse-backbone and --pulse-module each name the model: leave one out"
     elif module and not is_module(module):
-        yield (
+        yield misnamed(module) or (
             f"--pulse-module {module} is no module: write diffusers:FOLDER, diffusers:CLASS, "
             "FILE.py:FACTORY or PACKAGE.MODULE:FACTORY; named backbones are --pulse-backbone's"
         )

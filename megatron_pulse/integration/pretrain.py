@@ -38,6 +38,7 @@ from megatron_pulse.profile.cautions import plan_cautions
 from megatron_pulse.profile.measuring.machine import num_threads
 from megatron_pulse.runtime.job import Job
 from megatron_pulse.runtime.stopping import STOP
+from model_specs import describe_weights
 
 
 def main() -> None:
@@ -72,6 +73,8 @@ def main() -> None:
                     require_whole(folder)
         if start is not None and args.rank == 0:
             print(describe(start, Wanted(args, options, args.pulse_record)), flush=True)
+        elif args.rank == 0 and (weights := describe_weights(options.backbone or "")):
+            print(weights, flush=True)
         if given is not None and args.rank == 0:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             for caution in plan_cautions(given.provenance, num_threads(device)):

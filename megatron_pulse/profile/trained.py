@@ -45,13 +45,29 @@ def choose_trained(
             build = functools.partial(_build, layer.build, tuple(sorted(chosen.items())))
         layers.append(dataclasses.replace(layer, build=build, trained=any(chosen.values())))
     if not faults and not any(layer.trained for layer in layers):
-        faults = [f"of its {len(names)} parameters none is left to train"]
+        faults = [_none_left(len(names))]
     if faults:
-        raise TrainedError(told(f"what to train of {backbone.name}", faults))
+        raise TrainedError(told(_what(backbone), faults))
     record = dict(backbone.record)
     if record:
         record.update(_recorded(train, freeze))
     return dataclasses.replace(backbone, layers=tuple(layers), record=record)
+
+
+def none_trained(backbone: Backbone) -> str:
+    """That no layer has anything to train, as where all was frozen in the module; else empty."""
+    if any(layer.trained for layer in backbone.layers):
+        return ""
+    count = sum(len(own) for _, own in _parameters(backbone))
+    return told(_what(backbone), [f"{_none_left(count)}: its module froze them by requires_grad"])
+
+
+def _what(backbone: Backbone) -> str:
+    return f"what to train of {backbone.name}"
+
+
+def _none_left(count: int) -> str:
+    return f"of its {count} parameters none is left to train"
 
 
 def patterns_of(record: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:

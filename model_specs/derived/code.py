@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +30,53 @@ def canonical(name: str) -> str:
 def find(name: str) -> Any:
     """What ``name`` names. Raises ValueError where that is nothing, or nobody allowed it."""
     name = canonical(name)
-    if name not in _allowed:
+    given = _given(name)
+    if given is None:
+        others = f" (you named {', '.join(sorted(_allowed))})" if _allowed else ""
         raise ValueError(
-            f"{name} is code, which runs only where you name it, not where a file does: look at "
-            f"it, and give --module {name} (in training --pulse-module {name})"
+            f"{name} is code, which runs only where you name it, not where a file does{others}: "
+            f"look at it, and give --module {name} (in training --pulse-module {name})"
         )
-    place, _, attribute = name.rpartition(":")
+    place, _, attribute = given.rpartition(":")
     try:
-        module = _load(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _load(Path(place)) if place.endswith(".py") else _import(place)
     except Exception as error:  # it may raise anything
         raise ValueError(f"{name}: {place} cannot be imported: {raised(error)}") from error
     if not hasattr(module, attribute):
         there = ", ".join(n for n, v in vars(module).items() if callable(v) and n[0] != "_")
         raise ValueError(f"{name}: {place} has no {attribute!r}; there are: {there}")
     return getattr(module, attribute)
+
+
+def _given(name: str) -> str | None:
+    """How who started this process named the code ``name``: a record has the path from the folder
+    of its run, ``mine.py``, which may be ``../mine.py`` or ``/home/me/mine.py`` here."""
+    if name in _allowed:
+        return name
+    place, _, attribute = name.rpartition(":")
+    path = Path(place)
+    for other in sorted(_allowed):
+        there, _, called = other.rpartition(":")
+        if not there.endswith(".py") or (called, Path(there).name) != (attribute, path.name):
+            continue
+        if not path.is_file() or path.resolve() == Path(there).resolve():
+            return other
+    return None
+
+
+def _import(name: str) -> Any:
+    with _searched(Path.cwd()):  # as by python -m
+        return importlib.import_module(name)
+
+
+@contextmanager
+def _searched(folder: Path) -> Iterator[None]:
+    """Within, modules are looked for in ``folder`` first."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def _load(path: Path) -> Any:
@@ -53,12 +88,10 @@ def _load(path: Path) -> Any:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[known] = module
-        sys.path.insert(0, str(path.resolve().parent))  # as a script finds its neighbours
         try:
-            spec.loader.exec_module(module)
+            with _searched(path.resolve().parent):  # as a script finds its neighbours
+                spec.loader.exec_module(module)
         except BaseException:
             del sys.modules[known]
             raise
-        finally:
-            sys.path.pop(0)
     return sys.modules[known]

@@ -81,6 +81,20 @@ def weights_folder(name: str) -> Path | None:
     return component if holds_weights(component) else None
 
 
+def describe_weights(name: str) -> str:
+    """Where the first weights of ``diffusers:FOLDER`` or ``diffusers:CLASS`` come from, if no
+    checkpoint says other ones; empty of any other name."""
+    if not name.startswith(PREFIX):
+        return ""
+    folder = weights_folder(name)
+    if folder is not None:
+        return f"weights: {folder}"
+    there = (
+        "the folder has none" if Path(name.removeprefix(PREFIX)).is_dir() else "a class has none"
+    )
+    return f"weights: from scratch, by --seed: {there}"
+
+
 def split(class_name: str, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of a ``config.json`` that the class has, and those that it passes over."""
     known = defaults_of(class_name)

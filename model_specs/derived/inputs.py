@@ -73,7 +73,11 @@ class Declared:
         }
 
     def wrap[M: nn.Module](self, module: M) -> M:
-        """``module``, which is called with these inputs from now on."""
+        """``module``, which is called with these inputs from now on; labels are dropped in the
+        batch, where there is a ``null_label``, not by the module."""
+        for part in module.modules():
+            if type(part).__name__ == "LabelEmbedding":
+                part.dropout_prob = 0.0
         if self.around is not None:
             module.forward = self.around(module.forward)
         return module

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from model_specs.derived import diffusers_modules, own
 from model_specs.derived.code import allow as allow_code
 from model_specs.derived.family import DerivedFamily
@@ -17,6 +19,26 @@ def is_code(name: str) -> bool:
     return is_module(name) and not name.startswith(diffusers_modules.PREFIX)
 
 
+def misnamed(name: str) -> str:
+    """What is wrong with the form of a name that is meant for a module; empty if nothing is."""
+    place, colon, attribute = name.rpartition(":")
+    if not colon:
+        if name.endswith(".py"):
+            return f"{name} is a file: write {name}:FACTORY, the name of a function in it"
+        return f"{name} is a folder: write diffusers:{name}" if Path(name).is_dir() else ""
+    kind, _, target = name.partition(":")
+    prefix = diffusers_modules.PREFIX
+    if kind.lower() == prefix[:-1] and not name.startswith(prefix):
+        return f"{name}: write {prefix}{target}"
+    if name.startswith(prefix):
+        folder = Path(target)
+        return f"{name} is a file: name its folder, {prefix}{folder.parent}" * folder.is_file()
+    if not place or not attribute:
+        what = "function after" if place else "file or package before"
+        return f"{name} has no {what} the colon: write FILE.py:FACTORY or PACKAGE.MODULE:FACTORY"
+    return ""
+
+
 def allow(name: str) -> None:
     """Let ``name`` be run if it is code: who started this process has named it."""
     if is_code(name):
@@ -24,5 +46,7 @@ def allow(name: str) -> None:
 
 
 def family_of(name: str) -> DerivedFamily:
-    """See ``diffusers_modules`` and ``own``."""
+    """See ``diffusers_modules`` and ``own``. Raises ValueError."""
+    if fault := misnamed(name):
+        raise ValueError(fault)
     return own.family_of(name) if is_code(name) else diffusers_modules.family_of(name)

@@ -7,12 +7,12 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.published import Published
-from megatron_pulse.faults import raised
+from megatron_pulse.faults import meant, raised, told, unknown
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.code import canonical, find
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
@@ -31,6 +31,9 @@ a factory returns one of
   (module, inputs), as pulse.from_module takes them: example tensors by name
   (module, inputs, {"sample": NAME, "timestep": NAME, ...}): with its keywords
   a chain by hand: megatron_pulse.Backbone"""
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def family_of(name: str) -> DerivedFamily:
@@ -102,7 +105,8 @@ def _built(name: str, options: str) -> tuple[Backbone, str]:
         raise ValueError(f"{name} failed: {raised(error)}") from error
     if isinstance(made, Backbone):
         return made, ""
-    return _derived(name, made, dtype, lambda: _module_of(factory(**values)))
+    called = f"{name}{_place(factory)}"
+    return _derived(called, made, dtype, lambda: _module_of(factory(**values)))
 
 
 def _module_of(made: Any) -> Any:
@@ -125,6 +129,8 @@ def _derived(
     if not isinstance(module, torch.nn.Module) or len(rest) > 2:
         raise ValueError(f"{name} returned {_kind(made)}; {_HOW}")
     said: Mapping[str, Any] = rest[1] if len(rest) > 1 else {}
+    if rest and (faults := [*_given_faults(module, rest[0]), *_said_faults(said)]):
+        raise ValueError(told(name, faults))
     kind = getattr(torch, dtype)
     inputs: Given
     if rest:
@@ -144,6 +150,45 @@ def _derived(
     backbone = from_module(hollow(module, kind), inputs, **{"weights": from_scratch(make), **said})
     weights = sorted((n, tuple(p.shape)) for n, p in module.named_parameters())
     return backbone, f"sha256:{hashlib.sha256(repr(weights).encode()).hexdigest()[:16]}"
+
+
+def _place(factory: Any) -> str:
+    """File and line of a factory, in brackets; empty where it has none, as a partial."""
+    code = getattr(inspect.unwrap(factory), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+
+
+def _given_faults(module: torch.nn.Module, given: Any) -> Iterator[str]:
+    """What a module cannot be called with; a function of the microbatch size is asked for two."""
+    what = "inputs are"
+    if callable(given):
+        what, given = "what its function of the microbatch size returns is", given(2)
+    if not isinstance(given, Mapping):
+        yield f"{what} to be a dict of tensors by name, not of type {type(given).__name__}"
+        return
+    taken = inspect.signature(module.forward).parameters.values()
+    names = [each.name for each in taken if each.kind in _BY_NAME]
+    if all(each.kind is not inspect.Parameter.VAR_KEYWORD for each in taken):
+        for wrong in (key for key in given if key not in names):
+            yield (
+                f"forward has no input {wrong!r}; {meant(str(wrong), names)}"
+                f"it takes: {', '.join(names)}"
+            )
+    for each in taken:
+        needed = each.default is inspect.Parameter.empty and each.kind in _BY_NAME
+        if needed and each.name not in given:
+            yield f"forward takes {each.name}, which is not among the inputs"
+
+
+def _said_faults(said: Any) -> list[str]:
+    """Which keywords ``from_module`` does not have."""
+    from megatron_pulse.backbone.derived.from_module import from_module
+
+    if not isinstance(said, Mapping):
+        return [f"keywords are to be a dict, not of type {type(said).__name__}"]
+    taken = inspect.signature(from_module).parameters.values()
+    known = [each.name for each in taken if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    return [unknown("keyword of from_module", key, known) for key in said if key not in known]
 
 
 def _cast(given: Given, times: str | None, kind: torch.dtype) -> Given:

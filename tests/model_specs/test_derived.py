@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +16,12 @@ import model_specs
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.derived.leaves import leaves_of
 from megatron_pulse.cli.main import main
+from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.planning.planning import trained_here
 from megatron_pulse.planner.layout.placement import Partition, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.profile.parameters import count_parameters
+from megatron_pulse.profile.trained import TrainedError
 from megatron_pulse.runtime.stage import Stage
 from model_specs.derived import code
 from model_specs.derived.classes import CLASSES
@@ -133,10 +137,13 @@ def test_weights_are_those_of_the_folder_or_of_the_class_s_own_initialisation(
     module = diffusers.UNet2DModel.from_config(dict(settings.config))
     assert not unlike(model_specs.load_backbone(NAME, UNET), 4, module)
     module.save_config(tmp_path)
+    scratch = "weights: from scratch, by --seed: the folder has none"
+    assert model_specs.describe_weights(f"diffusers:{tmp_path}") == scratch
     torch.manual_seed(5)
     other = diffusers.UNet2DModel.from_config(dict(settings.config))
     assert not unlike(model_specs.load_backbone(f"diffusers:{tmp_path}"), 5, other)
     module.save_pretrained(tmp_path)
+    assert model_specs.describe_weights(f"diffusers:{tmp_path}") == f"weights: {tmp_path}"
     assert not unlike(model_specs.load_backbone(f"diffusers:{tmp_path}"), 5, module)
 
 
@@ -184,6 +191,30 @@ FACTORIES = """
         return None
 
 
+    def frozen():
+        module, *others = build()
+        return module.requires_grad_(False), *others
+
+
+    def unnamed():
+        return Net(8, 2), (torch.randn(2, 8), torch.rand(2))
+
+
+    def misspelt():
+        given = {"y": torch.randn(2, 8), "when": torch.rand(2)}
+        return Net(8, 2), given, {"sampel": "x"}
+
+
+    class Deciding(Net):
+        def forward(self, x, when):
+            x = super().forward(x, when)
+            return x * 2 if x.mean() > 0 else x
+
+
+    def deciding():
+        return Deciding(8, 2), *build()[1:]
+
+
     hand = pulse.chain([nn.Linear] * 2, pulse.TensorSpec((4,)))
 """
 
@@ -217,8 +248,9 @@ def test_code_runs_only_where_it_is_named(own: str, capsys: pytest.CaptureFixtur
     assert [text.split()[0] for text in different] == ["width", "weights"]
 
 
-def test_what_a_factory_may_return(own: str) -> None:
-    for name in ("hand", "alone", "needs", "nothing"):
+def test_what_a_factory_may_return(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("hand", "alone", "needs", "nothing", "unnamed", "misspelt", "deciding")
+    for name in names:
         model_specs.allow(f"{own}:{name}")
     by_hand = model_specs.load_backbone(f"{own}:hand")
     assert len(by_hand.layers) == 2 and by_hand.record["name"] == f"{own}:hand"
@@ -226,9 +258,68 @@ def test_what_a_factory_may_return(own: str) -> None:
         ("alone", "returned Net without its inputs"),
         ("needs", "width has no default"),
         ("nothing", "has no 'nothing'; there are: "),
+        (
+            "unnamed",
+            r"mine.py:\d+\): inputs are to be a dict .* not of type tuple",
+        ),
+        ("misspelt", r"mine.py:\d+\) \(3 faults\)"),
+        ("misspelt", r"no input 'y'; it takes: x, when\n.*forward takes x, which is not among"),
+        ("misspelt", "no keyword of from_module is called 'sampel'; did you mean sample"),
+        ("deciding", "exported in float32, which --dtype says"),
     ):
         with pytest.raises(ValueError, match=reason):
             model_specs.load_backbone(f"{own}:{name}")
+    assert capsys.readouterr() == ("run\n", "")  # no graph, no stack of torch's
+
+
+def test_names_are_found_from_here(
+    own: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A package from the current folder, and a record's file as it is named from another."""
+    folder = Path(own).parent
+    monkeypatch.chdir(folder)
+    model_specs.allow("mine:build")
+    record = model_specs.load_backbone("mine:build").record
+    monkeypatch.delitem(sys.modules, "mine")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "other.py").touch()
+    monkeypatch.chdir(folder / "sub")
+    for name in ("mine.py:build", f"{own}:build"):
+        with pytest.raises(ValueError, match=r"\(you named mine:build\)"):
+            model_specs.load_recorded({**record, "name": name})
+    model_specs.allow("../mine.py:build")
+    for name in ("mine.py:build", f"{own}:build"):
+        assert model_specs.load_recorded({**record, "name": name}).record["name"] == name
+    for name in ("other.py:build", "mine.py:alone"):
+        with pytest.raises(ValueError, match="is code, which runs only where you name it"):
+            model_specs.load_recorded({**record, "name": name})
+    Path("config.json").touch()
+    for name, said in (
+        ("other.py", "write other.py:FACTORY"),
+        ("..", "write diffusers:.."),
+        (":build", "no file or package before the colon"),
+        ("other.py:", "no function after the colon"),
+        ("Diffusers:UNet2DModel", "write diffusers:UNet2DModel"),
+        ("diffusers:config.json", "name its folder, diffusers:."),
+    ):
+        assert main(["module", name]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_what_is_all_frozen_cannot_be_trained(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["module", f"{own}:frozen"]) == 0
+    said = "of its 4 parameters none is left to train"
+    assert said in capsys.readouterr().err
+    options = PulseOptions(backbone=f"{own}:frozen")
+    with pytest.raises(TrainedError, match=said):
+        trained_here(model_specs.load_backbone(f"{own}:frozen"), options)
+
+
+def test_labels_are_dropped_in_the_batch_not_by_the_module() -> None:
+    small = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 1, "num_layers": 1,
+             "sample_size": 4, "num_embeds_ada_norm": 10, "norm_num_groups": 1}  # fmt: skip
+    chain = model_specs.load_backbone("diffusers:DiTTransformer2DModel", small)
+    assert chain.null_label == chain.num_classes == 10
 
 
 def test_commands_take_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

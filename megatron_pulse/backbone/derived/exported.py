@@ -7,10 +7,13 @@ and attention are one node each.
 from __future__ import annotations
 
 import inspect
+import logging
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, is_dataclass
+from io import StringIO
 from typing import Any
 
 import torch
@@ -81,6 +84,7 @@ def export(
             watched(module) as unseen,
             _dataclasses_as_dictionaries(module),
             nullcontext() if with_lines else _without_lines(),
+            _quiet(),
         ):
             program = torch.export.export(module, (), dict(given), strict=False)
     except Exception as error:
@@ -150,6 +154,31 @@ def _without_lines() -> Iterator[None]:
         fx.config.do_not_emit_stack_traces = kept
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within, torch's loggers say nothing, and the graph as far as it came is not printed: of an
+    export that fails, its error says what is so."""
+    loggers = [
+        each
+        for name, each in logging.root.manager.loggerDict.items()
+        if name.split(".")[0] == "torch" and isinstance(each, logging.Logger) and not each.disabled
+    ]
+    for each in loggers:
+        each.disabled = True
+    printed, graph = StringIO(), None
+    try:
+        with redirect_stderr(printed):
+            yield
+    except Exception as error:
+        graph = getattr(error, "partial_fx_graph", None)
+        raise
+    finally:
+        for each in loggers:
+            each.disabled = False
+        text = printed.getvalue()
+        sys.stderr.write(text if graph is None else text.replace(f"{graph}\n", ""))
+
+
 def _is_weight(spec: Any) -> bool:
     return spec.kind is InputKind.PARAMETER
 
@@ -190,7 +219,12 @@ def _reason(error: Exception, module: nn.Module) -> str:
         if frame.filename in sources and not frame.filename.startswith(TORCH)
     ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"torch.export cannot follow it{where}: {raised(error)}"
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
+    return (
+        f"torch.export cannot follow it{where}: {raised(error)} (exported in "
+        f"{', '.join(sorted(dtypes)) or 'no dtype'}, which --dtype says, in training --bf16 and "
+        "--fp16, in 'pulse module' --option dtype=, and elsewhere the module itself)"
+    )
 
 
 def _result(graph: fx.Graph, output: int | None, name: str) -> fx.Node:

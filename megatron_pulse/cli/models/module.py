@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.backbone_flags import add_option_flag, backbone_faults, named, options_of
-from megatron_pulse.cli.errors import add_parser, mending, require
+from megatron_pulse.cli.errors import add_parser, mending, require, warn
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, answer, table
 
@@ -83,11 +83,13 @@ def run(args: argparse.Namespace) -> None:
     prepare_megatron()
     from megatron_pulse.planner.partition.closed import largest_fold
     from megatron_pulse.profile.parameters import count_parameters
-    from model_specs import load_backbone
+    from megatron_pulse.profile.trained import none_trained
+    from model_specs import describe_weights, load_backbone
 
     with mending(ValueError):
         backbone = load_backbone(args.backbone, options_of(args))
         counts = count_parameters(backbone)
+    warn(none_trained(backbone))
     inputs, same = _inputs(backbone)
     links = [
         LinkRow(
@@ -106,6 +108,7 @@ def run(args: argparse.Namespace) -> None:
     lines = [
         f"{backbone.name}: {len(links) - embedders} links, {embedders} embedders, "
         f"{len(backbone.skips)} skips, {sum(counts):,} parameters; folds over {fold} devices",
+        *([weights] if (weights := describe_weights(args.backbone)) else []),
         "",
         *table(
             [

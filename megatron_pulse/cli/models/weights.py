@@ -141,8 +141,9 @@ def run_export(args: argparse.Namespace) -> None:
     from megatron_pulse.integration.data import makes_pixels
 
     saved = read_saved_run(args.load, args.iteration)
-    backbone, stage = load_whole(saved, averaged=not args.raw)
-    published, tensors = export_weights(backbone, stage)
+    with mending(ValueError):
+        backbone, stage = load_whole(saved, averaged=not args.raw)
+        published, tensors = export_weights(backbone, stage)
     dtype = getattr(torch, args.dtype)
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:

@@ -42,7 +42,13 @@ from megatron_pulse.profile.measuring.machine import device_memory
 from megatron_pulse.profile.measuring.sizes import ModuleSizes
 from megatron_pulse.profile.parameters import count_parameters, count_trained
 from megatron_pulse.profile.profile import Profile
-from megatron_pulse.profile.trained import patterns_of, shown_patterns, trained_as
+from megatron_pulse.profile.trained import (
+    TrainedError,
+    none_trained,
+    patterns_of,
+    shown_patterns,
+    trained_as,
+)
 from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
 
@@ -201,7 +207,10 @@ def load_here(args: argparse.Namespace, options: PulseOptions) -> Backbone:
 
 def trained_here(backbone: Backbone, options: PulseOptions) -> Backbone:
     """``backbone`` trained as these flags say; raises ValueError where it cannot be."""
-    return trained_as(backbone, {"train": options.train, "freeze": options.freeze})
+    backbone = trained_as(backbone, {"train": options.train, "freeze": options.freeze})
+    if fault := none_trained(backbone):
+        raise TrainedError(fault)
+    return backbone
 
 
 def compute_dtype(args: argparse.Namespace) -> str:
