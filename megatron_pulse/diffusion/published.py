@@ -85,6 +85,9 @@ class StoredTensors(Mapping[str, Tensor]):
         self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         faults = []
         for path in paths:
+            if path.exists() and not path.is_file():
+                faults.append(f"{path.name} is no regular file")  # a pipe would be waited for
+                continue
             try:
                 with safe_open(path, "pt") as file:
                     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118

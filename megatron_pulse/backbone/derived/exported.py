@@ -29,6 +29,7 @@ from megatron_pulse.backbone.derived.reading import (
     operation,
     value_of,
 )
+from megatron_pulse.backbone.derived.refused.kept import forget_results
 from megatron_pulse.backbone.derived.refused.refusals import refusals
 from megatron_pulse.backbone.derived.refused.shared import shared_memory
 from megatron_pulse.backbone.derived.refused.untraced import watched
@@ -79,6 +80,7 @@ def export(
     if faults := list(shared_memory(module)):
         raise DerivationError(name, faults)
     unseen: list[str] = []
+    forget_results(module)
     try:
         with (
             watched(module) as unseen,
@@ -89,6 +91,8 @@ def export(
             program = torch.export.export(module, (), dict(given), strict=False)
     except Exception as error:
         raise DerivationError(name, [*unseen, _reason(error, module)]) from error
+    finally:
+        forget_results(module)
     if unseen:
         raise DerivationError(name, unseen)
     if faults := list(shared_memory(module, program.constants)):

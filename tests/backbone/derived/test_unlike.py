@@ -29,8 +29,15 @@ def test_it_is_right(name: str) -> None:
     "what, said, code",
     [
         (strange.tripled, "Tripled is an autograd.Function", "apply"),
+        (strange.bound_before, "Tripled is an autograd.Function", "bound(x)"),
         (strange.hooked, "a tensor's gradient has a hook", "register_hook"),
         (strange.counted, "calls was 0 before the call and is 1 after it", ""),
+        (strange.listed, "lists['calls'][0] was 0 before the call and is 1 after it", ""),
+        (strange.counted_beside, "SEEN['calls'] was 0 before the call and is 1 after it", ""),
+        (strange.held, "last['x'] was not there before the call", ""),
+        (strange.drawn, "chance is another after the call", ""),
+        (strange.drawn_by_numpy, "generator is another after the call", ""),
+        (strange.numbered, "numbers is another after the call", ""),
         (strange.shaken, "Python's random numbers are drawn", ""),
         (strange.shaken_by_numpy, "numpy's random numbers are drawn", ""),
         (strange.chosen, "no tensor of a known size", ""),
@@ -44,6 +51,13 @@ def test_it_is_refused(what: Callable[..., torch.Tensor], said: str, code: str) 
     lines, first = inspect.getsourcelines(what)
     number = first + next(i for i, line in enumerate(lines) if code in line)
     assert not code or f"{strange.__file__}:{number}" in str(caught.value)
+
+
+def test_results_that_a_function_keeps_stay_whole() -> None:
+    module, given, _ = unlike.rows(Strange(strange.looked_up))
+    strange.looked_up(module, torch.zeros(2, strange.WIDTH))
+    chain_equal_to(module, given, "x")
+    assert strange.looked_up(module, torch.zeros(2, strange.WIDTH)).sum().item() != 0
 
 
 def test_a_reentrant_checkpoint_is_refused() -> None:

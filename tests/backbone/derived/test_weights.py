@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from megatron_pulse.backbone.derived.from_module import with_weights
 from megatron_pulse.backbone.derived.weights.first import Stored, from_stored
 from megatron_pulse.backbone.derived.weights.hollow import hollow, made_hollow
 from megatron_pulse.backbone.published import PublishedError
-from megatron_pulse.diffusion.published import read_folder
+from megatron_pulse.diffusion.published import StoredTensors, read_folder
 from megatron_pulse.runtime.stage import Stage
 from tests.backbone.derived.zoo import make
 
@@ -114,6 +115,12 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"")
     with pytest.raises(PublishedError, match="use_safetensors=False and save it again"):
         read_folder(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "part.safetensors")
+    with pytest.raises(PublishedError, match="part.safetensors is no regular file"):
+        StoredTensors([tmp_path / "part.safetensors"])
 
 
 def test_what_does_not_fit_is_listed_before_anything_is_read(

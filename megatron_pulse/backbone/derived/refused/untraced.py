@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from megatron_pulse.backbone.derived.reading import TORCH
+from megatron_pulse.backbone.derived.refused.kept import changed, kept
+
+_APPLY: FunctionType = vars(torch.autograd.Function)["apply"].__func__
+"""What runs an autograd.Function, also where ``Function.apply`` was given another name before."""
 
 
 @contextmanager
@@ -35,21 +40,13 @@ def watched(module: nn.Module) -> Iterator[list[str]]:
     def own_hook(_: Tensor) -> None:
         faults.append(f"a tensor's gradient has a hook, at {_caller()}: it is not traced")
 
-    def count(called: nn.Module, *_: Any) -> None:
-        faults.extend(
-            f"{name} was {counted[name]} before the call and is {now} after it: a chain would keep "
-            "the first"
-            for name, now in _numbers(called).items()
-            if counted.get(name, now) != now
-        )
+    def compare(called: nn.Module, *_: Any) -> None:
+        faults.extend(changed(before, kept(called)))
 
-    counted, drawn = _numbers(module), other_generators()
-    after = module.register_forward_hook(count)  # a trace leaves the module as it was
+    before, drawn = kept(module), other_generators()
+    after = module.register_forward_hook(compare)  # a trace leaves the module as it was
     try:
-        with (
-            _telling(torch.autograd.Function, "apply", own_backward),
-            _telling(Tensor, "register_hook", own_hook),
-        ):
+        with _calls(_APPLY, own_backward), _telling(Tensor, "register_hook", own_hook):
             yield faults
     finally:
         after.remove()
@@ -62,16 +59,35 @@ def watched(module: nn.Module) -> Iterator[list[str]]:
 
 
 @contextmanager
+def _calls(function: FunctionType, tell: Callable[[Any], None]) -> Iterator[None]:
+    """Within, the first argument of ``function`` is told when it is called, by whatever name."""
+    events = sys.monitoring
+    tool = next(i for i in (3, 4, 1, 2, 0, 5) if events.get_tool(i) is None)
+
+    def begun(_code: Any, _offset: int) -> None:
+        tell(sys._getframe(1).f_locals[function.__code__.co_varnames[0]])
+
+    events.use_tool_id(tool, __name__)
+    try:
+        events.register_callback(tool, events.events.PY_START, begun)
+        events.set_local_events(tool, function.__code__, events.events.PY_START)
+        yield
+    finally:
+        events.set_local_events(tool, function.__code__, 0)
+        events.register_callback(tool, events.events.PY_START, None)
+        events.free_tool_id(tool)
+
+
+@contextmanager
 def _telling(owner: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
     """Within, a method's first argument is told before each call."""
     method = vars(owner)[name]
-    function = method.__func__ if isinstance(method, classmethod) else method
 
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
         tell(first)
-        return function(first, *args, **kwargs)
+        return method(first, *args, **kwargs)
 
-    setattr(owner, name, classmethod(call) if isinstance(method, classmethod) else call)
+    setattr(owner, name, call)
     try:
         yield
     finally:
@@ -96,16 +112,6 @@ def _hooks(module: nn.Module) -> Iterator[str]:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             yield f"the gradient of {name} has a hook, which its copy in a chain would not have"
-
-
-def _numbers(module: nn.Module) -> dict[str, Any]:
-    """The plain attributes of all parts of a module, by their names."""
-    return {
-        f"{prefix}.{name}".lstrip("."): value
-        for prefix, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, bool | int | float | str)
-    }
 
 
 def other_generators() -> dict[str, Any]:
