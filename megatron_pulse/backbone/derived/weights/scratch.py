@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.refused.untraced import other_generators
 from megatron_pulse.backbone.derived.weights.first import Weights
-from megatron_pulse.backbone.derived.weights.tape import Place, Recorder, Tape
+from megatron_pulse.backbone.derived.weights.recorder import Recorder
+from megatron_pulse.backbone.derived.weights.tape import Place, Tape
 from megatron_pulse.faults import raised
 
 

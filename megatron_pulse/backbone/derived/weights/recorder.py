@@ -1,0 +1,316 @@
+"""What fills the tensors of a module, recorded while it is made.
+
+A parameter loses its memory when a module gets it: what is done to it from then on, and to what is
+made of it, is recorded, and only shapes are computed. Everything else is computed and recorded. A
+random operation on what has no memory is done on a scratch tensor, so that the next one draws the
+same numbers as ever; with the generator's state before it, it can be done again at any time.
+(torchdistX calls this deferred initialisation; it does not keep the random numbers.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_pulse.backbone.derived.weights.hollow import registering
+from megatron_pulse.backbone.derived.weights.tape import (
+    FromGenerator,
+    Place,
+    Step,
+    Tape,
+    name_of,
+    tensors_in,
+)
+
+_DRAWN = ("uniform_", "normal_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+_LIKE = ("rand_like", "randn_like", "randint_like")
+"""Random operations that do not look at the values of what they are given."""
+_READERS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
+_SET_DATA = Tensor.data.__set__
+
+
+def _restore(target: Tensor, values: Tensor) -> Tensor:
+    return target.copy_(values)
+
+
+class Recorder(TorchDispatchMode):
+    """Within ``making``, operations go to ``tape``, and parameters have no memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._hollow: set[int] = set()
+        self._twins: dict[int, FakeTensor] = {}
+        self._outside: dict[int, Tensor] = {}
+        self._number = 0
+        self._drawn = torch.empty(0, dtype=torch.uint8)
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """While a module is made."""
+        apply = nn.Module._apply
+        with ExitStack() as stack:
+            stack.enter_context(torch.device("cpu"))
+            stack.enter_context(_Python(self))
+            stack.enter_context(self)
+            stack.enter_context(registering(self._registered))
+            nn.Module._apply = _apply
+            try:
+                yield
+            finally:
+                nn.Module._apply = apply
+
+    def _registered(self, parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, FakeTensor) or is_lazy(parameter):
+            return parameter
+        return nn.Parameter(self.emptied(parameter), parameter.requires_grad)
+
+    def emptied(self, tensor: Tensor) -> Tensor:
+        """``tensor`` without memory; what is done to either counts for both."""
+        place = self.place(tensor.detach())
+        self._hollow.add(place.storage)
+        return self._twin(tensor.detach(), place)
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where ``tensor`` is. What came from outside is kept as it is now."""
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        if key not in self._known:
+            self._name(memory)
+        number = self._known[key][1]
+        place = Place(
+            number,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        is_kept = number in self._outside or not self.tape.knows(number)
+        if is_kept and not isinstance(tensor, FakeTensor) and number not in self._hollow:
+            self._keep(number, memory)
+        return place
+
+    def expose(self, tensor: Tensor) -> None:
+        """What is not recorded may write to ``tensor`` from now on."""
+        number = self.place(tensor).storage
+        self._outside.setdefault(number, torch.empty(0, dtype=torch.uint8))
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """``tensor`` with its values now."""
+        place = self.place(tensor)
+        if place.storage not in self._hollow:
+            return tensor
+        return self.tape.play(place)
+
+    def is_hollow(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has no memory."""
+        return isinstance(tensor, FakeTensor) or self.place(tensor).storage in self._hollow
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Do it, on shapes alone where something has no memory, and record it."""
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        places = {id(tensor): self.place(tensor) for tensor in tensors}
+        written = _written(func, args, kwargs)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        generator = next(
+            (a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)), None
+        )
+        drawn = generator or torch.default_generator
+        state = drawn.get_state() if is_random else None
+        hollow = [t for t in tensors if self.is_hollow(t)]
+        to_values = any(not self.is_hollow(t) for t in written) or not _gives_tensors(func)
+        if hollow and not to_values:
+            if is_random:
+                self._draw(func, args, kwargs)
+            fakes = {id(t): self._twin(t, places[id(t)]) for t in hollow}
+            results = _with(func, args, kwargs, lambda t: fakes.get(id(t), t), self._fake)
+        elif hollow:
+            results = _with(func, args, kwargs, self.read)
+        else:
+            results = func(*args, **kwargs)
+        found = tensors_in(results)
+        for tensor in found:
+            key = tensor.untyped_storage()._cdata
+            if key not in self._known:
+                number = self._name(tensor.untyped_storage())
+                self.tape.begin(number)
+                if isinstance(tensor, FakeTensor):
+                    self._hollow.add(number)
+        given = tuple(map(self.place, found))
+        before = {place.storage for place in places.values()}
+        writes = {places[id(t)].storage for t in written} | {
+            place.storage for place in given if place.storage not in before
+        }
+        if writes:
+            at, by = pytree.tree_map(
+                lambda leaf: (
+                    places[id(leaf)]
+                    if isinstance(leaf, Tensor)
+                    else FromGenerator()
+                    if isinstance(leaf, torch.Generator)
+                    else leaf
+                ),
+                (tuple(args), kwargs),
+            )
+            step = Step(func, at, by, given, torch.get_default_dtype(), state)
+            self.tape.add(step, writes)
+        return written[0] if len(written) == 1 and _returns_written(func) else results
+
+    # --- memory -------------------------------------------------------------------------------
+
+    def _name(self, memory: torch.UntypedStorage) -> int:
+        self._number += 1
+        # the reference keeps the address from being another's later on
+        self._known[memory._cdata] = (StorageWeakRef(memory), self._number)
+        return self._number
+
+    def _keep(self, number: int, memory: torch.UntypedStorage) -> None:
+        """Record what ``memory`` holds now, unless that is known."""
+        now = torch.empty(0, dtype=torch.uint8).set_(memory)
+        last = self._outside.get(number)
+        if last is not None and torch.equal(last, now):
+            return
+        self._outside[number] = copy = now.clone()
+        whole = Place(number, torch.uint8, (len(now),), (1,), 0, False, False)
+        dtype = torch.get_default_dtype()
+        if not self.tape.fills(number):
+            size: Any = [len(now)]
+            make = torch.ops.aten.zeros.default
+            made = Step(make, (size,), {"dtype": torch.uint8, "device": "cpu"}, (whole,), dtype)
+            self.tape.add(made, (number,))
+        self.tape.add(Step(_restore, (whole, copy), {}, (whole,), dtype), (number,))
+
+    def _twin(self, tensor: Tensor, place: Place) -> Tensor:
+        """``tensor``, or what stands for it where its memory has been let go."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        number = place.storage
+        if number not in self._twins:
+            elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            with self._fake:
+                base = torch.empty(elements, dtype=tensor.dtype, device="cpu")
+            assert isinstance(base, FakeTensor)
+            memory = base.untyped_storage()
+            self._known[memory._cdata] = (StorageWeakRef(memory), number)
+            self._twins[number] = base
+        base = self._twins[number]
+        if base.dtype != tensor.dtype:
+            raise NotImplementedError(f"a parameter of {base.dtype} is also used as {tensor.dtype}")
+        with self._fake:
+            return base.as_strided(place.shape, place.stride, place.offset)
+
+    def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Bring the generator to where ``func`` leaves it."""
+        name = name_of(func)
+        if name in _LIKE or name in _DRAWN:
+            _with(func, args, kwargs, self._scratch)
+        else:
+            _with(func, args, kwargs, lambda tensor: self.read(tensor).clone())
+
+    def _scratch(self, tensor: Tensor) -> Tensor:
+        """Memory laid out as that of ``tensor``, the same each time: pages that are freed between
+        others are not given back."""
+        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        size = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        if size > len(self._drawn):
+            self._drawn = torch.empty(size, dtype=torch.uint8, device="cpu")
+        values = self._drawn[:size].view(tensor.dtype)
+        return values.as_strided(tensor.shape, tensor.stride())
+
+
+def _apply(part: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """What ``nn.Module._apply`` does to real tensors; it swaps those of other classes."""
+    for child in part.children() if recurse else ():
+        child._apply(fn)
+    for parameter in part._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                parameter.data = fn(parameter)
+    for name, buffer in part._buffers.items():
+        part._buffers[name] = buffer if buffer is None else fn(buffer)
+    return part
+
+
+class _Python(TorchFunctionMode):
+    """What reads values into Python, or replaces a tensor's memory."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        recorder, kwargs = self._recorder, kwargs or {}
+        if func in _READERS and type(args[0]) is not nn.parameter.UninitializedParameter:
+            if recorder.is_hollow(args[0]):
+                with _paused():
+                    values = func(recorder.read(args[0].detach()), *args[1:], **kwargs)
+                if hasattr(values, "flags"):
+                    values.flags.writeable = False
+                return values
+            recorder.expose(args[0].detach())
+        if func == _SET_DATA and any(map(recorder.is_hollow, args)):
+            func(*(a if isinstance(a, FakeTensor) else recorder.emptied(a) for a in args))
+            return None
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _paused() -> Iterator[None]:
+    """Without any mode."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+def _with(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    change: Callable[[Tensor], Tensor],
+    mode: FakeTensorMode | None = None,
+) -> Any:
+    """``func`` of other tensors."""
+    args, kwargs = pytree.tree_map_only(Tensor, change, (args, kwargs))
+    with ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+        return func(*args, **kwargs)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that ``func`` writes to."""
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[i] if i < len(args) else None)
+            found += tensors_in(value)
+    return found
+
+
+def _returns_written(func: Any) -> bool:
+    returns = func._schema.returns
+    return (
+        len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+    )
+
+
+def _gives_tensors(func: Any) -> bool:
+    return all("Tensor" in str(each.type) for each in func._schema.returns)
