@@ -57,9 +57,10 @@ def find_component(folder: Path) -> Path:
         if (place / "config.json").is_file():
             return place
     looked = ", ".join([".", *_COMPONENTS])
-    raise PublishedError(
-        f"{folder} is not a diffusers folder", [f"there is no config.json in {looked}"]
-    )
+    fault = f"there is no config.json in {looked}"
+    if os.path.lexists(folder / "config.json"):
+        fault = _no_file(folder / "config.json")
+    raise PublishedError(f"{folder} is not a diffusers folder", [fault])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -67,10 +68,29 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = read_json(folder / "config.json", FileKind.MODEL)
     except FileError as error:
-        raise PublishedError(f"{folder / 'config.json'}", [str(error)]) from error
+        raise _unread(folder / "config.json", error) from error
     if not isinstance(config.get("_class_name"), str):
         raise PublishedError(f"{folder / 'config.json'}", ["it names no class (_class_name)"])
     return config
+
+
+def _no_file(path: Path) -> str:
+    """Why ``path`` is nothing to read from, as a pipe, which would keep who opens it waiting for
+    ever; empty where it is a file."""
+    if path.is_file():
+        return ""
+    if path.is_symlink() and not path.exists():
+        return f"{path.name} is a link to {os.readlink(path)}, where there is no file"
+    if path.is_dir():
+        return f"{path.name} is a folder, not a file"
+    return f"{path.name} is {'no regular file' if path.exists() else 'missing'}"
+
+
+def _unread(path: Path, error: FileError) -> PublishedError:
+    """A file that cannot be read, named once."""
+    return PublishedError(
+        f"{path}", [str(error).removeprefix(f"{path} ").removeprefix(f"{path}: ")]
+    )
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -85,8 +105,8 @@ class StoredTensors(Mapping[str, Tensor]):
         self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         faults = []
         for path in paths:
-            if path.exists() and not path.is_file():
-                faults.append(f"{path.name} is no regular file")  # a pipe would be waited for
+            if fault := _no_file(path):
+                faults.append(fault)
                 continue
             try:
                 with safe_open(path, "pt") as file:
@@ -144,10 +164,13 @@ def read_folder(folder: Path, variant: str | None = None) -> StoredTensors:
     if path.suffix != ".json":
         return StoredTensors([path])
     try:
-        places = dict(read_json(path, FileKind.INDEX)["weight_map"])
-        names = sorted(set(places.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PublishedError(f"{path}", [f"not an index: {error}"]) from error
+        places = read_json(path, FileKind.INDEX).get("weight_map")
+    except FileError as error:
+        raise _unread(path, error) from error
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        fault = "weight_map has to be an object that names the file of each tensor"
+        raise PublishedError(f"{path}", [fault])
+    names = sorted(set(places.values()))
     # A file of the folder may be a link elsewhere, as in the Hub's cache; its name may not.
     outside = [name for name in names if not _is_file_name(name)]
     if outside:
@@ -185,6 +208,9 @@ def _find_weights(folder: Path, variant: str | None) -> Path:
         fault = f"there are no {wanted}; there are those with variant {known}: name one"
     else:
         there = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
+        named = [p for p in sorted(folder.glob(f"{_STEM}.safetensors*")) if _no_file(p)]
+        if named:
+            raise PublishedError(f"{folder} holds no weights to read", [*map(_no_file, named)])
         fault = (
             f"{_STEM}.safetensors is missing (there is: {', '.join(there) or 'nothing like it'})"
         )

@@ -9,13 +9,21 @@ from typing import Any
 from model_specs.derived.inputs import Config, Declared, Input, Known, Same, Sizes
 from model_specs.derived.tokens import TOKENS
 
+_LARGEST = 1 << 14
+"""Of the sides of latents; a microbatch of larger ones is no example to make."""
+
 
 def _image(fallback: int = 64) -> Callable[[Config], dict[str, int]]:
     """Sizes of a class of squares, whose config may say which."""
 
     def sizes(config: Config) -> dict[str, int]:
         side = getattr(config, "sample_size", None) or fallback
-        height, width = side if isinstance(side, list | tuple) else (side, side)
+        sides = side if isinstance(side, list | tuple) else (side, side)
+        if len(sides) != 2 or not all(type(n) is int and 0 < n <= _LARGEST for n in sides):
+            raise ValueError(
+                f"sample_size is {side!r:.60}: must be a whole number up to {_LARGEST}, or two"
+            )
+        height, width = sides
         return {"height": height, "width": width}
 
     return sizes

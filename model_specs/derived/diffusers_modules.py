@@ -16,6 +16,7 @@ from megatron_pulse.faults import raised, unknown
 from model_specs.common.options import FamilyConfig
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
+from model_specs.derived.saying import slowly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -172,12 +173,14 @@ def _built(class_name: str, options: str) -> Backbone:
     sizes = known.sizes_of(settings, values, values.get(BUCKETS, ""))
     try:
         declared, *others = (known.declared(settings, size) for size in sizes)
-        module = made_hollow(lambda: _make(class_name, settings))
+        with slowly(f"making {class_name}"):
+            module = made_hollow(lambda: _make(class_name, settings))
     except Exception as error:  # a class raises what it likes
         raise ValueError(f"{class_name} cannot be made of this config: {raised(error)}") from error
     module = declared.wrap(hollow(module.train(), getattr(torch, dtype)))
     made = [each.make(dtype) for each in others]
-    return from_module(module, declared.make(dtype), other_inputs=made, **declared.keywords())
+    with slowly(f"deriving {class_name}"):
+        return from_module(module, declared.make(dtype), other_inputs=made, **declared.keywords())
 
 
 def _published(class_name: str, config: FamilyConfig) -> Published:

@@ -17,6 +17,7 @@ from model_specs.common.options import FamilyConfig
 from model_specs.derived.code import canonical, find
 from model_specs.derived.family import DTYPE, DTYPES, DerivedFamily, options_class
 from model_specs.derived.inputs import cast
+from model_specs.derived.saying import say, slowly
 
 if TYPE_CHECKING:
     import torch
@@ -100,7 +101,8 @@ def _built(name: str, options: str) -> tuple[Backbone, str]:
     if isinstance(factory, Backbone):
         return factory, ""
     try:
-        made = made_hollow(lambda: factory(**values))
+        with slowly(f"making {name}"):
+            made = made_hollow(lambda: factory(**values))
     except Exception as error:  # it may raise anything
         raise ValueError(f"{name} failed: {raised(error)}") from error
     if isinstance(made, Backbone):
@@ -119,7 +121,8 @@ def _derived(
     """The chain of what the factory ``made``; ``make`` makes the module again, with values."""
     import torch
 
-    from megatron_pulse.backbone.derived.from_module import from_module
+    from megatron_pulse.backbone.derived.from_module import from_module, try_out
+    from megatron_pulse.backbone.derived.refused.trial import is_small
     from megatron_pulse.backbone.derived.weights.hollow import hollow
     from megatron_pulse.backbone.derived.weights.scratch import from_scratch
     from model_specs.derived.classes import CLASSES
@@ -132,6 +135,9 @@ def _derived(
     if rest and (faults := [*_given_faults(module, rest[0]), *_said_faults(said)]):
         raise ValueError(told(name, faults))
     kind = getattr(torch, dtype)
+    if made_in := {p.dtype for p in module.parameters() if p.is_floating_point()} - {kind}:
+        kinds = " and ".join(sorted(str(each).removeprefix("torch.") for each in made_in))
+        say(f"warning: {name} makes parameters of {kinds}; the run's are {dtype}")
     inputs: Given
     if rest:
         times = said.get("timestep")
@@ -147,7 +153,12 @@ def _derived(
         raise ValueError(
             f"{name} returned {_kind(made)} without its inputs (it takes {taken}); {_HOW}"
         )
-    backbone = from_module(hollow(module, kind), inputs, **{"weights": from_scratch(make), **said})
+    with slowly(f"deriving {name}"):
+        said = {"weights": from_scratch(make), **said}
+        backbone = from_module(hollow(module, kind), inputs, **said)
+    if rest and is_small(module):
+        with torch.random.fork_rng(devices=[]):
+            try_out(backbone, make().to(kind))
     weights = sorted((n, tuple(p.shape)) for n, p in module.named_parameters())
     return backbone, f"sha256:{hashlib.sha256(repr(weights).encode()).hexdigest()[:16]}"
 

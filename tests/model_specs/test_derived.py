@@ -183,6 +183,11 @@ FACTORIES = """
         return Net(width, depth), given, {"sample": "x", "timestep": "when"}
 
 
+    def halved():
+        module, *others = build()
+        return module.half(), *others
+
+
     def alone():
         return Net(8, 2)
 
@@ -249,7 +254,7 @@ def test_code_runs_only_where_it_is_named(own: str, capsys: pytest.CaptureFixtur
 
 
 def test_what_a_factory_may_return(own: str, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ("hand", "alone", "needs", "nothing", "unnamed", "misspelt", "deciding")
+    names = ("hand", "alone", "needs", "nothing", "unnamed", "misspelt", "deciding", "halved")
     for name in names:
         model_specs.allow(f"{own}:{name}")
     by_hand = model_specs.load_backbone(f"{own}:hand")
@@ -270,6 +275,8 @@ def test_what_a_factory_may_return(own: str, capsys: pytest.CaptureFixture[str])
         with pytest.raises(ValueError, match=reason):
             model_specs.load_backbone(f"{own}:{name}")
     assert capsys.readouterr() == ("run\n", "")  # no graph, no stack of torch's
+    model_specs.load_backbone(f"{own}:halved")
+    assert "makes parameters of float16; the run's are float32" in capsys.readouterr().err
 
 
 def test_names_are_found_from_here(

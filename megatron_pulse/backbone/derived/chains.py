@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ class Chains:
     """The chains of one module, exported when a shape and a microbatch size is first asked for.
 
     ``inputs`` are those of each shape. All have the units of ``first``, which is of the first shape
-    and of its example's ``size``. ``constants`` are the inputs that are the same for every batch.
+    and of its example's ``size``. ``constants`` are the inputs that are the same for every batch,
+    ``output`` which of several results is the prediction.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class Chains:
         pieces: bool,
     ) -> None:
         self.module, self._name, self._inputs = module, name, tuple(inputs)
-        self._output, self._pieces = output, pieces
+        self.output, self._pieces = output, pieces
         self._device = torch.get_default_device()
         self._found: dict[tuple[int, int], Chain] = {}
         self.size, self.constants = inputs[0].size, inputs[0].constants
@@ -45,14 +47,16 @@ class Chains:
         Raises DerivationError if the module cannot be exported there, or has other units.
         """
         if at not in self._found:
-            with ThreadPoolExecutor(1) as alone, without_collecting():
-                chain = alone.submit(self._derive, *at).result()
+            chain = self.alone(lambda: self._derive(*at))
             if self._found and (fault := other_way(self.first, chain)):
                 which, size = at
                 what = f"microbatches of {size}" + (f" of shape {which}" if which else "")
                 raise DerivationError(
                     self._name,
-                    [f"{what} take another way through it than of {self.size}: {fault}"],
+                    [
+                        f"{what} take another way through it than of {self.size} (a loop, a branch "
+                        f"or a size in forward depends on the batch?): {fault}"
+                    ],
                 )
             self._found[at] = chain
         return self._found[at]
@@ -65,19 +69,28 @@ class Chains:
                 raise
         return self._derived(which, size, with_lines=True)
 
+    def example(self) -> Mapping[str, Any]:
+        """What the first of the chains was made with."""
+        return self._inputs[0].make(self.size)
+
+    def alone[T](self, call: Callable[[], T]) -> T:
+        """What ``call`` returns in a thread of its own: what is on here (modes, hooks of
+        recomputation, no_grad, a default device) is not on there, but for the device."""
+
+        def called() -> T:
+            device = nullcontext() if self._device.type == "cpu" else self._device
+            with device, _without_hooks_of_all():
+                return call()
+
+        with ThreadPoolExecutor(1) as thread, without_collecting():
+            return thread.submit(called).result()
+
     def _derived(self, which: int, size: int, with_lines: bool) -> Chain:
-        """In a thread of its own: what is on where a size comes up (modes, hooks of recomputation,
-        no_grad, a default device) is not on there."""
         inputs = self._inputs[which]
-        with (
-            nullcontext() if self._device.type == "cpu" else self._device,
-            _without_hooks_of_all(),
-        ):
-            exported = export(
-                self.module, inputs.make(size), inputs.constants, self._output, with_lines
-            )
-            like = self.first.decided if self._found else None
-            return derive(exported, self._name, inputs.sample, self._pieces, like)
+        given = inputs.make(size)
+        exported = export(self.module, given, inputs.constants, self.output, with_lines)
+        like = self.first.decided if self._found else None
+        return derive(exported, self._name, inputs.sample, self._pieces, like)
 
 
 @contextmanager

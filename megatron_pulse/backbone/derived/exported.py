@@ -10,9 +10,9 @@ import inspect
 import logging
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from io import StringIO
 from typing import Any
 
@@ -32,7 +32,7 @@ from megatron_pulse.backbone.derived.reading import (
 from megatron_pulse.backbone.derived.refused.kept import forget_results
 from megatron_pulse.backbone.derived.refused.refusals import refusals
 from megatron_pulse.backbone.derived.refused.shared import shared_memory
-from megatron_pulse.backbone.derived.refused.untraced import watched
+from megatron_pulse.backbone.derived.refused.untraced import Unseen, watched
 from megatron_pulse.faults import raised, told
 
 
@@ -79,22 +79,23 @@ def export(
     name = type(module).__name__
     if faults := list(shared_memory(module)):
         raise DerivationError(name, faults)
-    unseen: list[str] = []
+    unseen = Unseen()
     forget_results(module)
     try:
         with (
             watched(module) as unseen,
-            _dataclasses_as_dictionaries(module),
+            dataclasses_as_dictionaries(module),
             nullcontext() if with_lines else _without_lines(),
             _quiet(),
         ):
             program = torch.export.export(module, (), dict(given), strict=False)
     except Exception as error:
-        raise DerivationError(name, [*unseen, _reason(error, module)]) from error
+        reason = _reason(error, module, unseen.suspects)
+        raise DerivationError(name, [*unseen.faults, reason]) from error
     finally:
         forget_results(module)
-    if unseen:
-        raise DerivationError(name, unseen)
+    if unseen.faults:
+        raise DerivationError(name, unseen.faults)
     if faults := list(shared_memory(module, program.constants)):
         raise DerivationError(name, faults)
     graph = program.graph
@@ -134,12 +135,14 @@ def export(
 
 
 @contextmanager
-def _dataclasses_as_dictionaries(module: nn.Module) -> Iterator[None]:
+def dataclasses_as_dictionaries(module: nn.Module) -> Iterator[None]:
     """Within, what ``module`` returns as a dataclass that torch does not know is a dictionary."""
 
     def plain(_module: nn.Module, _args: Any, result: Any) -> Any:
         known = type(result) in pytree.SUPPORTED_NODES
-        return None if known or not is_dataclass(result) else dict(vars(result))
+        if known or not is_dataclass(result):
+            return None
+        return {each.name: getattr(result, each.name) for each in fields(result)}
 
     handle = module.register_forward_hook(plain)
     try:
@@ -214,8 +217,9 @@ def _blocks(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, part in module.named_modules() if name and part._parameters)
 
 
-def _reason(error: Exception, module: nn.Module) -> str:
-    """What export said, and the last line of the model's own files on the way there."""
+def _reason(error: Exception, module: nn.Module, suspects: Sequence[str]) -> str:
+    """What export said, and the last line of the model's own files on the way there, or where it
+    did what exports stop at without a line."""
     sources = {inspect.getsourcefile(type(m)) for m in module.modules()}
     frames = [
         frame
@@ -223,9 +227,16 @@ def _reason(error: Exception, module: nn.Module) -> str:
         if frame.filename in sources and not frame.filename.startswith(TORCH)
     ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    said = raised(error)
+    if "found a fake tensor in the exported program constant" in said:
+        where, said = (
+            "",
+            "it made a tensor that no operation on its inputs gives: "
+            + (", ".join(suspects) or "it keeps one from call to call, in a cache?"),
+        )
     dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters()}
     return (
-        f"torch.export cannot follow it{where}: {raised(error)} (exported in "
+        f"torch.export cannot follow it{where}: {said} (exported in "
         f"{', '.join(sorted(dtypes)) or 'no dtype'}, which --dtype says, in training --bf16 and "
         "--fp16, in 'pulse module' --option dtype=, and elsewhere the module itself)"
     )
@@ -251,6 +262,9 @@ def _result(graph: fx.Graph, output: int | None, name: str) -> fx.Node:
     return result
 
 
+_LAID = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+
+
 def _drop_identities(graph: fx.Graph) -> None:
     """Casts to what a tensor is, dropout of nothing and division by one would hide that two values
     are one."""
@@ -262,7 +276,8 @@ def _drop_identities(graph: fx.Graph) -> None:
             copies = node.kwargs.get("copy") or (
                 name != "to.device" and True in node.args[3:4] or True in node.args[4:5]
             )
-            same = not copies and not converts(node, node.args[0])
+            laid = [a for a in (*node.args, *node.kwargs.values()) if a in _LAID]
+            same = not copies and not laid and not converts(node, node.args[0])
         elif name == "div.Tensor":  # as diffusers' attention by its rescale_output_factor
             same = node.args[1] == 1 and value_of(node).dtype == value_of(node.args[0]).dtype
         else:

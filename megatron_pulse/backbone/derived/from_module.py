@@ -18,6 +18,7 @@ from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.inputs import Make, read_inputs, read_others
 from megatron_pulse.backbone.derived.layer import DerivedLayer, Sample, Source
+from megatron_pulse.backbone.derived.refused.trial import trial
 from megatron_pulse.backbone.derived.units import Chain
 from megatron_pulse.backbone.derived.weights.first import Weights, from_module_itself
 
@@ -65,7 +66,8 @@ def from_module(
     Layers begin with copies of the module's weights, whatever the seed, or with ``weights``, of
     which each layer asks for its own, under the module's own names; those without requires_grad,
     or to which no gradient comes, stay as they are in training, and buffers are constants. A module
-    on the meta device gives a chain for planning, unless there are ``weights``.
+    on the meta device gives a chain for planning, unless there are ``weights``. A small module with
+    values is called twice and compared with its chain.
     Raises DerivationError with every reason, the operation and the line of the model.
     """
     name = type(module).__name__
@@ -119,7 +121,15 @@ def from_module(
         shares=tuple(shares),
     )
     require_valid(backbone)
+    try_out(backbone, module)
     return backbone
+
+
+def try_out(backbone: Backbone, module: nn.Module) -> None:
+    """Raises DerivationError where a small ``module`` with values, which is or is like that of a
+    derived chain, gives another result than the chain does, or than itself in another call."""
+    if faults := trial(module, _source(backbone).chains):
+        raise DerivationError(type(module).__name__, faults)
 
 
 def source_of(backbone: Backbone) -> Source | None:

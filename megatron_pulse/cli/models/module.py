@@ -77,10 +77,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_json(parser, to_file=False)
 
 
+def _passed_over(backbone: Backbone) -> str:
+    """Settings of a config.json that its class does not have; empty where there are none."""
+    keys = ", ".join(sorted(backbone.kept or ()))
+    return f"{backbone.name} has no such settings, they are passed over: {keys}" if keys else ""
+
+
 def run(args: argparse.Namespace) -> None:
     """Export and print."""
     require(backbone_faults(args))
     prepare_megatron()
+    from megatron_pulse.backbone.derived.from_module import check_weights
     from megatron_pulse.planner.partition.closed import largest_fold
     from megatron_pulse.profile.parameters import count_parameters
     from megatron_pulse.profile.trained import none_trained
@@ -89,7 +96,8 @@ def run(args: argparse.Namespace) -> None:
     with mending(ValueError):
         backbone = load_backbone(args.backbone, options_of(args))
         counts = count_parameters(backbone)
-    warn(none_trained(backbone))
+        check_weights(backbone)
+    warn(none_trained(backbone), _passed_over(backbone))
     inputs, same = _inputs(backbone)
     links = [
         LinkRow(

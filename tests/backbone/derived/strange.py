@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.backbone.derived.own import WIDTH
 
@@ -34,6 +39,7 @@ class Strange(nn.Sequential):
         self.lists, self.last = {"calls": [0]}, dict[str, Tensor]()
         self.chance, self.generator = random.Random(0), numpy.random.default_rng(0)
         self.numbers = itertools.count()
+        self.register_buffer("mean", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self[1](self.what(self, self[0](x)))
@@ -114,3 +120,77 @@ def table(width: int, rows: int) -> Tensor:
 
 def looked_up(_: Strange, x: Tensor) -> Tensor:
     return x + table(x.shape[1], x.shape[0])
+
+
+def hooked_behind(_: Strange, x: Tensor) -> Tensor:
+    x.grad_fn.register_hook(lambda given, _: given)
+    return x
+
+
+def hooked_before(_: Strange, x: Tensor) -> Tensor:
+    (x * 2).grad_fn.next_functions[0][0].register_prehook(lambda given: given)
+    return x
+
+
+def packed(_: Strange, x: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+        return x.sin()
+
+
+def timed(_: Strange, x: Tensor) -> Tensor:
+    return x * (time.perf_counter_ns() % 1000)
+
+
+def of_math(_: Strange, x: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+
+
+def doubled(_: Strange, x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    table = torch.linspace(0, 1, WIDTH)
+    torch.set_default_dtype(torch.float32)
+    return (x * table).float()
+
+
+def mapped(_: Strange, x: Tensor) -> Tensor:
+    return torch.vmap(lambda row: row.cumsum(0))(x)
+
+
+def branched(_: Strange, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y * 3, (x,))
+
+
+def by_data(_: Strange, x: Tensor) -> Tensor:
+    return x + x.data
+
+
+def normed_in_a_region(module: Strange, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.batch_norm(x, module.mean, module.mean + 1, training=True).float()
+
+
+class Slotted(nn.Sequential):
+    """Returns a dataclass without a ``__dict__``."""
+
+    @dataclass(slots=True)
+    class Result:
+        """What torch does not know."""
+
+        sample: Tensor
+
+    def forward(self, x: Tensor) -> Slotted.Result:
+        return self.Result(super().forward(x))
+
+
+class Recurrent(nn.Module):
+    """Has dropout of nothing in an LSTM, which draws random numbers by its schema."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lstm(self.blocks[0](x)[:, None])[0][:, 0]
+        return self.blocks[1](y)  # type: ignore[no-any-return]

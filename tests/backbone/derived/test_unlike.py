@@ -42,6 +42,16 @@ def test_it_is_right(name: str) -> None:
         (strange.shaken_by_numpy, "numpy's random numbers are drawn", ""),
         (strange.chosen, "no tensor of a known size", ""),
         (strange.outside, "torch.export cannot follow it", ""),
+        (strange.hooked_behind, "a tensor's gradient has a hook", "register_hook"),
+        (strange.hooked_before, "a tensor's gradient has a hook", "register_prehook"),
+        (strange.packed, "change what a backward pass finds", "with"),
+        (strange.timed, "two calls of it with the same inputs differ", ""),
+        (strange.of_math, "kernels of attention (sdpa_kernel)", "with"),
+        (strange.doubled, "the default dtype is set in forward", "float64"),
+        (strange.mapped, "torch.vmap, at", ""),
+        (strange.branched, "torch.cond, at", ""),
+        (strange.normed_in_a_region, "call eval() on it", ""),
+        (strange.by_data, "write .detach()", "x.data"),
     ],
 )
 def test_it_is_refused(what: Callable[..., torch.Tensor], said: str, code: str) -> None:
@@ -51,6 +61,12 @@ def test_it_is_refused(what: Callable[..., torch.Tensor], said: str, code: str) 
     lines, first = inspect.getsourcelines(what)
     number = first + next(i for i, line in enumerate(lines) if code in line)
     assert not code or f"{strange.__file__}:{number}" in str(caught.value)
+
+
+def test_dropout_of_nothing_and_slots_are_taken() -> None:
+    module, given, _ = unlike.rows(strange.Recurrent())
+    chain_equal_to(module, given, "x")
+    pulse.from_module(strange.Slotted(*module.blocks), given, sample="x")
 
 
 def test_results_that_a_function_keeps_stay_whole() -> None:
@@ -70,11 +86,12 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
 def test_hooks_of_gradients_are_refused_all_at_once() -> None:
     module, given, sample = unlike.rows(Flat())
     module.layers[2].register_full_backward_hook(lambda *_: None)
+    module.layers[3].register_full_backward_hook(lambda *_: None)
     module.layers[3].weight.register_hook(lambda gradient: gradient)
     with pytest.raises(DerivationError) as caught:
         pulse.from_module(module, given, sample=sample)
-    assert [fault.split(":")[0] for fault in caught.value.faults] == [
-        "layers.2 has hooks of its backward pass",
+    assert caught.value.faults == [
+        "layers.2 has hooks of its backward pass: they are not traced (and of 1 more like it)",
         "the gradient of layers.3.weight has a hook, which its copy in a chain would not have",
     ]
 

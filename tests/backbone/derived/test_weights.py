@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatron_pulse.backbone.derived.from_module import with_weights
 from megatron_pulse.backbone.derived.weights.first import Stored, from_stored
 from megatron_pulse.backbone.derived.weights.hollow import hollow, made_hollow
 from megatron_pulse.backbone.published import PublishedError
-from megatron_pulse.diffusion.published import StoredTensors, read_folder
+from megatron_pulse.diffusion.published import find_component, read_folder
 from megatron_pulse.runtime.stage import Stage
 from tests.backbone.derived.zoo import make
 
@@ -117,10 +118,43 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "part.safetensors")
-    with pytest.raises(PublishedError, match="part.safetensors is no regular file"):
-        StoredTensors([tmp_path / "part.safetensors"])
+def test_only_files_are_opened(tmp_path: Path) -> None:
+    """A pipe would keep who opens it waiting for ever."""
+    index = {"weight_map": {"a": "pipe", "b": "nowhere", "c": "folder", "d": "gone"}}
+    (tmp_path / f"{FILE}.index.json").write_text(json.dumps(index))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to("nowhere")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(PublishedError) as caught:
+        read_folder(tmp_path)
+    assert set(caught.value.faults) == {
+        "pipe is no regular file",
+        "nowhere is a link to nowhere, where there is no file",
+        "folder is a folder, not a file",
+        "gone is missing",
+    }
+    (tmp_path / f"{FILE}.index.json").unlink()
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(PublishedError, match=f"{FILE} is no regular file"):
+        read_folder(tmp_path)
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(PublishedError, match="config.json is no regular file"):
+        find_component(tmp_path)
+
+
+@pytest.mark.parametrize("places", [["a"], {"a": 1}, {"a": {"b": 1}}, None])
+def test_an_index_names_files(places: object, tmp_path: Path) -> None:
+    (tmp_path / f"{FILE}.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(PublishedError, match="object that names the file of each tensor"):
+        read_folder(tmp_path)
+
+
+def test_a_damaged_index_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / f"{FILE}.index.json"
+    path.write_text("{")
+    with pytest.raises(PublishedError, match="cannot be read as an index") as caught:
+        read_folder(tmp_path)
+    assert str(caught.value).count(str(path)) == 1
 
 
 def test_what_does_not_fit_is_listed_before_anything_is_read(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 _DEEPEST, _MOST = 5, 1000
 """Containers within one another, and entries of one, that are looked at."""
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+_OF_TORCH = frozenset((*vars(nn.Module()), "_flat_weights"))  # the latter of recurrent parts
 
 
 def kept(module: nn.Module) -> dict[str, Any]:

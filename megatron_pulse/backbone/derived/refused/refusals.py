@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,6 +21,7 @@ def refusals(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
     yield from _writes(reading, names)
     yield from _random(reading.calls)
     yield from _running(reading.calls)
+    yield from _untraced(reading.calls)
 
 
 def _writes(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
@@ -48,6 +50,34 @@ def _written_by_regions(reading: Reading) -> Iterator[str]:
             yield from _written_by_regions(inside)
 
 
+_RECURRENT = ("lstm.", "gru.", "rnn_tanh.", "rnn_relu.")
+_BRANCHES = ("cond", "while_loop", "scan", "map_impl", "associative_scan")
+
+
+def _untraced(nodes: list[fx.Node]) -> Iterator[str]:
+    """What a graph has that is not operations on tensors."""
+    for node in nodes:
+        if operation(node) in _BRANCHES:
+            yield (
+                f"torch.{operation(node)}, at {place_of(node)}: what is computed depends on data; "
+                "write it as operations that are always done, as torch.where"
+            )
+        elif getattr(node.target, "__name__", "") == "_add_batch_dim":
+            yield (
+                f"torch.vmap, at {place_of(node)}: its samples are not traced as a dimension of "
+                "tensors; write them as one"
+            )
+
+
+def _given(node: fx.Node, name: str) -> Any:
+    """The argument of an operation called ``name`` there, or its default."""
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            default = node.kwargs.get(name, argument.default_value)
+            return node.args[i] if i < len(node.args) else default
+    return None
+
+
 def _random(nodes: list[fx.Node]) -> Iterator[str]:
     for node in nodes:
         for inner in inner_graphs(node):
@@ -59,6 +89,8 @@ def _random(nodes: list[fx.Node]) -> Iterator[str]:
             is_random = bool(chance)
         elif name.startswith("dropout."):
             is_random = True
+        elif name.startswith(_RECURRENT):
+            is_random = bool(_given(node, "dropout") and _given(node, "train"))
         else:
             is_random = torch.Tag.nondeterministic_seeded in tags
         if is_random:
@@ -71,6 +103,8 @@ def _random(nodes: list[fx.Node]) -> Iterator[str]:
 def _running(nodes: list[fx.Node]) -> Iterator[str]:
     """Norms that update running statistics, which their schemas do not say."""
     for node in nodes:
+        for inner in inner_graphs(node):
+            yield from _running([n for n in inner.nodes if n.op == "call_function"])
         name = operation(node)
         if name.startswith(("batch_norm", "instance_norm")) and node.args[3] and node.args[5]:
             yield (

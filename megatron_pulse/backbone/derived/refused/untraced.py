@@ -3,42 +3,80 @@ backward passes and hooks of one's own, Python's random numbers, what a module c
 
 from __future__ import annotations
 
+import inspect
 import random
+import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import grad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from megatron_pulse.backbone.derived.reading import TORCH
 from megatron_pulse.backbone.derived.refused.kept import changed, kept
+from megatron_pulse.backbone.derived.refused.settings import changed_settings
+from megatron_pulse.backbone.derived.refused.telling import caller, replaced, telling
 
 _APPLY: FunctionType = vars(torch.autograd.Function)["apply"].__func__
 """What runs an autograd.Function, also where ``Function.apply`` was given another name before."""
 
 
+@dataclass
+class Unseen:
+    """``faults`` are what a module has and does that no trace holds, with lines; ``suspects`` what
+    it does that a trace may stop at without a word of it."""
+
+    faults: list[str] = field(default_factory=list)
+    suspects: list[str] = field(default_factory=list)
+
+
 @contextmanager
-def watched(module: nn.Module) -> Iterator[list[str]]:
-    """What ``module`` has, and does within, that no trace holds, with lines; full at the end."""
-    faults = list(_hooks(module))
+def watched(module: nn.Module) -> Iterator[Unseen]:
+    """What is unseen of ``module`` within; complete at the end."""
+    unseen = Unseen(list(_hooks(module)))
+    faults, suspects = unseen.faults, unseen.suspects
 
     def own_backward(function: type) -> None:
         if function is CheckpointFunction:
-            faults.append(f"checkpoint at {_caller()}: only use_reentrant=False can be traced")
+            faults.append(f"checkpoint at {caller()}: only use_reentrant=False can be traced")
+        elif function.__module__.startswith("torch._higher_order_ops."):
+            pass  # how torch records a branch, which refusals tell
         elif function is not BackwardHookFunction:  # that of the hooks above
             faults.append(
-                f"{function.__name__} is an autograd.Function, at {_caller()}: its own backward is "
+                f"{function.__name__} is an autograd.Function, at {caller()}: its own backward is "
                 "not traced; write it as operations that autograd knows"
             )
 
-    def own_hook(_: Tensor) -> None:
-        faults.append(f"a tensor's gradient has a hook, at {_caller()}: it is not traced")
+    def own_hook(_: Any) -> None:
+        faults.append(f"a tensor's gradient has a hook, at {caller()}: it is not traced")
+
+    def own_saving(hooks: saved_tensors_hooks) -> None:
+        if type(hooks) is saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
+            faults.append(
+                f"{type(hooks).__name__} at {caller()} change what a backward pass finds: they are "
+                "not traced"
+            )
+
+    def grad_fn(tensor: Tensor) -> Any:
+        node = _GRAD_FN.__get__(tensor)
+        return node if node is None or _called_by_torch() else _Node(node, own_hook)
+
+    def data(tensor: Tensor) -> Any:
+        if not _called_by_torch():
+            suspects.append(f".data at {caller()} (write .detach())")
+        return _DATA.__get__(tensor)
+
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        suspects.append(f"autograd.grad at {caller()} (a gradient within forward)")
+        return grad(*args, **kwargs)
 
     def compare(called: nn.Module, *_: Any) -> None:
         faults.extend(changed(before, kept(called)))
@@ -46,8 +84,17 @@ def watched(module: nn.Module) -> Iterator[list[str]]:
     before, drawn = kept(module), other_generators()
     after = module.register_forward_hook(compare)  # a trace leaves the module as it was
     try:
-        with _calls(_APPLY, own_backward), _telling(Tensor, "register_hook", own_hook):
-            yield faults
+        with (
+            _calls(_APPLY, own_backward),
+            telling(Tensor, "register_hook", own_hook),
+            telling(Tensor, "register_post_accumulate_grad_hook", own_hook),
+            telling(saved_tensors_hooks, "__enter__", own_saving),
+            replaced(Tensor, "grad_fn", property(grad_fn)),
+            replaced(Tensor, "data", property(data, _DATA.__set__)),
+            replaced(torch.autograd, "grad", gradient),
+            changed_settings(faults),
+        ):
+            yield unseen
     finally:
         after.remove()
     faults += [
@@ -55,7 +102,32 @@ def watched(module: nn.Module) -> Iterator[list[str]]:
         for name, now in other_generators().items()
         if drawn.get(name, now) != now
     ]
-    faults[:] = dict.fromkeys(faults)
+    faults[:], suspects[:] = _alike(faults), dict.fromkeys(suspects)
+
+
+def _alike(faults: list[str]) -> Iterator[str]:
+    """Of those that differ only in which block they are of, the first, with how many there are."""
+    kinds: dict[str, set[str]] = {}
+    firsts: dict[str, str] = {}
+    for fault in faults:
+        kind = _NUMBERED.sub("#", fault)
+        kinds.setdefault(kind, set()).add(fault)
+        firsts.setdefault(kind, fault)
+    for kind, first in firsts.items():
+        more = len(kinds[kind]) - 1
+        yield f"{first} (and of {more} more like it)" if more else first
+
+
+_NUMBERED = re.compile(r"\b\d+(?=\.)|(?<=\.)\d+\b")
+"""The numbers of blocks in names."""
+
+
+_GRAD_FN, _DATA = (inspect.getattr_static(Tensor, name) for name in ("grad_fn", "data"))
+
+
+def _called_by_torch() -> bool:
+    """Whether who reads an attribute that is replaced within is torch."""
+    return sys._getframe(2).f_code.co_filename.startswith(TORCH)
 
 
 @contextmanager
@@ -78,30 +150,19 @@ def _calls(function: FunctionType, tell: Callable[[Any], None]) -> Iterator[None
         events.free_tool_id(tool)
 
 
-@contextmanager
-def _telling(owner: type, name: str, tell: Callable[[Any], None]) -> Iterator[None]:
-    """Within, a method's first argument is told before each call."""
-    method = vars(owner)[name]
+class _Node:
+    """A node of autograd's graph that tells when it gets a hook."""
 
-    def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        tell(first)
-        return method(first, *args, **kwargs)
+    def __init__(self, node: Any, tell: Callable[[Any], None]) -> None:
+        self._node, self._tell = node, tell
 
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, method)
-
-
-def _caller() -> str:
-    """The innermost line that runs just now and is not torch's, nor of this file."""
-    frames = [
-        frame
-        for frame in traceback.extract_stack()
-        if frame.filename != __file__ and not frame.filename.startswith(TORCH)
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}"
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            self._tell(self._node)
+        found = getattr(self._node, name)
+        if name == "next_functions":
+            return tuple((node and _Node(node, self._tell), i) for node, i in found)
+        return found
 
 
 def _hooks(module: nn.Module) -> Iterator[str]:
