@@ -122,7 +122,7 @@ def _derived(
     import torch
 
     from megatron_pulse.backbone.derived.from_module import from_module, try_out
-    from megatron_pulse.backbone.derived.refused.trial import is_small
+    from megatron_pulse.backbone.derived.trial import is_small
     from megatron_pulse.backbone.derived.weights.hollow import hollow
     from megatron_pulse.backbone.derived.weights.scratch import from_scratch
     from model_specs.derived.classes import CLASSES

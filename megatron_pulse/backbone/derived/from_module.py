@@ -18,7 +18,7 @@ from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.inputs import Make, read_inputs, read_others
 from megatron_pulse.backbone.derived.layer import DerivedLayer, Sample, Source
-from megatron_pulse.backbone.derived.refused.trial import trial
+from megatron_pulse.backbone.derived.trial import trial
 from megatron_pulse.backbone.derived.units import Chain
 from megatron_pulse.backbone.derived.weights.first import Weights, from_module_itself
 
