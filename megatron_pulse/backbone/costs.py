@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import SupportsFloat
 
 import numpy as np
@@ -34,9 +34,10 @@ class ChainCosts:
 
     ``boundary_bytes[i]`` is what crosses a cut before layer i (the first is not a cut).
     ``saved_bytes`` is what a layer keeps from forward to backward. ``weight_grad_s`` is the part of
-    ``backward_s`` that may be put off (empty: unknown). ``trained`` counts the parameters that have
-    a gradient (empty: all); ``wants[i]`` says whether the tensors before layer i want one (empty:
-    all do).
+    a split backward that may be put off (empty: unknown), ``split_forward_s`` and
+    ``split_backward_s`` are both passes where it is (empty: as whole). ``trained`` counts the
+    parameters that have a gradient (empty: all); ``wants[i]`` says whether the tensors before layer
+    i want one (empty: all do).
     """
 
     names: tuple[str, ...]
@@ -49,13 +50,18 @@ class ChainCosts:
     weight_grad_s: tuple[float, ...] = ()
     trained: tuple[int, ...] = ()
     wants: tuple[bool, ...] = ()
+    split_forward_s: tuple[float, ...] = ()
+    split_backward_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        times = (self.forward_s, self.backward_s)
+        of_split = (self.split_forward_s, self.split_backward_s)
+        times = (self.forward_s, self.backward_s, *(column for column in of_split if column))
         columns = (*times, self.parameters, self.saved_bytes, self.boundary_bytes)
         lengths = {len(column) for column in columns}
         lengths |= {
-            len(column) for column in (self.weight_grad_s, self.trained, self.wants) if column
+            len(column)
+            for column in (self.weight_grad_s, self.trained, self.wants, *of_split)
+            if column
         }
         if lengths != {len(self.names)}:
             raise ValueError(f"{len(self.names)} layers, but columns of {sorted(lengths)} values")
@@ -67,6 +73,19 @@ class ChainCosts:
     def trained_parameters(self) -> tuple[int, ...]:
         """Those of each layer that have a gradient and an optimizer's state."""
         return self.trained or self.parameters
+
+    def of_schedule(self, split: bool) -> ChainCosts:
+        """The same as a schedule with split backwards, or without, takes them."""
+        if not split:
+            return self
+        forward_s, backward_s = self.split_forward_s, self.split_backward_s
+        return replace(
+            self,
+            forward_s=forward_s or self.forward_s,
+            backward_s=backward_s or self.backward_s,
+            split_forward_s=(),
+            split_backward_s=(),
+        )
 
     def wants_gradient(self, layer: int) -> bool:
         """Whether the gradient of what enters ``layer`` goes back."""

@@ -15,6 +15,7 @@ from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.profile.profile import (
+    LayerTimes,
     Profile,
     ProfiledConditioning,
     ProfiledLayer,
@@ -30,6 +31,7 @@ _OLDER: Mapping[type, set[str]] = {
     ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "wants"},
     ProfiledSkip: {"wants"},
     ProfiledConditioning: {"wants"},
+    LayerTimes: {"split_forward_s", "split_input_grad_s", "split_weight_grad_s"},
 }
 """Which old profiles do not have; what one record of a list has, all have."""
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

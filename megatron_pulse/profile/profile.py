@@ -47,7 +47,10 @@ class Source(StrEnum):
 class LayerTimes:
     """One layer at one microbatch size: medians, their interquartile ranges, and bytes.
 
-    ``weight_grad_s`` is what the whole backward takes longer than the input gradient alone.
+    ``weight_grad_s`` is what the whole backward takes longer than the input gradient alone. The
+    times named ``split_`` are those where weight gradients wait, as with split backwards: of the
+    forward that leaves them, of the backward without them, and of what is left. All of a profile's
+    layers have them, or none (0: not measured, and taken to be as without).
     ``peak_bytes`` is the most that is in use at once in one forward and backward, beyond
     parameters and the layer's inputs; a parameter's gradient counts only while it is being made.
     """
@@ -60,6 +63,16 @@ class LayerTimes:
     weight_grad_spread_s: float
     saved_bytes: int
     peak_bytes: int
+    split_forward_s: float = 0.0
+    split_input_grad_s: float = 0.0
+    split_weight_grad_s: float = 0.0
+
+    def parts_s(self, split: bool) -> tuple[float, float, float]:
+        """Forward, input gradient and weight gradient; with ``split`` where these wait."""
+        found = self.split_forward_s, self.split_input_grad_s, self.split_weight_grad_s
+        if split and any(found):
+            return found
+        return self.forward_s, self.input_grad_s, self.weight_grad_s
 
     @property
     def whole_s(self) -> float:
@@ -230,11 +243,12 @@ class Profile:
         """What planning reads, at any microbatch size (see ``times_at``).
 
         A backward is input gradient and weight gradient, and the layer's forward once more where
-        its activations are recomputed. Layers without a backward keep nothing. ``recompute`` None
-        means as the profile says.
+        its activations are recomputed; with split backwards each is what was measured so. Layers
+        without a backward keep nothing. ``recompute`` None means as the profile says.
         """
         recompute = self.recompute if recompute is None else recompute
         times = self.times_at(micro_batch_size)
+        split_s = [layer.parts_s(True) for layer in times]
         boundary = tuple(micro_batch_size * layer.boundary_bytes for layer in self.layers)
         again = [recompute and runs for runs in self.has_backward]
         if recompute:
@@ -262,7 +276,12 @@ class Profile:
                 SkipCost(s.source, s.destination, micro_batch_size * s.num_bytes, s.wants)
                 for s in self.skips
             ),
-            weight_grad_s=tuple(layer.weight_grad_s for layer in times),
+            weight_grad_s=tuple(weight for _, _, weight in split_s),
+            split_forward_s=tuple(forward for forward, _, _ in split_s),
+            split_backward_s=tuple(
+                inputs + weight + runs * forward
+                for (forward, inputs, weight), runs in zip(split_s, again, strict=True)
+            ),
             trained=tuple(layer.trained_parameters for layer in self.layers),
             wants=tuple(layer.wants for layer in self.layers),
         )
@@ -316,6 +335,14 @@ class Profile:
             for i, layer_times in enumerate(times):
                 fields = tuple(LayerTimes.__dataclass_fields__)
                 yield from _beyond(f"times[{size}][{i}]", layer_times, fields)
+        of_split = {
+            layer_times.split_forward_s > 0
+            for column in self.times.values()
+            for layer_times in column
+            if layer_times.forward_s > 0
+        }
+        if len(of_split) > 1:
+            yield "times: split_forward_s is 0 for some layers and not for others"
         for i, skip in enumerate(self.skips):
             yield from self._bad_edge(f"skips[{i}]", skip.source, (skip.destination,))
             yield from _beyond(f"skips[{i}]", skip, ("num_bytes",))

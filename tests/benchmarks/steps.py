@@ -89,11 +89,21 @@ def profile(kind: str) -> Any:
     """A measured profile in a process of its own."""
     import torch
 
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    from megatron_pulse.profile.measuring.clock import Patience
     from megatron_pulse.profile.measuring.measure import measure
+    from megatron_pulse.runtime.measure.leaving import leaving_weights
 
     torch.set_num_threads(1)
+    wait_for_weight_gradients()
     name, options = BACKBONES[kind]
-    return measure(load_backbone(name, options), SIZES, once_per_kind=True)
+    return measure(
+        load_backbone(name, options),
+        SIZES,
+        patience=Patience(enough_s=0.2),
+        once_per_kind=True,
+        leaving=leaving_weights,
+    )
 
 
 def probed() -> Cluster | None:

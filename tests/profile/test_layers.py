@@ -18,6 +18,7 @@ from megatron_pulse.profile.measuring.clock import Patience, median_and_spread
 from megatron_pulse.profile.measuring.layer_call import make_call
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.runtime.measure.leaving import leaving_weights
 from model_specs import load_backbone
 from tests.profile.layers import WIDTH, small_backbone
 from tests.runtime import tiny
@@ -107,6 +108,26 @@ def test_gradients_are_split_by_what_a_layer_has(make: Any) -> None:
         assert embed.weight_grad_s > 0 and first.weight_grad_s > 0
         assert tanh.weight_grad_s == scale.weight_grad_s == add.weight_grad_s == 0.0
         assert tanh.input_grad_s > 0 and mlp.input_grad_s > 0 and scale.input_grad_s > 0
+
+
+def test_waiting_weight_gradients_are_measured_as_the_runtime_leaves_them() -> None:
+    left: list[torch.nn.Module] = []
+
+    def leaving(module: Any) -> Any:
+        left.append(module)
+        return leaving_weights(module)
+
+    backbone = small_backbone()
+    profile = measure(backbone, (1, 3), patience=BRIEF, leaving=leaving)
+    assert len(left) >= 2 * len(backbone.layers) and "split backwards" in profile.method
+    for layers in profile.times.values():
+        embed, first, tanh, mlp, scale, add = layers
+        assert all(layer.split_forward_s > 0 for layer in layers)
+        assert tanh.split_input_grad_s > 0 and mlp.split_input_grad_s > 0
+        assert mlp.split_weight_grad_s > tanh.split_weight_grad_s
+    assert all(p.grad is None for module in left for p in module.parameters())
+    for layers in measured(backbone).times.values():
+        assert all(layer.parts_s(True) == layer.parts_s(False) for layer in layers)
 
 
 def test_split_backward_is_the_whole_of_what_torch_counts() -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_pulse.backbone.costs import SkipCost
-from megatron_pulse.profile.files import load_profile, save_profile
+from megatron_pulse.planner.layout.placement import Partition, sequential
+from megatron_pulse.planner.schedule.problem import stage_problem
+from megatron_pulse.profile.files import from_record, load_profile, save_profile, to_record
 from megatron_pulse.profile.profile import (
     LayerTimes,
     Profile,
@@ -118,6 +120,35 @@ def test_profiles_of_before_sums_had_bytes_are_read_as_sums_of_boundaries(tmp_pa
         layer["shard_sums"] = len(layer["shard_sums"]["rows"])
     (tmp_path / "p.json").write_text(json.dumps(record))
     assert load_profile(tmp_path / "p.json") == make(layers=layers)
+
+
+def test_split_backwards_take_what_was_measured_of_them(tmp_path: Path) -> None:
+    """In a step's problem, and where none was measured (as in profiles of before) as whole ones."""
+    old, three = make(), sequential(3)
+    split = {"split_forward_s": 1.5, "split_input_grad_s": 2.5, "split_weight_grad_s": 4.0}
+    new = dataclasses.replace(
+        old,
+        times={2: tuple(dataclasses.replace(layer, **split) for layer in old.times[2])},
+    )
+    for profile, forward, inputs, weights in (
+        (old, (3, 6, 9), (6, 12, 18), (9, 18, 27)),
+        (new, (1.5,) * 3, (2.5,) * 3, (4,) * 3),
+    ):
+        costs = profile.at(2)
+        whole = stage_problem(costs, Partition(three, (0, 1, 2, 3)), 1)
+        assert (whole.forward, whole.backward) == ((3, 6, 9), (15, 30, 45))
+        apart = stage_problem(costs, Partition(three, (0, 1, 2, 3)), 1, split=True)
+        assert (apart.forward, apart.backward, apart.weight_grad) == (forward, inputs, weights)
+    assert new.at(2, recompute=True).split_backward_s == (2.5 + 4 + 1.5,) * 3
+    record = to_record(new)
+    assert from_record(json.loads(json.dumps(record)), "here") == new
+    for layer in record["times"][2]:
+        for name in split:
+            del layer[name]
+    assert from_record(json.loads(json.dumps(record)), "here").times[2] == old.times[2]
+    some = (*new.times[2][:2], old.times[2][2])
+    with pytest.raises(ProfileError, match="split_forward_s is 0 for some layers and not for"):
+        dataclasses.replace(new, times={2: some})
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:

@@ -36,7 +36,10 @@ _DESCRIPTION = """\
 Planning balances devices by these costs. There are three ways to them:
 
   measured   every layer runs alone on this machine's GPU or CPU, forward and backward; on a CPU
-             with as many threads as a rank will have (--threads)
+             with as many threads as a rank will have (--threads); forward and backward a second
+             time as with split backwards, whose weight gradients wait: the three parts of that
+             take longer than the whole. Profiles of before that do not say it are read as if
+             they took as long
   analytic   operations and bytes of every layer on a device that is not at hand, named by
              --preset or given in figures; ratios are good, seconds are estimates
   table      the same, from a table of layers that others have published
@@ -272,9 +275,11 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
         )
     import torch
 
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
     from megatron_pulse.profile.cautions import rank_threads
     from megatron_pulse.profile.measuring.clock import Patience
     from megatron_pulse.profile.measuring.measure import measure
+    from megatron_pulse.runtime.measure.leaving import leaving_weights
 
     present, limit_s = torch.cuda.is_available(), args.seconds_per_layer
     device = args.device or ("cuda" if present else "cpu")
@@ -283,6 +288,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     if device == "cuda" and args.threads is not None:
         require(["--threads is for --device cpu"])
     dtype = args.dtype or _dtype_of(device)
+    wait_for_weight_gradients()
     patience = Patience() if limit_s is None else Patience(limit_s=limit_s)
     return measure(
         trained_backbone(args, dtype),
@@ -294,6 +300,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
         args.once_per_kind,
         progress=True,
         threads=(args.threads or rank_threads()) if device == "cpu" else None,
+        leaving=leaving_weights,
     )
 
 

@@ -25,6 +25,7 @@ from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.runtime.measure.leaving import leaving_weights
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 from model_specs import load_recorded
 
@@ -124,9 +125,13 @@ def _measure(args: argparse.Namespace, backbone: Backbone) -> Profile:
     dtype = compute_dtype(args)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = SIZES if args.micro_batch_size is None else (args.micro_batch_size,)
+
+    def measured(sizes: tuple[int, ...]) -> Profile:
+        return measure(backbone, sizes, device, dtype, once_per_kind=True, leaving=leaving_weights)
+
     try:
-        return measure(backbone, sizes, device, dtype, once_per_kind=True)
+        return measured(sizes)
     except ProfileError:
         if len(sizes) == 1:
             raise
-        return measure(backbone, sizes[:1], device, dtype, once_per_kind=True)
+        return measured(sizes[:1])

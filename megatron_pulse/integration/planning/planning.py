@@ -261,6 +261,8 @@ def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> Ch
         forward_s=tuple(t / parts for t in costs.forward_s),
         backward_s=tuple(t / parts for t in costs.backward_s),
         weight_grad_s=tuple(t / parts for t in costs.weight_grad_s),
+        split_forward_s=tuple(t / parts for t in costs.split_forward_s),
+        split_backward_s=tuple(t / parts for t in costs.split_backward_s),
         saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
         boundary_bytes=tuple(size * layer.boundary_bytes for layer in chain),
         skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes, s.wants) for s in skips),

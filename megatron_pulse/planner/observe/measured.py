@@ -31,11 +31,11 @@ def timeline_of(schedule: Schedule, step: StepTrace) -> Timeline:
 def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Profile:
     """``profile`` with layers that take as long as their stages did in a run of ``plan``.
 
-    Each stage's forwards, input gradients and weight gradients are scaled by what was measured
-    over what the profile says at the plan's microbatch size, at all profiled sizes. Where a
-    backward is whole, both its parts are scaled alike; a forward that is computed again counts as
-    the measured one. Raises ProfileError for a profile of another chain, under tensor parallelism,
-    and where nothing is left of a backward.
+    Each stage's forwards, input gradients and weight gradients, whole and split, are scaled by what
+    was measured over what the profile says at the plan's microbatch size, at all profiled sizes.
+    Where a backward is whole, both its parts are scaled alike; a forward that is computed again
+    counts as the measured one. Raises ProfileError for a profile of another chain, under tensor
+    parallelism, and where nothing is left of a backward.
     """
     faults = []
     names = [name for stage in plan.stages for name in stage]
@@ -52,9 +52,8 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
     scales: list[tuple[float, float, float]] = []
     for stage in range(len(plan.stages)):
         layers = [profiled[i] for i in plan.partition.layers_of_stage(stage)]
-        forward = sum(layer.forward_s for layer in layers)
-        inputs = sum(layer.input_grad_s for layer in layers)
-        weights = sum(layer.weight_grad_s for layer in layers)
+        parts_s = [layer.parts_s(measured.weight_grad is not None) for layer in layers]
+        forward, inputs, weights = map(sum, zip(*parts_s, strict=True))
         again = measured.forward[stage] if plan.recompute else 0.0
         backward = measured.backward[stage] - again
         if backward <= 0:
@@ -90,4 +89,7 @@ def _scaled(layer: LayerTimes, forward: float, inputs: float, weights: float) ->
         forward_spread_s=layer.forward_spread_s * forward,
         input_grad_spread_s=layer.input_grad_spread_s * inputs,
         weight_grad_spread_s=layer.weight_grad_spread_s * weights,
+        split_forward_s=layer.split_forward_s * forward,
+        split_input_grad_s=layer.split_input_grad_s * inputs,
+        split_weight_grad_s=layer.split_weight_grad_s * weights,
     )

@@ -117,9 +117,12 @@ def stage_problem(
 ) -> ScheduleProblem:
     """The problem of a chain that is cut: every stage takes what its layers take, in seconds.
 
-    With ``split`` the weight gradients are apart. An operation takes ``operation_s`` beside its
-    layers, and ``least_s`` or more. The rest is as ScheduleProblem has it, and so are the errors.
+    With ``split`` the weight gradients are apart, and all takes what it takes then. An operation
+    takes ``operation_s`` beside its layers, and ``least_s`` or more. The rest is as ScheduleProblem
+    has it, and so are the errors.
     """
+
+    costs = costs.of_schedule(split)
 
     def total(values: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(max(least_s, s + operation_s) for s in partition.per_stage(values))

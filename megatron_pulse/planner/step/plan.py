@@ -243,7 +243,7 @@ def _problem(
 
     A weight gradient that is not known is half of a backward.
     """
-    placement = partition.placement
+    costs, placement = costs.of_schedule(split), partition.placement
     synthesized = _is_synthesized(name, placement)
     if cap is not None and not synthesized and placement.num_stages > 1 and not is_file(name):
         name = pick(name, placement)

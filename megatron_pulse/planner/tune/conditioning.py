@@ -104,21 +104,28 @@ def with_copies(
     if not copied:
         return costs
     forward, backward = list(costs.forward_s), list(costs.backward_s)
+    split_forward = list(costs.split_forward_s or costs.forward_s)
+    split_backward = list(costs.split_backward_s or costs.backward_s)
     weight, saved = list(costs.weight_grad_s), list(costs.saved_bytes)
     for i in (embedder.layer for embedder in copied):
-        forward[i] = backward[i] = weight[i] = 0.0
+        for column in (forward, backward, split_forward, split_backward, weight):
+            column[i] = 0.0
         saved[i] = 0
     for embedder in copied:
         i = embedder.layer
         again = costs.forward_s[i] if recompute and costs.backward_s[i] else 0.0
         for first in (partition.cuts[stage] for stage in embedder.stages):
-            forward[first] += costs.forward_s[i]
-            backward[first] += costs.backward_s[i] - again
+            for column in (forward, split_forward):
+                column[first] += costs.forward_s[i]
+            for column in (backward, split_backward):
+                column[first] += costs.backward_s[i] - again
             saved[first] += times[i].saved_bytes if recompute else costs.saved_bytes[i]
     return replace(
         costs,
         forward_s=tuple(forward),
         backward_s=tuple(backward),
         weight_grad_s=tuple(weight),
+        split_forward_s=tuple(split_forward),
+        split_backward_s=tuple(split_backward),
         saved_bytes=tuple(saved),
     )

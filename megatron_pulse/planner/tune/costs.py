@@ -100,7 +100,9 @@ class Costs:
 
     def totals(self, config: Config) -> Totals:
         """Sums over ``costs``."""
-        return self._totals_of(config.micro_batch_size, config.recompute, config.tensor)
+        return self._totals_of(
+            config.micro_batch_size, config.recompute, config.tensor, config.split
+        )
 
     def per_parameter(self, config: Config) -> float:
         """Bytes of a parameter with its gradient and optimizer state."""
@@ -174,6 +176,8 @@ class Costs:
             forward_s=tuple(map(add, divide(costs.forward_s), forward_s)),
             backward_s=tuple(map(add, divide(costs.backward_s), backward_s)),
             weight_grad_s=tuple(divide(costs.weight_grad_s)),
+            split_forward_s=tuple(map(add, divide(costs.split_forward_s), forward_s)),
+            split_backward_s=tuple(map(add, divide(costs.split_backward_s), backward_s)),
             parameters=parameters,
             # Frozen weights are taken to be divided as all of their layer are.
             trained=tuple(
@@ -203,8 +207,11 @@ class Costs:
             backward = list(map(add, backward, forward))
         return forward, backward
 
-    def _make_totals(self, micro_batch_size: int, recompute: bool, tensor: int) -> Totals:
-        costs, backward_s = self._costs_of(micro_batch_size, recompute, tensor), []
+    def _make_totals(
+        self, micro_batch_size: int, recompute: bool, tensor: int, split: bool
+    ) -> Totals:
+        costs = self._costs_of(micro_batch_size, recompute, tensor).of_schedule(split)
+        backward_s = []
         for i, (forward, backward) in enumerate(
             zip(costs.forward_s, costs.backward_s, strict=True)
         ):

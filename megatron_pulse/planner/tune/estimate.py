@@ -157,7 +157,7 @@ class Estimator(Chain):
 
     def cut_estimate(self, config: Config, stages: Stages) -> float:
         """About what a step takes with these stages, whether or not they fit."""
-        costs, partition = stages.costs, stages.partition
+        costs, partition = stages.costs.of_schedule(config.split), stages.partition
         work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
         loads = stages.per_device(partition.per_stage(work))
         busy = max(*loads, _busiest_link(partition.placement, stages.edges))
@@ -194,9 +194,10 @@ class Estimator(Chain):
             config.layout,
             config.recompute,
             config.pipeline_inside,
+            config.split,
         )
         if key not in self._spreads:
-            costs, placement = self.costs(config), config.placement
+            costs, placement = self.costs(config).of_schedule(config.split), config.placement
             work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
             edges: tuple[Edge, ...] = ()
             if placement.num_stages > 1:

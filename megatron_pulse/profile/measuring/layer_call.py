@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,10 @@ from megatron_pulse.backbone.returned import Kind, declared, kind_of, misfit
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.measuring.sizes import ModuleSizes
 from megatron_pulse.profile.profile import ProfiledConditioning, ProfiledLayer, ProfiledSkip
+
+type LeavingWeights = Callable[[Any], AbstractContextManager[Callable[[], None]]]
+"""Within, a forward of the module that it is given leaves weight gradients that can wait; what it
+yields adds them to the parameters' gradients, after the backward."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,12 @@ from megatron_pulse.profile.measuring.building import (
     some_process_group,
 )
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
-from megatron_pulse.profile.measuring.layer_call import LayerCall, describe_chain, make_call
+from megatron_pulse.profile.measuring.layer_call import (
+    LayerCall,
+    LeavingWeights,
+    describe_chain,
+    make_call,
+)
 from megatron_pulse.profile.measuring.machine import (
     computing_with,
     device_memory,
@@ -52,10 +57,12 @@ _BETWEEN_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class LayerMeasure:
-    """One layer at one size: its times for forward, input gradient and weight gradient; memory."""
+    """One layer at one size: its times for forward, input gradient and weight gradient, the same
+    where weight gradients wait (0: not measured); memory."""
 
     medians: tuple[float, float, float]
     spreads: tuple[float, float, float]
+    split: tuple[float, float, float]
     kept: Kept
     peak_bytes: int
 
@@ -75,6 +82,7 @@ def measure(
     once_per_kind: bool = False,
     progress: bool = False,
     threads: int | None = None,
+    leaving: LeavingWeights | None = None,
 ) -> Profile:
     """The profile of ``backbone`` on this machine's ``device``, "cpu" or "cuda".
 
@@ -83,6 +91,8 @@ def measure(
     built as one of them, and measured at the largest size. ``once_per_kind`` measures layers once
     that run the same operators on tensors of the same shapes, strides and dtypes (see
     ``OperatorTrace``).
+    With ``leaving``, the runtime's ``leaving_weights``, each layer is also measured as with split
+    backwards.
     A chain of several shapes is measured at each (see ``over_shapes``).
     Layers are Megatron's local ones, not Transformer Engine's. On a CPU they run with ``threads``
     (default: as many as this process has).
@@ -103,7 +113,7 @@ def measure(
             backbone,
             lambda one: measure(
                 one, micro_batch_sizes, device, dtype, recompute, patience, once_per_kind,
-                progress, threads,
+                progress, threads, leaving,
             ),
         )  # fmt: skip
     place = torch.device(device)
@@ -132,9 +142,15 @@ def measure(
                 call = make_call(backbone, i, module, size, dtype, place)
                 if len(sizes) == i:
                     sizes.append(module_sizes(module, call.forward, size))
-                key = _kind(call) if once_per_kind else f"{i}/{size}/{of}"
+                key = f"{of}/{_kind(call) if once_per_kind else f'{i}/{size}'}"
                 if key not in known:
-                    known[key] = _measure_layer(call, len(layer.outputs), place, patience)
+                    known[key] = _measure_layer(
+                        call,
+                        len(layer.outputs),
+                        place,
+                        patience,
+                        leaving if of == "whole" else None,
+                    )
             except torch.OutOfMemoryError as error:
                 raise ProfileError(
                     f"{layer.name} does not fit on {device} at microbatch size {size}; "
@@ -175,7 +191,7 @@ def measure(
         memory_bytes=device_memory(place),
         dtype=dtype,
         recompute=recompute,
-        method=_method(patience, once_per_kind),
+        method=_method(patience, once_per_kind, leaving is not None),
         layers=chain,
         times={size: _times(backbone, measured[size]) for size in micro_batch_sizes},
         skips=skips,
@@ -241,7 +257,11 @@ def _kind(call: LayerCall) -> str:
 
 
 def _measure_layer(
-    call: LayerCall, num_outputs: int, device: torch.device, patience: Patience
+    call: LayerCall,
+    num_outputs: int,
+    device: torch.device,
+    patience: Patience,
+    leaving: LeavingWeights | None,
 ) -> LayerMeasure:
     with KeptStorages(call) as storages:
         results = call.forward()
@@ -250,7 +270,7 @@ def _measure_layer(
     kept = storages.count(results[:num_outputs])
     seeds = call.seeds(results)
     del results
-    rows = repeat(_work(call, seeds, device), device, patience)
+    rows = repeat(_work(call, seeds, device, leaving), device, patience)
     backward = [row[2] if call.inputs or call.trained else 0.0 for row in rows]
     if not call.inputs:
         input_grad = [0.0 for _ in rows]
@@ -261,14 +281,23 @@ def _measure_layer(
     weight_grad = [whole - part for whole, part in zip(backward, input_grad, strict=True)]
     forward = [row[0] for row in rows]
     medians, spreads = zip(*map(median_and_spread, (forward, input_grad, weight_grad)), strict=True)
-    return LayerMeasure(medians, spreads, kept, _peak_bytes(call, device))
+    split = (0.0, 0.0, 0.0)
+    if leaving is not None:
+        parts = [[row[i] for row in rows] for i in (-5, -3, -1)]
+        split, _ = zip(*map(median_and_spread, parts), strict=True)
+    return LayerMeasure(medians, spreads, split, kept, _peak_bytes(call, device))
 
 
 def _work(
-    call: LayerCall, seeds: Sequence[Tensor | None], device: torch.device
+    call: LayerCall,
+    seeds: Sequence[Tensor | None],
+    device: torch.device,
+    leaving: LeavingWeights | None,
 ) -> Callable[[Callable[[], None]], None]:
     """Pieces: forward, what is between, backward and, where it is only a part of it, what is
-    between with a forward without parameters' gradients, and the input gradient alone.
+    between with a forward without parameters' gradients, and the input gradient alone. Last, with
+    ``leaving``: what is between, a forward, what is between, a backward, what is between, and the
+    weight gradients that were left.
 
     A backward adds the parameters' gradients to those of the microbatches before, in Megatron's
     dtype. As in a step, a CPU's caches are full of other layers' tensors when a piece begins: a
@@ -287,9 +316,7 @@ def _work(
         mark()
         between.add_(1)
         mark()
-        for total, gradient in zip(sums, call.backward(results, seeds), strict=True):
-            if gradient is not None:
-                total.add_(gradient)
+        _add_to(sums, call.backward(results, seeds))
         mark()
         if call.inputs and call.trained:
             with call.frozen():
@@ -298,8 +325,35 @@ def _work(
                 mark()
                 call.input_gradients(results, seeds)
                 mark()
+        if leaving is not None:
+            split_work(mark, leaving)
+
+    def split_work(mark: Callable[[], None], leaving: LeavingWeights) -> None:
+        between.add_(1)
+        mark()
+        with leaving(call.module) as compute_left:
+            results = call.forward()
+        mark()
+        between.add_(1)
+        mark()
+        _add_to(sums, call.backward(results, seeds))
+        del results
+        mark()
+        between.add_(1)
+        mark()
+        compute_left()
+        _add_to(sums, [parameter.grad for parameter in call.trained])
+        mark()
+        for parameter in call.trained:
+            parameter.grad = None
 
     return work
+
+
+def _add_to(sums: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    for total, gradient in zip(sums, gradients, strict=True):
+        if gradient is not None:
+            total.add_(gradient)
 
 
 def _peak_bytes(call: LayerCall, device: torch.device) -> int:
@@ -329,15 +383,16 @@ def _fill(module: Any) -> None:
 def _times(backbone: Backbone, measured: Sequence[LayerMeasure]) -> tuple[LayerTimes, ...]:
     saved = saved_bytes(backbone, [layer.kept for layer in measured])
     return tuple(
-        LayerTimes(*layer.medians, *layer.spreads, num_bytes, layer.peak_bytes)
+        LayerTimes(*layer.medians, *layer.spreads, num_bytes, layer.peak_bytes, *layer.split)
         for layer, num_bytes in zip(measured, saved, strict=True)
     )
 
 
-def _method(patience: Patience, once_per_kind: bool) -> str:
+def _method(patience: Patience, once_per_kind: bool, split: bool) -> str:
     each = "each kind of layer" if once_per_kind else "each layer"
+    how = ", with whole and with split backwards" if split else ""
     return (
-        f"{each} at each size: medians of at least "
+        f"{each} at each size{how}: medians of at least "
         f"{patience.min_repetitions} repetitions in at least {patience.enough_s:g} s, within "
         f"{patience.limit_s:g} s"
     )

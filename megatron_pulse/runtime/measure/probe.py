@@ -28,6 +28,8 @@ from megatron_pulse.runtime.measure.link_times import Meter, PairTimes, StreamTi
 _ALL_REDUCE_S = 0.3
 _WARM_UP, _ROUNDS = 2, 5
 _SMALL_BYTES = 4096
+_BLOCKS, _TURNS, _TURN = 9, 10, 384
+"""Turns of a product of that width and a small all-reduce: some milliseconds on a CPU's core."""
 _COLLECTIVES = {
     "all_reduce": "allreduce_s",
     "reduce_scatter": "reduce_scatter_s",
@@ -225,9 +227,42 @@ class _Prober:
         return float(max(self.meter.gather(own)))
 
     def _collective_latency(self, cluster: Cluster) -> float:
-        """Of a small all-reduce of two ranks, as a part of what their link alone would take."""
+        """Of a small all-reduce of two ranks that compute in between, as those that divide layers
+        do, as a part of what their link alone would take.
+
+        Ranks then wait for each other, and are woken: several times what an all-reduce takes that
+        follows another.
+        """
         by_link = cluster.allreduce_s(_SMALL_BYTES, (0, 1))
-        return _rounded(self._seconds_of("all_reduce", (0, 1), _SMALL_BYTES) / by_link)
+        after_another_s = self._seconds_of("all_reduce", (0, 1), _SMALL_BYTES)
+        return _rounded(max(after_another_s, self._small_reduce_s()) / by_link)
+
+    def _small_reduce_s(self) -> float:
+        """What a small all-reduce adds to a turn of computing; the median of several blocks."""
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=self.settings.timeout_s))
+        added = []
+        if self.rank in (0, 1):
+            device = self.settings.device
+            factor, small = torch.ones(_TURN, _TURN, device=device), torch.ones(_SMALL_BYTES // 4)
+            small = small.to(device)
+
+            def turns(reduce: bool) -> float:
+                dist.barrier(group)
+                self.meter.finish()
+                begin = time.perf_counter()
+                for _ in range(_TURNS):
+                    factor @ factor
+                    if reduce:
+                        dist.all_reduce(small, group=group)
+                self.meter.finish()
+                return (time.perf_counter() - begin) / _TURNS
+
+            for _ in range(_WARM_UP + _BLOCKS):
+                alone, both = turns(False), turns(True)
+                added.append(max(0.0, both - alone))
+            dist.destroy_process_group(group)
+        own = statistics.median(added[_WARM_UP:]) if added else 0.0
+        return float(max(self.meter.gather(own)))
 
     def _operation_s(self) -> float:
         """Seconds of an operation of the runtime whose layer computes nothing, the slowest rank's.
