@@ -1,5 +1,6 @@
 """Makes Megatron importable on CPU before any test imports it."""
 
+import gc
 import os
 import warnings
 from collections.abc import Generator, Iterator
@@ -42,9 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """All that tests import is imported here."""
+    """All that tests import is imported here, and is no garbage that is to be looked through."""
     with without_collecting():
-        return (yield)
+        result = yield
+        gc.freeze()
+    return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class Node:
         return int(statistics["tx"]["bytes"]), int(statistics["rx"]["bytes"])
 
 
+@cache
 def unavailable() -> str:
     """Why there can be no such nodes here; empty if there can."""
     if os.geteuid() != 0:

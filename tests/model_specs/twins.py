@@ -8,7 +8,6 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed
-from diffusers.pipelines.hunyuandit.pipeline_hunyuandit import get_resize_crop_region_for_grid
 from torch import Tensor
 
 import megatron_pulse as pulse
@@ -84,8 +83,10 @@ def _unet(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
 
 
 def _hunyuan(config: Any, image: Tensor, fields: Fields) -> dict[str, Any]:
+    from diffusers.pipelines.hunyuandit import pipeline_hunyuandit  # a slow import
+
     side, base = image.shape[-1] // config.patch_size, 512 // 8 // config.patch_size
-    region = get_resize_crop_region_for_grid((side, side), base)
+    region = pipeline_hunyuandit.get_resize_crop_region_for_grid((side, side), base)
     given = {
         "hidden_states": image,
         "timestep": fields["timesteps"].to(image.dtype),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import transformers
-
 from tests.backbone.derived.zoo.draw import Made, mask, whole
 
 
 def clip() -> Made:
+    import transformers
+
     config = transformers.CLIPTextConfig(
         vocab_size=99, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=4, max_position_embeddings=16, projection_dim=32, bos_token_id=0,
@@ -17,6 +17,8 @@ def clip() -> Made:
 
 
 def t5() -> Made:
+    import transformers
+
     config = transformers.T5Config(
         vocab_size=99, d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, dropout_rate=0.0,
         feed_forward_proj="gated-gelu",
