@@ -210,7 +210,7 @@ UNSOUND = {
         ["resnet_time_scale_shift", "dual_cross_attention"],
     ),
     "file": (lambda f, t: f / "unet" / "config.json", ["say with --backbone"]),
-    "shard": (lost_shard, ["00002-of", "No such file"]),
+    "shard": (lost_shard, ["00002-of", "is missing"]),
     "index of other names": (
         lambda f, t: sharded(f, t, lambda m: m.update({"conv_in.b": m.pop("conv_in.bias")})),
         ["conv_in.b is in no file"],
