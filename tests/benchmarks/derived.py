@@ -8,7 +8,8 @@ the chain, and what the process held at most; then the busiest device of an exac
 ``--table``, a published table of the layers of a class of diffusers (its ``cls`` and ``config``)
 takes the hand-written chain's place. "balance" is how many times the mean device the busiest is:
 what a cut decides. (A table counts matrix products alone; and the operations of diffusers' modules
-are not those of our families, one by one: what those of the class itself take is told beside both.)
+are not those of our families, one by one, and a derived chain has to have theirs, bit for bit: what
+those of the class itself take is told beside both.)
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def main() -> None:
             by_hand, ours, eager = row["all_ms"]
             print(
                 f"  all layers: {by_hand:.1f} and {ours:.1f} ms ({ours / by_hand - 1:+.1%}); the "
-                f"class itself, called as it is: {eager:.1f}"
+                f"class itself, called as it is: {eager:.1f} ({ours / eager - 1:+.1%})"
             )
         for what in ("busiest_ms", "balance"):
             for size, (hand, ours) in row.get(what, {}).items():
