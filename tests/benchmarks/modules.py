@@ -25,7 +25,7 @@ import torch
 from tests.backbone.derived.bits import chain_equal_to, skips_of
 from tests.backbone.derived.layouts import DTYPES, Trained, all_layouts, train_all
 from tests.backbone.derived.shapes import SHAPES
-from tests.backbone.derived.zoo import OUTPUT, SKIPS, STUDY, ZOO, make
+from tests.backbone.derived.zoo import OUTPUT, SKIPS, STUDY, ZOO, kernels_of, make
 from tests.ranks import RanksFailed
 
 RANKS = 4
@@ -65,7 +65,8 @@ def look_at(
     start = time.monotonic()
     report = Report(name)
     for dtype in dtypes:
-        _compare_once(report, dtype)
+        with kernels_of(name):
+            _compare_once(report, dtype)
     layouts = all_layouts(dtypes, num_ranks, bool(report.skips))
     try:
         subject = f"{name}/shapes" if shapes else name

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.backbone.derived.subject import Subject
+from tests.backbone.derived.zoo import kernels_of
 from tests.ranks import run_ranks
 from tests.runtime.equality import Case, Outcome, differences, merge, plan_of, split, train
 
@@ -117,10 +118,12 @@ def _derive_and_train(
     name: str, layouts: Sequence[Layout], num_ranks: int, steps: int, timeout_s: float
 ) -> list[Any]:
     torch.set_num_threads(1)
-    subjects = {dtype: Subject(name, dtype) for dtype in dict.fromkeys(x.dtype for x in layouts)}
-    return run_ranks(
-        num_ranks, _train_here, subjects, layouts, steps, timeout_s=timeout_s, shared=True
-    )
+    dtypes = dict.fromkeys(layout.dtype for layout in layouts)
+    with kernels_of(name):  # of the ranks too, which are forked
+        subjects = {dtype: Subject(name, dtype) for dtype in dtypes}
+        return run_ranks(
+            num_ranks, _train_here, subjects, layouts, steps, timeout_s=timeout_s, shared=True
+        )
 
 
 def _train_here(

@@ -40,7 +40,27 @@ def when_asked(make: Callable[[], Weights]) -> Weights:
 
 def from_module_itself(module: nn.Module) -> Weights:
     """The values that ``module`` has, or will have when they are asked for."""
-    return Weights(lambda seed: dict(module.named_parameters()))
+    own = _Parameters(module)
+    return Weights(lambda seed: own)
+
+
+class _Parameters(Mapping[str, Tensor]):
+    """A module's parameters, each looked up when it is asked for: layers ask one by one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            return self._module.get_parameter(name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._module.named_parameters())
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 class Stored(Protocol):

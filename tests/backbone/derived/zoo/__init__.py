@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ SKIPS = {"sd": 12, "sdxl": 9, "svd": 12, "motion": 12, "hunyuan": 2, "small_unet
 """Published: of a UNet one a level, block and resampling, of Hunyuan-DiT n / 2 - 1 of n blocks."""
 OUTPUT = {"clip": 0}
 """Which of several results is compared."""
+_NATIVE = ("svd", "small_svd")
 _KEPT = ("timestep", "image_rotary_emb", "img_ids", "txt_ids")
 """Inputs that pipelines keep in fp32 in a bf16 run; Hunyuan-DiT computes in its times' dtype."""
 
@@ -44,6 +46,14 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Made:
             if parameter.numel() and (parameter == parameter.flatten()[0]).all():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     return module.train().to(dtype), _in(dtype, given, _KEPT[name == "hunyuan" :])
+
+
+def kernels_of(name: str) -> AbstractContextManager[None]:
+    """Within, a class has kernels that give the same bits again: torch's own for convolutions of
+    videos, whose weight gradients in bf16 oneDNN computes from memory that nobody filled (torch
+    2.13, AVX-512): other numbers in every call, nan among them."""
+    on = torch.backends.mkldnn.enabled and name.partition("/")[0] not in _NATIVE
+    return torch.backends.mkldnn.flags(enabled=on)  # type: ignore[no-any-return]
 
 
 def _in(dtype: torch.dtype, given: Given, kept: tuple[str, ...]) -> Given:

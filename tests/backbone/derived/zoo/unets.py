@@ -51,7 +51,7 @@ def sdxl() -> Made:
 
 
 def _svd(levels: int, layers: int) -> Made:
-    cross, plain = levels - 1, 1
+    cross, plain = 1, levels - 1  # published: all but one; here one, for time
     module = diffusers.UNetSpatioTemporalConditionModel(
         sample_size=8, in_channels=8, block_out_channels=(32,) * levels, layers_per_block=layers,
         down_block_types=("CrossAttnDownBlockSpatioTemporal",) * cross
