@@ -218,8 +218,9 @@ class Profile:
     def times_at(self, micro_batch_size: int) -> tuple[LayerTimes, ...]:
         """Every layer's times and bytes at any size: piecewise linear between profiled sizes.
 
-        Beyond them the line through the two nearest goes on, but not below zero; a single
-        profiled size is scaled in proportion.
+        Beyond them the line through the two nearest goes on, but fewer samples take no less than
+        in proportion, nor more of them less than the largest profiled size: what disturbed one of
+        the two makes no layer free. A single profiled size is scaled in proportion.
         """
         if micro_batch_size < 1:
             raise ValueError(f"the microbatch size is {micro_batch_size}; it must be 1 or more")
@@ -233,7 +234,7 @@ class Profile:
             )
         share = (micro_batch_size - low) / (high - low)
         pairs = zip(self.times[low], self.times[high], strict=True)
-        return tuple(_combine(a, b, share) for a, b in pairs)
+        return tuple(_combine(a, b, share, least=micro_batch_size / low) for a, b in pairs)
 
     def only(self, micro_batch_size: int) -> Profile:
         """The same at one microbatch size alone, interpolated where it was not profiled."""
@@ -368,13 +369,21 @@ def _beyond(where: str, record: object, names: Sequence[str]) -> Iterator[str]:
             yield f"{where}.{name} is {value}; it must be from 0 to {_MOST:g}"
 
 
-def _combine(a: LayerTimes, b: LayerTimes, share: float, proportional: bool = False) -> LayerTimes:
-    """The value at ``share`` of the way from ``a`` to ``b`` (to twice ``a``, if proportional)."""
+def _combine(
+    a: LayerTimes,
+    b: LayerTimes,
+    share: float,
+    proportional: bool = False,
+    least: float = 0.0,
+) -> LayerTimes:
+    """The value at ``share`` of the way from ``a`` to ``b`` (to twice ``a``, if proportional);
+    before ``a`` at least ``least`` of it, behind ``b`` at least that."""
     mixed: dict[str, Any] = {}
     for name in LayerTimes.__dataclass_fields__:
         start, end = getattr(a, name), getattr(b, name)
         step = start if proportional else end - start
-        mixed[name] = max(0.0, float(start + share * step))
+        floor = least * start if share < 0 else end if share > 1 else 0.0
+        mixed[name] = max(floor, float(start + share * step))
     for name in ("saved_bytes", "peak_bytes"):
         mixed[name] = round(mixed[name])
     return LayerTimes(**mixed)

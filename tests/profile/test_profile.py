@@ -77,13 +77,15 @@ def test_what_is_linear_is_linear_everywhere(size: int) -> None:
     assert costs.saved_bytes == pytest.approx([100 * (i + 1) * (size + 1) for i in range(3)])
 
 
-def test_between_sizes_only_the_neighbours_count_and_below_zero_nothing_goes() -> None:
+def test_between_sizes_only_the_neighbours_count_and_beyond_them_no_layer_is_free() -> None:
     bent = {2: (times(1.0),) * 3, 4: (times(3.0),) * 3, 8: (times(4.0),) * 3}
     profile = make(times=bent)
     assert profile.times_at(3)[0].forward_s == pytest.approx(2.0)
     assert profile.times_at(6)[0].forward_s == pytest.approx(3.5)
     assert profile.times_at(12)[0].forward_s == pytest.approx(5.0)
-    assert profile.times_at(1)[0].forward_s == 0.0
+    assert profile.times_at(1)[0].forward_s == pytest.approx(0.5)
+    disturbed = make(times={2: (times(3.0),) * 3, 4: (times(1.0),) * 3})
+    assert disturbed.only(9).times[9][0].forward_s == pytest.approx(1.0)
 
 
 def test_one_size_is_scaled_in_proportion() -> None:
