@@ -22,6 +22,7 @@ ORDER = (
     "megatron_pulse.planner.layout",
     "megatron_pulse.planner.partition",
     "megatron_pulse.planner.schedule",
+    "megatron_pulse.planner.fill",
     "megatron_pulse.planner.step",
     "megatron_pulse.planner.plan_file",
     "megatron_pulse.planner.tune",

@@ -46,13 +46,40 @@ _EDGE = {
 }
 
 _FIGURE = number("a number, 0 or more", minimum=-1e-9)  # differences are rounded
+_PIECE = "[first layer, layer after the last, first sample, sample after the last]"
+_NEED = "[filler, slice, seconds] that a slice waits for"
 _FILLER = record(
-    "a filler: name, slice_seconds, devices",
+    "a filler: name, slice_seconds, devices, pieces, needs",
+    ["name", "slice_seconds", "devices"],
     name=TEXT,
     slice_seconds=list_of(_TIME, "seconds of each slice"),
     devices={
         "anyOf": [{"type": "null"}, list_of(NATURAL, "devices")],
         "description": "a list of devices, or null",
+    },
+    pieces={
+        "type": "array",
+        "items": {**list_of(NATURAL, _PIECE, least=4), "maxItems": 4},
+        "description": f"a list of {_PIECE} for each slice",
+    },
+    needs={
+        "type": "array",
+        "items": {
+            "type": "array",
+            "items": {
+                "type": "array",
+                "prefixItems": [
+                    {**NATURAL, "description": _NEED},
+                    {**NATURAL, "description": _NEED},
+                    number(_NEED, minimum=0, maximum=_MOST_S),
+                ],
+                "minItems": 3,
+                "maxItems": 3,
+                "description": _NEED,
+            },
+            "description": f"a list of {_NEED}",
+        },
+        "description": f"a list for each slice of {_NEED}",
     },
 )
 _PREDICTED = (

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_pulse.files import parse_json
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
-from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Filler, Kind, Need, Operation, Schedule
 
 
 def to_csv(schedule: Schedule) -> str:
@@ -104,7 +104,19 @@ def _filler(record: Mapping[str, Any]) -> Filler:
         str(record["name"]),
         tuple(map(_number, record["slice_seconds"])),
         None if devices is None else tuple(map(_whole, devices)),
+        tuple(map(_piece, record.get("pieces", ()))),
+        tuple(tuple(map(_need, needs)) for needs in record.get("needs", ())),
     )
+
+
+def _piece(record: Sequence[Any]) -> tuple[int, int, int, int]:
+    first, last, start, end = map(_whole, record)
+    return first, last, start, end
+
+
+def _need(record: Sequence[Any]) -> Need:
+    filler, number, lag = record
+    return Need(_whole(filler), _whole(number), _number(lag))
 
 
 def _whole(value: object) -> int:

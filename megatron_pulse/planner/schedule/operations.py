@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -55,17 +56,29 @@ class Operation(NamedTuple):
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
 
 
+class Need(NamedTuple):
+    """Slice ``number`` of filler ``filler``, whose result is where it is needed ``lag`` later."""
+
+    filler: int
+    number: int
+    lag: float
+
+
 @dataclass(frozen=True)
 class Filler:
-    """Work in slices that wait for nothing and that nothing in the step waits for.
+    """Work in slices for which nothing in the step waits but other slices.
 
     ``slice_seconds[i]`` is how long slice i takes, in the unit of the stages' durations; each runs
-    on one of ``devices`` (None: any). Raises ValueError with every fault.
+    on one of ``devices`` (None: any), after ``needs[i]`` (empty: no slice waits for another).
+    ``pieces[i]`` says what it is of a frozen component: first layer, layer after the last, first
+    sample, sample after the last (empty: not said). Raises ValueError with every fault.
     """
 
     name: str
     slice_seconds: tuple[float, ...]
     devices: tuple[int, ...] | None = None
+    pieces: tuple[tuple[int, int, int, int], ...] = ()
+    needs: tuple[tuple[Need, ...], ...] = ()
 
     def __post_init__(self) -> None:
         faults = []
@@ -75,6 +88,11 @@ class Filler:
             faults.append("the times of its slices must be finite and positive")
         if self.devices is not None and not self.devices:
             faults.append("there is no device that it may run on")
+        for name in ("pieces", "needs"):
+            if (count := len(getattr(self, name))) not in (0, len(self.slice_seconds)):
+                faults.append(f"{name} are of {count} slices, there are {len(self.slice_seconds)}")
+        if not all(0 <= need.lag < math.inf for needs in self.needs for need in needs):
+            faults.append("the lags of its needs must be finite and not negative")
         if faults:
             raise ValueError(told(f"filler {self.name!r}", faults))
 
@@ -95,6 +113,14 @@ class Schedule:
     num_microbatches: int
     order: tuple[tuple[Operation, ...], ...]
     fillers: tuple[Filler, ...] = ()
+
+    def slices_before(self, operation: Operation) -> Iterator[tuple[Operation, float]]:
+        """The slices for which a slice waits, and how long after their ends it can start."""
+        if operation.kind is Kind.FILLER and operation.stage < len(self.fillers):
+            needs = self.fillers[operation.stage].needs
+            if operation.microbatch < len(needs):
+                for need in needs[operation.microbatch]:
+                    yield Operation(Kind.FILLER, need.filler, need.number), need.lag
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

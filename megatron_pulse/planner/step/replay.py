@@ -102,7 +102,8 @@ def link_bound(problem: ScheduleProblem, edges: Sequence[Edge]) -> float:
 def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> Replay:
     """Run ``schedule`` with ``problem``'s durations and these messages (not its link times).
 
-    Fillers take the times that the schedule gives. Raises DeadlockError when devices wait for
+    Fillers take the times that the schedule gives; what they send to each other takes its lag and
+    holds up nothing. Raises DeadlockError when devices wait for
     each other.
     """
     return _Run(problem, schedule, edges).run()
@@ -142,7 +143,7 @@ class _Run:
         self.start: dict[Operation, float] = {}
         self.end: dict[Operation, float] = {}
         self.awaited = {op: self._inputs(op) for order in schedule.order for op in order}
-        self.events: list[tuple[float, int, Operation | _Message]] = []
+        self.events: list[tuple[float, int, Operation | _Message | int]] = []
         self.count = 0
 
     def _inputs(self, op: Operation) -> int:
@@ -158,7 +159,9 @@ class _Run:
             self._advance(device, 0.0)
         while self.events:
             now, _, event = heapq.heappop(self.events)
-            if isinstance(event, _Message):
+            if isinstance(event, int):
+                self._advance(event, now)
+            elif isinstance(event, _Message):
                 self._arrive(event, now)
             else:
                 self._finish(event, now)
@@ -175,7 +178,7 @@ class _Run:
         timeline = Timeline(self.schedule, self.start, self.end, makespan, busy, bubble)
         return Replay(timeline, tuple(self.sending_s), tuple(self.transfers))
 
-    def _push(self, time: float, event: Operation | _Message) -> None:
+    def _push(self, time: float, event: Operation | _Message | int) -> None:
         self.count += 1
         heapq.heappush(self.events, (time, self.count, event))
 
@@ -186,6 +189,13 @@ class _Run:
             return
         op = order[self.position[device]]
         if self.awaited[op]:
+            return
+        slices = list(self.schedule.slices_before(op))
+        if any(source not in self.end for source, _ in slices):
+            return
+        ready = max((self.end[source] + lag for source, lag in slices), default=now)
+        if ready > now:
+            self._push(ready, device)
             return
         needed = dependency(op, len(self.home))
         if needed is not None and self.home[needed.stage] == device and needed not in self.end:
@@ -214,6 +224,9 @@ class _Run:
             self.queue[device].append(_Message(device, self.home[stage], consumer, seconds))
         self._send(device, now)
         self._advance(device, now)
+        if op.kind is Kind.FILLER:
+            for other in range(len(self.position)):
+                self._advance(other, now)
         if op.kind is Kind.FORWARD:
             following = op.stage + 1
         elif op.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):

@@ -37,7 +37,7 @@ def dependency(operation: Operation, num_stages: int) -> Operation | None:
     """The operation whose result ``operation`` takes: the chain forward, then back.
 
     A weight gradient takes its stage's input gradient, which passes gradients on as a whole
-    backward does. A filler takes nothing.
+    backward does. What a filler takes its schedule says (``Schedule.slices_before``).
     """
     kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
     if kind is Kind.FILLER:
@@ -140,7 +140,7 @@ def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
     def lag(source: Operation, operation: Operation) -> float:
         return problem.lag(source.stage, operation.stage)
 
-    start, end = _play_all(schedule, duration, lag)
+    start, end = _play_all(schedule, duration, lag, lambda seconds: seconds)
     makespan = max(end.values(), default=0.0)
     busy = tuple(sum(duration(op) for op in order) for order in schedule.order)
     return Timeline(schedule, start, end, makespan, busy, tuple(makespan - b for b in busy))
@@ -151,7 +151,7 @@ def logical_times(schedule: Schedule) -> dict[Operation, int]:
 
     Messages are grouped into rounds by it. Raises DeadlockError.
     """
-    end = _play_all(schedule, lambda _: 1.0, lambda _, __: 0.0)[1]
+    end = _play_all(schedule, lambda _: 1.0, lambda _, __: 0.0, lambda _: 0.0)[1]
     return {operation: round(time) for operation, time in end.items()}
 
 
@@ -159,16 +159,22 @@ def _play_all(
     schedule: Schedule,
     duration: Callable[[Operation], float],
     lag: Callable[[Operation, Operation], float],
+    slice_lag: Callable[[float], float],
 ) -> tuple[dict[Operation, float], dict[Operation, float]]:
-    """Starts and ends with the chain's dependencies; raises DeadlockError."""
+    """Starts and ends with the dependencies of chain and slices; raises DeadlockError."""
     num_stages = schedule.placement.num_stages
 
-    def needs(operation: Operation) -> tuple[Operation, ...]:
-        required = dependency(operation, num_stages)
-        return () if required is None else (required,)
-
     def before(operation: Operation) -> Iterator[tuple[Operation, float]]:
-        return ((required, lag(required, operation)) for required in needs(operation))
+        if operation.kind is Kind.FILLER:
+            for source, seconds in schedule.slices_before(operation):
+                yield source, slice_lag(seconds)
+        else:
+            required = dependency(operation, num_stages)
+            if required is not None:
+                yield required, lag(required, operation)
+
+    def needs(operation: Operation) -> tuple[Operation, ...]:
+        return tuple(required for required, _ in before(operation))
 
     start, end, stuck = play(schedule.order, before, duration)
     if stuck:

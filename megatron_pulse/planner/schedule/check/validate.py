@@ -164,6 +164,11 @@ def _set_faults(schedule: Schedule) -> Iterator[str]:
             if Operation(Kind.FILLER, index, number) not in seen:
                 operation = Operation(Kind.FILLER, index, number)
                 yield f"{operation} of filler {filler.name!r} is missing"
+        for number in range(len(filler.slice_seconds)):
+            operation = Operation(Kind.FILLER, index, number)
+            for source, _ in schedule.slices_before(operation):
+                if source not in seen:
+                    yield f"{operation} waits for {source}, which is not in the schedule"
 
 
 def _slice_faults(schedule: Schedule, device: int, operation: Operation) -> Iterator[str]:
@@ -236,6 +241,7 @@ def _deadlock_faults(schedule: Schedule, messages: list[Message]) -> Iterator[st
     def needs(operation: Operation) -> list[Operation]:
         first = dependency(operation, schedule.placement.num_stages)
         required = arrivals.get(operation, set()) | ({first} if first is not None else set())
+        required |= {source for source, _ in schedule.slices_before(operation)}
         return sorted(required & present)
 
     stuck = waiting(schedule, needs)

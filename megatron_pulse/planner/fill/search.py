@@ -1,0 +1,319 @@
+"""The filled step that is found within some seconds: drafts, improved by moves.
+
+A draft says how samples are divided, which jobs come first, how much of each interval stays free,
+and which devices may host which component (``decode``). Drafts of even margins begin; the best is
+changed at random places, and what is no worse is kept; after many changes in vain another start is
+taken. In the last part of the time components are taken off devices that need not host them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_pulse.faults import Faults
+from megatron_pulse.planner.fill.bound import lower_bound
+from megatron_pulse.planner.fill.check import peak_bytes, sent_bytes
+from megatron_pulse.planner.fill.components import Component
+from megatron_pulse.planner.fill.decode import Decoder, Draft, num_jobs
+from megatron_pulse.planner.fill.problem import FillCertificate, Filled, FillProblem
+from megatron_pulse.planner.fill.simulate import FilledStep, FilledTimeline
+
+FACTORS = (0.85, 1.15)
+"""So many times as long as planned components may take in fact."""
+ALLOWED, FRAGILE = 0.03, 3.0
+"""How far above the bound a step may then be, as a share, and what more than that weighs."""
+MARGINS = (0.0, 0.05, 0.15)
+PATIENCE = 40
+"""Changes in vain after which the search starts again."""
+NEAR = 1.0005
+HOMES_SHARE, HOMES_COST = 0.2, 1.001
+"""Of the time, and of the step, for fewer hosts."""
+EFFICIENT = 1.02
+
+log = logging.getLogger(__name__)
+
+
+class FillError(ValueError):
+    """Components cannot be run on these devices."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A filled step and what is known of it."""
+
+    filled: Filled
+    certificate: FillCertificate
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A draft's step; ``cost`` is its makespan over the bound, and more where it is fragile."""
+
+    draft: Draft
+    step: FilledStep
+    cost: float
+    spread: dict[float, float]
+    timeline: FilledTimeline
+
+
+def fill(
+    problem: FillProblem,
+    seconds: float = 5.0,
+    seed: int = 0,
+    factors: Sequence[float] = FACTORS,
+    most: int | None = None,
+) -> Filling:
+    """The shortest filled step that is found in ``seconds``, or in ``most`` drafts.
+
+    Preferred are those that are within ``ALLOWED`` of the bound also where components take
+    ``factors`` times as long as planned: some idle time then stays free where it is needed.
+    Raises FillError where no device has the memory, or links cannot take what components send.
+    """
+    return _Search(problem, seconds, random.Random(seed), factors, most).run()
+
+
+def hosting(problem: FillProblem) -> tuple[frozenset[int], ...]:
+    """Per component the devices that may host it together with what else they host.
+
+    Those with much work for their bytes come first. Raises FillError for what has no device.
+    """
+    components = problem.components
+    homes: list[frozenset[int]] = [frozenset()] * len(components)
+    room = [math.inf] * problem.num_devices
+    if problem.free_bytes is not None:
+        room = [free - problem.results_on(device) for device, free in enumerate(problem.free_bytes)]
+    faults = [
+        f"device {device} lacks {-left:.3g} bytes for the results that it reads"
+        for device, left in enumerate(room)
+        if left < 0
+    ]
+
+    def work(c: int) -> float:
+        return components[c].least_s(problem.num_samples) / (components[c].parameter_bytes + 1)
+
+    def least(component: Component) -> float:
+        count = min(component.counts or (1,))
+        most = max(layer.activation_bytes + layer.output_bytes for layer in component.layers)
+        return component.parameter_bytes + count * most
+
+    # First one device each, the hardest to place before others; then as many as there is room for.
+    for c in sorted(range(len(components)), key=lambda c: -least(components[c])):
+        can = [d for d in range(problem.num_devices) if components[c].may_run_on(d)]
+        device = max(can, key=room.__getitem__)
+        if room[device] < least(components[c]):
+            faults.append(
+                f"component {components[c].name!r} needs {least(components[c]):.3g} bytes; the "
+                f"most that a device has left for it is {max(room[device], 0):.3g}"
+            )
+            continue
+        homes[c] = frozenset({device})
+        room[device] -= components[c].parameter_bytes
+    if faults:
+        raise FillError(str(Faults(faults)))
+    for c in sorted(range(len(components)), key=work, reverse=True):
+        for device in range(problem.num_devices):
+            allowed = components[c].may_run_on(device) and device not in homes[c]
+            if allowed and room[device] >= least(components[c]):
+                homes[c] |= {device}
+                room[device] -= components[c].parameter_bytes
+    return tuple(homes)
+
+
+def counts_of(component: Component, num_samples: int) -> list[int]:
+    """In how many samples at once a component may run: the best first."""
+    known = {n for n in (1, 2, 4, 8, *component.layers[0].seconds) if n <= num_samples}
+    counts = sorted(component.counts or known)
+    each = {n: component.chain_s(n) / n for n in counts}
+    best = min(each.values())
+    good = [n for n in counts if each[n] <= EFFICIENT * best]
+    return [*good, *sorted((n for n in counts if n not in good), key=each.__getitem__)]
+
+
+class _Search:
+    def __init__(
+        self,
+        problem: FillProblem,
+        seconds: float,
+        chance: random.Random,
+        factors: Sequence[float],
+        most: int | None,
+    ) -> None:
+        self.problem, self.chance = problem, chance
+        self.began = time.monotonic()
+        self.until = self.began + seconds
+        self.left = math.inf if most is None else most
+        self.bound = lower_bound(problem)
+        self.bounds = {factor: lower_bound(problem, factor) for factor in factors}
+        self.decoder = Decoder(problem)
+        self.homes = hosting(problem)
+        self.counts = [counts_of(c, problem.num_samples) for c in problem.components]
+        self.tried = 0
+        self.faults: list[str] = []
+
+    def run(self) -> Filling:
+        best = self._drafted()
+        if self.faults and best is None:
+            raise FillError(str(Faults(self.faults[:5])))
+        assert best is not None
+        best = self._fewer_hosts(best)
+        bound, made = self.bound, best.timeline.makespan
+        filled = best.step.filled
+        work = sum(p.time_s(self.problem.components) for _, p in filled.pieces)
+        without = self.problem.timeline.makespan
+        spilled = sum(max(0.0, best.timeline.end[p] - max(without, best.timeline.start[p]))
+                      for _, p in filled.pieces)  # fmt: skip
+        certificate = FillCertificate(
+            made,
+            bound,
+            without,
+            spilled / work,
+            best.spread,
+            f"{self.tried} drafts",
+            time.monotonic() - self.began,
+        )
+        log.info("filled: %s", certificate)
+        return Filling(filled, certificate)
+
+    def _over(self, part: float = 1.0) -> bool:
+        now = time.monotonic()
+        return self.left <= 0 or now >= self.began + part * (self.until - self.began)
+
+    def _drafted(self) -> _Tried | None:
+        """The best of starts and moves."""
+        part = 1 - HOMES_SHARE
+        best: _Tried | None = None
+        for draft in self._starts():
+            best = self._better(best, draft)
+            if best is not None and self._over(part):
+                return best
+        now, vain = best, 0
+        while not self._over(part) and best is not None and best.cost > NEAR:
+            assert now is not None
+            found = self._try(self._changed(now.draft))
+            vain += 1
+            if found is not None and found.cost <= now.cost:
+                vain = 0 if found.cost < now.cost else vain
+                now = found
+            if now.cost < best.cost:
+                best = now
+            if vain > PATIENCE:
+                fresh = self._try(self._random())
+                now, vain = fresh or best, 0
+        return best
+
+    def _better(self, best: _Tried | None, draft: Draft) -> _Tried | None:
+        found = self._try(draft)
+        return found if found and (best is None or found.cost < best.cost) else best
+
+    def _try(self, draft: Draft) -> _Tried | None:
+        """What comes of a draft; None where memory or links do not hold it."""
+        self.tried += 1
+        self.left -= 1
+        try:
+            filled = self.decoder.fill(draft)
+            step = FilledStep(self.problem, filled)
+            timeline = step.run()
+        except ValueError as error:
+            self.faults.append(str(error))
+            return None
+        if self.problem.free_bytes is not None:
+            peaks = peak_bytes(step, timeline)
+            short = [
+                f"device {d} would need {peak:.4g} bytes of {free:.4g}"
+                for d, (peak, free) in enumerate(zip(peaks, self.problem.free_bytes, strict=True))
+                if peak > free
+            ]
+            if short:
+                self.faults += short
+                return None
+        makespan = timeline.makespan
+        if max(sent_bytes(step)) > makespan * self.problem.link.bytes_per_s:
+            self.faults.append("links are too slow for what components send")
+            return None
+        over = makespan / self.bound
+        spread = {f: step.run(f).makespan / bound for f, bound in self.bounds.items()}
+        fragile = max(0.0, max(spread.values(), default=0.0) - max(over, 1 + ALLOWED))
+        return _Tried(draft, step, over + FRAGILE * fragile, spread, timeline)
+
+    def _draft(self, counts: Sequence[int], margin: float, moving: bool) -> Draft:
+        jobs = num_jobs(self.problem, tuple(counts))
+        return Draft(
+            tuple(counts),
+            tuple(self.chance.random() for _ in range(jobs)),
+            (margin,) * len(self.decoder.closed),
+            (0,) * len(self.decoder.closed),
+            0,
+            self.homes,
+            moving,
+        )
+
+    def _starts(self) -> Iterator[Draft]:
+        usual = [counts[0] for counts in self.counts]
+        for margin in MARGINS:
+            yield self._draft(usual, margin, True)
+        least = [min(counts) for counts in self.counts]
+        yield self._draft(least, MARGINS[0], True)
+        # In front of nothing: all after the flush.
+        yield self._draft(least, math.inf, False)
+
+    def _random(self) -> Draft:
+        counts = [self.chance.choice(counts[:3]) for counts in self.counts]
+        draft = self._draft(counts, self.chance.choice(MARGINS), self.chance.random() < 0.8)
+        return draft if self.chance.random() < 0.5 else replace(draft, tail=1)
+
+    def _changed(self, draft: Draft) -> Draft:
+        """The draft with something changed at random."""
+        chance = self.chance
+        if draft.tail and chance.random() < 0.5:
+            return replace(draft, tail=chance.getrandbits(16))
+        kind = chance.random()
+        if kind < 0.3:
+            keys = list(draft.priority)
+            for _ in range(chance.choice((1, 2, 4))):
+                keys[chance.randrange(len(keys))] = chance.random()
+            return replace(draft, priority=tuple(keys))
+        if kind < 0.6 and draft.shuffle:
+            seeds = list(draft.shuffle)
+            for _ in range(chance.choice((1, 1, 2, 4))):
+                seeds[chance.randrange(len(seeds))] = chance.choice((0, chance.getrandbits(16)))
+            return replace(draft, shuffle=tuple(seeds))
+        if kind < 0.85 and draft.margin:
+            margins = list(draft.margin)
+            for _ in range(chance.choice((1, 2, 4))):
+                margins[chance.randrange(len(margins))] = chance.choice((*MARGINS, 0.1, 0.3, 1e9))
+            return replace(draft, margin=tuple(margins))
+        if kind < 0.95:
+            c = chance.randrange(len(self.counts))
+            counts = list(draft.counts)
+            counts[c] = chance.choice(self.counts[c][:4])
+            keys = list(draft.priority)
+            jobs = num_jobs(self.problem, tuple(counts))
+            keys = [*keys, *(chance.random() for _ in range(jobs - len(keys)))][:jobs]
+            return replace(draft, counts=tuple(counts), priority=tuple(keys))
+        if kind < 0.98:
+            return replace(draft, moving=not draft.moving)
+        return replace(draft, tail=0 if draft.tail else chance.getrandbits(16))
+
+    def _fewer_hosts(self, best: _Tried) -> _Tried:
+        """Components taken off devices while the step is hardly longer."""
+        limit = HOMES_COST * best.cost
+        components = self.problem.components
+        used = best.step.filled.homes
+        homes = tuple(frozenset(used.get(c, ())) & home for c, home in enumerate(best.draft.homes))
+        order = sorted(range(len(components)), key=lambda c: -components[c].parameter_bytes)
+        for c, device in itertools.product(order, range(self.problem.num_devices)):
+            if self._over():
+                break
+            if device not in homes[c] or len(homes[c]) == 1:
+                continue
+            fewer = (*homes[:c], homes[c] - {device}, *homes[c + 1 :])
+            found = self._try(replace(best.draft, homes=fewer))
+            if found is not None and found.cost <= limit:
+                best, homes = found, fewer
+        return best
