@@ -18,6 +18,7 @@ source launch/training.sh
 pulse_setup
 
 num_iters=${PULSE_TRAIN_ITERS:-1000}
+num_steps=$((num_iters < 25 ? num_iters : 25))
 model=(
     --pulse-backbone sdxl-tiny
     --pulse-option sample_size=32
@@ -61,7 +62,7 @@ echo "Drawing the loss curve and sampling ..."
     --title "UNet on captioned emoji, folded over $num_ranks ranks"
 .venv/bin/pulse sample --load "$run_dir/checkpoints" -o "$run_dir/emoji.png" \
     --prompt "grinning face" --prompt "blue heart" --prompt "large red square" \
-    --per-class 8 --steps 25 --guidance 4 --json "$run_dir/report.json"
+    --per-class 8 --steps "$num_steps" --guidance 4 --json "$run_dir/report.json"
 pulse_end emoji "$run_dir"
 echo
 echo "Loss curve: $run_dir/loss.png"

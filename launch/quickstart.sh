@@ -16,6 +16,7 @@ source launch/training.sh
 pulse_setup
 
 num_iters=${PULSE_TRAIN_ITERS:-1200}
+num_steps=$((num_iters < 25 ? num_iters : 25))
 model=(
     --pulse-backbone uvit-tiny
     --pulse-option in_channels=1
@@ -49,7 +50,7 @@ echo "Drawing the loss curve and sampling ..."
     --title "U-ViT on MNIST digits, folded over $num_ranks ranks"
 # Guidance 3: of 1, 2 and 3 it gives the clearest digits after so short a training.
 .venv/bin/pulse sample --load "$run_dir/checkpoints" -o "$run_dir/digits.png" \
-    --classes 0-9 --per-class 10 --steps 25 --guidance 3 --score mnist --json "$run_dir/report.json"
+    --classes 0-9 --per-class 10 --steps "$num_steps" --guidance 3 --score mnist --json "$run_dir/report.json"
 pulse_end quickstart "$run_dir"
 echo
 echo "Loss curve: $run_dir/loss.png"
