@@ -17,6 +17,7 @@ class FileKind(Enum):
     TIMES = "a file of times"
     TRACE = "a trace"
     CLUSTER = "a cluster"
+    ENCODERS = "a table of encoders"
     SCHEDULE = "a schedule"
     LATENTS = "the meta.json of latents"
     CAPTIONS = "a list of captions"
@@ -42,6 +43,7 @@ _USES = {
     FileKind.TIMES: "'pulse schedule --times {path} ...' reads it",
     FileKind.TRACE: "'pulse compare PLAN {path}' reads it",
     FileKind.CLUSTER: "'pulse tune --cluster {path} ...' reads it",
+    FileKind.ENCODERS: "'pulse tune --encoders {path} ...' reads it",
     FileKind.SCHEDULE: "a plan holds it; 'pulse schedule --schedule' reads orders as CSV",
     FileKind.LATENTS: "--pulse-data latents:FOLDER reads its folder",
     FileKind.CAPTIONS: "--pulse-data captions:FOLDER reads its folder",
@@ -58,7 +60,11 @@ def kind_of(record: Mapping[str, Any]) -> FileKind | None:
     """What a file with this content is; None if it cannot be told."""
     form = record.get("format")
     if isinstance(form, str):
-        for kind, name in ((FileKind.PLAN, "plan"), (FileKind.PROFILE, "profile")):
+        for kind, name in (
+            (FileKind.PLAN, "plan"),
+            (FileKind.PROFILE, "profile"),
+            (FileKind.ENCODERS, "encoders"),
+        ):
             if form.startswith(f"megatron_pulse {name} "):
                 return kind
     class_name = record.get("_class_name")

@@ -49,6 +49,21 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
     ]
 
 
+def homes(plan: PlanFile) -> list[tuple[str, str]]:
+    """Names of the fillers, and where and in how many pieces their components run."""
+    rows = []
+    for number, filler in enumerate(plan.schedule.fillers):
+        devices = range(plan.pipeline) if filler.devices is None else filler.devices
+        rows.append(
+            (
+                f"X{number}, {filler.name}",
+                f"{len(filler.slice_seconds)} pieces on device {shown(list(devices))}, "
+                f"{1e3 * sum(filler.slice_seconds):.4g} ms",
+            )
+        )
+    return rows
+
+
 def provenance(plan: PlanFile) -> list[tuple[str, str]]:
     """Names and values of where the plan is from."""
     p = plan.provenance
@@ -160,6 +175,8 @@ def describe(plan: PlanFile, replayed: Replay, path: Path, wide: bool) -> list[s
     lines += ["", "predicted"]
     lines += columns(predicted(plan))
     lines += ["", *table([DEVICE_COLUMNS, *devices(plan, replayed)], left=(-1,))]
+    if plan.schedule.fillers:
+        lines += ["", "in idle time, for the next step", *columns(homes(plan))]
     if picture := small_grid(replayed.timeline, None if wide else GRID_WIDTH):
         lines += ["", *picture]
     lines += ["", "made from"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import (
     add_backbone_flags,
@@ -64,6 +64,7 @@ examples:
 """
 _PROFILED = (1, 8)
 _FINISH_SHARE = 0.3
+_FILL_S = 10.0
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,6 +109,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="auto",
         help="for whole schedules (default auto)",
     )
+    add(
+        "--encoders",
+        type=Path,
+        metavar="JSON",
+        help="frozen components to run for the next batch where devices would idle: their layers' "
+        "costs (form: megatron_pulse/planner/fill/README.md)",
+    )
     add("--top", type=int, default=10, metavar="N", help="configs to list (default 10)")
     add("--explain", action="store_true", help="why the best is the best, and examples of refusals")
     add_json(parser)
@@ -117,8 +125,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Search, then print and write."""
     require(_faults(args))
-    from megatron_pulse.cli.plan.tune_report import as_json, report
+    from megatron_pulse.cli.plan.tune_report import as_json, filling, report
     from megatron_pulse.planner.cluster.cluster import cluster
+    from megatron_pulse.planner.fill.table import read_table
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
@@ -137,6 +146,7 @@ def run(args: argparse.Namespace) -> None:
         spread_caution(profile),
         thread_caution(profile.threads, rank_threads()),
     )
+    encoders = [] if args.encoders is None else read_table(args.encoders)
     choices = _choices(args)
     of = profile, where, args.global_batch_size
     backbone = _backbone_of(profile) if any(t > 1 for t in choices.tensor) else None
@@ -144,10 +154,22 @@ def run(args: argparse.Namespace) -> None:
     evaluator = Evaluator(*of, divides, backbone.num_heads if backbone else ())
     found = _tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
+    made: dict[str, Any] | None = None
+    plan = plan_of(found.outcomes[0], profile, where, divides)
+    if args.encoders is not None:
+        from megatron_pulse.planner.fill.search import FillError
+        from megatron_pulse.planner.tune.plans.filling import fill_plan
+        from megatron_pulse.planner.tune.plans.recompute import recomputed
+
+        with mending(ValueError, FillError):
+            filled = fill_plan(plan, encoders, min(args.seconds, _FILL_S))
+        plan = recomputed(filled.plan)
+        lines += ["", *filling(filled)]
+        made = filled.figures()
     if args.output is not None:
-        save_plan(plan_of(found.outcomes[0], profile, where, divides), args.output)
+        save_plan(plan, args.output)
         lines.append(f"plan written to {args.output}")
-    answer(args, lines, partial(as_json, found, evaluator))
+    answer(args, lines, partial(as_json, found, evaluator, made))
 
 
 def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
@@ -263,6 +285,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults += ["--dtype is for --backbone; a profile has its own"] * bool(args.dtype)
     else:
         faults += backbone_faults(args)
+    if args.encoders is not None:
+        faults += no_file(encoders=args.encoders)
     faults += check_file(args.output, "--output", ".json")
     faults += json_faults(args)
     return faults

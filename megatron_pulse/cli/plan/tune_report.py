@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_pulse.cli.output import table
+from megatron_pulse.cli.output import columns, table
+from megatron_pulse.cli.plan.plan_text import homes
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import certainty, explain
+from megatron_pulse.planner.tune.plans.filling import FilledPlan
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 
 _COLUMNS = (
@@ -50,9 +52,41 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
     return lines
 
 
-def as_json(found: Tuning, evaluator: Evaluator) -> dict[str, Any]:
+def filling(filled: FilledPlan) -> list[str]:
+    """What encoders cost in idle time, in front of the step, and stored."""
+    made, plan = filled.certificate, filled.plan
+    assert plan.encoders is not None
+    stored = sum(one["result_bytes"] for one in plan.encoders)
+    return [
+        "encoders",
+        *columns(
+            [
+                ("filled", str(made)),
+                (
+                    "in front",
+                    f"{filled.front_s:.4g} s: filling is {filled.front_s / made.makespan:.3f} "
+                    "times as fast",
+                ),
+                ("stored", f"{made.without:.4g} s, and {stored / 1e6:.4g} MB for each sample"),
+                (
+                    "slower, faster",
+                    ", ".join(
+                        f"{over - 1:.1%} above the bound at {factor:g} of their times"
+                        for factor, over in made.spread.items()
+                    ),
+                ),
+                *homes(plan),
+            ]
+        ),
+    ]
+
+
+def as_json(
+    found: Tuning, evaluator: Evaluator, encoders: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The same for machines."""
     return {
+        **({} if encoders is None else {"encoders": encoders}),
         "backbone": dict(evaluator.profile.backbone),
         "cluster": evaluator.cluster.name,
         "global_batch_size": evaluator.global_batch_size,

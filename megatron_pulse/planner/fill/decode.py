@@ -17,7 +17,7 @@ from megatron_pulse.planner.fill.knapsack import prefixes
 from megatron_pulse.planner.fill.problem import Filled, FillProblem, Gap, merged
 from megatron_pulse.planner.fill.tail import Rest, listed, spread
 
-ALIKE, MOST = 2, 10
+ALIKE, MOST = 4, 12
 """Jobs that look the same, and jobs at all, that a knapsack looks at."""
 
 
@@ -28,9 +28,9 @@ class Draft:
     Samples are divided in blocks of ``counts[c]`` for component c. A job is one block through all
     layers; those of larger ``priority`` come first. ``margin[g]`` of interval g (as of
     ``closed_gaps``) stays free, as a share of what is in it. ``homes[c]`` may host component c.
-    ``shuffle[g]``, where it is not 0, is the seed of another order of jobs in that interval; that
-    of ``tail`` is of a list schedule after the last operations, in the place of even ends. With
-    ``moving`` a job goes on wherever it can.
+    ``shuffle[g]``, where it is not 0, is the seed of another order of some of the jobs in that
+    interval; that of ``tail`` is of a list schedule after the last operations, in the place of even
+    ends. With ``moving`` a job goes on wherever it can.
     """
 
     counts: tuple[int, ...]
@@ -92,7 +92,10 @@ class Decoder:
         room = self._room(draft)
         for gap, margin, seed in zip(self.closed, draft.margin, draft.shuffle, strict=True):
             line = pieces[gap.device, gap.position]
-            mixed = random.Random(seed).sample(jobs, len(jobs)) if seed else jobs
+            mixed = jobs
+            if seed:
+                chance = random.Random(seed)
+                mixed = chance.sample(jobs, chance.randint((len(jobs) + 1) // 2, len(jobs)))
             self._fill_gap(gap, 1 + margin, mixed, room, draft, line, not seed)
         rest = [
             Rest(job.component, job.samples, job.done, job.seconds, job.device, job.ready)

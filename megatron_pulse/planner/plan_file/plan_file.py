@@ -47,6 +47,8 @@ class PlanFile:
     ``schedule`` answers ``problem``, in seconds and bytes; ``edges`` are the messages between
     devices. ``predicted`` and ``provenance`` are for people; they and the times are what
     ``profile``, of this microbatch size alone, makes of the rest (see ``tune.plans.recompute``).
+    ``encoders`` are the frozen components (as ``fill.table`` has them) whose pieces the schedule's
+    fillers are.
     """
 
     backbone: Mapping[str, Any]
@@ -68,6 +70,7 @@ class PlanFile:
     predicted: Mapping[str, Any]
     provenance: Mapping[str, Any]
     profile: Profile
+    encoders: tuple[Mapping[str, Any], ...] | None = None
 
     @property
     def heading(self) -> str:
@@ -164,6 +167,9 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                 }
             case "edges":
                 pass
+            case "encoders":
+                if plan.encoders is not None:
+                    record["encoders"] = list(plan.encoders)
             case "stages":
                 record["placement"] = str(plan.placement.kind)
                 record["num_chunks"] = plan.placement.num_chunks
@@ -213,5 +219,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     given = {field.name: record[field.name] for field in fields(PlanFile) if field.name in record}
     given["stages"] = tuple(map(tuple, record["stages"]))
     given["schedule"], given["profile"] = schedule, profile
+    if "encoders" in given:
+        given["encoders"] = tuple(given["encoders"])
     plan = PlanFile(**given, problem=problem, edges=edges)
     return plan, faults + [f"schedule: {fault}" for fault in faults_for(problem, schedule)]

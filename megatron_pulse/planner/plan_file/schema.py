@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_pulse.planner.fill.table import COMPONENTS
 from megatron_pulse.planner.layout.placement import PLACEMENTS
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.schema import (
@@ -99,8 +100,7 @@ def _at_least(description: str, **properties: Any) -> dict[str, Any]:
     return {**record(description, **properties), "additionalProperties": True}
 
 
-SCHEMA = record(
-    "a plan as 'pulse tune' writes it",
+_PARTS: dict[str, Any] = dict(
     format={"const": FORMAT, "description": f"{FORMAT!r} (a plan of this version)"},
     backbone=record(
         "a backbone's record: name, family, options, train, freeze",
@@ -163,6 +163,7 @@ SCHEMA = record(
     ),
     profile={**OBJECT, "description": "what each layer costs, as 'pulse profile' writes it"},
 )
+SCHEMA = record("a plan as 'pulse tune' writes it", list(_PARTS), **_PARTS, encoders=COMPONENTS)
 
 
 def plan_faults(content: Any) -> list[str]:

@@ -22,6 +22,7 @@ from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.filling import filling_faults
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 
 ROUNDING = 1e-6
@@ -59,7 +60,11 @@ def figure_faults(record: Mapping[str, Any], plan: PlanFile, bounds: bool = True
         again = recomputed(plan, bounds)
     except ValueError as error:
         return [f"its figures cannot be worked out: {error}"]
-    return [*_differences(record, to_record(again), ""), *_certificate_faults(plan, again)]
+    return [
+        *_differences(record, to_record(again), ""),
+        *_certificate_faults(plan, again),
+        *filling_faults(plan),
+    ]
 
 
 def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
@@ -83,7 +88,8 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
         known.get("seconds", 0.0),
     )
     outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate), stages=stages)
-    return plan_of(outcome, plan.profile, evaluator.cluster, plan.sequence_parallel)
+    made = plan_of(outcome, plan.profile, evaluator.cluster, plan.sequence_parallel)
+    return replace(made, encoders=plan.encoders)
 
 
 def _other_costs(plan: PlanFile) -> Iterator[str]:

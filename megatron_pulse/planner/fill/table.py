@@ -1,0 +1,184 @@
+"""Components as a JSON file, so that they can be planned without being there.
+
+::
+
+    {"format": "megatron_pulse encoders 1",
+     "components": [
+       {"name": "text", "after": [], "result_bytes": 157696, "readers": "all",
+        "devices": null, "counts": null,
+        "layers": [{"name": "layers.0", "seconds": {"1": 0.0004, "4": 0.0011},
+                    "parameter_bytes": 25190400, "activation_bytes": 946176,
+                    "output_bytes": 157696}, ...]}, ...]}
+
+``seconds`` are of so many samples at once; ``parameter_bytes`` of a layer; all other bytes are of
+one sample. ``readers`` are devices, or "all", or "ends" (those of the first and the last stage).
+``devices`` may host the component, ``counts`` are the numbers of samples that it may take at once
+(null: any).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.faults import Faults, UserError, told
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_json
+from megatron_pulse.planner.fill.components import Component, FrozenLayer, levels
+from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.schema import (
+    COUNT,
+    NATURAL,
+    TEXT,
+    faults_of,
+    list_of,
+    number,
+    record,
+    table_of,
+)
+
+FORMAT = "megatron_pulse encoders 1"
+
+_BYTES = number("bytes: a number, 0 or more", minimum=0, maximum=1e15)
+_SECONDS = number("seconds: a number above 0", exclusiveMinimum=0, maximum=1e9)
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    described = f"{schema['description']}, or null"
+    return {"anyOf": [{"type": "null"}, schema], "description": described}
+
+
+_LAYER = record(
+    "a layer: name, seconds, parameter_bytes, activation_bytes, output_bytes",
+    name=TEXT,
+    seconds={
+        **table_of(_SECONDS, "seconds by numbers of samples"),
+        "propertyNames": {
+            "pattern": "^[1-9][0-9]{0,8}$",
+            "description": "a number of samples, 1 or more",
+        },
+        "minProperties": 1,
+    },
+    parameter_bytes=_BYTES,
+    activation_bytes=_BYTES,
+    output_bytes=_BYTES,
+)
+COMPONENTS = list_of(
+    record(
+        "a component: name, layers, after, result_bytes, readers, devices, counts",
+        name=TEXT,
+        layers=list_of(_LAYER, "a list of layers"),
+        after=list_of(TEXT, "names of components", least=0),
+        result_bytes=_BYTES,
+        readers={
+            "anyOf": [{"enum": ["all", "ends"]}, list_of(NATURAL, "devices", least=0)],
+            "description": '"all", "ends", or a list of devices',
+        },
+        devices=_or_null(list_of(NATURAL, "a list of devices")),
+        counts=_or_null(list_of(COUNT, "a list of numbers of samples")),
+    ),
+    "a list of components",
+)
+"""What a file or a plan may say of components."""
+SCHEMA = record(
+    "a table of encoders",
+    format={"const": FORMAT, "description": f"{FORMAT!r} (a table of this version)"},
+    components=COMPONENTS,
+)
+
+
+class TableError(UserError):
+    """A table of components that cannot be used; the message lists every fault."""
+
+
+def read_table(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a file's components, sound as far as can be told without a plan.
+
+    Raises TableError, and FileError for a file that cannot be read (see ``files.read_json``).
+    """
+    content = read_json(path, FileKind.ENCODERS)
+    faults = faults_of(SCHEMA, content)
+    if not faults:
+        try:
+            components_of(content["components"])
+        except Faults as error:
+            faults = error.faults
+    if faults:
+        raise TableError(told(f"{path} is not a table of encoders", faults))
+    records: list[dict[str, Any]] = content["components"]
+    return records
+
+
+def components_of(
+    records: Sequence[Mapping[str, Any]], placement: Placement | None = None
+) -> tuple[Component, ...]:
+    """The components of records; ``placement`` says which devices read (None: no matter).
+
+    Raises Faults.
+    """
+    faults: list[str] = []
+    found = []
+    for one in records:
+        try:
+            found.append(_component(one, placement))
+        except Faults as error:
+            faults += error.faults
+    if not faults:
+        levels(found)
+    if faults:
+        raise Faults(faults)
+    return tuple(found)
+
+
+def table_of_components(components: Sequence[Component]) -> dict[str, Any]:
+    """What a file of ``components`` holds."""
+    return {
+        "format": FORMAT,
+        "components": [
+            {
+                "name": c.name,
+                "layers": [
+                    {
+                        "name": layer.name,
+                        "seconds": {str(n): s for n, s in layer.seconds.items()},
+                        "parameter_bytes": layer.parameter_bytes,
+                        "activation_bytes": layer.activation_bytes,
+                        "output_bytes": layer.output_bytes,
+                    }
+                    for layer in c.layers
+                ],
+                "after": list(c.after),
+                "result_bytes": c.result_bytes,
+                "readers": list(c.readers),
+                "devices": None if c.devices is None else list(c.devices),
+                "counts": None if c.counts is None else list(c.counts),
+            }
+            for c in components
+        ],
+    }
+
+
+def _component(one: Mapping[str, Any], placement: Placement | None) -> Component:
+    readers = one["readers"]
+    if isinstance(readers, str):
+        homes = placement.device_of_stage if placement else (0,)
+        readers = range(max(homes) + 1) if readers == "all" else {homes[0], homes[-1]}
+    return Component(
+        one["name"],
+        tuple(
+            FrozenLayer(
+                layer["name"],
+                {int(n): float(s) for n, s in layer["seconds"].items()},
+                layer["parameter_bytes"],
+                layer["activation_bytes"],
+                layer["output_bytes"],
+            )
+            for layer in one["layers"]
+        ),
+        tuple(one["after"]),
+        one["result_bytes"],
+        tuple(sorted(readers)),
+        None if one["devices"] is None else tuple(one["devices"]),
+        None if one["counts"] is None else tuple(one["counts"]),
+    )

@@ -1,0 +1,141 @@
+"""A plan whose devices run frozen components for the next step where they would idle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_pulse.faults import Faults
+from megatron_pulse.planner.cluster.cluster import from_record
+from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.fill.check import faults_of
+from megatron_pulse.planner.fill.fillers import filled_of, filled_schedule, unfilled
+from megatron_pulse.planner.fill.problem import FillCertificate, FillProblem
+from megatron_pulse.planner.fill.search import fill
+from megatron_pulse.planner.fill.table import components_of
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.tune.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class FilledPlan:
+    """A plan with encoders; ``front_s`` is a pipeline's step with all of them before it."""
+
+    plan: PlanFile
+    certificate: FillCertificate
+    front_s: float
+
+    def figures(self) -> dict[str, Any]:
+        """Seconds of a pipeline's step, and bytes, as JSON-able values."""
+        assert self.plan.encoders is not None
+        made = self.certificate
+        return {
+            "filled_s": made.makespan,
+            "front_s": self.front_s,
+            "without_s": made.without,
+            "lower_bound_s": made.lower_bound,
+            "after_flush": made.spill_share,
+            "spread": {str(factor): over for factor, over in made.spread.items()},
+            "homes": {f.name: list(f.devices or ()) for f in self.plan.schedule.fillers},
+            "stored_bytes_per_sample": {
+                one["name"]: one["result_bytes"] for one in self.plan.encoders
+            },
+        }
+
+
+def fill_problem(plan: PlanFile) -> FillProblem:
+    """What ``plan.encoders`` has to fill: the plan's schedule, memory and links.
+
+    Every rank of a device of several (tensor parallelism) runs the same pieces. Raises Faults.
+    """
+    assert plan.encoders is not None
+    cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
+    schedule = unfilled(plan.schedule)
+    components = components_of(plan.encoders, plan.placement)
+    free = tuple(max(0.0, cluster.usable_bytes - size) for size in plan.predicted["memory_bytes"])
+    return FillProblem(
+        plan.problem,
+        schedule,
+        components,
+        plan.num_microbatches * plan.micro_batch_size,
+        free,
+        _left_of_links(plan),
+    )
+
+
+def fill_plan(plan: PlanFile, encoders: Sequence[Mapping[str, Any]], seconds: float) -> FilledPlan:
+    """``plan`` with components of such records (``fill.table``) in its idle time.
+
+    The plan's figures are yet to be worked out again. Raises Faults, and FillError.
+    """
+    wanted = replace(plan, encoders=tuple(encoders))
+    problem = fill_problem(wanted)
+    found = fill(problem, seconds)
+    schedule = filled_schedule(problem, found.filled)
+    known = plan.provenance["schedule"]
+    made = found.certificate
+    takes = run(plan.problem, schedule).makespan
+    bound = min(made.lower_bound, takes)
+    certificate = {
+        **known,
+        "makespan": takes,
+        "lower_bound": bound,
+        "gap": takes / bound - 1,
+        "proved": takes <= bound * (1 + 1e-9),
+        "solver": f"{known['solver']}, filled by {made.solver}",
+    }
+    provenance = {**plan.provenance, "schedule": certificate}
+    share = math.ceil(problem.num_samples / problem.num_devices)
+    front = made.without + sum(c.least_s(share) for c in problem.components)
+    filled = replace(wanted, schedule=schedule, provenance=provenance)
+    return FilledPlan(filled, made, front)
+
+
+def filling_faults(plan: PlanFile) -> list[str]:
+    """What is wrong with the fillers of a plan, by the costs of its encoders."""
+    if plan.encoders is None:
+        return [
+            f"schedule: filler {filler.name!r} is of no component: encoders are missing"
+            for filler in plan.schedule.fillers
+            if filler.pieces
+        ]
+    try:
+        problem = fill_problem(plan)
+        filled = filled_of(plan.schedule, problem.components)
+        faults = [f"encoders: {fault}" for fault in faults_of(problem, filled)]
+        if faults:
+            return faults
+        again = filled_schedule(problem, filled)
+    except Faults as error:
+        return [f"encoders: {fault}" for fault in error.faults]
+    for number, (said, made) in enumerate(
+        itertools.zip_longest(plan.schedule.fillers, again.fillers)
+    ):
+        for name in ("name", "slice_seconds", "devices", "pieces", "needs"):
+            if getattr(said, name, None) != getattr(made, name, None):
+                faults.append(
+                    f"schedule.fillers.{number}.{name} is not what the costs of encoders make it"
+                )
+    return faults
+
+
+def _left_of_links(plan: PlanFile) -> Link:
+    """Of the slowest link between neighbours, what the step's own messages leave."""
+    if plan.pipeline == 1:
+        return Link()
+    cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
+    ranks = Ranks(cluster, plan.pipeline, plan.data, plan.tensor, plan.rank_order == "tp-pp-dp")
+    links = [ranks.link(d, (d + 1) % plan.pipeline) for d in range(plan.pipeline)]
+    slowest = Link(max(link.latency_s for link in links), min(link.bytes_per_s for link in links))
+    home = plan.placement.device_of_stage
+    busy = [0.0] * plan.pipeline
+    for edge in plan.edges:
+        busy[home[edge.source]] += plan.num_microbatches * edge.seconds
+        busy[home[edge.destination]] += plan.num_microbatches * edge.seconds * edge.wants
+    takes = run(plan.problem, unfilled(plan.schedule)).makespan
+    share = max(0.05, 1 - max(busy) / takes)
+    return Link(slowest.latency_s, slowest.bytes_per_s * share)

@@ -1,0 +1,182 @@
+"""Filled plans: as files, worked out again, shown, and refused where they are edited."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.fill.components import Component, FrozenLayer
+from megatron_pulse.planner.fill.table import TableError, read_table, table_of_components
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, read_plan, save_plan
+from megatron_pulse.planner.schedule.check.validate import validate
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.tune.plans.filling import fill_plan
+from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
+from tests.plans import small_plan, small_profile
+
+Record = dict[str, Any]
+
+
+def components(plan: PlanFile) -> tuple[Component, ...]:
+    """An encoder of twelve layers, and one of three that takes its results: half of what idles."""
+    idle = sum(plan.replay().timeline.bubble)
+    samples = plan.num_microbatches * plan.micro_batch_size
+    each = 0.5 * idle / samples / 15
+
+    def layers(count: int) -> tuple[FrozenLayer, ...]:
+        return tuple(
+            FrozenLayer(f"layers.{i}", {1: each, 8: 8 * each}, 1e3, 1e2, 1e2) for i in range(count)
+        )
+
+    text = Component("text", layers(12), (), 1e2, (0, 1))
+    return text, Component("pooled", layers(3), ("text",), 10.0, (0,))
+
+
+@pytest.fixture(scope="module")
+def filled() -> PlanFile:
+    plan = small_plan(split=True)
+    records = json.loads(json.dumps(table_of_components(components(plan))))["components"]
+    return recomputed(fill_plan(plan, records, 2.0).plan)
+
+
+def test_a_filled_plan_is_read_as_it_was_written(filled: PlanFile, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    save_plan(filled, file)
+    assert load_checked(file) == read_plan(file)[1]
+    schedule = load_checked(file).schedule
+    assert validate(schedule) == [] and schedule == filled.schedule
+    assert [filler.name for filler in schedule.fillers] == ["text", "pooled"]
+    timeline = filled.replay().timeline
+    for line in schedule.order:
+        for op in line:
+            for source, lag in schedule.slices_before(op):
+                assert timeline.start[op] >= timeline.end[source] + lag - 1e-12
+    assert any(filler.needs[-1] for filler in schedule.fillers)
+
+
+def test_show_and_check_name_encoders(
+    filled: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    save_plan(filled, file)
+    assert main(["show", str(file), "-o", str(tmp_path / "plan.svg")]) == 0
+    out = capsys.readouterr().out
+    assert "in idle time, for the next step" in out and "X0, text" in out and "X1, pooled" in out
+    assert "filler, text, slice" in (tmp_path / "plan.svg").read_text()
+    assert main(["check", str(file)]) == 0
+    assert "it can run" in capsys.readouterr().out
+
+
+def slice_twice(record: Record) -> None:
+    line = next(line for line in record["schedule"]["order"] if "X0:0" in line)
+    line.append("X0:0")
+
+
+def dearer(record: Record) -> None:
+    record["encoders"][0]["layers"][0]["seconds"]["1"] *= 2
+    record["encoders"][0]["layers"][0]["seconds"]["8"] *= 2
+
+
+def samples_lost(record: Record) -> None:
+    record["schedule"]["fillers"][0]["pieces"][0][3] += 1
+
+
+def circle(record: Record) -> None:
+    count = len(record["schedule"]["fillers"][0]["slice_seconds"])
+    record["schedule"]["fillers"][0]["needs"][0] = [[0, count - 1, 0.0]]
+
+
+EDITS: dict[str, tuple[Callable[[Record], object], str]] = {
+    "twice": (slice_twice, "X0:0 is in the schedule 2 times"),
+    "dearer": (dearer, "pieces put off"),
+    "quicker": (
+        lambda r: r["encoders"][1]["layers"][0]["seconds"].update({"1": 1e-9, "8": 8e-9}),
+        "slice_seconds is not what the costs of encoders make it",
+    ),
+    "samples": (samples_lost, "run more than once"),
+    "circle": (circle, "deadlock"),
+    "no encoders": (lambda r: r.pop("encoders"), "filler 'text' is of no component"),
+    "another name": (
+        lambda r: r["schedule"]["fillers"][1].update(name="x"), "no component is called 'x'"
+    ),
+    "a layer lost": (lambda r: r["encoders"][1]["layers"].pop(), "there are layers 0 to 1"),
+    "bytes": (
+        lambda r: r["encoders"][0].update(result_bytes=-1),
+        "encoders.0.result_bytes is -1; allowed is bytes: a number, 0 or more",
+    ),
+    "too large": (
+        lambda r: r["encoders"][0]["layers"][0].update(parameter_bytes=1e14), "bytes, "
+    ),
+    "needs": (
+        lambda r: r["schedule"]["fillers"][0].update(needs=[]),
+        "needs is not what the costs of encoders make it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_filling_is_refused(name: str, filled: PlanFile, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    save_plan(filled, file)
+    record = json.loads(file.read_text())
+    edited = copy.deepcopy(record)
+    edit, reason = EDITS[name]
+    edit(edited)
+    assert edited != record
+    file.write_text(json.dumps(edited))
+    with pytest.raises(PlanFileError) as caught:
+        load_checked(file)
+    assert reason in str(caught.value)
+
+
+def test_a_plan_without_encoders_says_nothing_of_them(tmp_path: Path) -> None:
+    plan = small_plan()
+    save_plan(plan, tmp_path / "plan.json")
+    assert "encoders" not in json.loads((tmp_path / "plan.json").read_text())
+    assert not any(op.kind is Kind.FILLER for line in plan.schedule.order for op in line)
+    assert Operation(Kind.FILLER, 0, 0) not in plan.replay().timeline.end
+
+
+def test_a_table_that_cannot_be_used(tmp_path: Path) -> None:
+    file = tmp_path / "encoders.json"
+    table = table_of_components(components(small_plan()))
+    file.write_text(json.dumps(table))
+    assert [one["name"] for one in read_table(file)] == ["text", "pooled"]
+    table["components"][1]["after"] = ["pooled"]
+    file.write_text(json.dumps(table))
+    with pytest.raises(TableError, match="wait for each other in a circle: pooled"):
+        read_table(file)
+    table["components"][0]["layers"][0]["seconds"] = {"0": 1}
+    table["components"][1]["readers"] = "some"
+    del table["components"][1]["counts"]
+    file.write_text(json.dumps(table))
+    with pytest.raises(TableError) as caught:
+        read_table(file)
+    said = str(caught.value)
+    assert "a number of samples, 1 or more" in said and "counts is missing" in said
+    assert 'readers is \'some\'; allowed is "all", "ends", or a list of devices' in said
+
+
+def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from megatron_pulse.profile.files import save_profile
+
+    plan = small_plan()
+    save_profile(small_profile(), tmp_path / "profile.json")
+    (tmp_path / "encoders.json").write_text(json.dumps(table_of_components(components(plan))))
+    given = ["--profile", "profile.json", "--encoders", "encoders.json", "-o", "plan.json"]
+    given = [str(tmp_path / g) if g.endswith(".json") else g for g in given]
+    batch = ["--global-batch-size", str(plan.global_batch_size), "--pipeline", "2"]
+    limits = ["--seconds", "1", "--solver", "none", "--cluster", "cpu", "--tensor", "1"]
+    assert main(["tune", *given, *batch, *limits]) == 0
+    out = capsys.readouterr().out
+    assert "in front" in out and "X0, text" in out
+    assert [f.name for f in load_checked(tmp_path / "plan.json").schedule.fillers] == [
+        "text",
+        "pooled",
+    ]
