@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
@@ -23,9 +18,9 @@ from megatron_pulse.profile.measuring.building import (
     meta_context,
     some_process_group,
 )
-from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
+from megatron_pulse.profile.measuring.clock import Patience
+from megatron_pulse.profile.measuring.layer import LayerMeasure, kind_of, measure_layer
 from megatron_pulse.profile.measuring.layer_call import (
-    LayerCall,
     LeavingWeights,
     describe_chain,
     make_call,
@@ -36,7 +31,7 @@ from megatron_pulse.profile.measuring.machine import (
     device_name,
     num_threads,
 )
-from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
+from megatron_pulse.profile.measuring.memory import saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
 from megatron_pulse.profile.measuring.optimizer import optimizer_seconds
 from megatron_pulse.profile.measuring.sizes import (
@@ -50,26 +45,6 @@ from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, So
 from megatron_pulse.profile.shapes import over_shapes
 
 _DEFAULT_PATIENCE = Patience()
-
-_BETWEEN_BYTES = 8 << 20
-"""That other layers touch on a CPU between two pieces of a layer: more than a core's own caches."""
-
-
-@dataclass(frozen=True)
-class LayerMeasure:
-    """One layer at one size: its times for forward, input gradient and weight gradient, the same
-    where weight gradients wait (0: not measured); memory."""
-
-    medians: tuple[float, float, float]
-    spreads: tuple[float, float, float]
-    split: tuple[float, float, float]
-    kept: Kept
-    peak_bytes: int
-
-    @property
-    def whole_s(self) -> float:
-        """Forward and backward."""
-        return sum(self.medians)
 
 
 def measure(
@@ -90,7 +65,7 @@ def measure(
     inputs; only one is on the device at a time. What two tensor-parallel ranks can share is also
     built as one of them, and measured at the largest size. ``once_per_kind`` measures layers once
     that run the same operators on tensors of the same shapes, strides and dtypes (see
-    ``OperatorTrace``).
+    ``kind_of``).
     With ``leaving``, the runtime's ``leaving_weights``, each layer is also measured as with split
     backwards.
     A chain of several shapes is measured at each (see ``over_shapes``).
@@ -142,9 +117,9 @@ def measure(
                 call = make_call(backbone, i, module, size, dtype, place)
                 if len(sizes) == i:
                     sizes.append(module_sizes(module, call.forward, size))
-                key = f"{of}/{_kind(call) if once_per_kind else f'{i}/{size}'}"
+                key = f"{of}/{kind_of(call) if once_per_kind else f'{i}/{size}'}"
                 if key not in known:
-                    known[key] = _measure_layer(
+                    known[key] = measure_layer(
                         call,
                         len(layer.outputs),
                         place,
@@ -216,160 +191,6 @@ def _require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None
                 faults,
             )
         )
-
-
-class OperatorTrace(TorchDispatchMode):
-    """Within, a digest of every operator and of its arguments' shapes, strides, dtypes and values
-    (of what is no tensor). Layers of equal digests run the same kernels on the same sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._digest = hashlib.sha256()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        leaves = [
-            (tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-            for leaf in tree_leaves((args, kwargs, result))
-        ]
-        self._digest.update(f"{func} {leaves}\n".encode())
-        return result
-
-    def digest(self) -> str:
-        """Of what ran so far."""
-        return self._digest.hexdigest()
-
-
-def _kind(call: LayerCall) -> str:
-    """Equal for calls that do the same work in forward, backward and input gradient."""
-    with OperatorTrace() as trace:
-        results = call.forward()
-        call.backward(results, call.seeds(results))
-        with call.frozen():
-            results = call.forward()
-            call.input_gradients(results, call.seeds(results))
-    sizes = [
-        [tuple(t.shape) for t in tensors]
-        for tensors in (call.boundary, call.skips.values(), call.conditioning.values(), results)
-    ]
-    parameters = [tuple(parameter.shape) for parameter in call.trained]
-    return f"{trace.digest()} {sizes} {parameters}"
-
-
-def _measure_layer(
-    call: LayerCall,
-    num_outputs: int,
-    device: torch.device,
-    patience: Patience,
-    leaving: LeavingWeights | None,
-) -> LayerMeasure:
-    with KeptStorages(call) as storages:
-        results = call.forward()
-    if misfit := call.misfit(results):
-        raise ProfileError(misfit)
-    kept = storages.count(results[:num_outputs])
-    seeds = call.seeds(results)
-    del results
-    rows = repeat(_work(call, seeds, device, leaving), device, patience)
-    backward = [row[2] if call.inputs or call.trained else 0.0 for row in rows]
-    if not call.inputs:
-        input_grad = [0.0 for _ in rows]
-    elif not call.trained:
-        input_grad = backward
-    else:
-        input_grad = [row[4] for row in rows]
-    weight_grad = [whole - part for whole, part in zip(backward, input_grad, strict=True)]
-    forward = [row[0] for row in rows]
-    medians, spreads = zip(*map(median_and_spread, (forward, input_grad, weight_grad)), strict=True)
-    split = (0.0, 0.0, 0.0)
-    if leaving is not None:
-        parts = [[row[i] for row in rows] for i in (-5, -3, -1)]
-        split, _ = zip(*map(median_and_spread, parts), strict=True)
-    return LayerMeasure(medians, spreads, split, kept, _peak_bytes(call, device))
-
-
-def _work(
-    call: LayerCall,
-    seeds: Sequence[Tensor | None],
-    device: torch.device,
-    leaving: LeavingWeights | None,
-) -> Callable[[Callable[[], None]], None]:
-    """Pieces: forward, what is between, backward and, where it is only a part of it, what is
-    between with a forward without parameters' gradients, and the input gradient alone. Last, with
-    ``leaving``: what is between, a forward, what is between, a backward, what is between, and the
-    weight gradients that were left.
-
-    A backward adds the parameters' gradients to those of the microbatches before, in Megatron's
-    dtype. As in a step, a CPU's caches are full of other layers' tensors when a piece begins: a
-    chain of small layers took 20 % less without.
-    """
-    sums = [
-        torch.zeros_like(p, dtype=torch.float32 if p.dtype == torch.bfloat16 else p.dtype)
-        for p in call.trained
-    ]
-    between = torch.zeros(_BETWEEN_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
-
-    def work(mark: Callable[[], None]) -> None:
-        between.add_(1)
-        mark()
-        results = call.forward()
-        mark()
-        between.add_(1)
-        mark()
-        _add_to(sums, call.backward(results, seeds))
-        mark()
-        if call.inputs and call.trained:
-            with call.frozen():
-                results = call.forward()
-                between.add_(1)
-                mark()
-                call.input_gradients(results, seeds)
-                mark()
-        if leaving is not None:
-            split_work(mark, leaving)
-
-    def split_work(mark: Callable[[], None], leaving: LeavingWeights) -> None:
-        between.add_(1)
-        mark()
-        with leaving(call.module) as compute_left:
-            results = call.forward()
-        mark()
-        between.add_(1)
-        mark()
-        _add_to(sums, call.backward(results, seeds))
-        del results
-        mark()
-        between.add_(1)
-        mark()
-        compute_left()
-        _add_to(sums, [parameter.grad for parameter in call.trained])
-        mark()
-        for parameter in call.trained:
-            parameter.grad = None
-
-    return work
-
-
-def _add_to(sums: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    for total, gradient in zip(sums, gradients, strict=True):
-        if gradient is not None:
-            total.add_(gradient)
-
-
-def _peak_bytes(call: LayerCall, device: torch.device) -> int:
-    if device.type != "cuda":
-        with live_bytes(call) as live:
-            results = call.forward()
-            call.backward(results, call.seeds(results))
-        return live.peak
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before: int = torch.cuda.memory_allocated(device)
-    results = call.forward()
-    call.backward_in_turn(results, call.seeds(results))
-    peak: int = torch.cuda.max_memory_allocated(device)
-    return peak - before
 
 
 @torch.no_grad()
