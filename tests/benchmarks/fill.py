@@ -344,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     rows: Sequence[Row | Beside]
     if args.random:
-        rows = beside_reference(args.random, min(args.seconds, 2.0), args.seed)
+        rows = beside_reference(args.random, min(args.seconds, 4.0), args.seed)
     else:
         rows = found = []
         for model in (m for m in MODELS if m.name in args.models):

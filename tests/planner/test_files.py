@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.files import from_csv, from_json, to_csv, to_json
-from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler, Schedule
 from megatron_pulse.planner.schedule.registry import make_schedule
+from tests.planner.slices import fill
 from tests.planner.strategies import equal, schedules
 
 

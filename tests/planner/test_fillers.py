@@ -16,7 +16,6 @@ from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid, logical_times, run
 from megatron_pulse.planner.schedule.check.validate import faults_for, peak_activations, validate
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
@@ -25,6 +24,7 @@ from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Run, compile_program
 from tests.planner.chains import chain
 from tests.planner.schedules import wave
+from tests.planner.slices import fill
 from tests.planner.strategies import equal, with_order
 
 CASES = [

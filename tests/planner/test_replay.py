@@ -17,11 +17,11 @@ from megatron_pulse.planner.layout.placement import (
 )
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
-from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound, replay
+from tests.planner.slices import fill
 
 
 def problem_of(

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pulse.cli.output import columns, ends, table
+from megatron_pulse.planner.fill.fillers import FilledSchedule
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.step.replay import Replay
 
 GRID_WIDTH = 180
@@ -49,11 +51,26 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
     ]
 
 
-def homes(plan: PlanFile) -> list[tuple[str, str]]:
+def filling_facts(found: FilledSchedule) -> list[tuple[str, str]]:
+    """What filling gives over encoding in front, and what other times cost."""
+    made, front = found.certificate, found.front_s
+    spread = (
+        f"{over - 1:.1%} above the bound at {factor:g} of their times"
+        for factor, over in made.spread.items()
+    )
+    return [
+        ("filled", str(made)),
+        ("in front", f"{front:.4g} s: filling is {front / made.makespan:.3f} times as fast"),
+        ("faster, slower", ", ".join(spread)),
+    ]
+
+
+def homes(schedule: Schedule) -> list[tuple[str, str]]:
     """Names of the fillers, and where and in how many pieces their components run."""
     rows = []
-    for number, filler in enumerate(plan.schedule.fillers):
-        devices = range(plan.pipeline) if filler.devices is None else filler.devices
+    for number, filler in enumerate(schedule.fillers):
+        every = range(schedule.placement.num_devices)
+        devices = every if filler.devices is None else filler.devices
         rows.append(
             (
                 f"X{number}, {filler.name}",
@@ -176,7 +193,7 @@ def describe(plan: PlanFile, replayed: Replay, path: Path, wide: bool) -> list[s
     lines += columns(predicted(plan))
     lines += ["", *table([DEVICE_COLUMNS, *devices(plan, replayed)], left=(-1,))]
     if plan.schedule.fillers:
-        lines += ["", "in idle time, for the next step", *columns(homes(plan))]
+        lines += ["", "in idle time, for the next step", *columns(homes(plan.schedule))]
     if picture := small_grid(replayed.timeline, None if wide else GRID_WIDTH):
         lines += ["", *picture]
     lines += ["", "made from"]

@@ -19,6 +19,7 @@ from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLIO
 
 if TYPE_CHECKING:
     from megatron_pulse.cli.plan.schedule_input import Task
+    from megatron_pulse.planner.fill.fillers import FilledSchedule
     from megatron_pulse.planner.schedule.operations import Schedule
     from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 
@@ -143,6 +144,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="CSV",
         help="write the order, as --schedule and --pulse-schedule read it",
     )
+    add(
+        "--encoders",
+        type=Path,
+        metavar="JSON",
+        help="with a profile: frozen components to run for the next batch in idle time (form: "
+        "megatron_pulse/planner/fill/README.md)",
+    )
     add_json(parser)
     add("--no-cache", action="store_true", help="search anew, and keep nothing")
 
@@ -164,8 +172,12 @@ def run(args: argparse.Namespace) -> None:
     if args.split and task.split is None:
         require(["--split: the times of input and weight gradients are not known for every stage"])
     problem, found = _answer(args, task)
+    filled = None
+    if args.encoders is not None:
+        filled = _filled(args, task, problem, found)
+        found = filled.synthesis
     others = rivals(task.whole, task.split) if args.compare else []
-    result = ScheduleReport(task, problem, found, others)
+    result = ScheduleReport(task, problem, found, others, filled)
     lines = report(result)
     if args.csv is not None:
         write(args.csv, to_csv(found.schedule))
@@ -173,6 +185,29 @@ def run(args: argparse.Namespace) -> None:
     if args.draw is not None:
         lines.append(write_drawing(result, args.draw))
     answer(args, lines, partial(as_json, result))
+
+
+def _filled(
+    args: argparse.Namespace, task: Task, problem: ScheduleProblem, found: Synthesis
+) -> FilledSchedule:
+    """The schedule with the components of ``--encoders`` in its idle time."""
+    from megatron_pulse.cli.plan.schedule_input import profile_link
+    from megatron_pulse.planner.fill.fillers import FilledSchedule
+    from megatron_pulse.planner.fill.problem import FillProblem
+    from megatron_pulse.planner.fill.search import FillError, fill
+    from megatron_pulse.planner.fill.table import components_of, read_table
+
+    assert task.samples is not None
+    records = read_table(args.encoders)
+    with mending(ValueError, FillError):
+        to_fill = FillProblem(
+            problem,
+            found.schedule,
+            components_of(records, problem.placement),
+            task.samples * problem.num_microbatches,
+            link=profile_link(args),
+        )
+        return FilledSchedule.of(to_fill, fill(to_fill, args.seconds), found.certificate)
 
 
 def _answer(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synthesis]:
@@ -282,7 +317,14 @@ def _faults(args: argparse.Namespace) -> list[str]:
 
     faults = out_of(TO_4096, args, "num_devices", "microbatches", "waves")
     faults += out_of(TO_MILLION, args, "micro_batch_size")
-    faults += no_file(profile=args.profile, times=args.times, schedule=args.schedule)
+    faults += no_file(
+        profile=args.profile, times=args.times, schedule=args.schedule, encoders=args.encoders
+    )
+    if args.encoders is not None:
+        if args.times is not None:
+            faults.append("--encoders is for --profile: of times nothing says how many samples")
+        if args.csv is not None:
+            faults.append("--csv holds no encoders: write a plan with 'pulse tune --encoders'")
     if args.times is not None:
         for flag, value, instead in (
             ("--link-gbs", args.link_gbs, "write 'link' into the file of times"),

@@ -14,6 +14,7 @@ from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 
 if TYPE_CHECKING:
+    from megatron_pulse.planner.cluster.link import Link
     from megatron_pulse.planner.layout.placement import Placement
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
@@ -70,9 +71,18 @@ def from_times(args: argparse.Namespace) -> Task:
     return Task(args.times.stem, whole, split, "", 1.0, None)
 
 
+def profile_link(args: argparse.Namespace) -> Link:
+    """What is between two devices of a profile."""
+    from megatron_pulse.planner.cluster.link import Link
+
+    return Link(
+        (5.0 if args.link_us is None else args.link_us) * 1e-6,
+        (12.5 if args.link_gbs is None else args.link_gbs) * 1e9,
+    )
+
+
 def from_profile(args: argparse.Namespace) -> Task:
     """The stages of the best partition of ``--profile``, as 'pulse partition' finds it."""
-    from megatron_pulse.planner.cluster.link import Link
     from megatron_pulse.planner.layout.layouts import best_known, layout_of
     from megatron_pulse.planner.partition.best import best
     from megatron_pulse.planner.partition.find import Goal
@@ -86,10 +96,7 @@ def from_profile(args: argparse.Namespace) -> Task:
     costs = profile.at(size)
     layout = layout_of(args.placement or best_known(bool(costs.skips)).kind.name)
     layout = layout.with_chunks(2 * (args.waves or 1))
-    link = Link(
-        (5.0 if args.link_us is None else args.link_us) * 1e-6,
-        (12.5 if args.link_gbs is None else args.link_gbs) * 1e9,
-    )
+    link = profile_link(args)
     found = best(layout, costs, args.num_devices, Goal(link=link))
     partition = found.partition
     took = (partition.per_stage(costs.forward_s), partition.per_stage(costs.backward_s))

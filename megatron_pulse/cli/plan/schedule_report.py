@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from megatron_pulse.cli import page
-from megatron_pulse.cli.output import draw, table
+from megatron_pulse.cli.output import columns, draw, table
+from megatron_pulse.cli.plan.plan_text import filling_facts, homes
 from megatron_pulse.cli.plan.schedule_input import Task
 from megatron_pulse.planner.draw.schedule import draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
+from megatron_pulse.planner.fill.fillers import FilledSchedule
 from megatron_pulse.planner.schedule.check.simulate import grid, run
 from megatron_pulse.planner.schedule.compare import Rival
 from megatron_pulse.planner.schedule.operations import Kind
@@ -29,6 +31,7 @@ class ScheduleReport:
     problem: ScheduleProblem
     found: Synthesis
     others: Sequence[Rival]
+    filled: FilledSchedule | None = None
 
     @cached_property
     def ours(self) -> Rival:
@@ -65,6 +68,8 @@ def as_json(result: ScheduleReport) -> dict[str, Any]:
         "peak": list(result.ours.peak),
         "order": [[str(op) for op in order] for order in result.found.schedule.order],
     }
+    if result.filled is not None:
+        record["encoders"] = asdict(result.filled.certificate) | {"front": result.filled.front_s}
     if result.others:
         record["comparison"] = [
             {
@@ -93,6 +98,9 @@ def report(result: ScheduleReport) -> list[str]:
         share = f"{100 * idle / made.makespan:.1f} %"
         rows.append((str(device), result.time(busy), share, f"{peak[device]:.4g}", ""))
     lines += table(rows, left=(-1,))
+    if result.filled is not None:
+        facts = [*filling_facts(result.filled), *homes(result.found.schedule)]
+        lines += ["", "in idle time, for the next step", *columns(facts)]
     if picture := _grid(result):
         lines += ["", *picture]
     if result.others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_pulse.cli.output import columns, table
-from megatron_pulse.cli.plan.plan_text import homes
+from megatron_pulse.cli.plan.plan_text import filling_facts, homes
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import certainty, explain
 from megatron_pulse.planner.tune.plans.filling import FilledPlan
@@ -54,28 +54,17 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
 
 def filling(filled: FilledPlan) -> list[str]:
     """What encoders cost in idle time, in front of the step, and stored."""
-    made, plan = filled.certificate, filled.plan
+    plan = filled.plan
     assert plan.encoders is not None
     stored = sum(one["result_bytes"] for one in plan.encoders)
+    without = filled.schedule.certificate.without
     return [
         "encoders",
         *columns(
             [
-                ("filled", str(made)),
-                (
-                    "in front",
-                    f"{filled.front_s:.4g} s: filling is {filled.front_s / made.makespan:.3f} "
-                    "times as fast",
-                ),
-                ("stored", f"{made.without:.4g} s, and {stored / 1e6:.4g} MB for each sample"),
-                (
-                    "slower, faster",
-                    ", ".join(
-                        f"{over - 1:.1%} above the bound at {factor:g} of their times"
-                        for factor, over in made.spread.items()
-                    ),
-                ),
-                *homes(plan),
+                *filling_facts(filled.schedule),
+                ("stored", f"{without:.4g} s, and {stored / 1e6:.4g} MB for each sample"),
+                *homes(plan.schedule),
             ]
         ),
     ]

@@ -19,6 +19,7 @@ from megatron_pulse.planner.fill.tail import Rest, listed, spread
 
 ALIKE, MOST = 4, 12
 """Jobs that look the same, and jobs at all, that a knapsack looks at."""
+FURTHEST = 1
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Draft:
     layers; those of larger ``priority`` come first. ``margin[g]`` of interval g (as of
     ``closed_gaps``) stays free, as a share of what is in it. ``homes[c]`` may host component c.
     ``shuffle[g]``, where it is not 0, is the seed of another order of some of the jobs in that
-    interval; that of ``tail`` is of a list schedule after the last operations, in the place of even
-    ends. With ``moving`` a job goes on wherever it can.
+    interval, or ``FURTHEST``: those first that have come furthest, wherever they are. That of
+    ``tail`` is of a list schedule after the last operations, in the place of even ends. With
+    ``moving`` a job goes on wherever it can.
     """
 
     counts: tuple[int, ...]
@@ -93,7 +95,9 @@ class Decoder:
         for gap, margin, seed in zip(self.closed, draft.margin, draft.shuffle, strict=True):
             line = pieces[gap.device, gap.position]
             mixed = jobs
-            if seed:
+            if seed == FURTHEST:
+                mixed = sorted(jobs, key=lambda job: -job.done / len(job.seconds))
+            elif seed:
                 chance = random.Random(seed)
                 mixed = chance.sample(jobs, chance.randint((len(jobs) + 1) // 2, len(jobs)))
             self._fill_gap(gap, 1 + margin, mixed, room, draft, line, not seed)

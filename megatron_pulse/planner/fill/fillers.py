@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron_pulse.faults import Faults, unknown
 from megatron_pulse.planner.fill.components import Component, Piece
-from megatron_pulse.planner.fill.problem import Filled, FillProblem
+from megatron_pulse.planner.fill.problem import FillCertificate, Filled, FillProblem
+from megatron_pulse.planner.fill.search import Filling
 from megatron_pulse.planner.fill.simulate import FilledStep
+from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Need, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
 
 
 def filled_schedule(problem: FillProblem, filled: Filled) -> Schedule:
@@ -48,6 +51,34 @@ def filled_schedule(problem: FillProblem, filled: Filled) -> Schedule:
         for line in filled.order
     )
     return replace(problem.schedule, order=order, fillers=tuple(fillers))
+
+
+@dataclass(frozen=True)
+class FilledSchedule:
+    """A filled schedule with its certificate, and that of filling; ``front_s`` is the step with all
+    components before it, samples divided over all devices."""
+
+    synthesis: Synthesis
+    certificate: FillCertificate
+    front_s: float
+
+    @classmethod
+    def of(cls, problem: FillProblem, found: Filling, known: Certificate) -> FilledSchedule:
+        """Of a schedule with the certificate ``known``."""
+        schedule, made = filled_schedule(problem, found.filled), found.certificate
+        # Without results' way, which devices do not wait for.
+        takes = run(problem.step, schedule).makespan
+        bound = min(made.lower_bound, takes)
+        certificate = Certificate(
+            takes,
+            bound,
+            takes <= bound * (1 + 1e-9),
+            f"{known.solver}, filled by {made.solver}",
+            known.seconds + made.seconds,
+        )
+        share = -(-problem.num_samples // problem.num_devices)
+        front = made.without + sum(c.least_s(share) for c in problem.components)
+        return cls(Synthesis(schedule, certificate), made, front)
 
 
 def unfilled(schedule: Schedule) -> Schedule:

@@ -20,7 +20,7 @@ from megatron_pulse.faults import Faults
 from megatron_pulse.planner.fill.bound import lower_bound
 from megatron_pulse.planner.fill.check import peak_bytes, sent_bytes
 from megatron_pulse.planner.fill.components import Component
-from megatron_pulse.planner.fill.decode import Decoder, Draft, num_jobs
+from megatron_pulse.planner.fill.decode import FURTHEST, Decoder, Draft, num_jobs
 from megatron_pulse.planner.fill.problem import FillCertificate, Filled, FillProblem
 from megatron_pulse.planner.fill.simulate import FilledStep, FilledTimeline
 
@@ -257,14 +257,22 @@ class _Search:
         usual = [counts[0] for counts in self.counts]
         for margin in MARGINS:
             yield self._draft(usual, margin, True)
+        yield self._furthest(usual)
         least = [min(counts) for counts in self.counts]
         yield self._draft(least, MARGINS[0], True)
+        yield self._furthest(least)
         # In front of nothing: all after the flush.
         yield self._draft(least, math.inf, False)
+
+    def _furthest(self, counts: Sequence[int]) -> Draft:
+        draft = self._draft(counts, MARGINS[0], True)
+        return replace(draft, shuffle=(FURTHEST,) * len(draft.shuffle))
 
     def _random(self) -> Draft:
         counts = [self.chance.choice(counts[:3]) for counts in self.counts]
         draft = self._draft(counts, self.chance.choice(MARGINS), self.chance.random() < 0.8)
+        if self.chance.random() < 0.3:
+            draft = self._furthest(counts)
         return draft if self.chance.random() < 0.5 else replace(draft, tail=1)
 
     def _changed(self, draft: Draft) -> Draft:
@@ -281,7 +289,9 @@ class _Search:
         if kind < 0.6 and draft.shuffle:
             seeds = list(draft.shuffle)
             for _ in range(chance.choice((1, 1, 2, 4))):
-                seeds[chance.randrange(len(seeds))] = chance.choice((0, chance.getrandbits(16)))
+                seeds[chance.randrange(len(seeds))] = chance.choice(
+                    (0, FURTHEST, chance.getrandbits(16))
+                )
             return replace(draft, shuffle=tuple(seeds))
         if kind < 0.85 and draft.margin:
             margins = list(draft.margin)

@@ -18,9 +18,9 @@ from megatron_pulse.planner.layout.placement import (
 )
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.fillers import fill
 from megatron_pulse.planner.schedule.operations import Filler
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from tests.planner.slices import fill
 
 LEFT, RIGHT = 156, 150
 """Pixels beside the bars."""

@@ -176,6 +176,13 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", *given, *batch, *limits]) == 0
     out = capsys.readouterr().out
     assert "in front" in out and "X0, text" in out
+    assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--seconds", "1", "--no-cache"]) == 0
+    out = capsys.readouterr().out
+    assert "in idle time, for the next step" in out and "X1, pooled" in out
+    csv = str(tmp_path / "x.csv")
+    assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--csv", csv]) == 2
+    assert not (tmp_path / "x.csv").exists()
+    assert "--csv holds no encoders" in capsys.readouterr().err
     assert [f.name for f in load_checked(tmp_path / "plan.json").schedule.fillers] == [
         "text",
         "pooled",

@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_pulse.faults import Faults
 from megatron_pulse.planner.cluster.cluster import from_record
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.fill.check import faults_of
-from megatron_pulse.planner.fill.fillers import filled_of, filled_schedule, unfilled
-from megatron_pulse.planner.fill.problem import FillCertificate, FillProblem
+from megatron_pulse.planner.fill.fillers import FilledSchedule, filled_of, filled_schedule, unfilled
+from megatron_pulse.planner.fill.problem import FillProblem
 from megatron_pulse.planner.fill.search import fill
 from megatron_pulse.planner.fill.table import components_of
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.problem import Certificate
 from megatron_pulse.planner.tune.ranks import Ranks
 
 
 @dataclass(frozen=True)
 class FilledPlan:
-    """A plan with encoders; ``front_s`` is a pipeline's step with all of them before it."""
+    """A plan with encoders, and what is known of its pipelines' schedule."""
 
     plan: PlanFile
-    certificate: FillCertificate
-    front_s: float
+    schedule: FilledSchedule
 
     def figures(self) -> dict[str, Any]:
         """Seconds of a pipeline's step, and bytes, as JSON-able values."""
         assert self.plan.encoders is not None
-        made = self.certificate
+        made = self.schedule.certificate
         return {
             "filled_s": made.makespan,
-            "front_s": self.front_s,
+            "front_s": self.schedule.front_s,
             "without_s": made.without,
             "lower_bound_s": made.lower_bound,
             "after_flush": made.spill_share,
@@ -74,25 +73,19 @@ def fill_plan(plan: PlanFile, encoders: Sequence[Mapping[str, Any]], seconds: fl
     """
     wanted = replace(plan, encoders=tuple(encoders))
     problem = fill_problem(wanted)
-    found = fill(problem, seconds)
-    schedule = filled_schedule(problem, found.filled)
-    known = plan.provenance["schedule"]
-    made = found.certificate
-    takes = run(plan.problem, schedule).makespan
-    bound = min(made.lower_bound, takes)
-    certificate = {
-        **known,
-        "makespan": takes,
-        "lower_bound": bound,
-        "gap": takes / bound - 1,
-        "proved": takes <= bound * (1 + 1e-9),
-        "solver": f"{known['solver']}, filled by {made.solver}",
-    }
-    provenance = {**plan.provenance, "schedule": certificate}
-    share = math.ceil(problem.num_samples / problem.num_devices)
-    front = made.without + sum(c.least_s(share) for c in problem.components)
-    filled = replace(wanted, schedule=schedule, provenance=provenance)
-    return FilledPlan(filled, made, front)
+    said = plan.provenance["schedule"]
+    known = Certificate(
+        said["makespan"],
+        said["lower_bound"],
+        said["proved"],
+        said["solver"],
+        said.get("seconds", 0.0),
+    )
+    found = FilledSchedule.of(problem, fill(problem, seconds), known)
+    made = found.synthesis.certificate
+    provenance = {**plan.provenance, "schedule": {**said, **asdict(made), "gap": made.gap}}
+    filled = replace(wanted, schedule=found.synthesis.schedule, provenance=provenance)
+    return FilledPlan(filled, found)
 
 
 def filling_faults(plan: PlanFile) -> list[str]:

@@ -1,6 +1,4 @@
-"""A post-pass that runs fillers where a schedule leaves devices idle.
-
-See README.md beside this: Fillers.
+"""Fillers of slices that wait for nothing, where a schedule leaves devices idle.
 
 P = 2, M = 2, 1F1B, forward = 1, backward = 2; a filler of slices of 1, 2 and 1:
 
@@ -20,8 +18,6 @@ from dataclasses import replace
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-
-__all__ = ["Filler", "fill"]
 
 
 def fill(problem: ScheduleProblem, schedule: Schedule, fillers: Sequence[Filler]) -> Schedule:
