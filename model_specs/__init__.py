@@ -16,6 +16,9 @@ A family whose weights others publish has three names more: ``PUBLISHED_AS``, th
 ``published(config)``, which says how it stores them, and ``config_from_published(config)``, which
 reads its ``config.json``.
 
+A family that reads text may have ``TEXTS``: which states of its pipeline's encoders make which of
+its fields (``common/texts.py``).
+
 The folders here are cut alike: ``config.py`` (on the ground), ``chain.py`` (``build_backbone``),
 ``modules.py`` (torch, imported when a layer builds), ``published.py``; ``common/`` is what they
 share. A folder's name is the family's in checkpoints.
@@ -37,7 +40,8 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
-from megatron_pulse.faults import raised, told, unknown
+from megatron_pulse.encoders.recipe import TextRecipe, text_fields
+from megatron_pulse.faults import UserError, raised, told, unknown
 from megatron_pulse.flag_fields import flag_value
 from megatron_pulse.profile.trained import trained_as
 from model_specs.common.identity import Comparison, compare_configs, left_open
@@ -308,11 +312,7 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
     wanted = config.get("_class_name")
     if wanted == "Transformer2DModel":
         wanted = _CLASS_OF_NORM.get(str(config.get("norm_type")), wanted)
-    families = {
-        family.PUBLISHED_AS: family
-        for family in _families().values()
-        if hasattr(family, "PUBLISHED_AS")
-    }
+    families = _published_families()
     if wanted not in families and wanted in CLASSES:
         options, kept = split(wanted, config)
         return dataclasses.replace(load_backbone(f"{DIFFUSERS}{wanted}", options), kept=kept)
@@ -345,3 +345,34 @@ def load_published(config: Mapping[str, Any]) -> Backbone:
 def _plain(value: Any) -> Any:
     """As JSON has it."""
     return list(value) if isinstance(value, tuple) else value
+
+
+def _published_families() -> dict[str, ModuleType]:
+    """Families by the class that publishes them."""
+    return {
+        family.PUBLISHED_AS: family
+        for family in _families().values()
+        if hasattr(family, "PUBLISHED_AS")
+    }
+
+
+def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:
+    """How the text that the backbone of this name reads is made; None if it reads none.
+
+    A class of diffusers has the recipe of the family that is published as that class. Raises
+    UserError if there is none for these fields.
+    """
+    read = text_fields(backbone.batch_fields)
+    if not read:
+        return None
+    family: Any = _family(name)
+    if isinstance(family, DerivedFamily):
+        family = _published_families().get(family.family)
+    recipes: tuple[TextRecipe, ...] = getattr(family, "TEXTS", ())
+    for recipe in recipes:
+        if recipe.fields.keys() == read:
+            return recipe
+    raise UserError(
+        f"{name} reads {', '.join(sorted(read))}, and how a pipeline's encoders make these is not "
+        "known here: write them with megatron_pulse.data.latents.folder.LatentWriter"
+    )

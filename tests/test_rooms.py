@@ -16,6 +16,7 @@ ORDER = (
     "megatron_pulse.backbone",
     "megatron_pulse.backbone.derived",
     "megatron_pulse.diffusion",
+    "megatron_pulse.encoders",
     "megatron_pulse.data",
     "megatron_pulse.profile",
     "megatron_pulse.planner.cluster",

@@ -25,6 +25,7 @@ class Stream(IntEnum):
     SAMPLING = 2
     ORDER = 4
     REPLACEMENT = 5
+    POSTERIOR = 6
 
 
 class Draw(NamedTuple):

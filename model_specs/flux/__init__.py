@@ -5,8 +5,19 @@ text's; the last block drops the text. The chain takes and gives latents [c, h, 
 first layer packs and its last unpacks as diffusers' ``FluxPipeline``. There are no long skips.
 """
 
+from model_specs.common.texts import FLUX
 from model_specs.flux.chain import build_backbone
 from model_specs.flux.config import CONFIGS
 from model_specs.flux.published import PUBLISHED_AS, config_from_published, published
 
-__all__ = ["CONFIGS", "PUBLISHED_AS", "build_backbone", "config_from_published", "published"]
+TEXTS = (FLUX,)
+"""How its text is made; the one whose fields it reads."""
+
+__all__ = [
+    "CONFIGS",
+    "PUBLISHED_AS",
+    "TEXTS",
+    "build_backbone",
+    "config_from_published",
+    "published",
+]

@@ -4,8 +4,19 @@ Of n blocks, block i < n/2 - 1 hands its output to block n - 1 - i; the two in t
 skip. A block is three layers: self-attention, cross-attention to the text, and feed-forward.
 """
 
+from model_specs.common.texts import HUNYUAN_DIT
 from model_specs.hunyuan_dit.chain import build_backbone
 from model_specs.hunyuan_dit.config import CONFIGS
 from model_specs.hunyuan_dit.published import PUBLISHED_AS, config_from_published, published
 
-__all__ = ["CONFIGS", "PUBLISHED_AS", "build_backbone", "config_from_published", "published"]
+TEXTS = (HUNYUAN_DIT,)
+"""How its text is made; the one whose fields it reads."""
+
+__all__ = [
+    "CONFIGS",
+    "PUBLISHED_AS",
+    "TEXTS",
+    "build_backbone",
+    "config_from_published",
+    "published",
+]

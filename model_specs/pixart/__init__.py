@@ -5,8 +5,19 @@ cross-attention to the projected caption and feed-forward, each a layer. One emb
 timestep modulates all blocks, each of which adds a table of its own. There are no long skips.
 """
 
+from model_specs.common.texts import PIXART
 from model_specs.pixart.chain import build_backbone
 from model_specs.pixart.config import CONFIGS
 from model_specs.pixart.published import PUBLISHED_AS, config_from_published, published
 
-__all__ = ["CONFIGS", "PUBLISHED_AS", "build_backbone", "config_from_published", "published"]
+TEXTS = (PIXART,)
+"""How its text is made; the one whose fields it reads."""
+
+__all__ = [
+    "CONFIGS",
+    "PUBLISHED_AS",
+    "TEXTS",
+    "build_backbone",
+    "config_from_published",
+    "published",
+]

@@ -4,8 +4,19 @@ Structure of diffusers' ``SD3Transformer2DModel``. Between blocks pass the image
 text's; the last block drops the text. There are no long skips.
 """
 
+from model_specs.common.texts import SD3
 from model_specs.sd3.chain import build_backbone
 from model_specs.sd3.config import CONFIGS
 from model_specs.sd3.published import PUBLISHED_AS, config_from_published, published
 
-__all__ = ["CONFIGS", "PUBLISHED_AS", "build_backbone", "config_from_published", "published"]
+TEXTS = (SD3,)
+"""How its text is made; the one whose fields it reads."""
+
+__all__ = [
+    "CONFIGS",
+    "PUBLISHED_AS",
+    "TEXTS",
+    "build_backbone",
+    "config_from_published",
+    "published",
+]

@@ -5,8 +5,12 @@ in-block d/2-1-i. Time, class and text are tokens of the sequence: no conditioni
 A block is two layers, attention and MLP.
 """
 
+from model_specs.common.texts import SD
 from model_specs.uvit.chain import build_backbone
 from model_specs.uvit.config import CONFIGS
 from model_specs.uvit.published import published
 
-__all__ = ["CONFIGS", "build_backbone", "published"]
+TEXTS = (SD,)
+"""How its text is made; the one whose fields it reads."""
+
+__all__ = ["CONFIGS", "TEXTS", "build_backbone", "published"]

@@ -16,7 +16,7 @@ from megatron_pulse.data.images.digits import load_digits
 from megatron_pulse.data.images.emoji import FONT, PACKAGE
 from megatron_pulse.data.latents.folder import LatentFolder, LatentWriter
 from megatron_pulse.data.text.words import WordEncoder
-from megatron_pulse.diffusion.autoencoder import Autoencoder, AutoencoderError
+from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
 from tests.data.captioned import captioned_digits
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_pulse.data.dataset import DiffusionDataset
     from megatron_pulse.data.fields import Wanted
     from megatron_pulse.data.latents.folder import LatentWriter
-    from megatron_pulse.diffusion.autoencoder import Autoencoder
+    from megatron_pulse.encoders.autoencoder import Autoencoder
 
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -190,7 +190,7 @@ def _wanted(args: argparse.Namespace) -> Wanted | None:
 def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencoder | None:
     if vae is None:
         return None
-    from megatron_pulse.diffusion.autoencoder import Autoencoder
+    from megatron_pulse.encoders.autoencoder import Autoencoder
 
     autoencoder = Autoencoder(vae)
     channels, height, _ = dataset.image_shape

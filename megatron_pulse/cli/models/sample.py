@@ -246,7 +246,7 @@ def _check_model(
 def _decoder(vae: Path | None, model: TrainedModel) -> Any:
     if vae is None:
         return lambda latents: latents
-    from megatron_pulse.diffusion.autoencoder import Autoencoder
+    from megatron_pulse.encoders.autoencoder import Autoencoder
 
     autoencoder = Autoencoder(vae)
     channels, wanted = model.backbone.input_spec.shape[0], autoencoder.latent_channels

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pulse.diffusion.noise import Stream, draw
+from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
+from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.faults import UserError, told
 
 
@@ -17,16 +20,18 @@ class AutoencoderError(UserError):
 
 
 class Autoencoder:
-    """Encodes to the mean of the posterior, shifted and scaled as diffusers' pipelines do.
+    """Encodes to the posterior's mean or a sample of it, shifted and scaled as pipelines do.
 
-    latents = (mean - shift) * scale, so that they have about unit variance. The scale is the
+    latents = (value - shift) * scale, so that they have about unit variance. The scale is the
     configuration's ``scaling_factor``, divided channel by channel by ``latents_std`` where it has
-    one; the shift is its ``latents_mean``, channel by channel, or its ``shift_factor``. Nothing
-    is downloaded: ``folder`` holds ``config.json`` and the weights. Raises AutoencoderError if it
-    does not, or if these settings contradict each other.
+    one; the shift is its ``latents_mean``, channel by channel, or its ``shift_factor``. ``pieces``
+    are its encoder's layers. One image is encoded at a time, as the bits may depend on how many are
+    encoded together. ``dtype`` is fp32 unless given. Nothing is downloaded: ``folder`` holds
+    ``config.json`` and the weights. Raises AutoencoderError if it does not, or if these settings
+    contradict each other.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         from diffusers import AutoencoderKL
 
         try:
@@ -37,25 +42,47 @@ class Autoencoder:
                 f"{folder} cannot be read as a diffusers AutoencoderKL: {reason}"
             ) from error
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = model.to(self.device).eval()
+        self.model = model.to(self.device, dtype).eval().requires_grad_(False)
+        self.dtype = dtype
+        self.pieces = image_pieces(self.model)
         self.latent_channels = int(model.config.latent_channels)
         self.scale, self.shift = _normalization(folder, model.config)
         self.in_channels = int(model.config.in_channels)
         self.factor = 2 ** (len(model.config.block_out_channels) - 1)
 
     @torch.no_grad()
-    def encode(self, images: Tensor) -> Tensor:
-        """Pixels ``[b, c, h, w]`` in [-1, 1] to fp32 latents ``[b, c', h', w']``."""
-        mean = self.model.encode(images.to(self.device)).latent_dist.mode()
-        shift, scale = self.shift.to(mean), self.scale.to(mean)
-        return ((mean - shift) * scale).float().to(images.device)
+    def encode(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Pixels ``[b, c, h, w]`` in [-1, 1] to fp32 latents ``[b, c', h', w']``.
+
+        With ``noise`` (as the latents, see ``posterior_noise``) these are samples of the
+        posterior, else its mean.
+        """
+        moments = torch.cat([self._moments(image) for image in images.split(1)]).float()
+        mean, log_variance = moments.chunk(2, dim=1)
+        if noise is not None:
+            deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
+            mean = mean + deviation * noise.to(deviation)
+        return ((mean - self.shift.to(mean)) * self.scale.to(mean)).to(images.device)
+
+    def _moments(self, image: Tensor) -> Tensor:
+        given = {PIXELS: image.to(self.device, self.dtype)}
+        return run_pieces(self.pieces, given)[MOMENTS]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Latents to pixels in [-1, 1]."""
         latents = latents.to(self.device)
         scaled = latents / self.scale.to(latents) + self.shift.to(latents)
-        return self.model.decode(scaled).sample.float().clamp(-1, 1).to(latents.device)
+        return (
+            self.model.decode(scaled.to(self.dtype)).sample.float().clamp(-1, 1).to(latents.device)
+        )
+
+
+def posterior_noise(seed: int, sample: int, visit: int, shape: tuple[int, ...]) -> Tensor:
+    """Noise of ``shape``, a function of the seed, the sample and the pass over the data."""
+    noise = draw(seed, sample, visit, shape, Stream.POSTERIOR).noise
+    assert noise is not None
+    return noise
 
 
 def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,93 @@
+"""What a backbone reads of a prompt: which encoders, which of their states. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What stands at a place of a pipeline, by transformers' classes."""
+
+    CLIP = "CLIPTextModel"
+    PROJECTED_CLIP = "CLIPTextModelWithProjection"
+    T5 = "T5EncoderModel"
+    BERT = "BertModel"
+
+
+class State(StrEnum):
+    """What is taken of an encoder."""
+
+    LAST = "last"
+    """The states after the last layer and the final norm, ``[length, width]``."""
+    PENULTIMATE = "penultimate"
+    """The states before the last layer, without a norm, ``[length, width]``."""
+    POOLED = "pooled"
+    """The end token's last state, through the projection where there is one: ``[width]``."""
+    MASK = "mask"
+    """1 at the text's tokens, 0 at padding: ``[length]``."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A state of the encoder at a place (1: ``text_encoder``, 2: ``text_encoder_2`` ...)."""
+
+    place: int
+    state: State
+
+    def __str__(self) -> str:
+        return f"{folder_name('text_encoder', self.place)} {self.state}"
+
+
+Row = tuple[Part, ...]
+"""States joined along their width."""
+
+
+@dataclass(frozen=True)
+class TextRecipe:
+    """How the text ``fields`` of a backbone are made of the encoders at its places.
+
+    A field is rows of states. Rows are padded with zeros to the widest and follow each other along
+    the sequence. ``kinds`` are the encoders by place. Places in ``masked`` attend only to the
+    text's own tokens; places in ``fitted`` are padded to what is left of the field's length, the
+    others to what their tokenizer says. ``zeros_if_empty``: without a prompt the states are zeros
+    where the pipeline's ``force_zeros_for_empty_prompt`` (true by default) says so; else they are
+    the encoding of "". ``lower``: texts are stripped and in lower case.
+    """
+
+    fields: Mapping[str, tuple[Row, ...]]
+    kinds: Mapping[int, Kind]
+    masked: frozenset[int] = frozenset()
+    fitted: frozenset[int] = frozenset()
+    zeros_if_empty: bool = False
+    lower: bool = False
+
+    def parts(self) -> Iterator[Part]:
+        """Of all fields."""
+        for rows in self.fields.values():
+            for row in rows:
+                yield from row
+
+    def states_of(self, place: int) -> frozenset[State]:
+        """What is taken of one encoder."""
+        return frozenset(part.state for part in self.parts() if part.place == place)
+
+    def told(self, field: str) -> str:
+        """What a field is made of, in words."""
+        return ", then ".join(" + ".join(map(str, row)) for row in self.fields[field])
+
+
+def folder_name(what: str, place: int) -> str:
+    """``text_encoder`` or ``tokenizer`` at a place, as pipelines call their folders."""
+    return what if place == 1 else f"{what}_{place}"
+
+
+def is_text(field: str) -> bool:
+    """Whether a backbone's field is made of its prompt."""
+    return field.startswith(("context", "pooled"))
+
+
+def text_fields(fields: Iterable[str]) -> frozenset[str]:
+    """Those of ``fields`` that are made of a prompt."""
+    return frozenset(filter(is_text, fields))

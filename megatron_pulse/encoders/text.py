@@ -1,0 +1,154 @@
+"""transformers' text encoders, cut into layers whose joint result has the bits of the whole.
+
+States: ``ids`` and ``mask`` (both [b, length], int64) go in; ``last``, ``penultimate`` and
+``pooled`` come out, as far as they are asked for. Layers that nothing asked for needs are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_pulse.encoders.pieces import Piece, States
+from megatron_pulse.encoders.recipe import Kind, State
+
+_HIDDEN = "hidden"
+_SEEN = "seen"
+"""The attention's own mask, where it needs one."""
+_BIAS = "bias"
+
+
+def text_pieces(
+    kind: Kind, model: Any, states: frozenset[State], masked: bool
+) -> tuple[Piece, ...]:
+    """The layers of ``model`` that give ``states``; if ``masked``, they see no padding."""
+    if kind is Kind.T5:
+        pieces = _t5(model, masked)
+    elif kind is Kind.BERT:
+        pieces = _bert(model, masked)
+    else:
+        pieces = _clip(model, masked, State.POOLED in states)
+    if states <= {State.PENULTIMATE, State.MASK}:
+        return pieces[:-2]
+    return pieces
+
+
+def _kept(given: States, **made: Tensor | None) -> States:
+    return given | {name: value for name, value in made.items() if value is not None}
+
+
+def _layer(
+    name: str, module: nn.Module, run: Callable[[Tensor, States], Tensor], before_last: bool
+) -> Piece:
+    """A layer of the trunk; the one ``before_last`` gives the penultimate states."""
+
+    def through(states: States) -> States:
+        hidden = run(states[_HIDDEN], states)
+        made = {_HIDDEN: hidden}
+        return states | made | ({State.PENULTIMATE.value: hidden} if before_last else {})
+
+    return Piece(name, through, (module,))
+
+
+def _clip(model: Any, masked: bool, pooled: bool) -> tuple[Piece, ...]:
+    from transformers.masking_utils import create_causal_mask
+
+    trunk = getattr(model, "text_model", model)
+    projection = getattr(model, "text_projection", None)
+
+    def embed(states: States) -> States:
+        hidden = trunk.embeddings(input_ids=states["ids"])
+        seen = create_causal_mask(
+            config=trunk.config,
+            inputs_embeds=hidden,
+            attention_mask=states["mask"] if masked else None,
+            past_key_values=None,
+        )
+        return _kept(states, **{_HIDDEN: hidden, _SEEN: seen})
+
+    def layer(module: Any) -> Callable[[Tensor, States], Tensor]:
+        return lambda hidden, states: module(hidden, states.get(_SEEN), is_causal=True)
+
+    def end(states: States) -> States:
+        last = trunk.final_layer_norm(states[_HIDDEN])
+        if not pooled:
+            return states | {State.LAST.value: last}
+        ids = states["ids"].int()
+        # Older configs say 2 and mean the token with the highest number.
+        eos = trunk.eos_token_id
+        ends = ids.argmax(-1) if eos == 2 else (ids == eos).int().argmax(-1)
+        vector = last[torch.arange(len(last), device=last.device), ends]
+        vector = vector if projection is None else projection(vector)
+        return states | {State.LAST.value: last, State.POOLED.value: vector}
+
+    layers = list(trunk.encoder.layers)
+    ends = (trunk.final_layer_norm, *([projection] if pooled and projection is not None else []))
+    return (
+        Piece("embeddings", embed, (trunk.embeddings,)),
+        *(
+            _layer(f"layers.{i}", module, layer(module), i == len(layers) - 2)
+            for i, module in enumerate(layers)
+        ),
+        Piece("end", end, ends),
+    )
+
+
+def _t5(model: Any, masked: bool) -> tuple[Piece, ...]:
+    from transformers.masking_utils import create_bidirectional_mask
+
+    stack = model.encoder
+
+    def embed(states: States) -> States:
+        hidden = stack.embed_tokens(states["ids"])
+        seen = create_bidirectional_mask(
+            config=stack.config,
+            inputs_embeds=hidden,
+            attention_mask=states["mask"] if masked else None,
+        )
+        return _kept(states, **{_HIDDEN: hidden, _SEEN: seen})
+
+    def block(module: Any) -> Callable[[States], States]:
+        def through(states: States) -> States:
+            # The first block makes the positions' bias for all.
+            hidden, bias, *_ = module(states[_HIDDEN], states.get(_SEEN), states.get(_BIAS))
+            return _kept(states, **{_HIDDEN: hidden, _BIAS: bias})
+
+        return through
+
+    def end(states: States) -> States:
+        return states | {State.LAST.value: stack.final_layer_norm(states[_HIDDEN])}
+
+    return (
+        Piece("embeddings", embed, (stack.embed_tokens,)),
+        *(Piece(f"block.{i}", block(m), (m,)) for i, m in enumerate(stack.block)),
+        Piece("end", end, (stack.final_layer_norm,)),
+    )
+
+
+def _bert(model: Any, masked: bool) -> tuple[Piece, ...]:
+    from transformers.masking_utils import create_bidirectional_mask
+
+    def embed(states: States) -> States:
+        hidden = model.embeddings(input_ids=states["ids"])
+        seen = create_bidirectional_mask(
+            config=model.config,
+            inputs_embeds=hidden,
+            attention_mask=states["mask"] if masked else None,
+        )
+        return _kept(states, **{_HIDDEN: hidden, _SEEN: seen})
+
+    def layer(module: Any) -> Callable[[Tensor, States], Tensor]:
+        return lambda hidden, states: module(hidden, states.get(_SEEN))
+
+    layers = list(model.encoder.layer)
+    return (
+        Piece("embeddings", embed, (model.embeddings,)),
+        *(
+            _layer(f"layer.{i}", module, layer(module), i == len(layers) - 2)
+            for i, module in enumerate(layers)
+        ),
+        Piece("end", lambda states: states | {State.LAST.value: states[_HIDDEN]}),
+    )

@@ -1,0 +1,117 @@
+"""Encoders cut into layers: the bits of the whole, and of how many samples at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+
+from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise
+from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
+from megatron_pulse.encoders.pieces import Piece, run_pieces
+from megatron_pulse.encoders.recipe import Kind, State
+from megatron_pulse.encoders.text import text_pieces
+from tests.encoders.pipelines import make_encoder
+
+KINDS = {"clip": Kind.CLIP, "projected": Kind.PROJECTED_CLIP, "t5": Kind.T5, "bert": Kind.BERT}
+IDS = torch.tensor([[2, 5, 6, 7, 1, 1], [2, 8, 1, 1, 1, 1], [2, 9, 10, 11, 12, 1]])
+MASK = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+
+
+def weights(pieces: tuple[Piece, ...]) -> list[int]:
+    return [id(p) for piece in pieces for p in piece.parameters()]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_text(kind: str, masked: bool) -> None:
+    torch.manual_seed(0)
+    model = make_encoder(kind)
+    asked = (
+        {State.LAST} if kind in ("t5", "bert") else {State.LAST, State.PENULTIMATE, State.POOLED}
+    )
+    pieces = text_pieces(KINDS[kind], model, frozenset(asked), masked)
+    assert [piece.name for piece in pieces][1:-1] and len(pieces) == 5
+    held = weights(pieces)
+    trained = {id(p) for n, p in model.named_parameters() if not n.startswith("pooler")}
+    assert len(held) == len(set(held)) and set(held) == trained
+    ours = run_pieces(pieces, {"ids": IDS, "mask": MASK})
+    whole: Any = model(
+        IDS, attention_mask=MASK if masked else torch.ones_like(MASK), output_hidden_states=True
+    )
+    assert torch.equal(ours["last"], whole.last_hidden_state)
+    if kind in ("clip", "projected"):
+        assert torch.equal(ours["penultimate"], whole.hidden_states[-2])
+        pooled = whole.text_embeds if kind == "projected" else whole.pooler_output
+        assert torch.equal(ours["pooled"], pooled)
+
+
+def test_layers_that_nothing_needs_are_left_out() -> None:
+    pieces = text_pieces(Kind.CLIP, make_encoder("clip"), frozenset({State.PENULTIMATE}), False)
+    assert [piece.name for piece in pieces] == ["embeddings", "layers.0", "layers.1"]
+
+
+def make_autoencoder(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    small: dict[str, Any] = {
+        "norm_num_groups": 4, "block_out_channels": (8, 12), "layers_per_block": 2,
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+    }  # fmt: skip
+    return AutoencoderKL(**{**small, **settings}).eval()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"latent_channels": 16, "shift_factor": 0.06, "use_quant_conv": False},
+        {"down_block_types": ("AttnDownEncoderBlock2D", "DownEncoderBlock2D")},
+        {"mid_block_add_attention": False},
+    ],
+    ids=["sd", "flux", "attention", "plain"],
+)
+@torch.no_grad()
+def test_images(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = make_autoencoder(**settings)
+    pieces = image_pieces(model)
+    images = torch.randn(2, 3, 16, 16)
+    posterior = model.encode(images).latent_dist
+    ours = run_pieces(pieces, {PIXELS: images})[MOMENTS]
+    assert torch.equal(ours, posterior.parameters)
+    held = weights(pieces)
+    parts = [model.encoder, *([model.quant_conv] if model.quant_conv is not None else [])]
+    assert len(held) == len(set(held))
+    assert set(held) == {id(p) for part in parts for p in part.parameters()}
+
+    model.save_pretrained(tmp_path)
+    opened = Autoencoder(tmp_path)
+    shape = tuple(posterior.mean.shape[1:])
+    noise = torch.stack([posterior_noise(1, i, 3, shape) for i in range(2)])
+    wanted = posterior.mean + posterior.std * noise
+    scaled = (wanted - (model.config.shift_factor or 0)) * model.config.scaling_factor
+    torch.testing.assert_close(opened.encode(images, noise), scaled, rtol=0, atol=1e-6)
+
+
+def test_posterior_noise_is_a_function_of_seed_sample_and_pass() -> None:
+    shape = (2, 3, 3)
+    first = posterior_noise(1, 5, 0, shape)
+    assert torch.equal(first, posterior_noise(1, 5, 0, shape))
+    for other in ((2, 5, 0), (1, 6, 0), (1, 5, 1)):
+        assert not torch.equal(first, posterior_noise(*other, shape))
+
+
+@torch.no_grad()
+def test_one_image_at_a_time_gives_the_same_bits_in_any_company(tmp_path: Path) -> None:
+    """Encoded together their bits may differ, by matrix sizes and libraries."""
+    make_autoencoder().save_pretrained(tmp_path)
+    images = torch.randn(3, 3, 16, 16)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours = Autoencoder(tmp_path, dtype)
+        together = ours.encode(images)
+        for i in range(3):
+            assert torch.equal(ours.encode(images[i : i + 1])[0], together[i])

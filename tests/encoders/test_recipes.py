@@ -1,0 +1,191 @@
+"""Our text states are those of diffusers' pipelines' ``encode_prompt``, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import transformers
+
+from megatron_pulse.encoders.pipeline import EncodersError, TextEncoders
+from megatron_pulse.encoders.recipe import folder_name
+from megatron_pulse.faults import UserError
+from model_specs import load_backbone, text_recipe
+from model_specs.common import texts
+from tests.encoders.pipelines import LENGTH, make_pipeline
+
+TEXT = "a Red bird with the very old blue heart of a cat"
+SHORT = " a Red bird"
+
+
+def components(folder: Path, count: int) -> dict[str, Any]:
+    """What diffusers' pipelines are made of."""
+    found = {}
+    for place in range(1, count + 1):
+        where = folder / folder_name("text_encoder", place)
+        kind = transformers.AutoConfig.from_pretrained(where).architectures[0]
+        model = getattr(transformers, kind).from_pretrained(where)
+        found[folder_name("text_encoder", place)] = model.eval()
+        tokens = folder / folder_name("tokenizer", place)
+        found[folder_name("tokenizer", place)] = transformers.AutoTokenizer.from_pretrained(tokens)
+    return found
+
+
+def sd(folder: Path, text: str) -> tuple[Any, Any]:
+    pipeline = diffusers.StableDiffusionPipeline(
+        vae=None, unet=None, scheduler=None, safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False, **components(folder, 1),
+    )  # fmt: skip
+    states, null = pipeline.encode_prompt(text, "cpu", 1, True)
+    return {"context": states}, {"context": null}
+
+
+def sdxl(folder: Path, text: str) -> tuple[Any, Any]:
+    pipeline = diffusers.StableDiffusionXLPipeline(
+        vae=None, unet=None, scheduler=None, **components(folder, 2)
+    )
+    states, null, pooled, null_pooled = pipeline.encode_prompt(text, device="cpu")
+    return {"context": states, "pooled": pooled}, {"context": null, "pooled": null_pooled}
+
+
+def sd3(folder: Path, text: str) -> tuple[Any, Any]:
+    pipeline = diffusers.StableDiffusion3Pipeline(
+        vae=None, transformer=None, scheduler=None, **components(folder, 3)
+    )
+    states, null, pooled, null_pooled = pipeline.encode_prompt(
+        text, text, text, device="cpu", max_sequence_length=7
+    )
+    return {"context": states, "pooled": pooled}, {"context": null, "pooled": null_pooled}
+
+
+def flux(folder: Path, text: str) -> tuple[Any, Any]:
+    pipeline = diffusers.FluxPipeline(
+        vae=None, transformer=None, scheduler=None, **components(folder, 2)
+    )
+    found = []
+    for each in (text, ""):
+        states, pooled, _ = pipeline.encode_prompt(each, device="cpu", max_sequence_length=7)
+        found.append({"context": states, "pooled": pooled})
+    return found[0], found[1]
+
+
+def pixart(folder: Path, text: str) -> tuple[Any, Any]:
+    pipeline = diffusers.PixArtAlphaPipeline(
+        vae=None, transformer=None, scheduler=None, **components(folder, 1)
+    )
+    states, mask, null, null_mask = pipeline.encode_prompt(
+        text, device="cpu", max_sequence_length=7
+    )
+    return {"context": states, "context_mask": mask}, {"context": null, "context_mask": null_mask}
+
+
+def hunyuan(folder: Path, text: str) -> tuple[Any, Any]:
+    pipeline = diffusers.HunyuanDiTPipeline(
+        vae=None, transformer=None, scheduler=None, safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False, **components(folder, 2),
+    )  # fmt: skip
+    found: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for index, (name, length) in enumerate((("context", 5), ("context_t5", 7))):
+        states, null, mask, null_mask = pipeline.encode_prompt(
+            text, device="cpu", max_sequence_length=length, text_encoder_index=index
+        )
+        found[0].update({name: states, f"{name}_mask": mask})
+        found[1].update({name: null, f"{name}_mask": null_mask})
+    return found
+
+
+CASES = {
+    "sd": (texts.SD, ["clip"], sd, {"context": (LENGTH, 8)}),
+    "sdxl": (
+        texts.SDXL,
+        ["clip", ("projected", 12, 10)],
+        sdxl,
+        {"context": (LENGTH, 20), "pooled": (10,)},
+    ),
+    "sd3": (
+        texts.SD3,
+        [("projected", 8, 6), ("projected", 12, 10), ("t5", 24)],
+        sd3,
+        {"context": (LENGTH + 7, 24), "pooled": (16,)},
+    ),
+    "flux": (texts.FLUX, ["clip", ("t5", 12)], flux, {"context": (7, 12), "pooled": (8,)}),
+    "pixart": (texts.PIXART, ["t5"], pixart, {"context": (7, 8), "context_mask": (7,)}),
+    "hunyuan": (
+        texts.HUNYUAN_DIT,
+        ["bert", ("t5", 12)],
+        hunyuan,
+        {"context": (5, 8), "context_mask": (5,), "context_t5": (7, 12), "context_t5_mask": (7,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()  # as pipelines run: attention has other kernels otherwise
+def test_states_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
+    recipe, kinds, encode_prompt, shapes = CASES[name]
+    encoders = TextEncoders(make_pipeline(tmp_path, *kinds), recipe, shapes)
+    for text in (TEXT, SHORT):
+        theirs, null = encode_prompt(tmp_path, text)
+        for ours, expected in ((encoders(text), theirs), (encoders.null(), null)):
+            assert ours.keys() == expected.keys() == shapes.keys()
+            for field, value in ours.items():
+                assert tuple(value.shape) == shapes[field]
+                assert torch.equal(value, expected[field][0].to(value.dtype)), field
+    if name == "sdxl":
+        assert not encoders.null()["pooled"].any()
+        (tmp_path / "model_index.json").write_text('{"force_zeros_for_empty_prompt": false}')
+        assert TextEncoders(tmp_path, recipe, shapes).null()["pooled"].any()
+
+
+def test_what_the_folder_lacks_is_said_at_once(tmp_path: Path) -> None:
+    shapes = {"context": (LENGTH, 20), "pooled": (10,)}
+    folder = make_pipeline(tmp_path, "t5")
+    with pytest.raises(EncodersError) as caught:
+        TextEncoders(folder, texts.SDXL, shapes)
+    for words in (
+        "text_encoder is T5EncoderModel, and CLIPTextModel is needed",
+        "text_encoder_2/config.json is missing",
+        "tokenizer_2 is missing",
+    ):
+        assert words in str(caught.value)
+    wide = make_pipeline(tmp_path / "wide", "clip", ("projected", 16, 10))
+    with pytest.raises(EncodersError, match=r"make context 9x24, the backbone reads 9x20"):
+        TextEncoders(wide, texts.SDXL, shapes)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "recipe"),
+    [
+        ("sd-v1.5", texts.SD),
+        ("sdxl", texts.SDXL),
+        ("sd3-medium", texts.SD3),
+        ("flux-dev", texts.FLUX),
+        ("pixart-tiny", texts.PIXART),
+        ("hunyuan-dit-v1.2", texts.HUNYUAN_DIT),
+        ("uvit-s", None),
+    ],
+)
+def test_recipes_of_backbones(backbone: str, recipe: object) -> None:
+    assert text_recipe(backbone, load_backbone(backbone)) is recipe
+
+
+def test_classes_have_the_recipes_of_the_families_that_are_published_as_them() -> None:
+    class Reads:
+        batch_fields = {"timesteps": None, "context": None}
+
+    chain: Any = Reads()
+    assert text_recipe("diffusers:UNet2DConditionModel", chain) is texts.SD
+    with pytest.raises(UserError, match="diffusers:SanaTransformer2DModel reads context"):
+        text_recipe("diffusers:SanaTransformer2DModel", chain)
+
+
+def test_an_unknown_reading_is_refused() -> None:
+    class Reads:
+        batch_fields = {"context": None, "context_mask": None}
+
+    chain: Any = Reads()
+    with pytest.raises(UserError, match="reads context, context_mask"):
+        text_recipe("sd-v1.5", chain)
