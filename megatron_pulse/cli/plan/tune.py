@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,8 +32,10 @@ from megatron_pulse.flag_fields import ABOVE_ZERO, TO_MILLION
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.planner.cluster.cluster import Cluster
+    from megatron_pulse.planner.plan_file.plan_file import PlanFile
     from megatron_pulse.planner.tune.config import Choices
     from megatron_pulse.planner.tune.evaluate import Evaluator
+    from megatron_pulse.planner.tune.plans.filling import FilledPlan
     from megatron_pulse.planner.tune.searching.tuning import Tuning
     from megatron_pulse.profile.profile import Profile
 
@@ -65,6 +69,8 @@ examples:
 _PROFILED = (1, 8)
 _FINISH_SHARE = 0.3
 _FILL_S = 10.0
+_FILLED = 3
+"""Configs that encoders are tried in: the fastest without them need not be with them."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -155,21 +161,46 @@ def run(args: argparse.Namespace) -> None:
     found = _tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
     made: dict[str, Any] | None = None
-    plan = plan_of(found.outcomes[0], profile, where, divides)
+    filled: FilledPlan | None = None
     if args.encoders is not None:
-        from megatron_pulse.planner.fill.search import FillError
-        from megatron_pulse.planner.tune.plans.filling import fill_plan
-        from megatron_pulse.planner.tune.plans.recompute import recomputed
-
-        with mending(ValueError, FillError):
-            filled = fill_plan(plan, encoders, min(args.seconds, _FILL_S))
-        plan = recomputed(filled.plan)
+        plans = [
+            plan_of(outcome, profile, where, divides)
+            for outcome in found.outcomes[:_FILLED]
+            if not outcome.extrapolated
+        ]
+        filled = _best_filled(plans, encoders, min(args.seconds, _FILL_S))
         lines += ["", *filling(filled)]
         made = filled.figures()
     if args.output is not None:
-        save_plan(plan, args.output)
+        plain = plan_of(found.outcomes[0], profile, where, divides)
+        save_plan(filled.plan if filled else plain, args.output)
         lines.append(f"plan written to {args.output}")
     answer(args, lines, partial(as_json, found, evaluator, made))
+
+
+def _best_filled(
+    plans: Sequence[PlanFile], encoders: Sequence[Mapping[str, Any]], seconds: float
+) -> FilledPlan:
+    """The plan that is fastest with encoders in its idle time, its figures worked out again.
+
+    Raises UserError where none has the memory.
+    """
+    from megatron_pulse.faults import UserError
+    from megatron_pulse.planner.fill.search import FillError
+    from megatron_pulse.planner.tune.plans.filling import fill_plan
+    from megatron_pulse.planner.tune.plans.recompute import recomputed
+
+    found, faults = [], []
+    for plan in plans:
+        try:
+            filled = fill_plan(plan, encoders, seconds / len(plans))
+        except (FillError, ValueError) as error:
+            faults.append(str(error))
+        else:
+            found.append(replace(filled, plan=recomputed(filled.plan)))
+    if not found:
+        raise UserError(f"--encoders: {faults[0]}")
+    return max(found, key=lambda filled: float(filled.plan.predicted["samples_per_s"]))
 
 
 def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:

@@ -59,7 +59,7 @@ def filling(filled: FilledPlan) -> list[str]:
     stored = sum(one["result_bytes"] for one in plan.encoders)
     without = filled.schedule.certificate.without
     return [
-        "encoders",
+        f"encoders, in {plan.heading}",
         *columns(
             [
                 *filling_facts(filled.schedule),
