@@ -61,7 +61,7 @@ def filling_facts(found: FilledSchedule) -> list[tuple[str, str]]:
     return [
         ("filled", str(made)),
         ("in front", f"{front:.4g} s: filling is {front / made.makespan:.3f} times as fast"),
-        ("faster, slower", ", ".join(spread)),
+        ("spread", ", ".join(spread)),
     ]
 
 
@@ -73,9 +73,9 @@ def homes(schedule: Schedule) -> list[tuple[str, str]]:
         devices = every if filler.devices is None else filler.devices
         rows.append(
             (
-                f"X{number}, {filler.name}",
-                f"{len(filler.slice_seconds)} pieces on device {shown(list(devices))}, "
-                f"{1e3 * sum(filler.slice_seconds):.4g} ms",
+                f"X{number}",
+                f"{filler.name}: {len(filler.slice_seconds)} pieces on device "
+                f"{shown(list(devices))}, {1e3 * sum(filler.slice_seconds):.4g} ms",
             )
         )
     return rows

@@ -67,7 +67,11 @@ def test_show_and_check_name_encoders(
     save_plan(filled, file)
     assert main(["show", str(file), "-o", str(tmp_path / "plan.svg")]) == 0
     out = capsys.readouterr().out
-    assert "in idle time, for the next step" in out and "X0, text" in out and "X1, pooled" in out
+    assert (
+        "in idle time, for the next step" in out
+        and "X0        text: " in out
+        and "X1        pooled: " in out
+    )
     assert "filler, text, slice" in (tmp_path / "plan.svg").read_text()
     assert main(["check", str(file)]) == 0
     assert "it can run" in capsys.readouterr().out
@@ -175,10 +179,10 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ["--seconds", "1", "--solver", "none", "--cluster", "cpu", "--tensor", "1"]
     assert main(["tune", *given, *batch, *limits]) == 0
     out = capsys.readouterr().out
-    assert "in front" in out and "X0, text" in out
+    assert "in front" in out and "X0        text: " in out
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--seconds", "1", "--no-cache"]) == 0
     out = capsys.readouterr().out
-    assert "in idle time, for the next step" in out and "X1, pooled" in out
+    assert "in idle time, for the next step" in out and "X1        pooled: " in out
     csv = str(tmp_path / "x.csv")
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--csv", csv]) == 2
     assert not (tmp_path / "x.csv").exists()
