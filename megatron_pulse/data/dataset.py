@@ -107,6 +107,10 @@ class DiffusionDataset(ABC):
     def label(self, index: int) -> int:
         """The class, 0 to ``num_classes`` - 1."""
 
+    def caption(self, index: int) -> str:
+        """The text that belongs to the image; empty where the data has none."""
+        return ""
+
     def check(self, index: int) -> None:
         """Raise CorruptSample exactly if ``image`` would."""
         return None
@@ -188,6 +192,9 @@ class Derived(DiffusionDataset):
 
     def label(self, index: int) -> int:
         return self.source.label(self.at(index))
+
+    def caption(self, index: int) -> str:
+        return self.source.caption(self.at(index))
 
     def check(self, index: int) -> None:
         self.source.check(self.at(index))

@@ -35,14 +35,16 @@ class Autoencoder:
         from diffusers import AutoencoderKL
 
         try:
-            model = AutoencoderKL.from_pretrained(str(folder), local_files_only=True)
+            model = AutoencoderKL.from_pretrained(
+                str(folder), local_files_only=True, torch_dtype=dtype
+            )
         except Exception as error:  # diffusers raises many kinds
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise AutoencoderError(
                 f"{folder} cannot be read as a diffusers AutoencoderKL: {reason}"
             ) from error
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = model.to(self.device, dtype).eval().requires_grad_(False)
+        self.model = model.to(self.device).eval().requires_grad_(False)
         self.dtype = dtype
         self.pieces = image_pieces(self.model)
         self.latent_channels = int(model.config.latent_channels)

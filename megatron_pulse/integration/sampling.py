@@ -19,6 +19,7 @@ from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
+from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from megatron_pulse.integration.checkpoint.weights import load_whole
 from megatron_pulse.integration.data import DiffusionData, can_drop, makes_pixels, wanted_by
@@ -97,6 +98,27 @@ def request_prompts(model: TrainedModel, prompts: Sequence[str]) -> Request:
     given = {name: torch.stack([row[name] for row in encoded]) for name in encode.fields}
     given["labels"] = torch.zeros(len(prompts), dtype=torch.int64)
     return _request(model, len(prompts), given, encode(""))
+
+
+def request_encoded(
+    model: TrainedModel,
+    prompts: Sequence[str],
+    encode: TextEncoders,
+    pixel_size: tuple[int, int],
+    negative: str | None = None,
+) -> Request:
+    """Samples of these texts as ``encode`` makes states of them, guided away from ``negative``
+    (None: from no prompt); the pictures have ``pixel_size``. Raises ValueError if the model reads
+    more.
+    """
+    rows = [encode(prompt) for prompt in prompts]
+    given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    wanted = wanted_by(model.backbone).fields
+    defaults = constants(wanted, {n: wanted[n] for n in given}, Framing.whole(pixel_size))
+    given = {n: v.expand(len(prompts), *v.shape) for n, v in defaults.items()} | given
+    given["labels"] = torch.zeros(len(prompts), dtype=torch.int64)
+    null = encode.null() if negative is None else encode(negative)
+    return _request(model, len(prompts), given, null)
 
 
 def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:

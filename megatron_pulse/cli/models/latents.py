@@ -7,6 +7,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pulse.cli.backbone_flags import (
+    add_backbone_flags,
+    add_option_flag,
+    backbone_faults,
+    options_of,
+)
 from megatron_pulse.cli.errors import (
     add_parser,
     check_folder,
@@ -14,6 +20,12 @@ from megatron_pulse.cli.errors import (
     no_autoencoder,
     out_of,
     require,
+)
+from megatron_pulse.cli.models.encoding import (
+    add_encoder_flags,
+    autoencoder_folder,
+    encoder_faults,
+    open_encoders,
 )
 from megatron_pulse.faults import UserError, collecting
 from megatron_pulse.flag_fields import PIXELS, TO_MILLION
@@ -31,9 +43,13 @@ Without --vae the pixels themselves are the latents; with it they are the mean o
 AutoencoderKL's posterior, shifted and scaled as its configuration says. Files are written in whole
 shards: an interrupted command goes on where it stopped when it is given again. What the type on
 disk cannot hold is refused; sizes and crops of image files are kept for models that are told them.
-Train on the result with --pulse-data latents:DIR. Captions become text states as in training on
-captions:PATH, of random word vectors; for the states of a real encoder use
-megatron_pulse.data.latents.folder.LatentWriter.
+Train on the result with --pulse-data latents:DIR.
+
+Captions become text states in one of two ways. --encoders DIR --backbone NAME takes the text
+encoders and the autoencoder of a diffusers pipeline folder; what the backbone reads decides which
+encoders and which of their states are written, and what stands for a dropped caption. meta.json
+says what made each field. --text-states LxD makes them of random word vectors, as training on
+captions:PATH does. Nothing is downloaded.
 
 {specs}
 examples:
@@ -41,6 +57,8 @@ examples:
   pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o runs/latents
   pulse data write-latents --from captions:runs/emoji/images --image-size 32 --text-states 12x64 \\
       -o runs/emoji-latents
+  pulse data write-latents --from captions:photos --image-size 512 --encoders sd-v1.5 \\
+      --backbone sd-v1.5 -o runs/photos
 """
 
 
@@ -62,6 +80,11 @@ def add_write_latents(
     add("--channels", type=int, choices=[1, 3], default=3, help="of a folder's images (3)")
     add("--dtype", choices=list(_DTYPES), default="fp16", help="type on disk (default fp16)")
     add("--vae", type=Path, metavar="PATH", help="a local diffusers AutoencoderKL folder")
+    add_encoder_flags(parser)
+    add_backbone_flags(
+        parser.add_mutually_exclusive_group(), "of --encoders: the backbone that will read them"
+    )
+    add_option_flag(parser, "override one of the backbone's options")
     add("--text-states", metavar="LxD", help="of captions: length and width of their states")
     add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
     add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
@@ -84,11 +107,15 @@ def run(args: argparse.Namespace) -> None:
             validation_fraction=0.0,
             verify=args.verify,
         )
-    autoencoder = _open_autoencoder(args.vae, dataset)
+    vae = autoencoder_folder(args)
+    autoencoder = _open_autoencoder(vae, dataset)
     shape = dataset.image_shape
     if autoencoder is not None:
         side = tuple(size // autoencoder.factor for size in shape[1:])
         shape = (autoencoder.latent_channels, *side)
+    made_by: dict[str, str] = {}
+    if args.encoders is not None:
+        dataset, made_by = _encoded(args, dataset, shape)
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
     layout = LatentLayout(
         shape=shape,
@@ -97,7 +124,8 @@ def run(args: argparse.Namespace) -> None:
         fields=fields,
         pixel_size=dataset.pixel_size,
         shard_size=args.shard_size,
-        source=_source(args, dataset, autoencoder),
+        source=_source(args, dataset, autoencoder, vae),
+        made_by=made_by,
     )
     with mending(OSError):
         writer = LatentWriter(args.output, layout, dataset.null_conditioning())
@@ -111,6 +139,31 @@ def run(args: argparse.Namespace) -> None:
         f"{len(dataset)} samples of {'x'.join(map(str, shape))} ({args.dtype}): "
         f"train on them with --pulse-data latents:{args.output}"
     )
+
+
+def _encoded(
+    args: argparse.Namespace, dataset: DiffusionDataset, shape: tuple[int, ...]
+) -> tuple[DiffusionDataset, dict[str, str]]:
+    """The dataset with its captions as the backbone reads them, and what made each field."""
+    from megatron_pulse.data.text.encoded import Encoded
+    from model_specs import load_backbone
+
+    with mending(ValueError):
+        backbone = load_backbone(args.backbone, options_of(args))
+    takes = backbone.input_spec.shape
+    if takes != shape:
+        read, made = ("x".join(map(str, each)) for each in (takes, shape))
+        require(
+            [
+                f"--backbone {args.backbone} takes {read}, and these images make {made}: change "
+                "--image-size, or the backbone's size (--option sample_size=N)"
+            ]
+        )
+    opened = open_encoders(args, args.backbone, backbone)
+    if opened is None:
+        return dataset, {}
+    encoders, fields = opened
+    return Encoded(dataset, encoders, fields), encoders.made_by()
 
 
 def _write(
@@ -149,8 +202,23 @@ def _check(args: argparse.Namespace) -> list[str]:
     if args.source.startswith("latents:"):
         faults.append(f"--from {args.source}: these are latents already")
     captions = args.source.startswith("captions:")
-    if captions and args.text_states is None:
-        faults.append(f"--from {args.source}: give --text-states, or the captions would be lost")
+    if captions and args.text_states is None and args.encoders is None:
+        faults.append(
+            f"--from {args.source}: give --encoders and --backbone, or --text-states, or the "
+            "captions would be lost"
+        )
+    faults += encoder_faults(args)
+    if args.encoders is None:
+        if args.backbone is not None or args.option:
+            faults.append("--backbone, --module and --option are for --encoders")
+    elif args.backbone is None:
+        faults.append("--encoders: name what will read the states: --backbone or --module")
+    else:
+        faults += backbone_faults(args)
+        if not captions:
+            faults.append("--encoders is for captions:PATH; of other data only --vae is needed")
+        if args.text_states is not None:
+            faults.append("--text-states makes states without --encoders: leave one of them out")
     if captions and args.image_size is None:
         faults.append(f"--from {args.source}: give --image-size")
     if args.text_states is not None:
@@ -207,7 +275,10 @@ def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencode
 
 
 def _source(
-    args: argparse.Namespace, dataset: DiffusionDataset, autoencoder: Autoencoder | None
+    args: argparse.Namespace,
+    dataset: DiffusionDataset,
+    autoencoder: Autoencoder | None,
+    vae: Path | None,
 ) -> str:
     """What a resumed command must have in common with the one that began the folder."""
     kind, _, path = args.source.partition(":")
@@ -216,9 +287,9 @@ def _source(
     text = f"{len(dataset)} images {size} of {name}"
     if args.text_states is not None:
         text += ", captions as word vectors"
-    if autoencoder is None:
+    if autoencoder is None or vae is None:
         return f"{text}, pixels"
     scale, shift = (
         [round(x, 6) for x in t.flatten().tolist()] for t in (autoencoder.scale, autoencoder.shift)
     )
-    return f"{text}, means of {args.vae.resolve()}, scale {scale}, shift {shift}"
+    return f"{text}, means of {vae.resolve()}, scale {scale}, shift {shift}"

@@ -24,6 +24,13 @@ from megatron_pulse.cli.errors import (
     require,
 )
 from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.models.encoding import (
+    add_encoder_flags,
+    autoencoder_folder,
+    encoder_faults,
+    open_encoders,
+    require_same,
+)
 from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.diffusion.choice import OF_TRAINING, ProcessChoice
 from megatron_pulse.faults import UserError, collecting
@@ -39,9 +46,11 @@ MIN_SIDE = 56
 
 _DESCRIPTION = """\
 Runs on one process (a GPU if there is one), whatever the layout of the run that wrote the
-checkpoint. The picture has one row per class, prompt, or sample of the data. --prompt needs a
-model that was trained on --pulse-data captions:PATH; a model trained on latents with text states
-of an encoder that is not known here takes those of its validation samples: --from-data. --score
+checkpoint. The picture has one row per class, prompt, or sample of the data. --prompt with
+--encoders DIR takes the text encoders and the autoencoder of a diffusers pipeline folder, for
+imported models and those trained on latents of the same encoders (others are refused); without it
+--prompt needs a model that was trained on --pulse-data captions:PATH. --from-data takes the text
+states of validation samples. --score
 asks a classifier that was fitted to real digits whether each image is the digit asked for.
 
 examples:
@@ -49,6 +58,7 @@ examples:
   pulse sample --load runs/a --iteration 4000 --raw --classes 3,5 --guidance 1.5 -o raw.png
   pulse sample --load runs/latents --classes 0-9 --vae sd-vae-ft-mse -o birds.png
   pulse sample --load runs/emoji/checkpoints --prompt "red heart" --prompt "cat face" -o emoji.png
+  pulse sample --load runs/photos --prompt "a red bird" --encoders sd-v1.5 -o bird.png
   pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
   pulse sample --load runs/a --option sample_size=96 --vae sd-vae-ft-mse -o larger.png
 """
@@ -76,6 +86,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="N",
         help="draw with the conditioning of the first N validation samples of the training data",
     )
+    add("--negative-prompt", metavar="TEXT", help="with --encoders: what to be guided away from")
+    add_encoder_flags(parser)
     add("--data", metavar="SPEC", help="for --from-data: other data than that of the training")
     add("--per-class", type=int, default=8, metavar="N", help="images in each row (default 8)")
     add("--steps", type=int, default=50, metavar="N", help="sampler steps (default 50)")
@@ -127,9 +139,10 @@ def run(args: argparse.Namespace) -> None:
         print(change, file=sys.stderr)
     if args.guidance != 1 and not model.can_be_guided:
         print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
-    kind, rows, request = _asked(args, model)
-    require(_check_model(args, model, kind, rows))
-    decode = _decoder(args.vae, model)
+    vae = autoencoder_folder(args)
+    decode, factor = _decoder(vae, model)
+    kind, rows, request = _asked(args, model, factor)
+    require(_check_model(args, model, kind, rows, vae))
     asked = [row for row in rows for _ in range(args.per_class)]
     with mending(ValueError, OSError):
         images = sample_images(
@@ -172,6 +185,11 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults += option_faults(args)
     faults += out_of(TO_MILLION, args, "per_class", "steps", "from_data")
     faults += out_of(FROM_ZERO, args, "seed", "iteration", "guidance")
+    faults += encoder_faults(args)
+    if args.encoders is not None and not args.prompt:
+        faults.append("--encoders is for --prompt")
+    if args.negative_prompt is not None and args.encoders is None:
+        faults.append("--negative-prompt is for --prompt with --encoders")
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
     if args.classes is not None:
@@ -198,11 +216,24 @@ def parse_classes(text: str) -> list[int]:
 
 
 def _asked(
-    args: argparse.Namespace, model: TrainedModel
+    args: argparse.Namespace, model: TrainedModel, factor: int
 ) -> tuple[str, list[Any], Callable[[TrainedModel, list[Any]], Request]]:
     """What the rows of the picture are, as the report calls it; each row's; how to ask for some."""
     from megatron_pulse.integration import sampling
 
+    if args.prompt and args.encoders is not None:
+        opened = open_encoders(args, model.backbone.name, model.backbone)
+        if opened is None:
+            raise UserError(f"{model.backbone.name} reads no text")
+        encoders, _ = opened
+        require_same(encoders, model.arguments.pulse_data)
+        height, width = (factor * side for side in model.backbone.input_spec.shape[-2:])
+        negative = args.negative_prompt
+
+        def encoded(model: TrainedModel, prompts: list[str]) -> Request:
+            return sampling.request_encoded(model, prompts, encoders, (height, width), negative)
+
+        return "prompts", args.prompt, encoded
     if args.prompt:
         return "prompts", args.prompt, sampling.request_prompts
     if args.from_data is not None:
@@ -221,7 +252,7 @@ def _captions(kind: str, rows: list[Any], each: int) -> list[str]:
 
 
 def _check_model(
-    args: argparse.Namespace, model: TrainedModel, kind: str, rows: list[Any]
+    args: argparse.Namespace, model: TrainedModel, kind: str, rows: list[Any], vae: Path | None
 ) -> list[str]:
     faults = []
     count = model.num_classes
@@ -231,21 +262,22 @@ def _check_model(
         beyond = [row for row in rows if row >= count]
         shown = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
         faults.append(f"--classes: the model has classes 0-{count - 1}, not {shown}")
-    if args.vae and model.makes_pixels:
+    if vae and model.makes_pixels:
         faults.append("--vae decodes latents, but the model was trained on pixels")
     channels = model.backbone.input_spec.shape[0]
-    if not args.vae and channels not in (1, 3):
+    if not vae and channels not in (1, 3):
         faults.append(f"the samples are latents of {channels} channels: decode them with --vae")
-    if args.score and (channels != 1 or args.vae):
+    if args.score and (channels != 1 or vae):
         faults.append("--score needs a model of grey digits (1 channel, no --vae)")
     if args.score and (kind != "labels" or any(row > 9 for row in rows)):
         faults.append("--score knows the classes 0-9 only")
     return faults
 
 
-def _decoder(vae: Path | None, model: TrainedModel) -> Any:
+def _decoder(vae: Path | None, model: TrainedModel) -> tuple[Callable[[Tensor], Tensor], int]:
+    """What makes pixels of the model's samples, and pixels for each of theirs along a side."""
     if vae is None:
-        return lambda latents: latents
+        return lambda latents: latents, 1
     from megatron_pulse.encoders.autoencoder import Autoencoder
 
     autoencoder = Autoencoder(vae)
@@ -258,4 +290,4 @@ def _decoder(vae: Path | None, model: TrainedModel) -> Any:
 
         return torch.cat([autoencoder.decode(part) for part in latents.split(8)])
 
-    return decode
+    return decode, autoencoder.factor

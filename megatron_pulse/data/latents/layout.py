@@ -51,8 +51,9 @@ class LatentLayout:
 
     ``shape`` is ``(c, h, w)``, ``fields`` the conditioning. ``pixel_size`` is the (height, width)
     of the images before they were encoded (None: that of the latents). ``source`` says what made
-    the latents (encoder, scaling, image size) and is compared when a writer resumes. Raises
-    DataError for names that cannot be fields.
+    the latents (encoder, scaling, image size), ``made_by`` what encoded each field (classes,
+    states, lengths, digests of weights); both are compared when a writer resumes. Raises DataError
+    for names that cannot be fields.
     """
 
     shape: tuple[int, ...]
@@ -62,6 +63,7 @@ class LatentLayout:
     pixel_size: tuple[int, int] | None = None
     shard_size: int = 1024
     source: str = ""
+    made_by: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         faults = [f"no field can be called {n!r}" for n in self.fields if n in RESERVED]

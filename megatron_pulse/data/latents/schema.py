@@ -43,6 +43,7 @@ def _schema(form: int, dtypes: list[str]) -> dict[str, Any]:
         shard_size=COUNT,
         source={**TEXT, "minLength": 0},
     )
+    layout["properties"]["made_by"] = table_of({**TEXT, "minLength": 0}, "texts by field")
     # Later versions say more of a layout, which ``LatentLayout`` knows or refuses.
     layout["additionalProperties"] = True
     return record(

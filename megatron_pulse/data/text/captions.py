@@ -38,6 +38,9 @@ class CaptionedImages(ImageFiles):
         self._encoder = WordEncoder(fields)
         self.fields = self._encoder.fields
 
+    def caption(self, index: int) -> str:
+        return self.captions[index]
+
     def conditioning(self, index: int) -> dict[str, Tensor]:
         return self._encoder(self.captions[index])
 

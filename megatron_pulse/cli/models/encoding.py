@@ -1,0 +1,96 @@
+"""``--encoders`` and ``--encoders-dtype`` of several commands."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pulse.faults import UserError, told
+
+if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.data.dataset import FieldSpec
+    from megatron_pulse.encoders.pipeline import TextEncoders
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
+    """Add both."""
+    add = parser.add_argument
+    add(
+        "--encoders",
+        type=Path,
+        metavar="DIR",
+        help="a diffusers pipeline folder: text_encoder*/ and tokenizer*/, and vae/ unless --vae",
+    )
+    add(
+        "--encoders-dtype",
+        choices=list(_DTYPES),
+        help="of the text encoders (default: the folder's; fp32 on a CPU)",
+    )
+
+
+def encoder_faults(args: argparse.Namespace) -> list[str]:
+    """Why ``--encoders`` names no folder of a pipeline."""
+    if args.encoders is None:
+        return ["--encoders-dtype is for --encoders"] if args.encoders_dtype else []
+    if not (args.encoders / "model_index.json").is_file():
+        return [f"--encoders {args.encoders} holds no model_index.json of a diffusers pipeline"]
+    return []
+
+
+def autoencoder_folder(args: argparse.Namespace) -> Path | None:
+    """``--vae``, or the one of ``--encoders``, if there is one."""
+    vae: Path | None = args.vae
+    if vae is None and args.encoders is not None and (args.encoders / "vae").is_dir():
+        vae = args.encoders / "vae"
+    return vae
+
+
+def open_encoders(
+    args: argparse.Namespace, name: str, backbone: Backbone
+) -> tuple[TextEncoders, Mapping[str, FieldSpec]] | None:
+    """What makes the text fields that the backbone of this name reads, and these; None if it
+    reads none. Raises UserError."""
+    import torch
+
+    from megatron_pulse.data.dataset import COMPUTE, FieldSpec
+    from megatron_pulse.encoders.pipeline import TextEncoders
+    from model_specs import text_recipe
+
+    recipe = text_recipe(name, backbone)
+    if recipe is None:
+        return None
+    read = backbone.batch_fields
+    shapes = {field: read[field].shape for field in recipe.fields}
+    dtype = getattr(torch, _DTYPES[args.encoders_dtype]) if args.encoders_dtype else None
+    encoders = TextEncoders(args.encoders, recipe, shapes, dtype)
+    fields = {
+        field: FieldSpec(shape, "int64" if field.endswith("_mask") else COMPUTE)
+        for field, shape in shapes.items()
+    }
+    return encoders, fields
+
+
+def require_same(encoders: TextEncoders, data: str | None) -> None:
+    """Raise UserError if the latents that a model was trained on have text of other encoders.
+
+    Data that is gone, or does not say what encoded it, is passed over.
+    """
+    from megatron_pulse.data.latents.layout import META, Meta
+
+    folder = Path((data or "").removeprefix("latents:"))
+    if not (data or "").startswith("latents:") or not (folder / META).is_file():
+        return
+    there, here = Meta.load(folder).layout.made_by, encoders.made_by()
+    faults = [
+        f"{field}: trained on {there[field]}; here {here[field]}"
+        for field in here
+        if field in there and there[field] != here[field]
+    ]
+    if faults:
+        remedy = "Give the encoders that wrote the latents (and their --encoders-dtype)."
+        raise UserError(told(f"--encoders {encoders.folder}", faults, remedy))

@@ -1,0 +1,166 @@
+"""Captions to latents with a pipeline's encoders, and prompts to pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from megatron_pulse.cli.main import main
+from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.diffusion.noise import start_noise
+from tests.cli.test_data import make_vae
+from tests.data.captioned import captioned_digits
+from tests.encoders.pipelines import LENGTH, make_pipeline
+
+TINY: dict[str, Any] = {
+    "sample_size": 4,
+    "block_out_channels": (8, 16),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 1,
+    "cross_attention_dim": 8,
+    "attention_head_dim": 2,
+    "norm_num_groups": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole tiny Stable Diffusion."""
+    index = {
+        "_class_name": "StableDiffusionPipeline",
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "tokenizer": ["transformers", "PreTrainedTokenizerFast"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "scheduler": ["diffusers", "DDIMScheduler"],
+    }
+    root = make_pipeline(tmp_path_factory.mktemp("sd"), "clip", **index)
+    make_vae(
+        root / "vae", latent_channels=4, block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        scaling_factor=0.5,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    diffusers.UNet2DConditionModel(**TINY).save_pretrained(root / "unet")
+    diffusers.DDIMScheduler(
+        clip_sample=False, timestep_spacing="trailing", beta_schedule="scaled_linear"
+    ).save_pretrained(root / "scheduler")
+    return root
+
+
+def backbone(folder: Path) -> list[str]:
+    options = ("sample_size=4", f"text_length={LENGTH}")
+    said = [word for option in options for word in ("--option", option)]
+    return ["--module", f"diffusers:{folder / 'unet'}", *said[2:]]
+
+
+def write(folder: Path, source: str, out: Path, *more: str) -> int:
+    return main([
+        "data", "write-latents", "--from", source, "--image-size", "8", "--encoders", str(folder),
+        *backbone(folder), "--dtype", "fp32", "-o", str(out), *more,
+    ])  # fmt: skip
+
+
+def test_captions_as_the_backbone_reads_them(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = captioned_digits(tmp_path, 5), tmp_path / "latents"
+    assert write(folder, source, out, "--shard-size", "2") == 0
+    written = LatentFolder(out, verify=True)
+    assert written.image_shape == (4, 4, 4) and written.pixel_size == (8, 8)
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(
+        folder, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+    )
+    with torch.no_grad():
+        states, null = theirs.encode_prompt("a dark digit three", "cpu", 1, True)
+    assert torch.equal(written.conditioning(3)["context"], states[0])
+    assert torch.equal(written.null_conditioning()["context"], null[0])
+    made = json.loads((out / "meta.json").read_text())["layout"]["made_by"]["context"]
+    for words in ("text_encoder last", "CLIPTextModel float32 sha256:", f"{LENGTH} tokens"):
+        assert words in made
+
+    meta = out / "meta.json"  # as after a kill behind the first shard
+    whole = {file.name: file.read_bytes() for file in out.iterdir()}
+    content = json.loads(meta.read_text())
+    content["shards"], content["complete"] = content["shards"][:1], False
+    meta.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert write(folder, source, out, "--shard-size", "2", "--encoders-dtype", "bf16") == 2
+    said = capsys.readouterr().err
+    assert "CLIPTextModel float32" in said and "CLIPTextModel bfloat16" in said
+    assert write(folder, source, out, "--shard-size", "2") == 0
+    assert "resuming after 2 of 5" in capsys.readouterr().out
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
+
+
+def test_what_does_not_fit_is_said_before_anything_is_written(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = captioned_digits(tmp_path, 3), tmp_path / "latents"
+    argv = ["data", "write-latents", "--from", source, "--image-size", "8", "-o", str(out)]
+    assert main([*argv, "--encoders", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "no model_index.json" in said and "--backbone or --module" in said
+    assert main([*argv, "--encoders", str(folder), "--backbone", "sd-v1.5"]) == 2
+    assert "takes 4x64x64, and these images make 4x4x4" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.fixture(scope="module")
+def imported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("imported") / "checkpoint"
+    assert main(["import", "--from", str(folder), "--to", str(target)]) == 0
+    return target
+
+
+def test_prompts_give_the_pictures_of_the_pipeline(
+    folder: Path, imported: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from megatron_pulse.diffusion import grid
+
+    drawn: list[torch.Tensor] = []
+    monkeypatch.setattr(grid, "save_grid", lambda images, *_: drawn.append(images))
+    assert main([
+        "sample", "--load", str(imported), "--raw", "--prompt", "a red bird", "--per-class", "2",
+        "--negative-prompt", "old cat", "--encoders", str(folder), "--steps", "4",
+        "--option", f"context_length={LENGTH}", "-o", str(tmp_path / "birds.png"),
+    ]) == 0  # fmt: skip
+    theirs = diffusers.StableDiffusionPipeline.from_pretrained(
+        folder, safety_checker=None, feature_extractor=None, requires_safety_checker=False
+    )
+    theirs.set_progress_bar_config(disable=True)
+    expected = theirs(
+        ["a red bird"] * 2, negative_prompt=["old cat"] * 2, num_inference_steps=4,
+        guidance_scale=2.0, latents=start_noise(0, range(2), (4, 4, 4)), output_type="pt",
+    ).images  # fmt: skip
+    torch.testing.assert_close(drawn[0] / 2 + 0.5, expected, rtol=0, atol=5e-7)
+    assert drawn[0].std() > 0.01
+
+
+def test_encoders_of_other_data_are_refused(
+    folder: Path, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_pulse.cli.models.encoding import require_same
+    from megatron_pulse.encoders.pipeline import TextEncoders
+    from megatron_pulse.faults import UserError
+    from model_specs.common.texts import SD
+
+    out = tmp_path / "latents"
+    assert write(folder, captioned_digits(tmp_path, 3), out) == 0
+    shapes = {"context": (LENGTH, 8)}
+    same = TextEncoders(folder, SD, shapes)
+    require_same(same, f"latents:{out}")
+    other = TextEncoders(make_pipeline(tmp_path / "other", ("clip", 8, 9)), SD, shapes)
+    with pytest.raises(UserError) as caught:
+        require_same(other, f"latents:{out}")
+    for digest in (same.encoders[1].digest, other.encoders[1].digest):
+        assert digest in str(caught.value)
+    argv = ["sample", "--load", str(imported), "--classes", "1", "--encoders", str(folder)]
+    assert main([*argv, "--negative-prompt", "x", "-o", str(tmp_path / "a.png")]) == 2
+    assert "--encoders is for --prompt" in capsys.readouterr().err
