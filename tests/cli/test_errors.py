@@ -73,7 +73,7 @@ CASES = {
     ),
     "captions without states": (
         ["data", "write-latents", "--from", "captions:a", "-o", "b"],
-        ["give --text-states", "give --image-size"],
+        ["give --encoders and --backbone, or --text-states", "give --image-size"],
     ),
     "states of no captions": (
         ["data", "write-latents", "--from", "mnist", "-o", "b", "--text-states", "12"],
