@@ -137,6 +137,8 @@ def start_ranks(
     for rank in range(num_ranks):
         env = {
             **os.environ,
+            # MKL: its memory manager may search for ever in a fork of a process that has used it.
+            "MKL_DISABLE_FAST_MM": "1",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(num_ranks),
