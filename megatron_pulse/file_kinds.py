@@ -22,6 +22,7 @@ class FileKind(Enum):
     LATENTS = "the meta.json of latents"
     CAPTIONS = "a list of captions"
     MODEL = "a model's config.json"
+    PIPELINE = "a pipeline's model_index.json"
     SCHEDULER = "a scheduler's config"
     BETAS = "a list of betas"
     INDEX = "an index of weights"
@@ -48,6 +49,7 @@ _USES = {
     FileKind.LATENTS: "--pulse-data latents:FOLDER reads its folder",
     FileKind.CAPTIONS: "--pulse-data captions:FOLDER reads its folder",
     FileKind.MODEL: "'pulse import --from FOLDER' reads its folder",
+    FileKind.PIPELINE: "'pulse import --from FOLDER' reads its folder",
     FileKind.SCHEDULER: "'pulse import --from FOLDER' reads its pipeline's folder",
     FileKind.BETAS: "--pulse-trained-betas {path} trains with it",
     FileKind.INDEX: "'pulse import --from FOLDER' reads its folder",
@@ -69,6 +71,8 @@ def kind_of(record: Mapping[str, Any]) -> FileKind | None:
                 return kind
     class_name = record.get("_class_name")
     if isinstance(class_name, str):
+        if class_name.endswith("Pipeline"):
+            return FileKind.PIPELINE
         return FileKind.SCHEDULER if "Scheduler" in class_name else FileKind.MODEL
     for kind, keys in _KEYS.items():
         if keys <= record.keys():

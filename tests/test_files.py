@@ -88,6 +88,7 @@ KINDS = {
     FileKind.TIMES: {"forward": [1], "backward": [2]},
     FileKind.CLUSTER: {"nodes": 1, "devices_per_node": 2, "links": {}},
     FileKind.MODEL: {"_class_name": "UNet2DConditionModel"},
+    FileKind.PIPELINE: {"_class_name": "StableDiffusionPipeline"},
     FileKind.SCHEDULER: {"_class_name": "DDIMScheduler"},
 }
 

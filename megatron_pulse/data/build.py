@@ -163,7 +163,7 @@ def _fitted(
     DataError with all that differs, from the nearest where they are none."""
     tried = []
     for which, one in enumerate(wanted):
-        first, second = Fitted(train, one.fields), Fitted(validation, one.fields)
+        first, second = Fitted(train, one), Fitted(validation, one)
         faults = [*_size_faults(train, wanted, one), *first.faults]
         if not faults:
             return which, first, second
@@ -179,7 +179,8 @@ def _size_faults(train: DiffusionDataset, wanted: Sequence[Wanted], one: Wanted)
     if train.image_shape != one.shape:
         found = "x".join(map(str, train.image_shape))
         taken = " or ".join(dict.fromkeys("x".join(map(str, each.shape)) for each in wanted))
-        yield f"its images are {found}, the backbone takes {taken}"
+        takes = "the backbone takes" if one.latent_shape is None else "the autoencoder takes"
+        yield f"its images are {found}, {takes} {taken}"
     if one.num_classes is not None and train.num_classes > one.num_classes:
         yield (
             f"it has {train.num_classes} classes, the backbone {one.num_classes}: "

@@ -86,6 +86,9 @@ class DiffusionDataset(ABC):
     fields: Mapping[str, FieldSpec] = NO_FIELDS
     frames: bool = False
     """Whether framings differ between samples."""
+    has_captions: bool = False
+    latent_shape: tuple[int, ...] | None = None
+    """Of what a training step makes of ``image`` itself; None where it takes it as it is."""
 
     @property
     def parts(self) -> tuple[DiffusionDataset, ...]:
@@ -179,6 +182,8 @@ class Derived(DiffusionDataset):
         self.num_classes = source.num_classes
         self.fields = source.fields
         self.frames = source.frames
+        self.has_captions = source.has_captions
+        self.latent_shape = source.latent_shape
 
     def at(self, index: int) -> int:
         """Which sample of ``source`` is this one."""

@@ -24,13 +24,14 @@ rather than what it shows (all fields above but the masks) stays.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megatron_pulse.data.dataset import Derived, DiffusionDataset, FieldSpec, Framing
+from megatron_pulse.data.text.encoded import Encoded, Tokenizes
 
 GUIDANCE = 3.5
 FRAMING = "framing"
@@ -47,12 +48,40 @@ class Wanted:
     """What a backbone takes of every sample.
 
     ``shape`` is its ``(c, h, w)``, ``fields`` what it reads beside timesteps and labels,
-    ``num_classes`` how many classes it knows (None where it reads no labels).
+    ``num_classes`` how many classes it knows (None where it reads no labels). A step that encodes
+    takes something else (see ``unencoded``): images, of which it makes latents of ``latent_shape``,
+    and what ``tokenize`` makes of captions.
     """
 
     shape: tuple[int, ...]
     fields: Mapping[str, FieldSpec] = field(default_factory=dict)
     num_classes: int | None = None
+    latent_shape: tuple[int, ...] | None = None
+    tokenize: Tokenizes | None = None
+
+
+def unencoded(
+    wanted: Wanted,
+    tokenize: Tokenizes | None = None,
+    text_fields: Collection[str] = (),
+    pixels: tuple[int, int] | None = None,
+) -> Wanted:
+    """What a training step takes that encodes samples itself to what a backbone has ``wanted``.
+
+    With ``tokenize`` it makes the ``text_fields`` of token ids and masks. ``pixels`` are the
+    autoencoder's (channels, factor): it makes latents of images that are so many times higher and
+    wider.
+    """
+    if tokenize is not None:
+        kept = {name: spec for name, spec in wanted.fields.items() if name not in text_fields}
+        tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenize.shapes.items()}
+        wanted = replace(wanted, fields=kept | tokens, tokenize=tokenize)
+    if pixels is not None:
+        channels, factor = pixels
+        _, height, width = wanted.shape
+        shape = (channels, height * factor, width * factor)
+        wanted = replace(wanted, shape=shape, latent_shape=wanted.shape)
+    return wanted
 
 
 def default_null(name: str, spec: FieldSpec) -> Tensor | None:
@@ -101,26 +130,32 @@ def constants(
 
 
 class Fitted(Derived):
-    """``source`` with exactly the ``wanted`` fields: defaults filled in, the others left out.
+    """``source`` with exactly the fields of ``taken``: defaults filled in, the others left out.
 
     ``faults`` lists what it cannot give.
     """
 
-    def __init__(self, source: DiffusionDataset, wanted: Mapping[str, FieldSpec]) -> None:
+    def __init__(self, source: DiffusionDataset, taken: Wanted) -> None:
+        wanted, tokens = taken.fields, set[str]()
+        if taken.tokenize is not None:
+            tokens = set(taken.tokenize.shapes)
+            if source.has_captions:
+                made = {name: wanted[name] for name in tokens}
+                source = Encoded(source, taken.tokenize, made)
         super().__init__(source)
         self.fields = dict(wanted)
+        self.latent_shape = taken.latent_shape
         self._constants = constants(wanted, source.fields, Framing.whole(source.pixel_size))
         framed = SIZES & self._constants.keys() if self.frames else ()
         self._framed = {name: wanted[name] for name in framed}
         self._taken = [name for name in wanted if name in source.fields]
         self.faults = []
         for name, spec in wanted.items():
+            reads = "the text encoders read" if name in tokens else "the backbone reads"
             if name in source.fields and not source.fields[name].fits(spec):
-                self.faults.append(
-                    f"the backbone reads {name} ({spec}), the data has {source.fields[name]}"
-                )
+                self.faults.append(f"{reads} {name} ({spec}), the data has {source.fields[name]}")
             elif name not in source.fields and name not in self._constants:
-                self.faults.append(f"the backbone reads {name} ({spec}), the data has none")
+                self.faults.append(f"{reads} {name} ({spec}), the data has none")
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         given = self.source.conditioning(index) if self._taken else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,6 +16,7 @@ from megatron_pulse.data.dataset import DiffusionDataset
 from megatron_pulse.data.sampler import Item, MicrobatchSampler
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.encoders.autoencoder import posterior_noise, sampled
 from megatron_pulse.processes import end_with_parent
 
 
@@ -36,16 +37,23 @@ def make_microbatch(
     split: Split = Split.TRAIN,
     needs_image: bool = True,
     skip_corrupt: bool = False,
+    needs_pixels: bool = True,
 ) -> dict[str, Tensor]:
     """One microbatch of b = ``len(items)``, on the CPU.
 
     ``noisy`` and ``target`` float32 ``[b, c, h, w]``, ``timesteps`` float32 ``[b]``, ``labels``
-    int64 ``[b]``, the dataset's ``fields`` ``[b, ...]``, ``index`` int64 ``[b]``. A sample loses
-    its label and its other conditioning together: it gets ``null_label`` (None keeps labels) and
-    the dataset's ``null_conditioning``. Without ``needs_image`` (a device in the middle of the
-    pipeline) ``noisy`` and ``target`` are left out, no image is read and no noise drawn; the
-    other fields are the same bit for bit. Where the dataset has samples of several shapes,
-    ``noisy`` is then on the meta device, and says which they have; all ``items`` must be of one.
+    int64 ``[b]``, the dataset's ``fields`` ``[b, ...]``, ``index`` int64 ``[b]``, ``dropped`` bool
+    ``[b]``. A sample loses its label and its other conditioning together: it is ``dropped``, and
+    gets ``null_label`` (None keeps labels) and the dataset's ``null_conditioning``. Without
+    ``needs_image`` (a device in the middle of the pipeline) ``noisy`` and ``target`` are left out,
+    no image is read and no noise drawn; the other fields are the same bit for bit. Where the
+    dataset has samples of several shapes, ``noisy`` is then on the meta device, and says which they
+    have; all ``items`` must be of one.
+
+    Of a dataset with a ``latent_shape``, the step makes latents itself: it gets ``pixels``, images
+    float32 ``[b, c, H, W]`` in [-1, 1], if ``needs_pixels``; and if ``needs_image``, in the place
+    of ``noisy`` and ``target``, what it makes them of when it has the latents: ``noise`` and the
+    posterior's noise ``posterior``, float32 ``[b, *latent_shape]`` (see ``noised_here``).
 
     With ``skip_corrupt`` a sample whose image is corrupt is replaced as a whole, by one that
     ``readable`` gives, also where no image is needed; ``corrupt`` int64 ``[k]`` has the indices of
@@ -57,23 +65,27 @@ def make_microbatch(
     stream = Stream.TRAIN if training else Stream.VALIDATION
     number, own = dataset.part_of(items[0][0])
     part, first = dataset.parts[number], items[0][0] - own
-    shape = part.image_shape if needs_image else None
-    rows = [draw(seed, i, p if training else 0, shape, stream) for i, p in items]
+    noised = part.latent_shape or part.image_shape
+    shape = noised if needs_image else None
+    visits = [(i, p if training else 0) for i, p in items]
+    rows = [draw(seed, i, p, shape, stream) for i, p in visits]
     dropped = [training and row.drop < drop_probability for row in rows]
     timesteps = torch.tensor([process.timestep(row.u) for row in rows], dtype=torch.float32)
+
+    reads = needs_image if part.latent_shape is None else needs_pixels
 
     def read(index: int) -> tuple[int, Tensor | None]:
         """The sample of ``part`` that is taken, and its image if it is needed."""
 
         def image(candidate: int) -> Tensor | None:
-            if needs_image:
+            if reads:
                 return part.image(candidate)
             part.check(candidate)
             return None
 
         if skip_corrupt:
             return readable(part, index, seed, image)
-        return index, image(index) if needs_image else None
+        return index, image(index) if reads else None
 
     indices = [index - first for index, _ in items]
     taken, images = zip(*map(read, indices), strict=True)
@@ -85,6 +97,7 @@ def make_microbatch(
         "timesteps": timesteps,
         "labels": torch.tensor(labels, dtype=torch.int64),
         "index": torch.tensor(indices, dtype=torch.int64) + first,
+        "dropped": torch.tensor(dropped),
     }
     if skip_corrupt:
         corrupt = [index for index, other in zip(indices, taken, strict=True) if index != other]
@@ -96,12 +109,30 @@ def make_microbatch(
             for drop, index in zip(dropped, taken, strict=True)
         ]
         batch.update({name: torch.stack([row[name] for row in given]) for name in part.fields})
+    found = {"pixels": torch.stack(images)} if reads else {}
     if needs_image:
-        noise = torch.stack([row.noise for row in rows if row.noise is not None])
-        batch["noisy"], batch["target"] = process.noised(torch.stack(images), noise, timesteps)
-    elif len(dataset.parts) > 1:
-        batch["noisy"] = torch.empty((len(items), *part.image_shape), device="meta")
+        found["noise"] = torch.stack([row.noise for row in rows if row.noise is not None])
+    if part.latent_shape is not None:
+        batch |= found
+        if needs_image:
+            drawn = [posterior_noise(seed, *visit, noised) for visit in visits]
+            batch["posterior"] = torch.stack(drawn)
+    elif needs_image:
+        noisy, target = process.noised(found["pixels"], found["noise"], timesteps)
+        batch |= {"noisy": noisy, "target": target}
+    if "noisy" not in batch and len(dataset.parts) > 1:
+        batch["noisy"] = torch.empty((len(items), *noised), device="meta")
     return batch
+
+
+def noised_here(
+    batch: Mapping[str, Tensor], mean: Tensor, deviation: Tensor, process: DiffusionProcess
+) -> dict[str, Tensor]:
+    """``noisy`` and ``target`` of a microbatch whose images a step has encoded to posteriors of
+    this ``mean`` and ``deviation [b, *latent_shape]``: the bits that stored posteriors give."""
+    latents = sampled(mean, deviation, batch["posterior"].to(mean))
+    noisy, target = process.noised(latents, batch["noise"].to(mean), batch["timesteps"])
+    return {"noisy": noisy, "target": target}
 
 
 @dataclass(frozen=True)
@@ -124,6 +155,7 @@ class DiffusionLoader:
     num_workers: int = 0
     skip_corrupt: bool = False
     other_processes: tuple[DiffusionProcess, ...] = ()
+    needs_pixels: bool = True
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if self.num_workers == 0:
@@ -152,6 +184,7 @@ class DiffusionLoader:
             self.split,
             self.needs_image,
             self.skip_corrupt,
+            self.needs_pixels,
         )
 
 

@@ -59,12 +59,22 @@ class Autoencoder:
         With ``noise`` (as the latents, see ``posterior_noise``) these are samples of the
         posterior, else its mean.
         """
-        moments = torch.cat([self._moments(image) for image in images.split(1)]).float()
-        mean, log_variance = moments.chunk(2, dim=1)
-        if noise is not None:
-            deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
-            mean = mean + deviation * noise.to(deviation)
-        return ((mean - self.shift.to(mean)) * self.scale.to(mean)).to(images.device)
+        mean, deviation = self.posterior(images)
+        return mean if noise is None else sampled(mean, deviation, noise.to(mean.device))
+
+    def posterior(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean, standard deviation) of the images' latents, as ``encode`` gives them."""
+        moments = torch.cat([self._moments(image) for image in images.split(1)])
+        mean, deviation = self.normalized(moments)
+        return mean.to(images.device), deviation.to(images.device)
+
+    def normalized(self, moments: Tensor) -> tuple[Tensor, Tensor]:
+        """(mean, standard deviation) of latents, shifted and scaled, fp32 ``[b, c', h', w']``, of
+        the ``moments [b, 2c', h', w']`` that the last piece gives."""
+        mean, log_variance = moments.float().chunk(2, dim=1)
+        deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
+        scale = self.scale.to(mean)
+        return (mean - self.shift.to(mean)) * scale, deviation * scale
 
     def _moments(self, image: Tensor) -> Tensor:
         given = {PIXELS: image.to(self.device, self.dtype)}
@@ -80,9 +90,15 @@ class Autoencoder:
         )
 
 
-def posterior_noise(seed: int, sample: int, visit: int, shape: tuple[int, ...]) -> Tensor:
-    """Noise of ``shape``, a function of the seed, the sample and the pass over the data."""
-    noise = draw(seed, sample, visit, shape, Stream.POSTERIOR).noise
+def sampled(mean: Tensor, deviation: Tensor, noise: Tensor) -> Tensor:
+    """Samples of a posterior; the same bits wherever and whenever they are drawn."""
+    return mean + deviation * noise
+
+
+def posterior_noise(seed: int, sample: int, position: int, shape: tuple[int, ...]) -> Tensor:
+    """Noise of ``shape``, a function of the seed, the sample and its position in the run: another
+    one in every epoch."""
+    noise = draw(seed, sample, position, shape, Stream.POSTERIOR).noise
     assert noise is not None
     return noise
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,19 +11,21 @@ from torch import Tensor
 from megatron_pulse.encoders.pieces import Piece, run_pieces
 from megatron_pulse.encoders.recipe import Kind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text import text_pieces
-from megatron_pulse.faults import UserError, raised, told
-
-_LONGEST = 1 << 14
-"""Tokens; tokenizers that say no length say a much larger one."""
-_WEIGHTS = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
-
-
-class EncodersError(UserError):
-    """A pipeline folder that cannot encode what is asked for."""
+from megatron_pulse.encoders.tokens import (
+    Tokenizers,
+    digest_of,
+    ids_name,
+    mask_name,
+    missing_tokenizers,
+    require,
+)
+from megatron_pulse.faults import collecting, raised
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_json
 
 
 class TextEncoder:
-    """One frozen encoder with its tokenizer, cut into ``pieces``.
+    """One frozen encoder, cut into ``pieces``.
 
     ``width`` is that of its states, ``pooled_width`` that of its pooled one.
     """
@@ -43,13 +42,9 @@ class TextEncoder:
 
         self.kind, self.place, self.device = recipe.kinds[place], place, device
         where = folder / folder_name("text_encoder", place)
-        tokens = folder / folder_name("tokenizer", place)
         kind = getattr(transformers, self.kind.value)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
         model = kind.from_pretrained(str(where), local_files_only=True, dtype=chosen)
-        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            str(tokens), local_files_only=True
-        )
         self.model = model.to(device).eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype
         self.width = int(getattr(model.config, "d_model", 0) or model.config.hidden_size)
@@ -60,34 +55,15 @@ class TextEncoder:
             self.kind, self.model, recipe.states_of(place), masked
         )
         self.digest = digest_of(where)
-        self.tokenizer_digest = digest_of(tokens)
-
-    @property
-    def own_length(self) -> int | None:
-        """How many tokens its tokenizer pads to; None if that says nothing."""
-        length = int(self.tokenizer.model_max_length)
-        return length if length <= _LONGEST else None
-
-    def tokenize(self, text: str, length: int) -> dict[str, Tensor]:
-        """``ids`` and ``mask`` of one text, [1, length], cut and padded."""
-        made = self.tokenizer(
-            [text], padding="max_length", max_length=length, truncation=True, return_tensors="pt",
-            return_attention_mask=True,
-        )  # fmt: skip
-        ids: Tensor = made["input_ids"]
-        return {"ids": ids, "mask": made["attention_mask"]}
 
     def encode(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All states of tokenized texts, and their ``mask``."""
+        """All states of tokenized texts, ``ids`` and ``mask`` [b, length], and their ``mask``."""
         given = {name: value.to(self.device) for name, value in tokens.items()}
         states: dict[str, Tensor] = run_pieces(self.pieces, given)
         return states
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind.value} {str(self.dtype).removeprefix('torch.')} {self.digest}, "
-            f"tokenizer {self.tokenizer_digest}"
-        )
+        return f"{self.kind.value} {str(self.dtype).removeprefix('torch.')} {self.digest}"
 
 
 class TextEncoders:
@@ -96,6 +72,7 @@ class TextEncoders:
     ``shapes`` are the fields' shapes in the backbone. One text is encoded at a time: the bits of
     an encoder's states depend on how many are encoded together (see the tests), and stored states
     must be those of encoding in the loop. ``dtype`` None is that of the folder, or fp32 on a CPU.
+    ``zeros_if_empty``: what stands for no prompt are zeros, not the states of the empty text.
     Nothing is downloaded. Raises EncodersError with everything that the folder lacks.
     """
 
@@ -108,37 +85,55 @@ class TextEncoders:
     ) -> None:
         self.folder, self.recipe = Path(folder), recipe
         self.shapes = {name: tuple(shapes[name]) for name in recipe.fields}
-        self._require_folders()
+        require(self.folder, missing_tokenizers(self.folder, recipe) + self._missing_encoders())
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.encoders: dict[int, TextEncoder] = {}
-        faults = []
+        faults: list[str] = []
+        self.zeros_if_empty = recipe.zeros_if_empty
+        if recipe.zeros_if_empty:
+            with collecting(faults):
+                index = read_json(self.folder / "model_index.json", FileKind.PIPELINE)
+                self.zeros_if_empty = bool(index.get("force_zeros_for_empty_prompt", True))
         for place in recipe.kinds:
             try:
                 self.encoders[place] = TextEncoder(self.folder, place, recipe, dtype, device)
             except Exception as error:  # transformers raises many kinds
                 faults.append(f"{folder_name('text_encoder', place)}: {raised(error)}")
-        self._require(faults)
-        self._lengths = self._fitted_lengths(faults)
-        self._require(faults or self._misfits())
-        self._zeros = recipe.zeros_if_empty and bool(
-            _json(self.folder / "model_index.json").get("force_zeros_for_empty_prompt", True)
-        )
+        require(self.folder, faults)
+        self.tokenizers = Tokenizers(self.folder, recipe, self.shapes)
+        require(self.folder, self._misfits())
 
     def __call__(self, text: str) -> dict[str, Tensor]:
         """Every field of one prompt, without a batch dimension: fp32 states and int64 masks."""
-        text = text.lower().strip() if self.recipe.lower else text
+        return self.encode(self.tokenizers(text))
+
+    def encode(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Every field of one tokenized prompt, ``[length]`` each, as of ``Tokenizers``."""
         found = {}
         for place, encoder in self.encoders.items():
-            tokens = encoder.tokenize(text, self._lengths[place])
-            found[place] = {k: v[0].cpu() for k, v in encoder.encode(tokens).items() if v.ndim}
+            given = {"ids": tokens[ids_name(place)][None], "mask": tokens[mask_name(place)][None]}
+            found[place] = {k: v[0].cpu() for k, v in encoder.encode(given).items() if v.ndim}
+        return self.joined(found)
+
+    def joined(self, found: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Every field, of states by place and name; with a batch dimension where they have one."""
         return {name: self._joined(name, found) for name in self.recipe.fields}
+
+    def dropped(self, fields: Mapping[str, Tensor], which: Tensor) -> dict[str, Tensor]:
+        """The ``fields [b, ...]`` of texts; ``which``, bool [b], had the empty text for none."""
+        if not self.zeros_if_empty:
+            return dict(fields)
+        return {
+            name: value
+            if value.dtype == torch.int64
+            else value.masked_fill(which.view(-1, *[1] * (value.ndim - 1)).to(value.device), 0)
+            for name, value in fields.items()
+        }
 
     def null(self) -> dict[str, Tensor]:
         """What stands for no prompt."""
-        fields = self("")
-        if not self._zeros:
-            return fields
-        return {name: v if v.dtype == torch.int64 else v.zero_() for name, v in fields.items()}
+        fields = {name: value[None] for name, value in self("").items()}
+        return {name: v[0] for name, v in self.dropped(fields, torch.tensor([True])).items()}
 
     def made_by(self) -> dict[str, str]:
         """For every field, what makes it: states, classes, dtypes, lengths, digests of weights."""
@@ -147,7 +142,8 @@ class TextEncoders:
             places = sorted({part.place for row in self.recipe.fields[name] for part in row})
             of = "; ".join(
                 f"{folder_name('text_encoder', place)} {self.encoders[place]}, "
-                f"{self._lengths[place]} tokens"
+                f"tokenizer {self.tokenizers.digests[place]}, "
+                f"{self.tokenizers.lengths[place]} tokens"
                 + (" masked" if place in self.recipe.masked else "")
                 for place in places
             )
@@ -163,54 +159,26 @@ class TextEncoders:
             return rows[0]
         widest = max(row.shape[-1] for row in rows)
         padded = [torch.nn.functional.pad(row, (0, widest - row.shape[-1])) for row in rows]
-        return (padded[0] if len(padded) == 1 else torch.cat(padded)).float()
+        return (padded[0] if len(padded) == 1 else torch.cat(padded, dim=-2)).float()
 
-    def _require(self, faults: list[str]) -> None:
-        if faults:
-            remedy = "Give the folder of the pipeline that the backbone is of."
-            raise EncodersError(told(f"encoders {self.folder}", faults, remedy))
-
-    def _require_folders(self) -> None:
+    def _missing_encoders(self) -> list[str]:
         faults = []
-        if not self.folder.is_dir():
-            self._require(["there is no such folder"])
         for place, kind in self.recipe.kinds.items():
-            where, tokens = (folder_name(what, place) for what in ("text_encoder", "tokenizer"))
+            where = folder_name("text_encoder", place)
             config = self.folder / where / "config.json"
             if not config.is_file():
-                faults.append(f"{where}/config.json is missing: {kind.value} is needed there")
-            elif kind.value not in (names := _json(config).get("architectures") or []):
-                has = ", ".join(map(str, names)) or "no class that its config.json names"
-                faults.append(f"{where} is {has}, and {kind.value} is needed there")
-            if not (self.folder / tokens).is_dir():
-                faults.append(f"{tokens} is missing")
-        self._require(faults)
-
-    def _fitted_lengths(self, faults: list[str]) -> dict[int, int]:
-        """Tokens by place."""
-        lengths: dict[int, int] = {}
-        for place, encoder in self.encoders.items():
-            if place in self.recipe.fitted:
+                if self.folder.is_dir():
+                    faults.append(f"{where}/config.json is missing: {kind.value} is needed there")
                 continue
-            if (own := encoder.own_length) is None:
-                faults.append(f"{folder_name('tokenizer', place)} has no model_max_length")
-            lengths[place] = own or 1
-        for name, rows in self.recipe.fields.items():
-            if len(self.shapes[name]) != 2:
-                continue
-            (fitted,) = {p.place for row in rows for p in row} & self.recipe.fitted or {0}
-            if fitted:
-                others = sum(lengths[row[0].place] for row in rows if row[0].place != fitted)
-                lengths[fitted] = self.shapes[name][0] - others
-                if lengths[fitted] < 1:
-                    faults.append(
-                        f"{name} of {self.shapes[name][0]} tokens has none left for "
-                        f"{folder_name('text_encoder', fitted)}: {others} are the others'"
-                    )
-        return lengths
+            with collecting(faults):
+                names = read_json(config, FileKind.MODEL).get("architectures") or []
+                if kind.value not in names:
+                    has = ", ".join(map(str, names)) or "no class that its config.json names"
+                    faults.append(f"{where} is {has}, and {kind.value} is needed there")
+        return faults
 
     def _shape(self, part: Part) -> tuple[int, ...]:
-        encoder, length = self.encoders[part.place], self._lengths[part.place]
+        encoder, length = self.encoders[part.place], self.tokenizers.lengths[part.place]
         if part.state is State.POOLED:
             return (encoder.pooled_width,)
         return (length,) if part.state is State.MASK else (length, encoder.width)
@@ -233,20 +201,3 @@ class TextEncoders:
                     f"{'x'.join(map(str, self.shapes[name]))}"
                 )
         return faults
-
-
-def digest_of(folder: Path) -> str:
-    """SHA-256 of a component's weights, config and vocabulary: names and contents of files."""
-    whole = hashlib.sha256()
-    for path in sorted({p for pattern in _WEIGHTS for p in folder.glob(pattern)}):
-        with open(path, "rb") as file:
-            whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-    return f"sha256:{whole.hexdigest()[:16]}"
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -32,7 +32,7 @@ def test_exactly_the_wanted_fields_with_defaults():
         "time_ids": FieldSpec((6,), "float32"),
         "guidance": FieldSpec((), "float32"),
     }
-    data = Fitted(Texts(), wanted)
+    data = Fitted(Texts(), Wanted((2, 4, 4), wanted))
     assert not data.faults
     sample = data[2]
     assert sample.keys() == {"image", "label", "index", *wanted}
@@ -45,7 +45,7 @@ def test_exactly_the_wanted_fields_with_defaults():
 
 
 def test_a_mask_needs_what_it_masks():
-    (fault,) = Fitted(Texts(), {"context_t5_mask": MASK}).faults
+    (fault,) = Fitted(Texts(), Wanted((2, 4, 4), {"context_t5_mask": MASK})).faults
     assert fault == "the backbone reads context_t5_mask (4 int64), the data has none"
 
 

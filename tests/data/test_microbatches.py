@@ -46,7 +46,7 @@ class WithText(ArrayDataset):
 
 IMAGES = np.random.default_rng(0).uniform(-1, 1, (20, 1, 5, 5))
 DATASET = WithText(IMAGES, np.arange(20) % 4, num_classes=4)
-FIELDS = {"noisy", "target", "timesteps", "labels", "index", *WithText.fields}
+FIELDS = {"noisy", "target", "timesteps", "labels", "index", "dropped", *WithText.fields}
 
 
 def batch(items, process=PROCESSES[0], **options):

@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 
-from megatron_pulse.encoders.pipeline import EncodersError, TextEncoders
+from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import folder_name
+from megatron_pulse.encoders.tokens import EncodersError
 from megatron_pulse.faults import UserError
 from model_specs import load_backbone, text_recipe
 from model_specs.common import texts

@@ -28,7 +28,10 @@ from megatron_pulse.files import FileError, read_json, replacing
 
 FORMAT = 2
 META = "meta.json"
-RESERVED = ("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels")
+RESERVED = (
+    *("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels"),
+    *("dropped", "pixels", "noise", "posterior"),
+)
 """Names that no conditioning field can have."""
 
 

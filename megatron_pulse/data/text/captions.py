@@ -24,6 +24,7 @@ class CaptionedImages(ImageFiles):
     """
 
     kind = "captions"
+    has_captions = True
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Images whose captions a real text encoder turns into what a backbone reads."""
+"""Images whose captions become what a backbone reads, or what its text encoders read."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ class Encodes(Protocol):
 
     def null(self) -> dict[str, Tensor]:
         """What a dropped caption becomes."""
+
+
+class Tokenizes(Encodes, Protocol):
+    """Makes token ids and masks, all int64, of these shapes."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
 
 class Encoded(Derived):

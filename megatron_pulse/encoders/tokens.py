@@ -1,0 +1,154 @@
+"""From texts to token ids, with the tokenizers of a diffusers pipeline folder.
+
+They are read without the encoders, so that workers that load data need no encoder's weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_pulse.encoders.recipe import TextRecipe, folder_name
+from megatron_pulse.faults import UserError, raised, told
+
+_LONGEST = 1 << 14
+"""Tokens; tokenizers that say no length say a much larger one."""
+_CONTENT = ("*.safetensors", "*.bin", "*.json", "*.txt", "*.model")
+
+
+class EncodersError(UserError):
+    """A pipeline folder that cannot encode what is asked for."""
+
+
+def require(folder: Path, faults: Sequence[str]) -> None:
+    """Raise EncodersError if there are faults of the pipeline's folder."""
+    if faults:
+        remedy = "Give the folder of the pipeline that the backbone is of."
+        raise EncodersError(told(f"encoders {folder}", faults, remedy))
+
+
+def ids_name(place: int) -> str:
+    """How a sample calls the ids for the encoder at a place: ``text_encoder_2_ids``."""
+    return f"{folder_name('text_encoder', place)}_ids"
+
+
+def mask_name(place: int) -> str:
+    """How a sample calls their mask: ``text_encoder_2_mask``."""
+    return f"{folder_name('text_encoder', place)}_mask"
+
+
+class Tokenizers:
+    """Makes the token ids and masks of a text that the encoders of a recipe read.
+
+    ``lengths`` are the numbers of tokens by place, for fields of these ``shapes`` in the backbone;
+    ``digests`` those of the tokenizers' files. Nothing is downloaded. Raises EncodersError with
+    everything that the folder lacks.
+    """
+
+    def __init__(
+        self, folder: str | Path, recipe: TextRecipe, shapes: Mapping[str, Sequence[int]]
+    ) -> None:
+        import transformers
+
+        self.folder, self.recipe = Path(folder), recipe
+        require(self.folder, missing_tokenizers(self.folder, recipe))
+        self._tokenizers: dict[int, Any] = {}
+        self.digests: dict[int, str] = {}
+        faults = []
+        for place in recipe.kinds:
+            where = self.folder / folder_name("tokenizer", place)
+            try:
+                self._tokenizers[place] = transformers.AutoTokenizer.from_pretrained(
+                    str(where), local_files_only=True
+                )
+            except Exception as error:  # transformers raises many kinds
+                faults.append(f"{where.name}: {raised(error)}")
+            self.digests[place] = digest_of(where)
+        require(self.folder, faults)
+        self.lengths = self._fitted_lengths(shapes, faults)
+        require(self.folder, faults)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of everything that a text gives; all of it is int64."""
+        return {
+            name: (length,)
+            for place, length in self.lengths.items()
+            for name in (ids_name(place), mask_name(place))
+        }
+
+    def __call__(self, text: str) -> dict[str, Tensor]:
+        """``text_encoder_ids``, ``text_encoder_mask`` ... of one text, cut and padded, int64."""
+        text = text.lower().strip() if self.recipe.lower else text
+        found = {}
+        for place, tokenizer in self._tokenizers.items():
+            made = tokenizer(
+                text, padding="max_length", max_length=self.lengths[place], truncation=True,
+                return_attention_mask=True,
+            )  # fmt: skip
+            found[ids_name(place)] = torch.tensor(made["input_ids"])
+            found[mask_name(place)] = torch.tensor(made["attention_mask"])
+        return found
+
+    def null(self) -> dict[str, Tensor]:
+        """Those of the empty text, which stand for a dropped caption."""
+        return self("")
+
+    def made_by(self) -> dict[str, str]:
+        """For every name, what makes it."""
+        return {
+            name: f"{folder_name('tokenizer', place)} {self.digests[place]}, {length} tokens"
+            for place, length in self.lengths.items()
+            for name in (ids_name(place), mask_name(place))
+        }
+
+    def _own_length(self, place: int) -> int | None:
+        """How many tokens a tokenizer pads to; None if it does not say."""
+        length = int(self._tokenizers[place].model_max_length)
+        return length if length <= _LONGEST else None
+
+    def _fitted_lengths(
+        self, shapes: Mapping[str, Sequence[int]], faults: list[str]
+    ) -> dict[int, int]:
+        lengths: dict[int, int] = {}
+        for place in self.recipe.kinds:
+            if place in self.recipe.fitted:
+                continue
+            if (own := self._own_length(place)) is None:
+                faults.append(f"{folder_name('tokenizer', place)} has no model_max_length")
+            lengths[place] = own or 1
+        for name, rows in self.recipe.fields.items():
+            if len(shapes[name]) != 2:
+                continue
+            (fitted,) = {p.place for row in rows for p in row} & self.recipe.fitted or {0}
+            if fitted:
+                others = sum(lengths[row[0].place] for row in rows if row[0].place != fitted)
+                lengths[fitted] = shapes[name][0] - others
+                if lengths[fitted] < 1:
+                    faults.append(
+                        f"{name} of {shapes[name][0]} tokens has none left for "
+                        f"{folder_name('text_encoder', fitted)}: {others} are the others'"
+                    )
+        return dict(sorted(lengths.items()))
+
+
+def missing_tokenizers(folder: Path, recipe: TextRecipe) -> list[str]:
+    """A fault for every tokenizer that the folder lacks, or one for the folder."""
+    if not folder.is_dir():
+        return ["there is no such folder"]
+    names = (folder_name("tokenizer", place) for place in recipe.kinds)
+    return [f"{name} is missing" for name in names if not (folder / name).is_dir()]
+
+
+def digest_of(folder: Path) -> str:
+    """SHA-256 of a component's weights, config and vocabulary: names and contents of files."""
+    whole = hashlib.sha256()
+    for path in sorted({p for pattern in _CONTENT for p in folder.glob(pattern)}):
+        with open(path, "rb") as file:
+            whole.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return f"sha256:{whole.hexdigest()[:16]}"
