@@ -38,6 +38,8 @@ def message_spec(routes: Routes, message: Message) -> TensorSpec:
             is_gradient = message.producer.kind is not Kind.FORWARD
             is_sum = spec.dtype == COMPUTE or getattr(torch, spec.dtype).is_floating_point
             return replace(spec, dtype="float64") if is_gradient and is_sum else spec
+        case Payload.ENCODED:
+            raise PulseError(f"{message} is no part of the chain: its component knows its size")
 
 
 type Tensors = dict[tuple[Payload, str], Tensor]
@@ -138,16 +140,27 @@ class Exchange:
         """Start one round of messages (see Links)."""
         self._links_or_fail().issue(ops, self._outgoing, make_buffer)
 
+    def offer(self, message: Message, tensor: Tensor) -> None:
+        """Have ``tensor`` sent as ``message`` with its round."""
+        self._outgoing[message] = tensor
+
     def receive(self, message: Message) -> None:
         """Wait for ``message`` and put it where its taker finds it."""
+        tensor = self.arrived(message)
+        self._hand_over(message.consumer, message.payload, message.name, tensor, message.source)
+
+    def arrived(self, message: Message) -> Tensor:
+        """Wait for ``message``."""
         links = self._links_or_fail()
         tensor = links.wait(message)
-        self._hand_over(message.consumer, message.payload, message.name, tensor, message.source)
         # What the sender consumed before it produced this has certainly arrived there.
-        reached = self._position[message.producer]
+        reached, never = self._position[message.producer], len(self._position)
         links.release(
-            lambda m: m.destination == message.source and self._position[m.consumer] < reached
+            lambda m: (
+                m.destination == message.source and self._position.get(m.consumer, never) < reached
+            )
         )
+        return tensor
 
     def drain(self) -> None:
         """Wait, within the links' limit, for all transfers."""

@@ -36,6 +36,22 @@ Workload = Callable[[int], None]
 """What a filler runs: takes the number of a slice, and is no part of the backbone."""
 
 
+class Carrier(Protocol):
+    """What slices of fillers leave for slices on other devices, and for the next step."""
+
+    def outgoing(self, message: Message) -> Tensor:
+        """What a slice that has run sends."""
+        ...
+
+    def empty(self, message: Message) -> Tensor:
+        """A tensor to receive ``message`` in."""
+        ...
+
+    def take(self, message: Message, tensor: Tensor) -> None:
+        """``message`` has arrived."""
+        ...
+
+
 class Recorder(Protocol):
     """What is called around every event of a step; nothing may wait in it."""
 
@@ -65,8 +81,9 @@ class Executor:
     ``stages`` maps a stage's number to its (wrapped) module; ``no_sync`` to the context in which
     its gradients are accumulated without being reduced, ``replicas`` the replicated embedders if
     there are any. ``program`` comes from ``compile_program``; its filler X0:3 runs slice 3 of
-    ``fillers[0]``, without gradients. After an error everything held is let go and the error is
-    on the board. Raises PulseError if the program names a filler that is not there.
+    ``fillers[0]``, without gradients, and ``carrier`` has what slices send. After an error
+    everything held is let go and the error is on the board. Raises PulseError if the program names
+    a filler that is not there.
     """
 
     def __init__(
@@ -82,8 +99,10 @@ class Executor:
         no_sync: Mapping[int, Callable[[], AbstractContextManager[object]]] | None = None,
         replicas: Replicas | None = None,
         fillers: Sequence[Workload] = (),
+        carrier: Carrier | None = None,
     ) -> None:
         _require_fillers(program, len(fillers))
+        _require_carrier(program, carrier)
         self._backbone = backbone
         self._routes = routes
         self._schedule = schedule
@@ -94,6 +113,7 @@ class Executor:
         self._no_sync = no_sync or {}
         self._replicas = replicas
         self._fillers = tuple(fillers)
+        self._carrier = carrier
         self._own = routes.partition.placement.stages_of_device(device)
         self._last_stage = routes.partition.placement.num_stages - 1
         self._fields = {s: batch_fields_of(backbone, routes, s) for s in self._own}
@@ -161,12 +181,22 @@ class Executor:
                     self._current = operation
                     self._run(operation)
                     self._current = None
+                case Wait(message) if message.payload is Payload.ENCODED:
+                    self._carried.take(message, self._exchange.arrived(message))
                 case Wait(message):
                     self._exchange.receive(message)
                 case Issue(ops):
+                    for is_send, message in ops:
+                        if is_send and message.payload is Payload.ENCODED:
+                            self._exchange.offer(message, self._carried.outgoing(message))
                     self._exchange.issue(ops, self._make_buffer)
             if recorder is not None:
                 recorder.end(event)
+
+    @property
+    def _carried(self) -> Carrier:
+        assert self._carrier is not None  # as _require_carrier has seen
+        return self._carrier
 
     def _give_up(self, error: BaseException) -> None:
         self._exchange.clear()
@@ -206,6 +236,8 @@ class Executor:
     def _make_buffer(self, message: Message) -> Tensor:
         """An empty tensor for what ``message`` brings, which follows from its microbatch's shape:
         every device sees that in its own batch, and no shape travels."""
+        if message.payload is Payload.ENCODED:
+            return self._carried.empty(message)
         which = self._shape(message.consumer.microbatch) if self._backbone.num_shapes > 1 else 0
         return self._settings.make_empty(message_spec(self._routes, message).at(which))
 
@@ -332,6 +364,17 @@ def _describe(op: Operation) -> str:
     if op.kind is Kind.FILLER:
         return f"in {op} (filler {op.stage}, slice {op.microbatch})"
     return f"in {op} (stage {op.stage}, microbatch {op.microbatch})"
+
+
+def _require_carrier(program: Sequence[Event], carrier: Carrier | None) -> None:
+    """Raise PulseError if slices in ``program`` send and nothing has what they send."""
+    if carrier is None and any(
+        message.payload is Payload.ENCODED
+        for event in program
+        if isinstance(event, Issue)
+        for _, message in event.ops
+    ):
+        raise PulseError("slices of the schedule's fillers send results, but no carrier has them")
 
 
 def _require_fillers(program: Sequence[Event], count: int) -> None:

@@ -7,6 +7,7 @@ step's transfers against the same limit.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 
 
@@ -28,11 +31,13 @@ class _Transfer:
 
 @dataclass
 class LinkCounts:
-    """What a device has sent: bytes of messages (forward and gradients apart), and beside them
-    those of replicated embedders; and the bytes of the messages that it was sent."""
+    """What a device has sent: bytes of messages (those of forwards, of gradients and of frozen
+    components apart), and beside them those of replicated embedders and of encoding in front of
+    steps; and the bytes of the messages that it was sent."""
 
     forward_bytes: int = 0
     gradient_bytes: int = 0
+    encoded_bytes: int = 0
     skip_bytes: int = 0
     replica_bytes: int = 0
     num_messages: int = 0
@@ -136,6 +141,20 @@ class Links:
         if self._group.rank() == device:
             self.traffic.replica_bytes += tensor.nbytes * (self._group.size() - 1)
 
+    def tell[T](self, value: T, device: int, what: str) -> T:
+        """What ``value`` is on ``device``, on all devices; a small one that can be pickled."""
+        content = pickle.dumps(value) if self._group.rank() == device else b""
+        where = torch.device("cpu" if self._blocking else "cuda")
+        size = torch.tensor([len(content)], device=where)
+        self.broadcast(size, device, what)
+        if self._group.rank() == device:
+            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(where)
+        else:
+            buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=where)
+        self.broadcast(buffer, device, what)
+        found: T = pickle.loads(buffer.cpu().numpy().tobytes())
+        return found
+
     def reduce(self, tensor: torch.Tensor, device: int, what: str) -> None:
         """Sum ``tensor`` over all devices into that of ``device`` (others: undefined)."""
         target = dist.get_global_rank(self._group, device)
@@ -174,7 +193,9 @@ class Links:
 
     def _count(self, message: Message, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
-        if message.producer.kind.value == "F":
+        if message.payload is Payload.ENCODED:
+            self.traffic.encoded_bytes += size
+        elif message.producer.kind is Kind.FORWARD:
             self.traffic.forward_bytes += size
         else:
             self.traffic.gradient_bytes += size
@@ -207,13 +228,16 @@ class Links:
         sending = message.source == own
         peer = message.destination if sending else message.source
         peer_rank = dist.get_global_rank(self._group, peer)
+        ends = f"{'to' if sending else 'from'} pipeline device {peer} (rank {peer_rank})"
         op = message.producer if sending else message.consumer
-        where = (
-            f"{doing} {message.payload.value} {message.name} "
-            f"({message.producer} to {message.consumer}; operation {op}, stage {op.stage}, "
-            f"microbatch {op.microbatch}) {'to' if sending else 'from'} pipeline device {peer} "
-            f"(rank {peer_rank})"
-        )
+        if message.payload is Payload.ENCODED:
+            where = f"{doing} {message} {ends}"
+        else:
+            where = (
+                f"{doing} {message.payload.value} {message.name} "
+                f"({message.producer} to {message.consumer}; operation {op}, stage {op.stage}, "
+                f"microbatch {op.microbatch}) {ends}"
+            )
         text = str(error)
         if "imed out" in text or "imeout" in text:
             reason = f"no answer within {self._timeout_s:g} s"

@@ -16,6 +16,7 @@ from megatron_pulse.backbone.shapes import ShapeError, fields_of, shape_of
 from megatron_pulse.faults import told
 from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
 from megatron_pulse.planner.step.plan import Plan
+from megatron_pulse.runtime.encoding import Encoding, Frozen
 from megatron_pulse.runtime.executor import Executor, Recorder, Workload
 from megatron_pulse.runtime.failures import PulseError, default_board
 from megatron_pulse.runtime.links import Links
@@ -88,8 +89,16 @@ class Pipeline:
                 plan, self.rank, self.stages, context, self.links, self._settings
             )
         self._fillers = tuple(fillers)
+        self._encoding: Encoding | None = None
         self._executors: dict[tuple[int, bool], Executor] = {}
         self._tried = False
+
+    def encode_with(self, components: Sequence[Frozen]) -> Encoding:
+        """Have frozen components encode samples: in front of a step (``front``), or by the fillers
+        of the plan's schedule while another one runs (``fill``, the step, ``filled``)."""
+        self._encoding = Encoding(components, self._settings.device, self.rank, self.links)
+        self._executors.clear()
+        return self._encoding
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of this process's layers, by their layers' names."""
@@ -182,7 +191,10 @@ class Pipeline:
                 self.links,
                 self._board,
                 replicas=self._replicas,
-                fillers=self._fillers,
+                fillers=self._fillers
+                if self._encoding is None
+                else self._encoding.workloads(step.schedule),
+                carrier=self._encoding,
             )
         return self._executors[key]
 

@@ -44,6 +44,7 @@ def filled_schedule(problem: FillProblem, filled: Filled) -> Schedule:
                 filled.homes[c],
                 tuple((*piece.layers, *piece.samples) for piece in pieces[c]),
                 tuple(needs),
+                component.readers,
             )
         )
     order = tuple(

@@ -31,6 +31,8 @@ class Payload(StrEnum):
     BOUNDARY = "boundary"
     SKIP = "skip"
     CONDITIONING = "conditioning"
+    ENCODED = "encoded"
+    """What slices of a frozen component leave for each other, and what the next step reads."""
 
 
 class Delivery(NamedTuple):

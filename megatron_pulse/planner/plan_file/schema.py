@@ -50,7 +50,7 @@ _FIGURE = number("a number, 0 or more", minimum=-1e-9)  # differences are rounde
 _PIECE = "[first layer, layer after the last, first sample, sample after the last]"
 _NEED = "[filler, slice, seconds] that a slice waits for"
 _FILLER = record(
-    "a filler: name, slice_seconds, devices, pieces, needs",
+    "a filler: name, slice_seconds, devices, pieces, needs, readers",
     ["name", "slice_seconds", "devices"],
     name=TEXT,
     slice_seconds=list_of(_TIME, "seconds of each slice"),
@@ -82,6 +82,7 @@ _FILLER = record(
         },
         "description": f"a list for each slice of {_NEED}",
     },
+    readers=list_of(NATURAL, "devices that read the results", least=0),
 )
 _PREDICTED = (
     "step_s",

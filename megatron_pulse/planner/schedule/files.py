@@ -106,6 +106,7 @@ def _filler(record: Mapping[str, Any]) -> Filler:
         None if devices is None else tuple(map(_whole, devices)),
         tuple(map(_piece, record.get("pieces", ()))),
         tuple(tuple(map(_need, needs)) for needs in record.get("needs", ())),
+        tuple(map(_whole, record.get("readers", ()))),
     )
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_pulse.planner.layout.routes import Payload
-from megatron_pulse.planner.schedule.operations import Operation
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+
+STEP_END = Operation(Kind.FILLER, 999_999_999, 0)
+"""The consumer of what is only read in the next step: there is no such operation."""
 
 
 @dataclass(frozen=True, order=True)
@@ -14,8 +17,9 @@ class Message:
 
     ``producer`` is the operation on the source device whose end makes it ready; ``consumer`` the
     first operation on the destination device that needs it. ``name`` is the skip's or the
-    conditioning's name, or the index of the boundary tensor. The order of the fields is the
-    canonical order inside a round.
+    conditioning's name, or the index of the boundary tensor; what a slice of a frozen component
+    leaves for another, or for ``STEP_END``, has none. The order of the fields is the canonical
+    order inside a round.
     """
 
     producer: Operation
@@ -26,7 +30,8 @@ class Message:
     destination: int
 
     def __str__(self) -> str:
+        consumer = "the next step" if self.consumer == STEP_END else self.consumer
         return (
-            f"{self.payload.value} {self.name} of {self.producer} for {self.consumer}, "
+            f"{self.payload.value} {self.name} of {self.producer} for {consumer}, "
             f"device {self.source} to device {self.destination}"
         )

@@ -71,7 +71,8 @@ class Filler:
     ``slice_seconds[i]`` is how long slice i takes, in the unit of the stages' durations; each runs
     on one of ``devices`` (None: any), after ``needs[i]`` (empty: no slice waits for another).
     ``pieces[i]`` says what it is of a frozen component: first layer, layer after the last, first
-    sample, sample after the last (empty: not said). Raises ValueError with every fault.
+    sample, sample after the last (empty: not said); the results of its last layers go to
+    ``readers`` before the next step. Raises ValueError with every fault.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Filler:
     devices: tuple[int, ...] | None = None
     pieces: tuple[tuple[int, int, int, int], ...] = ()
     needs: tuple[tuple[Need, ...], ...] = ()
+    readers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         faults = []
@@ -95,6 +97,10 @@ class Filler:
             faults.append("the lags of its needs must be finite and not negative")
         if faults:
             raise ValueError(told(f"filler {self.name!r}", faults))
+
+    def finishes(self, number: int) -> bool:
+        """Whether a slice has the last of the component's layers."""
+        return self.pieces[number][1] == max(last for _, last, _, _ in self.pieces)
 
     def may_run_on(self, device: int) -> bool:
         """Whether ``device`` is one of its own."""

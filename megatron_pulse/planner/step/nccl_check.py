@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Operation
 from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
 
@@ -66,6 +66,11 @@ def _causality_faults(events: Sequence[Sequence[Event]]) -> list[str]:
                         for message in inputs[device, operation]
                         if message not in waited
                     )
+        faults.extend(
+            f"device {device} ends its step without waiting for {message}"
+            for message in inputs[device, STEP_END]
+            if message not in waited
+        )
     return faults
 
 

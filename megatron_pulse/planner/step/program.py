@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_pulse.planner.schedule.check.simulate import logical_times
-from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
-from megatron_pulse.planner.step.communication import CommunicationPlan
+from megatron_pulse.planner.step.communication import CommunicationPlan, round_times
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,12 @@ def compile_program(schedule: Schedule, plan: CommunicationPlan, device: int) ->
     Before an operation, the device issues every round of its own that is produced elsewhere
     earlier in logical time, so receives are posted before a long computation and transfers hide
     behind it; after it, the round that carries its results. By induction over logical time this
-    cannot deadlock, and ``nccl_check`` proves it per plan.
+    cannot deadlock, and ``nccl_check`` proves it per plan. What is only read in the next step is
+    waited for at the end.
     """
-    times = logical_times(schedule)
+    times, time_of = logical_times(schedule), round_times(schedule)
     mine = [
-        (times[round_[0].producer], issue)
+        (time_of(round_[0]), issue)
         for round_ in plan.rounds
         if (issue := _issue(round_, device)).ops
     ]
@@ -63,6 +64,8 @@ def compile_program(schedule: Schedule, plan: CommunicationPlan, device: int) ->
         while issued < len(mine) and mine[issued][0] == times[operation]:
             events.append(mine[issued][1])
             issued += 1
+    events.extend(issue for _, issue in mine[issued:])
+    events.extend(Wait(message) for message in inputs.get(STEP_END, ()))
     return tuple(events)
 
 

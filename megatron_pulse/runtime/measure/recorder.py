@@ -77,7 +77,7 @@ class StepRecorder:
         if self._links is None:
             return Traffic(self._device, 0, 0, 0)
         t = self._links.traffic
-        sent = t.forward_bytes + t.gradient_bytes + t.replica_bytes
+        sent = t.forward_bytes + t.gradient_bytes + t.encoded_bytes + t.replica_bytes
         return Traffic(self._device, sent, t.received_bytes, t.num_messages)
 
     def _now(self) -> float | torch.cuda.Event:

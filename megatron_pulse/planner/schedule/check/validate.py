@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.check.simulate import dependency, grid, waiting
-from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
@@ -218,10 +218,14 @@ def _message_faults(schedule: Schedule, messages: list[Message]) -> Iterator[str
     for message in messages:
         if message.source == message.destination:
             yield f"{message}: both ends are on one device, nothing needs to travel"
+        if not 0 <= message.destination < len(schedule.order):
+            yield f"{message}: there is no device {message.destination}"
         for role, operation, device in (
             ("producer", message.producer, message.source),
             ("consumer", message.consumer, message.destination),
         ):
+            if operation == STEP_END and role == "consumer":
+                continue
             if operation not in where:
                 yield f"{message}: its {role} {operation} is not in the schedule"
             elif where[operation] != device:
@@ -236,7 +240,8 @@ def _deadlock_faults(schedule: Schedule, messages: list[Message]) -> Iterator[st
     present = {op for order in schedule.order for op in order}
     arrivals: dict[Operation, set[Operation]] = {}
     for message in messages:
-        arrivals.setdefault(message.consumer, set()).add(message.producer)
+        if message.consumer != STEP_END:
+            arrivals.setdefault(message.consumer, set()).add(message.producer)
 
     def needs(operation: Operation) -> list[Operation]:
         first = dependency(operation, schedule.placement.num_stages)

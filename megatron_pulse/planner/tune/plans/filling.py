@@ -108,7 +108,7 @@ def filling_faults(plan: PlanFile) -> list[str]:
     for number, (said, made) in enumerate(
         itertools.zip_longest(plan.schedule.fillers, again.fillers)
     ):
-        for name in ("name", "slice_seconds", "devices", "pieces", "needs"):
+        for name in ("name", "slice_seconds", "devices", "pieces", "needs", "readers"):
             if getattr(said, name, None) != getattr(made, name, None):
                 faults.append(
                     f"schedule.fillers.{number}.{name} is not what the costs of encoders make it"

@@ -1,0 +1,63 @@
+"""Several tensors as one message: bytes behind each other, each from a multiple of 16 on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+_ALIGNED = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, shapes and dtypes of the tensors of one sample."""
+
+    entries: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+        """That of ``tensors``, in the order of their names."""
+        return cls(tuple((n, tuple(t.shape), t.dtype) for n, t in sorted(tensors.items())))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one sample."""
+        return sum(_padded(prod(shape) * dtype.itemsize) for _, shape, dtype in self.entries)
+
+    def pack(self, samples: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
+        """uint8 ``[len(samples) * num_bytes]``; raises ValueError for tensors of another kind."""
+        buffer = torch.empty(len(samples) * self.num_bytes, dtype=torch.uint8, device=device)
+        for sample, views in zip(samples, self._views(buffer, len(samples)), strict=True):
+            for name, view in views.items():
+                given = sample[name]
+                if given.shape != view.shape or given.dtype != view.dtype:
+                    raise ValueError(
+                        f"{name} is {given.dtype} {tuple(given.shape)}, was "
+                        f"{view.dtype} {tuple(view.shape)} in the first sample"
+                    )
+                view.copy_(given)
+        return buffer
+
+    def unpack(self, buffer: Tensor, count: int) -> list[dict[str, Tensor]]:
+        """The tensors of ``count`` samples; they share ``buffer``'s memory."""
+        return self._views(buffer, count)
+
+    def _views(self, buffer: Tensor, count: int) -> list[dict[str, Tensor]]:
+        found: list[dict[str, Tensor]] = []
+        at = 0
+        for _ in range(count):
+            views = {}
+            for name, shape, dtype in self.entries:
+                size = prod(shape) * dtype.itemsize
+                views[name] = buffer[at : at + size].view(dtype).view(shape)
+                at += _padded(size)
+            found.append(views)
+        return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
