@@ -107,6 +107,12 @@ def run(args: argparse.Namespace) -> None:
             validation_fraction=0.0,
             verify=args.verify,
         )
+    if args.encoders is not None and not dataset.has_captions:
+        require([f"--encoders: {args.source} has no captions; give only --vae"])
+    if dataset.has_captions and args.encoders is None and args.text_states is None:
+        print(
+            f"{args.source} has captions, which are left out: --encoders would write their states"
+        )
     vae = autoencoder_folder(args)
     autoencoder = _open_autoencoder(vae, dataset)
     shape = dataset.image_shape
@@ -215,8 +221,8 @@ def _check(args: argparse.Namespace) -> list[str]:
         faults.append("--encoders: name what will read the states: --backbone or --module")
     else:
         faults += backbone_faults(args)
-        if not captions:
-            faults.append("--encoders is for captions:PATH; of other data only --vae is needed")
+        if not args.source.startswith(("captions:", "folder:")):
+            faults.append("--encoders is for images with captions; of other data give only --vae")
         if args.text_states is not None:
             faults.append("--text-states makes states without --encoders: leave one of them out")
     if captions and args.image_size is None:
