@@ -109,6 +109,12 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     assert "no model_index.json" in said and "--backbone or --module" in said
     assert main([*argv, "--encoders", str(folder), "--backbone", "sd-v1.5"]) == 2
     assert "takes 4x64x64, and these images make 4x4x4" in capsys.readouterr().err
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("0.png", "1.png"):
+        (bare / name).write_bytes((tmp_path / "captions" / name).read_bytes())
+    assert write(folder, f"folder:{bare}", out) == 2
+    assert f"folder:{bare} has no captions" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -152,7 +158,7 @@ def test_encoders_of_other_data_are_refused(
     from model_specs.common.texts import SD
 
     out = tmp_path / "latents"
-    assert write(folder, captioned_digits(tmp_path, 3), out) == 0
+    assert write(folder, captioned_digits(tmp_path, 3).replace("captions", "folder", 1), out) == 0
     shapes = {"context": (LENGTH, 8)}
     same = TextEncoders(folder, SD, shapes)
     require_same(same, f"latents:{out}")

@@ -110,9 +110,7 @@ def run(args: argparse.Namespace) -> None:
     if args.encoders is not None and not dataset.has_captions:
         require([f"--encoders: {args.source} has no captions; give only --vae"])
     if dataset.has_captions and args.encoders is None and args.text_states is None:
-        print(
-            f"{args.source} has captions, which are left out: --encoders would write their states"
-        )
+        print(f"the captions of {args.source} are left out: --encoders would write their states")
     vae = autoencoder_folder(args)
     autoencoder = _open_autoencoder(vae, dataset)
     shape = dataset.image_shape

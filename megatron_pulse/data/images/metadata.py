@@ -66,9 +66,8 @@ def read_captions(root: Path, column: str = TEXT) -> list[tuple[Path, str]]:
             beside.append((picture, caption))
         elif said[picture] and caption not in said[picture]:
             other, at = next(iter(said[picture].items()))
-            faults.append(
-                f"{text.relative_to(root)} says {_short(caption)}, and {at} {_short(other)}"
-            )
+            here = f"{text.relative_to(root)} says {_short(caption)}"
+            faults.append(f"{here}, and {at} {_short(other)}")
     if listed or beside or faults:
         faults += [f"{picture.relative_to(root)} has no caption" for picture in bare]
     if faults:
