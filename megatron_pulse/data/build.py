@@ -14,7 +14,7 @@ from megatron_pulse.data.dataset import (
     Subset,
     split_indices,
 )
-from megatron_pulse.data.fields import Fitted, Wanted
+from megatron_pulse.data.fields import Fitted, Wanted, made_otherwise
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, open_digits
 from megatron_pulse.data.images.folder import ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
@@ -175,6 +175,7 @@ def _fitted(
     for which, one in enumerate(wanted):
         first, second = Fitted(train, one), Fitted(validation, one)
         faults = [*_size_faults(train, wanted, one), *first.faults]
+        faults += made_otherwise(train.made_by, one.made_by)
         if not faults:
             return which, first, second
         tried.append(faults)

@@ -13,6 +13,8 @@ import torch
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.diffusion.noise import start_noise
+from megatron_pulse.encoders.autoencoder import Autoencoder
+from megatron_pulse.encoders.tokens import digest_of
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
@@ -84,6 +86,9 @@ def test_captions_as_the_backbone_reads_them(
     made = json.loads((out / "meta.json").read_text())["layout"]["made_by"]["context"]
     for words in ("text_encoder last", "CLIPTextModel float32 sha256:", f"{LENGTH} tokens"):
         assert words in made
+    vae = Autoencoder(folder / "vae")
+    assert written.made_by["latent"] == vae.made_by() and "scale [0.5], shift" in vae.made_by()
+    assert f"sha256:{digest_of(folder / 'vae')[7:]}" in vae.made_by()
 
     meta = out / "meta.json"  # as after a kill behind the first shard
     whole = {file.name: file.read_bytes() for file in out.iterdir()}
