@@ -12,7 +12,6 @@ from torch import Tensor
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.pieces import run_pieces
-from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.faults import UserError, told
 
 
@@ -28,25 +27,32 @@ class Autoencoder:
     one; the shift is its ``latents_mean``, channel by channel, or its ``shift_factor``. ``pieces``
     are its encoder's layers. One image is encoded at a time, as the bits may depend on how many are
     encoded together. ``dtype`` is fp32 unless given. Nothing is downloaded: ``folder`` holds
-    ``config.json`` and the weights. Raises AutoencoderError if it does not, or if these settings
-    contradict each other.
+    ``config.json`` and the weights, which are left there unless it ``weighs``: then it neither
+    encodes nor decodes. Raises AutoencoderError if it does not, or if these settings contradict
+    each other.
     """
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, folder: str | Path, dtype: torch.dtype = torch.float32, weighs: bool = True
+    ) -> None:
         from diffusers import AutoencoderKL
 
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            model = AutoencoderKL.from_pretrained(
-                str(folder), local_files_only=True, torch_dtype=dtype
-            )
+            if weighs:
+                model = AutoencoderKL.from_pretrained(
+                    str(folder), local_files_only=True, torch_dtype=dtype
+                ).to(self.device)
+            else:
+                config = AutoencoderKL.load_config(str(folder), local_files_only=True)
+                with torch.device("meta"):
+                    model = AutoencoderKL.from_config(config).to(dtype)
         except Exception as error:  # diffusers raises many kinds
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise AutoencoderError(
                 f"{folder} cannot be read as a diffusers AutoencoderKL: {reason}"
             ) from error
-        self.folder = Path(folder)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = model.to(self.device).eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False)
         self.dtype = dtype
         self.pieces = image_pieces(self.model)
         self.latent_channels = int(model.config.latent_channels)
@@ -77,15 +83,6 @@ class Autoencoder:
         deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
         scale = self.scale.to(mean)
         return (mean - self.shift.to(mean)) * scale, deviation * scale
-
-    def made_by(self) -> str:
-        """What makes latents: class, dtype, digest of the weights, scale and shift."""
-        scale, shift = (
-            [round(x, 6) for x in each.flatten().tolist()] for each in (self.scale, self.shift)
-        )
-        dtype = str(self.dtype).removeprefix("torch.")
-        kind = type(self.model).__name__
-        return f"{kind} {dtype} {digest_of(self.folder)}, scale {scale}, shift {shift}"
 
     def _moments(self, image: Tensor) -> Tensor:
         given = {PIXELS: image.to(self.device, self.dtype)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,8 @@ from megatron_pulse.files import read_json
 class TextEncoder:
     """One frozen encoder, cut into ``pieces``.
 
-    ``width`` is that of its states, ``pooled_width`` that of its pooled one.
+    ``width`` is that of its states, ``pooled_width`` that of its pooled one. Unless ``weighs``, its
+    weights are left where they are: it encodes nothing, and says what it would give.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class TextEncoder:
         recipe: TextRecipe,
         dtype: torch.dtype | None,
         device: torch.device,
+        weighs: bool = True,
     ) -> None:
         import transformers
 
@@ -44,17 +46,28 @@ class TextEncoder:
         where = folder / folder_name("text_encoder", place)
         kind = getattr(transformers, self.kind.value)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
-        model = kind.from_pretrained(str(where), local_files_only=True, dtype=chosen)
-        self.model = model.to(device).eval().requires_grad_(False)
+        if weighs:
+            model = kind.from_pretrained(str(where), local_files_only=True, dtype=chosen).to(device)
+        else:
+            config = kind.config_class.from_pretrained(str(where), local_files_only=True)
+            with torch.device("meta"):
+                model = kind(config).to(dtype)
+        self.model = model.eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype
         self.width = int(getattr(model.config, "d_model", 0) or model.config.hidden_size)
         projected = self.kind is Kind.PROJECTED_CLIP
         self.pooled_width = int(model.config.projection_dim) if projected else self.width
         masked = place in recipe.masked or bool(getattr(model.config, "use_attention_mask", False))
+        masked = masked and weighs  # which mask it is depends on what is in it
         self.pieces: tuple[Piece, ...] = text_pieces(
             self.kind, self.model, recipe.states_of(place), masked
         )
-        self.digest = digest_of(where)
+        self._folder = where
+
+    @property
+    def digest(self) -> str:
+        """Of its files."""
+        return digest_of(self._folder)
 
     def encode(self, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All states of tokenized texts, ``ids`` and ``mask`` [b, length], and their ``mask``."""
@@ -72,6 +85,7 @@ class TextEncoders:
     ``shapes`` are the fields' shapes in the backbone. One text is encoded at a time: the bits of
     an encoder's states depend on how many are encoded together (see the tests), and stored states
     must be those of encoding in the loop. ``dtype`` None is that of the folder, or fp32 on a CPU.
+    Only encoders at ``places`` have their weights (None: all), and only then can it encode.
     ``zeros_if_empty``: what stands for no prompt are zeros, not the states of the empty text.
     Nothing is downloaded. Raises EncodersError with everything that the folder lacks.
     """
@@ -82,6 +96,7 @@ class TextEncoders:
         recipe: TextRecipe,
         shapes: Mapping[str, Sequence[int]],
         dtype: torch.dtype | None = None,
+        places: Collection[int] | None = None,
     ) -> None:
         self.folder, self.recipe = Path(folder), recipe
         self.shapes = {name: tuple(shapes[name]) for name in recipe.fields}
@@ -96,7 +111,9 @@ class TextEncoders:
                 self.zeros_if_empty = bool(index.get("force_zeros_for_empty_prompt", True))
         for place in recipe.kinds:
             try:
-                self.encoders[place] = TextEncoder(self.folder, place, recipe, dtype, device)
+                weighs = places is None or place in places
+                encoder = TextEncoder(self.folder, place, recipe, dtype, device, weighs)
+                self.encoders[place] = encoder
             except Exception as error:  # transformers raises many kinds
                 faults.append(f"{folder_name('text_encoder', place)}: {raised(error)}")
         require(self.folder, faults)
@@ -116,8 +133,15 @@ class TextEncoders:
         return self.joined(found)
 
     def joined(self, found: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Every field, of states by place and name; with a batch dimension where they have one."""
-        return {name: self._joined(name, found) for name in self.recipe.fields}
+        """Every field of states by place and name, with a batch dimension where they have one.
+
+        Fields that are made of other places too are left out.
+        """
+        return {
+            name: self._joined(name, found)
+            for name, rows in self.recipe.fields.items()
+            if all(part.place in found for row in rows for part in row)
+        }
 
     def dropped(self, fields: Mapping[str, Tensor], which: Tensor) -> dict[str, Tensor]:
         """The ``fields [b, ...]`` of texts; ``which``, bool [b], had the empty text for none."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from megatron.core import parallel_state
 from torch import Tensor
@@ -19,9 +19,11 @@ from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
+from megatron_pulse.integration.encoding import VAE, Encoders, in_loop
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.placement import Placement
-from model_specs import text_recipe
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.step.plan import Plan
 
 _MOST_NAMED = 20
 """So many corrupt files are named in a run's log; then they are only counted."""
@@ -32,20 +34,18 @@ def can_drop(backbone: Backbone) -> bool:
     return backbone.num_classes is None or backbone.null_label is not None
 
 
-def makes_pixels(data: str | None) -> bool:
-    """Whether who was trained on ``--pulse-data`` makes pixels; else latents, or not known."""
-    return data is not None and not data.startswith("latents:")
+def makes_pixels(args: argparse.Namespace) -> bool:
+    """Whether who was trained with these flags makes pixels; else latents, or not known."""
+    data, encoders = args.pulse_data, getattr(args, "pulse_encoders", None)
+    latents = data is None or data.startswith("latents:")
+    return not latents and not (encoders is not None and (Path(encoders) / VAE).is_dir())
 
 
 def wanted_by(backbone: Backbone) -> Wanted:
     """What ``backbone`` takes of every sample of its first shape, in the terms of the data room.
 
     Masks of ``bool`` come as whole numbers, as data hold them; what runs the chain converts them.
-    Text that encoders made ahead must be of those states that the backbone's family reads.
     """
-    recipe = None
-    with suppress(ValueError):  # nobody knows how its text is made
-        recipe = text_recipe(backbone.name, backbone)
     return Wanted(
         shape=backbone.input_spec.shape,
         fields={
@@ -54,7 +54,6 @@ def wanted_by(backbone: Backbone) -> Wanted:
             if name not in ("timesteps", "labels")
         },
         num_classes=backbone.num_classes,
-        made_by={} if recipe is None else {name: recipe.told(name) for name in recipe.fields},
     )
 
 
@@ -78,14 +77,19 @@ class DiffusionData:
         self.num_corrupt = 0
         """How often a sample of training was replaced in this process, its image being corrupt."""
         self._null_label = backbone.null_label
+        self.homes: dict[str, tuple[int, ...]] = {}
+        """The pipeline devices of each encoder in the loop, as the plan says."""
         self._num_channels = backbone.input_spec.shape[0]
         for chain in chains:
             self._require_prediction(chain)
         if options.data is None:
             raise no_data_named()
-        self.train, self.validation, shapes = open_buckets(
-            options.data, [wanted_by(chain) for chain in chains]
-        )
+        self.in_loop = in_loop(options, backbone)
+        """The encoders that the run uses itself."""
+        wanted = [wanted_by(chain) for chain in chains]
+        if self.in_loop is not None:
+            wanted = [self.in_loop.unencoded(one) for one in wanted]
+        self.train, self.validation, shapes = open_buckets(options.data, wanted)
         self._processes = [process.for_tokens(num_tokens[which]) for which in shapes]
         self.held_out = next(
             (p for p, which in zip(self.validation.parts, shapes, strict=True) if which == 0),
@@ -102,6 +106,21 @@ class DiffusionData:
                 [f"it takes samples of {taken} and predicts {given}"],
                 "A prediction has the sample's shape, or twice its channels (a learned sigma).",
             )
+
+    def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
+        """Put the encoders of the loop where the plan has them; why it cannot be."""
+        filled = () if given is None else given.schedule.fillers
+        if self.in_loop is None:
+            names = ", ".join(filler.name for filler in filled)
+            told = f"the plan encodes {names} in idle time: give --pulse-encoders DIR"
+            return [told] if names else []
+        self.homes = self.in_loop.homes(filled, plan.placement.num_devices)
+        return self.in_loop.filling_faults(filled, plan.routes, plan.backbone)
+
+    def encoders(self, device: int) -> Encoders:
+        """Those of a pipeline device, with their weights, where samples are encoded in the loop."""
+        assert self.in_loop is not None
+        return Encoders(self.in_loop, self.homes, device, self._processes[0])
 
     def loss(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """The mean squared error of a microbatch, in fp32.
@@ -121,6 +140,8 @@ class DiffusionData:
         """
         stages = placement.stages_of_device(parallel_state.get_pipeline_model_parallel_rank())
         num_samples = args.eval_iters * args.eval_global_batch_size
+        device = parallel_state.get_pipeline_model_parallel_rank()
+        reads_pixels = self.in_loop is None or device in self.homes.get(VAE, ())
 
         first_to_read = stages[0] == 0 and not parallel_state.get_tensor_model_parallel_rank()
 
@@ -154,6 +175,7 @@ class DiffusionData:
                     skip_corrupt=self._skip_corrupt,
                     num_workers=args.num_workers,
                     other_processes=tuple(self._processes[1:]),
+                    needs_pixels=reads_pixels,
                 )
             )
             if not self._skip_corrupt:

@@ -166,6 +166,8 @@ def prepare(
                 plan = plan_run(args, options, backbone, given)
             except ValueError as error:
                 faults.append(told("no plan can be made", faults_in(error)))
+        if plan is not None and data is not None:
+            faults += data.place_encoders(plan, given)
     if faults := faults or no_step_elsewhere(start, args):
         raise FlagError(faults)
     assert plan is not None and data is not None

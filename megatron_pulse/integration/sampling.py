@@ -55,7 +55,7 @@ class TrainedModel:
     @property
     def makes_pixels(self) -> bool:
         """Whether it was trained on pixels in [-1, 1]; else on latents, or it was imported."""
-        return makes_pixels(self.arguments.pulse_data)
+        return makes_pixels(self.arguments)
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,13 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     rows = [
         {"labels": torch.tensor(held_out.label(i)), **held_out.conditioning(i)} for i in indices
     ]
+    null = held_out.null_conditioning()
+    if data.in_loop is not None and (texts := data.in_loop.texts(None)) is not None:
+        rows = [row | texts.encode(row) for row in rows]
+        null = null | texts.null()
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     given |= _sizes(model, len(indices), held_out.pixel_size)
-    return _request(model, len(indices), given, held_out.null_conditioning())
+    return _request(model, len(indices), given, null)
 
 
 def _sizes(model: TrainedModel, count: int, size: tuple[int, int]) -> dict[str, Tensor]:

@@ -61,7 +61,8 @@ def train(
     if options.trace is not None:
         first, last = options.trace_steps
         tracing = TraceOptions(Path(options.trace), range(first, last + 1))
-    schedule = PulseSchedule(plan, data.loss, board, options.timeout_s, tracing=tracing)
+    encoders = data.encoders if data.in_loop is not None else None
+    schedule = PulseSchedule(plan, data.loss, board, options.timeout_s, encoders, tracing)
     whole = load_recorded(plan.backbone.record)
     idle = plan.idle_share(num_microbatches(args))
     work = describe_work(args, whole, compute_dtype(args), idle)
@@ -69,6 +70,9 @@ def train(
     args.log_throughput = False  # Megatron's line; ours is always there
     if args.rank == 0:
         print(plan.describe())
+        if data.in_loop is not None:
+            fillers = plan.step(num_microbatches(args)).schedule.fillers
+            print(data.in_loop.describe(fillers, plan.placement.num_devices))
         print(f"process: {data.description}", flush=True)
     training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(

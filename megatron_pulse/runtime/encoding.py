@@ -13,7 +13,7 @@ encodes its share of the samples, and all are told the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,14 +85,17 @@ class Encoding:
 
     # --- in front -----------------------------------------------------------------------------
 
-    def front(self, batches: Sequence[Batch]) -> list[Encoded]:
-        """The results of all components for every microbatch, here and on all other devices."""
+    def front(
+        self, batches: Sequence[Batch], names: Collection[str] | None = None
+    ) -> list[Encoded]:
+        """The results of components (None: all) for every microbatch, on all devices."""
         samples = _rows(batches)
         self._learn(batches)
         found: dict[tuple[str, int], States] = {}
+        encoding = [c for c in self.components if names is None or c.name in names]
         shares = [
             (component, home, range(n, len(samples), len(component.homes)))
-            for component in self.components
+            for component in encoding
             for n, home in enumerate(component.homes)
         ]
         for component, home, share in shares:
@@ -100,7 +103,7 @@ class Encoding:
                 found[component.name, sample] = self._whole(component, *samples[sample])
         for component, home, share in shares if self._links is not None else ():
             self._tell(component, home, share, found)
-        return _by_microbatch(batches, self.components, found)
+        return _by_microbatch(batches, encoding, found)
 
     def _whole(self, component: Frozen, batch: Batch, row: int) -> States:
         assert component.pieces is not None

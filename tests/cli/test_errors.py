@@ -81,7 +81,7 @@ CASES = {
     ),
     "missing captions": (
         ["data", "info", "captions:nowhere", "--image-size", "8"],
-        ["nowhere: it is not a folder", "pulse data emoji"],
+        ["metadata.jsonl cannot be read", "pulse data emoji"],
     ),
     "no font": (
         ["data", "emoji", "--to", "faces", "--font", "no.ttf"],

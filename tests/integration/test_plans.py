@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.fill.table import read_table
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.tune.plans.filling import fill_plan
+from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline
@@ -35,18 +39,27 @@ BATCH = 8
 LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
 
 
-def make_plan(path: Path, config: Config) -> Path:
-    """A plan of the tiny U-ViT for ``config``."""
+def make_plan(
+    path: Path,
+    config: Config,
+    name: str = "uvit-tiny",
+    options: Mapping[str, Any] = UVIT,
+    encoders: Path | None = None,
+) -> Path:
+    """A plan of a tiny backbone for ``config``, perhaps with encoders in its idle time."""
     ranks = config.pipeline * config.data * config.tensor
     cluster = Cluster("tests", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK)
     device = cluster.peaks
     assert device is not None
-    backbone = load_backbone("uvit-tiny", UVIT)
+    backbone = load_backbone(name, dict(options))
     profile = analyse(backbone, [config.micro_batch_size], Roofline(device, "float32"))
     evaluator = Evaluator(profile, cluster, BATCH)
     problem = evaluator.problem(config, config.num_microbatches(BATCH))
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
-    save_plan(plan_of(outcome, profile, cluster, sequence_parallel=False), path)
+    plan = plan_of(outcome, profile, cluster, sequence_parallel=False)
+    if encoders is not None:
+        plan = recomputed(fill_plan(plan, read_table(encoders), 0.5).plan)
+    save_plan(plan, path)
     return path
 
 

@@ -24,6 +24,7 @@ from megatron_pulse.cli.errors import (
     warn,
 )
 from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.models.encoding import no_pipeline
 from megatron_pulse.cli.output import table
 from megatron_pulse.faults import unknown
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
@@ -54,6 +55,11 @@ examples:
   pulse profile --backbone sd-v2.1 --option sample_size=64 --peak-tflops 165 \\
       --bandwidth-gbs 1008 --memory-gb 24 -o rtx4090.json
   pulse profile --from-table sdxl_1024_fine.json --preset V100-32GB -o profile.json
+  pulse profile --backbone sd-v1.5 --encoders sd-v1.5 -o encoders.json
+
+With --encoders it is not the backbone's layers but those of the pipeline's text encoders and
+autoencoder that make what the backbone reads: their forwards, one sample at a time, for
+'pulse tune --encoders'.
 """
 _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
 
@@ -81,6 +87,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--device",
         choices=["cuda", "cpu", "analytic"],
         help="default: analytic with --preset or figures, else cuda where there is one, else cpu",
+    )
+    add(
+        "--encoders",
+        type=Path,
+        metavar="DIR",
+        help="a diffusers pipeline folder: profile its encoders, as the backbone reads them",
     )
     add("--preset", metavar="NAME", help=f"a device for analytic costs: {', '.join(PRESETS)}")
     add("--peak-tflops", type=float, metavar="X", help="peak of a device without a preset")
@@ -132,7 +144,12 @@ def run(args: argparse.Namespace) -> None:
     faults += out_of(FROM_ONE, args, "top") + out_of(TO_4096, args, "threads")
     faults += out_of(TO_MILLION, args, micro_batch_size=max(sizes, default=None))
     faults += [*_what_faults(args), *_device_faults(args)]
+    if args.encoders is not None:
+        faults += _encoder_faults(args)
     require(faults)
+    if args.encoders is not None:
+        _profile_encoders(args)
+        return
     from megatron_pulse.profile.cautions import spread_caution
     from megatron_pulse.profile.files import save_profile
 
@@ -208,6 +225,26 @@ def _what_faults(args: argparse.Namespace) -> list[str]:
     if args.from_table:
         return needs_backbone(args) + no_file(from_table=args.from_table)
     return backbone_faults(args)
+
+
+def _encoder_faults(args: argparse.Namespace) -> list[str]:
+    faults = no_pipeline(args.encoders)
+    if args.from_table:
+        faults.append("--encoders: name the --backbone or --module that reads what they make")
+    if args.recompute or args.once_per_kind:
+        faults.append("--recompute and --once-per-kind are for a backbone's layers")
+    return faults
+
+
+def _profile_encoders(args: argparse.Namespace) -> None:
+    from megatron_pulse.cli.measure.encoder_costs import run_encoders
+
+    analytic = args.preset or args.peak_tflops is not None
+    prepare_megatron()
+    roofline = _roofline(args) if analytic else None
+    with mending(ValueError):
+        backbone = trained_backbone(args, roofline.dtype if roofline else args.dtype or "float32")
+    run_encoders(args, backbone, roofline)
 
 
 def _device_faults(args: argparse.Namespace) -> list[str]:

@@ -37,8 +37,13 @@ def encoder_faults(args: argparse.Namespace) -> list[str]:
     """Why ``--encoders`` names no folder of a pipeline."""
     if args.encoders is None:
         return ["--encoders-dtype is for --encoders"] if args.encoders_dtype else []
-    if not (args.encoders / "model_index.json").is_file():
-        return [f"--encoders {args.encoders} holds no model_index.json of a diffusers pipeline"]
+    return no_pipeline(args.encoders)
+
+
+def no_pipeline(encoders: Path) -> list[str]:
+    """Why ``--encoders`` is no folder of a pipeline."""
+    if not (encoders / "model_index.json").is_file():
+        return [f"--encoders {encoders} holds no model_index.json of a diffusers pipeline"]
     return []
 
 
@@ -80,12 +85,17 @@ def require_same(encoders: TextEncoders, data: str | None) -> None:
 
     Data that is gone, or does not say what encoded it, is passed over.
     """
-    from megatron_pulse.data.fields import made_otherwise
     from megatron_pulse.data.latents.layout import META, Meta
 
     folder = Path((data or "").removeprefix("latents:"))
     if not (data or "").startswith("latents:") or not (folder / META).is_file():
         return
-    if faults := made_otherwise(Meta.load(folder).layout.made_by, encoders.made_by()):
+    there, here = Meta.load(folder).layout.made_by, encoders.made_by()
+    faults = [
+        f"{field}: trained on {there[field]}; here {here[field]}"
+        for field in here
+        if field in there and there[field] != here[field]
+    ]
+    if faults:
         remedy = "Give the encoders that wrote the latents (and their --encoders-dtype)."
         raise UserError(told(f"--encoders {encoders.folder}", faults, remedy))

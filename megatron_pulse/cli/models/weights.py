@@ -148,7 +148,7 @@ def run_export(args: argparse.Namespace) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if beyond := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
         raise PublishedError(f"weights that {args.dtype} cannot hold", beyond)
-    scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments.pulse_data))
+    scheduler = scheduler_of_process(saved.process, makes_pixels(saved.arguments))
     if published.library != "diffusers" and args.to.suffix not in _FILES:
         raise UserError(f"--to {args.to}: {backbone.name} is one file, {' or '.join(_FILES)}")
     if published.library == "diffusers":

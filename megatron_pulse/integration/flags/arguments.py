@@ -29,6 +29,8 @@ from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.devices import PRESETS
 
 PREFIX = "pulse-"
+ENCODE = ("auto", "store", "fill", "front")
+"""When an encoder runs (see the flag)."""
 
 
 class Mark(Enum):
@@ -67,6 +69,15 @@ def _num_chunks(options: PulseOptions) -> str | None:
 def _skip_corrupt(options: PulseOptions) -> str | None:
     if options.skip_corrupt and not (options.data or "").startswith(("folder:", "captions:")):
         return "is for image files: --pulse-data folder:PATH or captions:PATH"
+    return None
+
+
+def _encode(options: PulseOptions) -> str | None:
+    if (options.encode or options.encoders_dtype) and options.encoders is None:
+        return "is for --pulse-encoders DIR"
+    for text in options.encode:
+        if text.rpartition("=")[2] not in ENCODE:
+            return f"{text}: write {', '.join(ENCODE)}, or NAME= and one of these"
     return None
 
 
@@ -202,6 +213,27 @@ class PulseOptions:
         "what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
         "texts), or latents:PATH (see 'pulse data')",
         metavar="SPEC",
+        marks=[Mark.STEPS],
+    )
+    encoders: str | None = flag(
+        "a diffusers pipeline folder whose vae/ and text_encoder*/ make latents and text states in "
+        "the loop, of the pictures and captions of --pulse-data; what latents:PATH has is not made "
+        "again",
+        metavar="DIR",
+        marks=[Mark.STEPS],
+    )
+    encode: tuple[str, ...] = flag(
+        "when an encoder runs: fill (in the idle time of the step before, where the plan has it), "
+        "front (before the step), store (not at all: the data must have it), or auto (default: "
+        "store if the data has it, fill if the plan does, else front); for one as vae=front, "
+        "text=fill or text_encoder_2=front (repeatable)",
+        (),
+        metavar="[NAME=]POLICY",
+        check=_encode,
+    )
+    encoders_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
+        "of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 on a "
+        "CPU)",
         marks=[Mark.STEPS],
     )
     process: ProcessChoice = flags_of(

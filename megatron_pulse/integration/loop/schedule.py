@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,12 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.integration.encoding import Encoders
+from megatron_pulse.integration.loop.encoding import EncodedBatches
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.runtime.executor import Executor, Workload
+from megatron_pulse.runtime.encoding import Encoding
+from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.measure.busy import BusyMeter, StepTime
@@ -40,8 +43,8 @@ class PulseSchedule:
 
     Called with the keyword arguments of ``megatron.core.pipeline_parallel`` schedules; returns
     one ``{"loss": tensor}`` per microbatch on every rank, averaged over data-parallel replicas.
-    ``fillers`` are what the schedule's fillers run. With ``tracing`` the first pipeline (of data-
-    and tensor-parallel rank 0) is traced.
+    ``encoders(device)`` loads those of a pipeline device where samples are encoded in the loop.
+    With ``tracing`` the first pipeline (of data- and tensor-parallel rank 0) is traced.
     """
 
     def __init__(
@@ -50,14 +53,16 @@ class PulseSchedule:
         loss: LossFunction,
         board: FailureBoard,
         timeout_s: float,
-        fillers: Sequence[Workload] = (),
+        encoders: Callable[[int], Encoders] | None = None,
         tracing: TraceOptions | None = None,
     ) -> None:
         self._plan = plan
         self._loss = loss
         self._board = board
         self._timeout_s = timeout_s
-        self._fillers = tuple(fillers)
+        self._encoders = encoders
+        self._encoding: Encoding | None = None
+        self._encoded: EncodedBatches | None = None
         self._tracing = tracing
         self._tracer: Tracer | None = None
         self._executors: dict[tuple[int, bool], Executor] = {}
@@ -94,6 +99,9 @@ class PulseSchedule:
         )
         executor = self._executor(chunks, config, groups.pp, num_microbatches, forward_only)
         batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        if self._encoded is not None:
+            step = self._plan.step(num_microbatches, forward_only=forward_only)
+            batches = self._encoded.begin(batches, step.schedule, training=not forward_only)
         recorder = meter = None
         if self._tracing is not None and not forward_only:
             if self._tracer is None:
@@ -110,6 +118,8 @@ class PulseSchedule:
         losses = executor.run(
             batches, settings, forward_only=forward_only, recorder=recorder or meter
         )
+        if self._encoded is not None and not forward_only:
+            self._encoded.end()
         if recorder is not None and self._tracer is not None:
             self._tracer.end(recorder)
         if meter is not None:
@@ -169,6 +179,10 @@ class PulseSchedule:
                 self._links = Links(pipeline, self._board, self._timeout_s)
                 if plan.routes.replicated:
                     self._replicas = self._replicate(stages, device)
+            if self._encoding is None and self._encoders is not None:
+                encoders, where = self._encoders(device), self._settings_or_fail().device
+                self._encoding = Encoding(encoders.components, where, device, self._links)
+                self._encoded = EncodedBatches(encoders, self._encoding)
             self._executors[key] = Executor(
                 plan.backbone,
                 plan.routes,
@@ -180,7 +194,8 @@ class PulseSchedule:
                 self._board,
                 _no_sync(config.no_sync_func, stages),
                 self._replicas,
-                self._fillers,
+                self._encoding.workloads(step.schedule) if self._encoding is not None else (),
+                self._encoding,
             )
         return self._executors[key]
 

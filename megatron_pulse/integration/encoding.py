@@ -1,0 +1,283 @@
+"""Encoders in the loop: what a run makes itself of what its backbone reads, when, on which ranks.
+
+The data give pixels and token ids (``data.fields.unencoded``); a component's results become what
+the backbone reads when they are there::
+
+    vae              pixels     -> moments -> noisy, target      where the chain begins and ends
+    text_encoder...  token ids  -> states  -> context, pooled    where they are read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.data.build import names_of
+from megatron_pulse.data.fields import Wanted, unencoded
+from megatron_pulse.data.latents.layout import META, Meta
+from megatron_pulse.data.microbatches import noised_here
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.encoders.autoencoder import Autoencoder
+from megatron_pulse.encoders.images import MOMENTS, PIXELS
+from megatron_pulse.encoders.pieces import States
+from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.recipe import TextRecipe, folder_name
+from megatron_pulse.encoders.tokens import ids_name, mask_name
+from megatron_pulse.faults import Faults, unknown
+from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.planner.layout.routes import Routes, batch_fields_of
+from megatron_pulse.planner.schedule.operations import Filler
+from megatron_pulse.runtime.encoding import Encoded, Frozen
+from megatron_pulse.runtime.settings import Batch
+from model_specs import text_recipe
+
+VAE = "vae"
+"""The folder of a pipeline's autoencoder."""
+TEXT = "text"
+"""What a flag calls all text encoders."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class InLoop:
+    """The encoders that a run uses itself.
+
+    ``recipe`` is that of the text fields, of these ``shapes`` (None: text is stored, or none is
+    read); ``autoencodes`` says whether images become latents. ``policies`` are what the flags say
+    of each component: auto, fill or front. Raises UserError for a folder that cannot encode what
+    the backbone reads.
+    """
+
+    folder: Path
+    recipe: TextRecipe | None
+    shapes: Mapping[str, tuple[int, ...]]
+    autoencodes: bool
+    policies: Mapping[str, str]
+    dtype: torch.dtype | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the components, as their folders are called."""
+        places = () if self.recipe is None else self.recipe.kinds
+        texts = (folder_name("text_encoder", place) for place in places)
+        return (*texts, *((VAE,) if self.autoencodes else ()))
+
+    def texts(self, places: Collection[int] | None = ()) -> TextEncoders | None:
+        """The text encoders, with the weights of those at ``places`` (None: all)."""
+        if self.recipe is None:
+            return None
+        return TextEncoders(self.folder, self.recipe, self.shapes, self.dtype, places)
+
+    def autoencoder(self, weighs: bool = False) -> Autoencoder | None:
+        """The autoencoder, perhaps without its weights."""
+        if not self.autoencodes:
+            return None
+        return Autoencoder(self.folder / VAE, self.dtype or torch.float32, weighs)
+
+    def unencoded(self, wanted: Wanted) -> Wanted:
+        """What the data are to give, for what a backbone has ``wanted``."""
+        texts, autoencoder = self.texts(), self.autoencoder()
+        return unencoded(
+            wanted,
+            None if texts is None else texts.tokenizers,
+            self.shapes,
+            None if autoencoder is None else (autoencoder.in_channels, autoencoder.factor),
+        )
+
+    def homes(self, fillers: Sequence[Filler], num_devices: int) -> dict[str, tuple[int, ...]]:
+        """The devices that have each component: those of its filler, or all."""
+        filled = {filler.name: filler.devices for filler in fillers}
+        return {name: filled.get(name) or tuple(range(num_devices)) for name in self.names}
+
+    def filling_faults(
+        self, fillers: Sequence[Filler], routes: Routes, backbone: Backbone
+    ) -> list[str]:
+        """Why the plan's fillers are not those of this run's encoders."""
+        filled = {filler.name: filler for filler in fillers}
+        faults = []
+        for name, policy in self.policies.items():
+            if policy == "fill" and name not in filled:
+                faults.append(
+                    f"--pulse-encode {name}=fill: the plan has no idle time for it: give a plan "
+                    "that 'pulse tune --encoders COSTS.json' made, or encode in front"
+                )
+            if policy == "front" and name in filled:
+                faults.append(
+                    f"--pulse-encode {name}=front: the plan encodes it in idle time: leave the "
+                    "flag out, or tune without it"
+                )
+        for name, filler in filled.items():
+            if name not in self.names:
+                faults.append(
+                    f"the plan encodes in idle time: {unknown('encoder', name, self.names)}"
+                )
+                continue
+            for device in sorted({*self.readers(name, routes, backbone)} - {*filler.readers}):
+                faults.append(f"the plan does not send the results of {name} to device {device}")
+        return faults
+
+    def readers(self, name: str, routes: Routes, backbone: Backbone) -> tuple[int, ...]:
+        """The devices that read a component's results."""
+        home = routes.partition.placement.device_of_stage
+        if name == VAE:
+            return tuple(sorted({home[0], home[-1]}))
+        assert self.recipe is not None
+        of_it = {
+            field
+            for field, rows in self.recipe.fields.items()
+            if any(folder_name("text_encoder", part.place) == name for row in rows for part in row)
+        }
+        stages = range(len(home))
+        return tuple(
+            sorted({home[s] for s in stages if of_it & batch_fields_of(backbone, routes, s)})
+        )
+
+    def describe(self, fillers: Sequence[Filler], num_devices: int) -> str:
+        """Which encoder runs when and where, for people."""
+        filled = {filler.name for filler in fillers}
+        lines = [f"encoders of {self.folder}:"]
+        for name, homes in self.homes(fillers, num_devices).items():
+            when = "in the idle time of the step before" if name in filled else "in front"
+            where = ", ".join(map(str, homes))
+            lines.append(f"  {name}: {when}, on device{'s' * (len(homes) > 1)} {where}")
+        return "\n".join(lines)
+
+
+def in_loop(options: PulseOptions, backbone: Backbone) -> InLoop | None:
+    """What a run of these flags encodes itself; None without ``--pulse-encoders``.
+
+    Raises Faults and UserError.
+    """
+    if options.encoders is None or options.data is None:
+        return None
+    folder = Path(options.encoders)
+    recipe = text_recipe(options.backbone, backbone)
+    stored = _stored(options.data)
+    there = [] if recipe is None else [folder_name("text_encoder", p) for p in recipe.kinds]
+    policies, faults = _policies(
+        options.encode, [*there, *([VAE] if (folder / VAE).is_dir() else [])]
+    )
+    texts = recipe is not None and not (stored is not None and recipe.fields.keys() <= stored)
+    autoencodes = stored is None and (folder / VAE).is_dir()
+    for name in (*there, VAE):
+        makes = autoencodes if name == VAE else texts
+        if makes and policies.get(name) == "store":
+            what = "latents" if name == VAE else "text states"
+            faults.append(
+                f"--pulse-encode {name}=store: {options.data} has no {what}: write them first with "
+                "'pulse data write-latents'"
+            )
+        if not makes and policies.get(name) in ("fill", "front"):
+            faults.append(
+                f"--pulse-encode {name}={policies[name]}: {options.data} has its results: leave "
+                "the flag out"
+            )
+    if not texts and not autoencodes and not faults:
+        faults.append(
+            f"--pulse-encoders {folder}: {options.data} has all that {backbone.name} reads: leave "
+            "the flag out"
+        )
+    if faults:
+        raise Faults(faults)
+    shapes = (
+        {name: backbone.batch_fields[name].shape for name in recipe.fields}
+        if recipe is not None and texts
+        else {}
+    )
+    names = [*(there if texts else ()), *([VAE] if autoencodes else [])]
+    return InLoop(
+        folder,
+        recipe if texts else None,
+        shapes,
+        autoencodes,
+        {name: policies.get(name, "auto") for name in names},
+        DTYPES[options.encoders_dtype] if options.encoders_dtype else None,
+    )
+
+
+def _stored(data: str) -> frozenset[str] | None:
+    """The fields that latents have beside themselves; None where the data are images."""
+    names = names_of(data)
+    if not all(name.startswith("latents:") for name in names):
+        return None
+    fields: set[str] = set()
+    for name in names:
+        folder = Path(name.removeprefix("latents:"))
+        if (folder / META).is_file():
+            fields |= Meta.load(folder).layout.fields.keys()
+    return frozenset(fields)
+
+
+def _policies(given: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """What the flags say of each component, a later and a closer one before others; and faults."""
+    found: dict[str, str] = {}
+    faults = []
+    for text in sorted(given, key=lambda text: "=" in text):
+        name, _, policy = text.rpartition("=")
+        kinds = {"": names, TEXT: [n for n in names if n != VAE]}
+        if name not in (*kinds, *names):
+            faults.append(f"--pulse-encode {text}: {unknown('encoder', name, (TEXT, *names))}")
+        found |= dict.fromkeys(kinds.get(name, [name]), policy)
+    return found, faults
+
+
+class Encoders:
+    """The encoders of one pipeline device: what it encodes with, and what becomes of results."""
+
+    def __init__(
+        self,
+        loop: InLoop,
+        homes: Mapping[str, tuple[int, ...]],
+        number: int,
+        process: DiffusionProcess,
+    ) -> None:
+        self._process = process
+        here = {name for name, devices in homes.items() if number in devices}
+        places = () if loop.recipe is None else loop.recipe.kinds
+        mine = [p for p in places if folder_name("text_encoder", p) in here]
+        self._texts, self._vae = loop.texts(mine), loop.autoencoder(VAE in here)
+        self.components: list[Frozen] = []
+        if self._texts is not None:
+            assert loop.recipe is not None
+            for place, encoder in self._texts.encoders.items():
+                name = folder_name("text_encoder", place)
+                states = tuple(sorted(map(str, loop.recipe.states_of(place))))
+                given = partial(_tokens, place, encoder.device)
+                pieces = encoder.pieces if name in here else None
+                self.components.append(Frozen(name, given, states, homes[name], pieces))
+        if self._vae is not None:
+            given = partial(_pixels, self._vae.device, self._vae.dtype)
+            pieces = self._vae.pieces if VAE in here else None
+            self.components.append(Frozen(VAE, given, (MOMENTS,), homes[VAE], pieces))
+
+    def finished(self, batch: Batch, encoded: Encoded) -> dict[str, torch.Tensor]:
+        """``batch`` with all that its device reads of it."""
+        made = dict(batch)
+        if self._texts is not None:
+            found = {
+                place: encoded[name]
+                for place in self._texts.encoders
+                if (name := folder_name("text_encoder", place)) in encoded
+            }
+            made |= self._texts.dropped(self._texts.joined(found), batch["dropped"])
+        if self._vae is not None and VAE in encoded and "noise" in batch:
+            mean, deviation = self._vae.normalized(encoded[VAE][MOMENTS])
+            made |= noised_here(batch, mean, deviation, self._process)
+        return made
+
+
+def _tokens(place: int, device: torch.device, batch: Batch, row: int) -> States:
+    here = slice(row, row + 1)
+    return {
+        "ids": batch[ids_name(place)][here].to(device),
+        "mask": batch[mask_name(place)][here].to(device),
+    }
+
+
+def _pixels(device: torch.device, dtype: torch.dtype, batch: Batch, row: int) -> States:
+    return {PIXELS: batch[PIXELS][row : row + 1].to(device, dtype)}

@@ -1,0 +1,61 @@
+"""Batches of a run that encodes its samples: in the idle time of the step before, or in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_pulse.integration.encoding import Encoders
+from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.runtime.encoding import Encoded, Encoding
+from megatron_pulse.runtime.settings import Batch
+
+
+class EncodedBatches:
+    """What the steps of one pipeline device are given.
+
+    A step of training takes one batch more than it uses where ``fillers`` encode the next one
+    meanwhile. That is not trained on if the run ends there: a run that goes on reads it again, and
+    encodes its first batch in front.
+    """
+
+    def __init__(self, encoders: Encoders, encoding: Encoding) -> None:
+        self._encoders, self._encoding = encoders, encoding
+        self._next: list[Batch] | None = None
+        self._results: list[Encoded] = []
+        self._filled: frozenset[str] = frozenset()
+
+    def begin(
+        self, batches: Iterator[Batch], schedule: Schedule, *, training: bool
+    ) -> Iterator[Batch]:
+        """The microbatches of a step that begins."""
+        count = schedule.num_microbatches
+        if not training:
+            return iter(self._in_front(_taken(batches, count), []))
+        self._filled = frozenset(filler.name for filler in schedule.fillers)
+        now = self._next if self._next is not None else _taken(batches, count)
+        ready = self._in_front(now, self._results if self._next is not None else [])
+        self._next = None
+        if self._filled:
+            self._next = _taken(batches, count)
+            self._encoding.fill(schedule, self._next)
+        return iter(ready)
+
+    def end(self) -> None:
+        """The step of training has ended."""
+        if self._filled:
+            self._results = self._encoding.filled()
+
+    def _in_front(self, batches: Sequence[Batch], results: Sequence[Encoded]) -> list[Batch]:
+        """``batches`` with results, of which some may be there."""
+        done = self._filled if results else frozenset()
+        others = [c.name for c in self._encoding.components if c.name not in done]
+        fresh = self._encoding.front(batches, others) if others else [{} for _ in batches]
+        known = results or [{} for _ in batches]
+        return [
+            self._encoders.finished(batch, {**old, **new})
+            for batch, old, new in zip(batches, known, fresh, strict=True)
+        ]
+
+
+def _taken(batches: Iterator[Batch], count: int) -> list[Batch]:
+    return [next(batches) for _ in range(count)]  # Megatron's iterators have nothing but next
