@@ -21,6 +21,7 @@ class FileKind(Enum):
     SCHEDULE = "a schedule"
     LATENTS = "the meta.json of latents"
     CAPTIONS = "a list of captions"
+    CAPTION = "a caption"
     MODEL = "a model's config.json"
     PIPELINE = "a pipeline's model_index.json"
     SCHEDULER = "a scheduler's config"
@@ -48,6 +49,7 @@ _USES = {
     FileKind.SCHEDULE: "a plan holds it; 'pulse schedule --schedule' reads orders as CSV",
     FileKind.LATENTS: "--pulse-data latents:FOLDER reads its folder",
     FileKind.CAPTIONS: "--pulse-data captions:FOLDER reads its folder",
+    FileKind.CAPTION: "--pulse-data captions:FOLDER reads its folder",
     FileKind.MODEL: "'pulse import --from FOLDER' reads its folder",
     FileKind.PIPELINE: "'pulse import --from FOLDER' reads its folder",
     FileKind.SCHEDULER: "'pulse import --from FOLDER' reads its pipeline's folder",

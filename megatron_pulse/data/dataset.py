@@ -87,6 +87,8 @@ class DiffusionDataset(ABC):
     frames: bool = False
     """Whether framings differ between samples."""
     has_captions: bool = False
+    made_by: Mapping[str, str] = {}
+    """What encoded fields (and ``latent``, the images) ahead, where that is known."""
     latent_shape: tuple[int, ...] | None = None
     """Of what a training step makes of ``image`` itself; None where it takes it as it is."""
 
@@ -183,6 +185,7 @@ class Derived(DiffusionDataset):
         self.fields = source.fields
         self.frames = source.frames
         self.has_captions = source.has_captions
+        self.made_by = source.made_by
         self.latent_shape = source.latent_shape
 
     def at(self, index: int) -> int:

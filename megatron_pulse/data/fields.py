@@ -50,7 +50,8 @@ class Wanted:
     ``shape`` is its ``(c, h, w)``, ``fields`` what it reads beside timesteps and labels,
     ``num_classes`` how many classes it knows (None where it reads no labels). A step that encodes
     takes something else (see ``unencoded``): images, of which it makes latents of ``latent_shape``,
-    and what ``tokenize`` makes of captions.
+    and what ``tokenize`` makes of captions. Fields written ahead, and ``latent``, must have been
+    ``made_by`` these, as far as both are known (see ``made_otherwise``).
     """
 
     shape: tuple[int, ...]
@@ -58,6 +59,7 @@ class Wanted:
     num_classes: int | None = None
     latent_shape: tuple[int, ...] | None = None
     tokenize: Tokenizes | None = None
+    made_by: Mapping[str, str] = field(default_factory=dict)
 
 
 def unencoded(
@@ -75,13 +77,28 @@ def unencoded(
     if tokenize is not None:
         kept = {name: spec for name, spec in wanted.fields.items() if name not in text_fields}
         tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenize.shapes.items()}
-        wanted = replace(wanted, fields=kept | tokens, tokenize=tokenize)
+        made_by = {n: text for n, text in wanted.made_by.items() if n not in text_fields}
+        made_by |= tokenize.made_by()
+        wanted = replace(wanted, fields=kept | tokens, tokenize=tokenize, made_by=made_by)
     if pixels is not None:
         channels, factor = pixels
         _, height, width = wanted.shape
         shape = (channels, height * factor, width * factor)
         wanted = replace(wanted, shape=shape, latent_shape=wanted.shape)
     return wanted
+
+
+def made_otherwise(made_by: Mapping[str, str], needed: Mapping[str, str]) -> list[str]:
+    """Which fields are not of what is ``needed``, where both are told.
+
+    Who needs only a kind says only that: ``text_encoder last`` is met by
+    ``text_encoder last (text_encoder CLIPTextModel ...)``.
+    """
+    return [
+        f"{name} was made by {made_by[name]}; needed is {text}"
+        for name, text in needed.items()
+        if name in made_by and made_by[name] != text and not made_by[name].startswith(f"{text} (")
+    ]
 
 
 def default_null(name: str, spec: FieldSpec) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.pieces import run_pieces
+from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.faults import UserError, told
 
 
@@ -52,6 +53,7 @@ class Autoencoder:
             raise AutoencoderError(
                 f"{folder} cannot be read as a diffusers AutoencoderKL: {reason}"
             ) from error
+        self.folder = Path(folder)
         self.model = model.eval().requires_grad_(False)
         self.dtype = dtype
         self.pieces = image_pieces(self.model)
@@ -83,6 +85,15 @@ class Autoencoder:
         deviation = torch.exp(0.5 * log_variance.clamp(-30, 20))
         scale = self.scale.to(mean)
         return (mean - self.shift.to(mean)) * scale, deviation * scale
+
+    def made_by(self) -> str:
+        """What makes latents: class, dtype, digest of the weights, scale and shift."""
+        scale, shift = (
+            [round(x, 6) for x in each.flatten().tolist()] for each in (self.scale, self.shift)
+        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        kind = type(self.model).__name__
+        return f"{kind} {dtype} {digest_of(self.folder)}, scale {scale}, shift {shift}"
 
     def _moments(self, image: Tensor) -> Tensor:
         given = {PIXELS: image.to(self.device, self.dtype)}

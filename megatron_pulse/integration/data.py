@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.step.plan import Plan
+from model_specs import text_recipe
 
 _MOST_NAMED = 20
 """So many corrupt files are named in a run's log; then they are only counted."""
@@ -45,7 +47,11 @@ def wanted_by(backbone: Backbone) -> Wanted:
     """What ``backbone`` takes of every sample of its first shape, in the terms of the data room.
 
     Masks of ``bool`` come as whole numbers, as data hold them; what runs the chain converts them.
+    Text that encoders made ahead must be of those states that the backbone's family reads.
     """
+    recipe = None
+    with suppress(ValueError):  # nobody knows how its text is made
+        recipe = text_recipe(backbone.name, backbone)
     return Wanted(
         shape=backbone.input_spec.shape,
         fields={
@@ -54,6 +60,7 @@ def wanted_by(backbone: Backbone) -> Wanted:
             if name not in ("timesteps", "labels")
         },
         num_classes=backbone.num_classes,
+        made_by={} if recipe is None else {name: recipe.told(name) for name in recipe.fields},
     )
 
 

@@ -203,9 +203,9 @@ def check_latents(folder: Path) -> list[str]:
 
 def check_captions(folder: Path) -> list[str]:
     """The captions, line by line."""
-    from megatron_pulse.data.text.captions import _read
+    from megatron_pulse.data.images.metadata import read_captions
 
-    _, texts = _read(folder / "captions")
+    texts = [text for _, text in read_captions(folder / "captions")]
     lines = (folder / "captions/metadata.jsonl").read_bytes().decode("utf-8-sig").split("\n")
     said = [json.loads(line)["text"] for line in lines if line.strip()]
     return differences(said, texts)

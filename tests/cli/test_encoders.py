@@ -13,6 +13,8 @@ import torch
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.diffusion.noise import start_noise
+from megatron_pulse.encoders.autoencoder import Autoencoder
+from megatron_pulse.encoders.tokens import digest_of
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
@@ -84,6 +86,9 @@ def test_captions_as_the_backbone_reads_them(
     made = json.loads((out / "meta.json").read_text())["layout"]["made_by"]["context"]
     for words in ("text_encoder last", "CLIPTextModel float32 sha256:", f"{LENGTH} tokens"):
         assert words in made
+    vae = Autoencoder(folder / "vae")
+    assert written.made_by["latent"] == vae.made_by() and "scale [0.5], shift" in vae.made_by()
+    assert f"sha256:{digest_of(folder / 'vae')[7:]}" in vae.made_by()
 
     meta = out / "meta.json"  # as after a kill behind the first shard
     whole = {file.name: file.read_bytes() for file in out.iterdir()}
@@ -109,6 +114,12 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     assert "no model_index.json" in said and "--backbone or --module" in said
     assert main([*argv, "--encoders", str(folder), "--backbone", "sd-v1.5"]) == 2
     assert "takes 4x64x64, and these images make 4x4x4" in capsys.readouterr().err
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("0.png", "1.png"):
+        (bare / name).write_bytes((tmp_path / "captions" / name).read_bytes())
+    assert write(folder, f"folder:{bare}", out) == 2
+    assert f"folder:{bare} has no captions" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -152,7 +163,7 @@ def test_encoders_of_other_data_are_refused(
     from model_specs.common.texts import SD
 
     out = tmp_path / "latents"
-    assert write(folder, captioned_digits(tmp_path, 3), out) == 0
+    assert write(folder, captioned_digits(tmp_path, 3).replace("captions", "folder", 1), out) == 0
     shapes = {"context": (LENGTH, 8)}
     same = TextEncoders(folder, SD, shapes)
     require_same(same, f"latents:{out}")

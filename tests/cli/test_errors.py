@@ -81,7 +81,7 @@ CASES = {
     ),
     "missing captions": (
         ["data", "info", "captions:nowhere", "--image-size", "8"],
-        ["metadata.jsonl cannot be read", "pulse data emoji"],
+        ["nowhere: it is not a folder", "pulse data emoji"],
     ),
     "no font": (
         ["data", "emoji", "--to", "faces", "--font", "no.ttf"],

@@ -9,6 +9,7 @@ from PIL import Image
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import Wanted
+from megatron_pulse.data.images.folder import ImageFolder
 from megatron_pulse.data.text.captions import CaptionedImages
 from megatron_pulse.data.text.words import WordEncoder, split_words
 
@@ -17,7 +18,14 @@ FIELDS = {
     "context_mask": FieldSpec((5,), "int64"),
     "pooled": FieldSpec((48,)),
 }
-TEXTS = ["A red bird", "a BLUE bird", "fish", "Straße 東京, été", "", "one two three four five six"]
+TEXTS = [
+    "A red bird",
+    "a BLUE bird",
+    "fish",
+    "Straße 東京, été",
+    "...",
+    "one two three four five six",
+]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +79,79 @@ def captioned(root, texts=TEXTS):
     return root
 
 
+def picture(path):
+    path.parent.mkdir(exist_ok=True, parents=True)
+    Image.new("RGB", (9, 12), (40, 0, 0)).save(path)
+
+
+def said_by(data):
+    names = [str(file.relative_to(data.root)) for file in data.files]
+    return list(zip(names, data.captions, strict=True))
+
+
+def test_texts_beside_images_and_lists_in_subfolders(tmp_path):
+    for name in ("b.png", "a.webp", "cats/c.jpg", "cats/old/d.png", ".hidden/e.png"):
+        picture(tmp_path / name)
+    for name, text in (("b", " a red\nbird \n"), ("a", "a fish"), ("README", "about this")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    table = 'file_name,caption,text\nc.jpg,"a cat, ""old""\nor not",x\n\nold/d.png,two,y\n'
+    table += "c.jpg,another,z\n"
+    (tmp_path / "cats/metadata.csv").write_bytes(table.replace("\n", "\r\n").encode())
+    expected = [
+        ("cats/c.jpg", "x"), ("cats/old/d.png", "y"), ("cats/c.jpg", "z"),
+        ("a.webp", "a fish"), ("b.png", "a red\nbird"),
+    ]  # fmt: skip
+    for data in (CaptionedImages(tmp_path, 8), ImageFolder(tmp_path, 8)):
+        assert said_by(data) == expected and data.num_classes == 1
+    train, _ = open_dataset(f"captions:{tmp_path}#caption", 8)
+    assert said_by(train.source)[0] == ("cats/c.jpg", 'a cat, "old"\nor not')
+    assert train.has_captions and train.caption(0) == train.source.captions[train.at(0)]
+
+
+def test_a_folder_of_classes_may_have_captions(tmp_path):
+    for name in ("dog/a", "cat/b", "cat/c"):
+        picture(tmp_path / f"{name}.png")
+    data, _ = open_dataset(f"folder:{tmp_path}", 8, validation_fraction=0)
+    assert not data.has_captions and data.caption(0) == ""
+    for name in ("dog/a", "cat/b", "cat/c"):
+        (tmp_path / f"{name}.txt").write_text(f"this is {name}")
+    data = ImageFolder(tmp_path, 8)
+    assert data.classes == ["cat", "dog"] and data.labels == [0, 0, 1]
+    assert data.captions == ["this is cat/b", "this is cat/c", "this is dog/a"]
+    (tmp_path / "cat/c.txt").unlink()
+    with pytest.raises(DataError, match="cat/c.png has no caption"):
+        open_dataset(f"folder:{tmp_path}", 8)
+
+
+def test_faults_of_captions_are_listed_at_once(tmp_path):
+    for name in ("a", "b", "c", "d", "sub/e"):
+        picture(tmp_path / f"{name}.png")
+    table = "file_name,text\na.png,one\nno.png,two\nb.png, \n,\nc.png,3,4\nd.png,same\n"
+    (tmp_path / "metadata.csv").write_text(table)
+    (tmp_path / "a.txt").write_text("another")
+    (tmp_path / "d.txt").write_text("same\n")
+    for name, text in (("metadata.csv", "file_name,texts\n"), ("metadata.jsonl", "\n")):
+        (tmp_path / "sub" / name).write_text(text)
+    (tmp_path / "sub/e.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError) as error:
+        CaptionedImages(tmp_path, 8)
+    faults = error.value.faults
+    for words in (
+        "sub/metadata.jsonl and sub/metadata.csv are both there",
+        "metadata.csv, line 3: there is no file no.png",
+        "metadata.csv, line 4: the caption of b.png is empty",
+        "metadata.csv, line 6: 3 cells below 2 names",
+        "a.txt says 'another', and metadata.csv, line 2 'one'",
+        "e.txt cannot be read as a caption",
+    ):
+        assert sum(words in fault for fault in faults) == 1, words
+    assert [fault for fault in faults if "has no caption" in fault] == ["c.png has no caption"]
+    assert not any("d.png" in fault or "b.png has" in fault for fault in faults)
+    (tmp_path / "sub/metadata.jsonl").unlink()
+    with pytest.raises(DataError, match="of text there must be one column; it has"):
+        CaptionedImages(tmp_path, 8)
+
+
 def test_captioned_images(tmp_path):
     data = CaptionedImages(captioned(tmp_path), 8, fields=FIELDS, verify=True)
     assert len(data) == 6 and data.captions == TEXTS and data.num_classes == 1
@@ -111,7 +192,7 @@ def test_folders_without_captions(tmp_path):
     with pytest.raises(DataError, match="pulse data emoji"):
         CaptionedImages(tmp_path, 8)
     (tmp_path / "metadata.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="names no images"):
+    with pytest.raises(DataError, match="metadata.jsonl names no images"):
         CaptionedImages(tmp_path, 8)
     with pytest.raises(DataError, match="image_size"):
         open_dataset(f"captions:{tmp_path}")

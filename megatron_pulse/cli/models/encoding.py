@@ -85,17 +85,12 @@ def require_same(encoders: TextEncoders, data: str | None) -> None:
 
     Data that is gone, or does not say what encoded it, is passed over.
     """
+    from megatron_pulse.data.fields import made_otherwise
     from megatron_pulse.data.latents.layout import META, Meta
 
     folder = Path((data or "").removeprefix("latents:"))
     if not (data or "").startswith("latents:") or not (folder / META).is_file():
         return
-    there, here = Meta.load(folder).layout.made_by, encoders.made_by()
-    faults = [
-        f"{field}: trained on {there[field]}; here {here[field]}"
-        for field in here
-        if field in there and there[field] != here[field]
-    ]
-    if faults:
+    if faults := made_otherwise(Meta.load(folder).layout.made_by, encoders.made_by()):
         remedy = "Give the encoders that wrote the latents (and their --encoders-dtype)."
         raise UserError(told(f"--encoders {encoders.folder}", faults, remedy))

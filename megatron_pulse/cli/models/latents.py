@@ -107,15 +107,19 @@ def run(args: argparse.Namespace) -> None:
             validation_fraction=0.0,
             verify=args.verify,
         )
-    vae = autoencoder_folder(args)
-    autoencoder = _open_autoencoder(vae, dataset)
+    if args.encoders is not None and not dataset.has_captions:
+        require([f"--encoders: {args.source} has no captions; give only --vae"])
+    if dataset.has_captions and args.encoders is None and args.text_states is None:
+        print(f"the captions of {args.source} are left out: --encoders would write their states")
+    autoencoder = _open_autoencoder(autoencoder_folder(args), dataset)
     shape = dataset.image_shape
     if autoencoder is not None:
         side = tuple(size // autoencoder.factor for size in shape[1:])
         shape = (autoencoder.latent_channels, *side)
-    made_by: dict[str, str] = {}
+    made_by = {} if autoencoder is None else {"latent": autoencoder.made_by()}
     if args.encoders is not None:
-        dataset, made_by = _encoded(args, dataset, shape)
+        dataset, texts = _encoded(args, dataset, shape)
+        made_by |= texts
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
     layout = LatentLayout(
         shape=shape,
@@ -124,7 +128,7 @@ def run(args: argparse.Namespace) -> None:
         fields=fields,
         pixel_size=dataset.pixel_size,
         shard_size=args.shard_size,
-        source=_source(args, dataset, autoencoder, vae),
+        source=_source(args, dataset),
         made_by=made_by,
     )
     with mending(OSError):
@@ -215,8 +219,8 @@ def _check(args: argparse.Namespace) -> list[str]:
         faults.append("--encoders: name what will read the states: --backbone or --module")
     else:
         faults += backbone_faults(args)
-        if not captions:
-            faults.append("--encoders is for captions:PATH; of other data only --vae is needed")
+        if not args.source.startswith(("captions:", "folder:")):
+            faults.append("--encoders is for images with captions; of other data give only --vae")
         if args.text_states is not None:
             faults.append("--text-states makes states without --encoders: leave one of them out")
     if captions and args.image_size is None:
@@ -274,12 +278,7 @@ def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencode
     return autoencoder
 
 
-def _source(
-    args: argparse.Namespace,
-    dataset: DiffusionDataset,
-    autoencoder: Autoencoder | None,
-    vae: Path | None,
-) -> str:
+def _source(args: argparse.Namespace, dataset: DiffusionDataset) -> str:
     """What a resumed command must have in common with the one that began the folder."""
     kind, _, path = args.source.partition(":")
     name = f"{kind}:{Path(path).resolve()}" if path else kind
@@ -287,9 +286,4 @@ def _source(
     text = f"{len(dataset)} images {size} of {name}"
     if args.text_states is not None:
         text += ", captions as word vectors"
-    if autoencoder is None or vae is None:
-        return f"{text}, pixels"
-    scale, shift = (
-        [round(x, 6) for x in t.flatten().tolist()] for t in (autoencoder.scale, autoencoder.shift)
-    )
-    return f"{text}, means of {vae.resolve()}, scale {scale}, shift {shift}"
+    return text

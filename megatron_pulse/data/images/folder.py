@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,15 +14,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, Framing
+from megatron_pulse.data.images.metadata import SUFFIXES, TEXT, read_captions
 from megatron_pulse.files import open_regular
-
-METADATA = "metadata.jsonl"
-"""Beside the images: a line of JSON for each, with what is said of it."""
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 class ImageFiles(DiffusionDataset):
-    """Images by their ``files``, each with its class in ``labels``.
+    """Images by their ``files``, each with its class in ``labels`` and perhaps its caption.
 
     Images are cropped to their central square, resized (bicubic, antialiased) to ``image_size``
     and scaled to [-1, 1]. ``verify`` decodes every file at once and lists all that cannot be read;
@@ -43,10 +40,13 @@ class ImageFiles(DiffusionDataset):
         image_size: int,
         channels: int = 3,
         verify: bool = False,
+        captions: Sequence[str] = (),
     ) -> None:
         self.root = root
         self.files = files
         self.labels = labels
+        self.captions = list(captions)
+        self.has_captions = bool(captions)
         self.num_classes = num_classes
         self.image_shape = (channels, image_size, image_size)
         self._sound = bytearray(len(files))  # 1: was decoded
@@ -58,6 +58,9 @@ class ImageFiles(DiffusionDataset):
 
     def label(self, index: int) -> int:
         return self.labels[index]
+
+    def caption(self, index: int) -> str:
+        return self.captions[index] if self.captions else ""
 
     def image(self, index: int) -> Tensor:
         channels, size, _ = self.image_shape
@@ -127,13 +130,39 @@ def _central_square(width: int, height: int) -> tuple[int, int, int]:
 
 
 class ImageFolder(ImageFiles):
-    """``root/CLASS/**/*.png`` (classes numbered in order of name), or images in ``root`` alone."""
+    """``root/CLASS/**/*.png`` (classes numbered in order of name), or images in ``root`` alone.
+
+    Where captions are beside the images (see ``metadata.py``), every image must have one; images
+    beside folders are then no fault, and of one class.
+    """
 
     def __init__(
-        self, root: str | Path, image_size: int, channels: int = 3, verify: bool = False
+        self,
+        root: str | Path,
+        image_size: int,
+        channels: int = 3,
+        verify: bool = False,
+        column: str = TEXT,
     ) -> None:
-        self.classes, files, labels = _scan(Path(root))
-        super().__init__(Path(root), files, labels, len(self.classes), image_size, channels, verify)
+        root = Path(root)
+        said = read_captions(root, column)
+        if said:
+            files = [path for path, _ in said]
+            self.classes, labels = _classes(root, files)
+        else:
+            self.classes, files, labels = _scan(root)
+        captions = [caption for _, caption in said]
+        num_classes = len(self.classes)
+        super().__init__(root, files, labels, num_classes, image_size, channels, verify, captions)
+
+
+def _classes(root: Path, files: Sequence[Path]) -> tuple[list[str], list[int]]:
+    """The folders in ``root`` and in which each file is; one, if some are in none."""
+    if not all(root in file.parents and file.parent != root for file in files):
+        return [root.name], [0] * len(files)
+    of = [file.relative_to(root).parts[0] for file in files]
+    classes = sorted(set(of))
+    return classes, [classes.index(name) for name in of]
 
 
 def _scan(root: Path) -> tuple[list[str], list[Path], list[int]]:

@@ -163,6 +163,7 @@ class LatentFolder(DiffusionDataset):
         self.image_shape = meta.layout.shape
         self.fields = meta.layout.fields
         self.num_classes = meta.layout.num_classes
+        self.made_by = meta.layout.made_by
         self.frames = FRAMING in self.fields and self.fields[FRAMING].fits(FRAMING_SPEC)
         self._null = {
             name: self._decoded(name, np.load(self.root / file.name))

@@ -53,10 +53,10 @@ class LatentLayout:
     """What every shard of a folder holds; the part of ``meta.json`` that never changes.
 
     ``shape`` is ``(c, h, w)``, ``fields`` the conditioning. ``pixel_size`` is the (height, width)
-    of the images before they were encoded (None: that of the latents). ``source`` says what made
-    the latents (encoder, scaling, image size), ``made_by`` what encoded each field (classes,
-    states, lengths, digests of weights); both are compared when a writer resumes. Raises DataError
-    for names that cannot be fields.
+    of the images before they were encoded (None: that of the latents). ``source`` says which
+    images they were, ``made_by`` what encoded them (``latent``) and each field (classes, states,
+    lengths, digests of weights); both are compared when a writer resumes. Raises DataError for
+    names that cannot be fields.
     """
 
     shape: tuple[int, ...]

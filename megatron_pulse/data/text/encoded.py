@@ -25,6 +25,9 @@ class Tokenizes(Encodes, Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
+    def made_by(self) -> Mapping[str, str]:
+        """What makes each, so that others can be told from it."""
+
 
 class Encoded(Derived):
     """The samples of ``source``, with ``fields`` that ``encode`` makes of their captions."""
