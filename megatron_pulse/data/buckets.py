@@ -43,6 +43,10 @@ class Buckets(DiffusionDataset):
         part, own = self.part_of(index)
         return self._parts[part].image(own)
 
+    def deviation(self, index: int) -> Tensor | None:
+        part, own = self.part_of(index)
+        return self._parts[part].deviation(own)
+
     def label(self, index: int) -> int:
         part, own = self.part_of(index)
         return self._parts[part].label(own)

@@ -108,6 +108,11 @@ class DiffusionDataset(ABC):
     def image(self, index: int) -> Tensor:
         """Float32 ``image_shape``, pixels in [-1, 1]."""
 
+    def deviation(self, index: int) -> Tensor | None:
+        """Where ``image(index)`` is the mean of a posterior: its standard deviation, of that shape;
+        every reading in training is a sample of it."""
+        return None
+
     @abstractmethod
     def label(self, index: int) -> int:
         """The class, 0 to ``num_classes`` - 1."""
@@ -197,6 +202,9 @@ class Derived(DiffusionDataset):
 
     def image(self, index: int) -> Tensor:
         return self.source.image(self.at(index))
+
+    def deviation(self, index: int) -> Tensor | None:
+        return self.source.deviation(self.at(index))
 
     def label(self, index: int) -> int:
         return self.source.label(self.at(index))

@@ -50,6 +50,7 @@ def make_microbatch(
     dataset has samples of several shapes, ``noisy`` is then on the meta device, and says which they
     have; all ``items`` must be of one.
 
+    Images that are means of posteriors (see ``deviation``) are sampled: noise is drawn around them.
     Of a dataset with a ``latent_shape``, the step makes latents itself: it gets ``pixels``, images
     float32 ``[b, c, H, W]`` in [-1, 1], if ``needs_pixels``; and if ``needs_image``, in the place
     of ``noisy`` and ``target``, what it makes them of when it has the latents: ``noise`` and the
@@ -112,13 +113,18 @@ def make_microbatch(
     found = {"pixels": torch.stack(images)} if reads else {}
     if needs_image:
         found["noise"] = torch.stack([row.noise for row in rows if row.noise is not None])
+    deviations = [part.deviation(index) for index in taken] if needs_image else []
+    if needs_image and (part.latent_shape is not None or deviations[0] is not None):
+        drawn = [posterior_noise(seed, *visit, noised) for visit in visits]
+        found["posterior"] = torch.stack(drawn)
     if part.latent_shape is not None:
         batch |= found
-        if needs_image:
-            drawn = [posterior_noise(seed, *visit, noised) for visit in visits]
-            batch["posterior"] = torch.stack(drawn)
     elif needs_image:
-        noisy, target = process.noised(found["pixels"], found["noise"], timesteps)
+        latents = found["pixels"]
+        if "posterior" in found:
+            deviation = torch.stack([each for each in deviations if each is not None])
+            latents = sampled(latents, deviation, found["posterior"])
+        noisy, target = process.noised(latents, found["noise"], timesteps)
         batch |= {"noisy": noisy, "target": target}
     if "noisy" not in batch and len(dataset.parts) > 1:
         batch["noisy"] = torch.empty((len(items), *noised), device="meta")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,18 @@ import pytest
 import torch
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.dataset import FieldSpec
+from megatron_pulse.data.fields import Wanted, unencoded
 from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.microbatches import make_microbatch, noised_here
+from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.noise import start_noise
-from megatron_pulse.encoders.autoencoder import Autoencoder
-from megatron_pulse.encoders.tokens import digest_of
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
+from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.tokens import Tokenizers, digest_of
+from model_specs.common.texts import SD
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
@@ -104,6 +113,52 @@ def test_captions_as_the_backbone_reads_them(
     assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
 
 
+def test_stored_or_made_in_the_step_is_the_same(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Latents and states, token ids alone, and nothing ahead: the same microbatch, to the bit."""
+    source = captioned_digits(tmp_path, 12)
+    assert write(folder, source, tmp_path / "states") == 0
+    more = ("--store-text", "tokens", "--posterior", "sample")
+    assert write(folder, source, tmp_path / "tokens", *more) == 0
+    shapes = {"context": (LENGTH, 8)}
+    encoders, vae = TextEncoders(folder, SD, shapes), Autoencoder(folder / "vae")
+    plain = Wanted((4, 4, 4), {"context": FieldSpec((LENGTH, 8))}, made_by=encoders.made_by())
+    text = unencoded(plain, Tokenizers(folder, SD, shapes), SD.fields)
+    both = unencoded(text, pixels=(vae.in_channels, vae.factor))
+    latents = {"latent": vae.made_by()}
+    batches = []
+    for spec, wanted in (
+        (f"latents:{tmp_path / 'states'}", replace(plain, made_by=plain.made_by | latents)),
+        (f"latents:{tmp_path / 'tokens'}", replace(text, made_by=text.made_by | latents)),
+        (source, both),
+    ):
+        data, _ = open_dataset(spec, wanted=wanted)
+        items = [(i, 100 + i) for i in range(6)]
+        batches.append(make_microbatch(data, items, DiffusionProcess(Objective.FLOW), 3, 0.5))
+    stored, tokens, raw = batches
+    for batch in (tokens, raw):
+        states = [encoders.encode({name: ids[i] for name, ids in batch.items()}) for i in range(6)]
+        assert torch.equal(torch.stack([row["context"] for row in states]), stored["context"])
+    made = noised_here(raw, *vae.posterior(raw["pixels"]), DiffusionProcess(Objective.FLOW))
+    assert all(torch.equal(value, stored[name]) for name, value in made.items())
+    assert 0 < raw["dropped"].sum() < 6
+
+    kept = LatentFolder(tmp_path / "tokens")
+    assert kept.deviation(0) is None and kept.fields.keys() >= {"text_encoder_ids"}
+    means = LatentFolder(tmp_path / "states")
+    noise = posterior_noise(0, 2, 0, (4, 4, 4))
+    assert torch.equal(kept.image(2), sampled(means.image(2), means.deviation(2), noise))
+    capsys.readouterr()
+    assert write(folder, source, tmp_path / "tokens", *more[:2]) == 2
+    said = capsys.readouterr().err
+    assert "deviates" in said and "a sample of each posterior" in said
+    argv = ["--from", "digits8", "-o", str(tmp_path / "c"), "--posterior", "mean"]
+    assert main(["data", "write-latents", *argv, "--store-text", "tokens"]) == 2
+    said = capsys.readouterr().err
+    assert "--posterior is of an autoencoder" in said and "--store-text is for --enc" in said
+
+
 def test_what_does_not_fit_is_said_before_anything_is_written(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,9 +213,7 @@ def test_encoders_of_other_data_are_refused(
     folder: Path, imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from megatron_pulse.cli.models.encoding import require_same
-    from megatron_pulse.encoders.pipeline import TextEncoders
     from megatron_pulse.faults import UserError
-    from model_specs.common.texts import SD
 
     out = tmp_path / "latents"
     assert write(folder, captioned_digits(tmp_path, 3).replace("captions", "folder", 1), out) == 0

@@ -8,6 +8,11 @@ from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.latents.folder import LatentFolder, LatentLayout, LatentType, LatentWriter
+from megatron_pulse.data.microbatches import make_microbatch
+from megatron_pulse.diffusion.choice import Objective
+from megatron_pulse.diffusion.noise import draw
+from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.encoders.autoencoder import posterior_noise
 
 SHAPE = (4, 3, 3)
 FIELDS = {
@@ -86,6 +91,32 @@ def test_what_made_the_latents_must_be_what_is_needed(tmp_path):
     ]
     with pytest.raises(DataError, match="CLIPTextModel 1.*CLIPTextModel 2"):
         opened(context="text_encoder last (CLIPTextModel 2)")
+
+
+def test_posteriors_are_kept_and_sampled_at_each_reading(tmp_path):
+    kept = layout(LatentType.BFLOAT16, deviates=True)
+    with LatentWriter(tmp_path, kept, NULLS) as writer:
+        for i, sample in enumerate(samples()):
+            writer.add(*sample, deviation=torch.full(SHAPE, i / 4))
+        for given, words in ((None, "deviation is missing"), (torch.ones(2), "deviation has")):
+            with pytest.raises(DataError, match=words):
+                writer.add(*samples()[0], deviation=given)
+    train, _ = open_dataset(f"latents:{tmp_path}", wanted=Wanted(SHAPE, FIELDS, 10))
+    index = train.source.at(7)
+    assert (train.deviation(7) == index / 4).all()
+    flow = DiffusionProcess(Objective.FLOW)
+    for position in (3, 12):
+        batch = make_microbatch(train, [(7, position)], flow, 5)
+        noise = draw(5, 7, position, SHAPE).noise
+        drawn = train.image(7) + index / 4 * posterior_noise(5, 7, position, SHAPE)
+        assert torch.equal(batch["target"][0], noise - drawn)
+    content = json.loads((tmp_path / "meta.json").read_text())
+    del content["layout"]["deviates"]
+    (tmp_path / "meta.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="shards.0.files.deviation is of no field"):
+        LatentFolder(tmp_path)
+    with pytest.raises(DataError, match="deviation is not kept"):
+        LatentWriter(tmp_path / "b", layout()).add(*samples()[0], deviation=torch.ones(SHAPE))
 
 
 def test_the_size_of_the_images_is_kept(tmp_path):

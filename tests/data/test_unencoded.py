@@ -102,15 +102,19 @@ def test_encoding_them_gives_the_bits_of_data_encoded_ahead(
     encoders, vae = TextEncoders(folder, SDXL, SHAPES), Autoencoder(folder / "vae")
     mean, deviation = vae.posterior(batch["pixels"])
     pictures, _ = open_dataset(source, 8)
-    ahead = torch.cat([vae.encode(pictures.image(i)[None]) for i in range(len(pictures))])
+    ahead = [vae.posterior(pictures.image(i)[None]) for i in range(len(pictures))]
+    means, deviations = map(torch.cat, zip(*ahead, strict=True))
 
     class Latents(ArrayDataset):
         def caption(self, index: int) -> str:
             return pictures.caption(index)
 
-    latents = Latents(ahead.numpy(), np.zeros(len(ahead)), 1)
+        def deviation(self, index: int) -> Tensor:
+            return deviations[index]
+
+    latents = Latents(means.numpy(), np.zeros(len(means)), 1)
     stored = batch_of(Encoded(latents, encoders, FIELDS))
-    made = noised_here(batch, mean, torch.zeros_like(deviation), FLOW)
+    made = noised_here(batch, mean, deviation, FLOW)
     rows = [{name: batch[name][i] for name in TOKENS} for i in range(len(ITEMS))]
     texts = [encoders.encode(row) for row in rows]
     fields = {name: torch.stack([text[name] for text in texts]) for name in FIELDS}
@@ -119,8 +123,8 @@ def test_encoding_them_gives_the_bits_of_data_encoded_ahead(
     for name, value in made.items():
         assert torch.equal(value, stored[name]), name
     assert not made["pooled"][batch["dropped"]].any() and fields["pooled"].all()
-    drawn = noised_here(batch, mean, deviation, FLOW)["noisy"]
-    assert not torch.equal(drawn, made["noisy"])
+    exact = noised_here(batch, mean, torch.zeros_like(deviation), FLOW)["noisy"]
+    assert not torch.equal(exact, made["noisy"])
 
 
 def test_validation_is_the_same_at_every_evaluation(data: DiffusionDataset) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.data.dataset import FieldSpec
     from megatron_pulse.encoders.pipeline import TextEncoders
+    from megatron_pulse.encoders.recipe import TextRecipe
+    from megatron_pulse.encoders.tokens import Tokenizers
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -64,13 +66,11 @@ def open_encoders(
 
     from megatron_pulse.data.dataset import COMPUTE, FieldSpec
     from megatron_pulse.encoders.pipeline import TextEncoders
-    from model_specs import text_recipe
 
-    recipe = text_recipe(name, backbone)
-    if recipe is None:
+    read = _read_by(name, backbone)
+    if read is None:
         return None
-    read = backbone.batch_fields
-    shapes = {field: read[field].shape for field in recipe.fields}
+    recipe, shapes = read
     dtype = getattr(torch, _DTYPES[args.encoders_dtype]) if args.encoders_dtype else None
     encoders = TextEncoders(args.encoders, recipe, shapes, dtype)
     fields = {
@@ -78,6 +78,24 @@ def open_encoders(
         for field, shape in shapes.items()
     }
     return encoders, fields
+
+
+def open_tokenizers(args: argparse.Namespace, name: str, backbone: Backbone) -> Tokenizers | None:
+    """What makes the tokens that ``open_encoders`` encodes, as it does."""
+    from megatron_pulse.encoders.tokens import Tokenizers
+
+    read = _read_by(name, backbone)
+    return None if read is None else Tokenizers(args.encoders, *read)
+
+
+def _read_by(name: str, backbone: Backbone) -> tuple[TextRecipe, dict[str, tuple[int, ...]]] | None:
+    """How the text that the backbone reads is made, and the shapes of its fields."""
+    from model_specs import text_recipe
+
+    recipe = text_recipe(name, backbone)
+    if recipe is None:
+        return None
+    return recipe, {field: backbone.batch_fields[field].shape for field in recipe.fields}
 
 
 def require_same(encoders: TextEncoders, data: str | None) -> None:

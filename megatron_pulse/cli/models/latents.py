@@ -26,6 +26,7 @@ from megatron_pulse.cli.models.encoding import (
     autoencoder_folder,
     encoder_faults,
     open_encoders,
+    open_tokenizers,
 )
 from megatron_pulse.faults import UserError, collecting
 from megatron_pulse.flag_fields import PIXELS, TO_MILLION
@@ -36,19 +37,27 @@ if TYPE_CHECKING:
     from megatron_pulse.data.latents.folder import LatentWriter
     from megatron_pulse.encoders.autoencoder import Autoencoder
 
+_POSTERIORS = {
+    "distribution": "mean and deviation of each posterior",
+    "sample": "a sample of each posterior",
+    "mean": "the mean of each posterior",
+}
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 _DESCRIPTION = """\
-Without --vae the pixels themselves are the latents; with it they are the mean of a diffusers
-AutoencoderKL's posterior, shifted and scaled as its configuration says. Files are written in whole
-shards: an interrupted command goes on where it stopped when it is given again. What the type on
-disk cannot hold is refused; sizes and crops of image files are kept for models that are told them.
-Train on the result with --pulse-data latents:DIR.
+Without --vae the pixels themselves are the latents; with it they are those of a diffusers
+AutoencoderKL, shifted and scaled as its configuration says: mean and deviation of its posterior,
+of which training draws another sample at every reading, as diffusers' own trainers do (--posterior
+sample or mean keep half the bytes). Files are written in whole shards: an interrupted command goes
+on where it stopped when it is given again. What the type on disk cannot hold is refused; sizes and
+crops of image files are kept for models that are told them. Train on the result with --pulse-data
+latents:DIR.
 
 Captions become text states in one of two ways. --encoders DIR --backbone NAME takes the text
 encoders and the autoencoder of a diffusers pipeline folder; what the backbone reads decides which
-encoders and which of their states are written, and what stands for a dropped caption. meta.json
-says what made each field. --text-states LxD makes them of random word vectors, as training on
+encoders and which of their states are written, and what stands for a dropped caption; with
+--store-text tokens only token ids are, for training that encodes them itself. meta.json says what
+made each field. --text-states LxD makes them of random word vectors, as training on
 captions:PATH does. Nothing is downloaded.
 
 {specs}
@@ -85,6 +94,16 @@ def add_write_latents(
         parser.add_mutually_exclusive_group(), "of --encoders: the backbone that will read them"
     )
     add_option_flag(parser, "override one of the backbone's options")
+    add(
+        "--posterior",
+        choices=list(_POSTERIORS),
+        help="of --vae: keep its mean and deviation (distribution, default), a sample, or the mean",
+    )
+    add(
+        "--store-text",
+        choices=["states", "tokens"],
+        help="of --encoders: their states (default), or token ids, some thousandth of the bytes",
+    )
     add("--text-states", metavar="LxD", help="of captions: length and width of their states")
     add("--batch-size", type=int, default=16, metavar="N", help="images per encoding (16)")
     add("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
@@ -128,8 +147,9 @@ def run(args: argparse.Namespace) -> None:
         fields=fields,
         pixel_size=dataset.pixel_size,
         shard_size=args.shard_size,
-        source=_source(args, dataset),
+        source=_source(args, dataset, autoencoder),
         made_by=made_by,
+        deviates=autoencoder is not None and _posterior(args) == "distribution",
     )
     with mending(OSError):
         writer = LatentWriter(args.output, layout, dataset.null_conditioning())
@@ -138,7 +158,7 @@ def run(args: argparse.Namespace) -> None:
             return
         if writer.num_written:
             print(f"resuming after {writer.num_written} of {len(dataset)} samples")
-        _write(writer, dataset, autoencoder, args.batch_size)
+        _write(writer, dataset, autoencoder, _posterior(args), args.batch_size)
     print(
         f"{len(dataset)} samples of {'x'.join(map(str, shape))} ({args.dtype}): "
         f"train on them with --pulse-data latents:{args.output}"
@@ -149,6 +169,7 @@ def _encoded(
     args: argparse.Namespace, dataset: DiffusionDataset, shape: tuple[int, ...]
 ) -> tuple[DiffusionDataset, dict[str, str]]:
     """The dataset with its captions as the backbone reads them, and what made each field."""
+    from megatron_pulse.data.dataset import FieldSpec
     from megatron_pulse.data.text.encoded import Encoded
     from model_specs import load_backbone
 
@@ -163,6 +184,12 @@ def _encoded(
                 "--image-size, or the backbone's size (--option sample_size=N)"
             ]
         )
+    if args.store_text == "tokens":
+        tokenizers = open_tokenizers(args, args.backbone, backbone)
+        if tokenizers is None:
+            return dataset, {}
+        tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
+        return Encoded(dataset, tokenizers, tokens), tokenizers.made_by()
     opened = open_encoders(args, args.backbone, backbone)
     if opened is None:
         return dataset, {}
@@ -174,12 +201,14 @@ def _write(
     writer: LatentWriter,
     dataset: DiffusionDataset,
     autoencoder: Autoencoder | None,
+    posterior: str,
     batch_size: int,
 ) -> None:
     import torch
     from tqdm import tqdm
 
     from megatron_pulse.data.fields import FRAMING, framing_field
+    from megatron_pulse.encoders.autoencoder import posterior_noise, sampled
 
     done = writer.num_written
     quiet = not sys.stderr.isatty()
@@ -190,12 +219,18 @@ def _write(
         for first in range(done, len(dataset), batch_size):
             indices = range(first, min(first + batch_size, len(dataset)))
             images = torch.stack([dataset.image(i) for i in indices])
-            latents = images if autoencoder is None else autoencoder.encode(images)
-            for i, latent in zip(indices, latents, strict=True):
+            latents, deviations = images, images
+            if autoencoder is not None:
+                latents, deviations = autoencoder.posterior(images)
+            for i, latent, deviation in zip(indices, latents, deviations, strict=True):
                 given = dataset.conditioning(i)
                 if dataset.frames:
                     given[FRAMING] = framing_field(dataset.framing(i))
-                writer.add(latent, dataset.label(i), given)
+                if autoencoder is not None and posterior == "sample":
+                    noise = posterior_noise(0, i, 0, tuple(latent.shape))
+                    latent = sampled(latent, deviation, noise)
+                kept = deviation if writer.layout.deviates else None
+                writer.add(latent, dataset.label(i), given, kept)
             bar.update(len(indices))
 
 
@@ -212,6 +247,12 @@ def _check(args: argparse.Namespace) -> list[str]:
             "captions would be lost"
         )
     faults += encoder_faults(args)
+    if args.posterior is not None and autoencoder_folder(args) is None:
+        faults.append("--posterior is of an autoencoder: give --vae, or --encoders with one")
+    if args.store_text is not None and args.encoders is None:
+        faults.append("--store-text is for --encoders")
+    if args.store_text == "tokens" and args.encoders_dtype is not None:
+        faults.append("--encoders-dtype: --store-text tokens runs no text encoder")
     if args.encoders is None:
         if args.backbone is not None or args.option:
             faults.append("--backbone, --module and --option are for --encoders")
@@ -278,7 +319,13 @@ def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencode
     return autoencoder
 
 
-def _source(args: argparse.Namespace, dataset: DiffusionDataset) -> str:
+def _posterior(args: argparse.Namespace) -> str:
+    return args.posterior or "distribution"
+
+
+def _source(
+    args: argparse.Namespace, dataset: DiffusionDataset, autoencoder: Autoencoder | None
+) -> str:
     """What a resumed command must have in common with the one that began the folder."""
     kind, _, path = args.source.partition(":")
     name = f"{kind}:{Path(path).resolve()}" if path else kind
@@ -286,4 +333,4 @@ def _source(args: argparse.Namespace, dataset: DiffusionDataset) -> str:
     text = f"{len(dataset)} images {size} of {name}"
     if args.text_states is not None:
         text += ", captions as word vectors"
-    return text
+    return text if autoencoder is None else f"{text}, {_POSTERIORS[_posterior(args)]}"

@@ -54,7 +54,12 @@ class LatentWriter:
             if faults := self._differences(layout):
                 remedy = "Resume with the same, or use a new folder."
                 raise DataError(f"latents {root}", faults, remedy)
-        self._pending: list[tuple[Tensor, int, dict[str, Tensor]]] = []
+        self._pending: list[dict[str, Tensor]] = []
+
+    @property
+    def layout(self) -> LatentLayout:
+        """What every shard holds."""
+        return self._meta.layout
 
     @property
     def num_written(self) -> int:
@@ -66,23 +71,35 @@ class LatentWriter:
         """Whether the folder was closed: there is nothing to add."""
         return self._meta.complete
 
-    def add(self, latent: Tensor, label: int, conditioning: Mapping[str, Tensor] = _NONE) -> None:
-        """Append a sample: ``latent`` of the layout's ``shape``, and a tensor of every field."""
+    def add(
+        self,
+        latent: Tensor,
+        label: int,
+        conditioning: Mapping[str, Tensor] = _NONE,
+        deviation: Tensor | None = None,
+    ) -> None:
+        """Append a sample: ``latent`` of the layout's ``shape``, a tensor of every field, and the
+        latent's ``deviation`` where the layout deviates."""
         layout, faults = self._meta.layout, []
         if self.complete:
             faults.append("the folder is complete")
-        if tuple(latent.shape) != layout.shape:
-            faults.append(f"latent has shape {tuple(latent.shape)}, not {layout.shape}")
+        given = {"latent": latent} | ({} if deviation is None else {"deviation": deviation})
+        if layout.deviates != (deviation is not None):
+            faults.append("deviation is missing" if layout.deviates else "deviation is not kept")
+        for name, value in given.items():
+            if tuple(value.shape) != layout.shape:
+                faults.append(f"{name} has shape {tuple(value.shape)}, not {layout.shape}")
         faults += _misfits(layout, conditioning)
-        faults += _overflows(layout, {"latent": latent, **conditioning})
+        faults += _overflows(layout, given | dict(conditioning))
         faults += [f"{name} is missing" for name in layout.fields if name not in conditioning]
         if not 0 <= label < layout.num_classes:
             faults.append(f"label {label} is not in 0..{layout.num_classes - 1}")
         if faults:
             sample = self.num_written + len(self._pending)
             raise DataError(f"latents {self.root}, sample {sample}", faults, "Nothing was added.")
-        kept = {name: value.detach().cpu().clone() for name, value in conditioning.items()}
-        self._pending.append((latent.detach().cpu().clone(), label, kept))
+        given |= conditioning
+        kept = {name: value.detach().cpu().clone() for name, value in given.items()}
+        self._pending.append(kept | {"label": torch.tensor(label)})
         if len(self._pending) == layout.shard_size:
             self._flush()
 
@@ -105,14 +122,11 @@ class LatentWriter:
         if not meta.shards:
             for name, value in self._nulls.items():
                 meta.nulls[name] = self._save(f"null-{name}.npy", value)
-        latents, labels, conditioning = zip(*self._pending, strict=True)
-        columns = {"latent": torch.stack(latents), "label": torch.tensor(labels)}
-        for name in meta.layout.fields:
-            columns[name] = torch.stack([row[name] for row in conditioning])
         files = {}
         for name, (_, stored) in meta.layout.columns().items():
             file_name = f"{name}-{len(meta.shards):05d}.npy"
-            files[name] = self._save(file_name, _encoded(columns[name], stored))
+            column = torch.stack([row[name] for row in self._pending])
+            files[name] = self._save(file_name, _encoded(column, stored))
         meta.shards.append(Shard(len(self._pending), files))
         meta.save(self.root)
         self._pending = []
@@ -178,6 +192,11 @@ class LatentFolder(DiffusionDataset):
 
     def image(self, index: int) -> Tensor:
         return self._decoded("latent", self._row("latent", index))
+
+    def deviation(self, index: int) -> Tensor | None:
+        if not self.layout.deviates:
+            return None
+        return self._decoded("deviation", self._row("deviation", index))
 
     def label(self, index: int) -> int:
         return int(self._row("label", index))

@@ -30,7 +30,7 @@ FORMAT = 2
 META = "meta.json"
 RESERVED = (
     *("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels"),
-    *("dropped", "pixels", "noise", "posterior"),
+    *("dropped", "pixels", "noise", "posterior", "deviation"),
 )
 """Names that no conditioning field can have."""
 
@@ -55,8 +55,9 @@ class LatentLayout:
     ``shape`` is ``(c, h, w)``, ``fields`` the conditioning. ``pixel_size`` is the (height, width)
     of the images before they were encoded (None: that of the latents). ``source`` says which
     images they were, ``made_by`` what encoded them (``latent``) and each field (classes, states,
-    lengths, digests of weights); both are compared when a writer resumes. Raises DataError for
-    names that cannot be fields.
+    lengths, digests of weights); both are compared when a writer resumes. Where it ``deviates``,
+    latents are means of posteriors, whose standard deviations are kept beside them. Raises
+    DataError for names that cannot be fields.
     """
 
     shape: tuple[int, ...]
@@ -67,6 +68,7 @@ class LatentLayout:
     shard_size: int = 1024
     source: str = ""
     made_by: Mapping[str, str] = field(default_factory=dict)
+    deviates: bool = False
 
     def __post_init__(self) -> None:
         faults = [f"no field can be called {n!r}" for n in self.fields if n in RESERVED]
@@ -86,8 +88,10 @@ class LatentLayout:
 
     def columns(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
         """Shape per sample and type on disk of everything that shards hold."""
+        latent = (self.shape, LatentType(self.dtype).stored)
         return {
-            "latent": (self.shape, LatentType(self.dtype).stored),
+            "latent": latent,
+            **({"deviation": latent} if self.deviates else {}),
             "label": ((), np.dtype("int64")),
             **{name: (spec.shape, self.stored(name)) for name, spec in self.fields.items()},
         }

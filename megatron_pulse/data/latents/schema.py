@@ -44,6 +44,7 @@ def _schema(form: int, dtypes: list[str]) -> dict[str, Any]:
         source={**TEXT, "minLength": 0},
     )
     layout["properties"]["made_by"] = table_of({**TEXT, "minLength": 0}, "texts by field")
+    layout["properties"]["deviates"] = FLAG
     # Later versions say more of a layout, which ``LatentLayout`` knows or refuses.
     layout["additionalProperties"] = True
     return record(
@@ -66,11 +67,13 @@ def _schema(form: int, dtypes: list[str]) -> dict[str, Any]:
 
 def _misfits(content: dict[str, Any]) -> Iterator[str]:
     """Files that lie elsewhere, and fields without one."""
-    fields = set(content["layout"]["fields"])
+    layout = content["layout"]
+    fields = set(layout["fields"])
+    columns = {"latent", "label", *fields, *(["deviation"] if layout.get("deviates") else [])}
     places = [("nulls", content["nulls"])]
     for i, shard in enumerate(content["shards"]):
         places.append((f"shards.{i}.files", shard["files"]))
-        for name in sorted({"latent", "label", *fields} ^ shard["files"].keys()):
+        for name in sorted(columns ^ shard["files"].keys()):
             has = "is of no field" if name in shard["files"] else "is missing"
             yield f"shards.{i}.files.{name} {has}"
     yield from (f"nulls.{name} is of no field" for name in content["nulls"] if name not in fields)
