@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WHOLE
 from megatron_pulse.planner.tune.config import Config
+from model_specs import load_backbone
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
-from tests.integration.runs import STEPS, TEXT, TINY, assert_same, pipeline, run
+from tests.integration.runs import (
+    BASE,
+    STEPS,
+    TEXT,
+    TINY,
+    Run,
+    assert_equal_to_rounding,
+    assert_same,
+    pipeline,
+    run,
+)
+from tests.integration.test_bad_input import refuse
 from tests.integration.test_plans import make_plan
 
 READS = [
@@ -55,8 +70,13 @@ def costs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_in_front_of_every_layout(flags: list[str]) -> None:
-    expected = run(1, *flags, backbone="unet")
+@pytest.fixture(scope="module")
+def expected(flags: list[str]) -> Run:
+    """One process that encodes in front."""
+    return run(1, *flags, backbone="unet")
+
+
+def test_in_front_of_every_layout(flags: list[str], expected: Run) -> None:
     assert_same(run(2, *flags, *pipeline(2), backbone="unet"), expected)
 
 
@@ -70,7 +90,9 @@ def test_in_front_of_every_layout(flags: list[str]) -> None:
     ],
     ids=["one", "split-fold", "recomputed-sequence", "four"],
 )
-def test_in_idle_time(config: Config, flags: list[str], costs: Path, tmp_path: Path) -> None:
+def test_in_idle_time(
+    config: Config, flags: list[str], costs: Path, expected: Run, tmp_path: Path
+) -> None:
     plan = make_plan(tmp_path / "plan.json", config, "sd-tiny", OPTIONS, costs)
     fillers = json.loads(plan.read_text())["schedule"]["fillers"]
     assert [filler["name"] for filler in fillers] == ["text_encoder", "vae"]
@@ -78,4 +100,56 @@ def test_in_idle_time(config: Config, flags: list[str], costs: Path, tmp_path: P
     obeyed = ["--pulse-plan", str(plan), "--train-iters", "3"]
     got = run(config.pipeline, *given, *obeyed, backbone="none")
     assert "X" in got.executed.operations
-    assert_same(got, run(1, *flags, backbone="unet"))
+    assert_same(got, expected)
+
+
+def test_goes_on_in_the_middle(
+    flags: list[str], costs: Path, expected: Run, tmp_path: Path
+) -> None:
+    """A run that goes on encodes its first batch in front, and then fills again; two replicas."""
+    config = Config(2, 2, 1, 2, FOLD_EXACT, distributed_optimizer=True)
+    plan = make_plan(tmp_path / "plan.json", config, "sd-tiny", OPTIONS, costs)
+    given = [*flags[len(STEPS + READS) :], "--pulse-plan", str(plan), "--train-iters", "3"]
+    given += ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
+    first = run(4, *given, "--exit-interval", "2", backbone="none")
+    again = run(4, *given, backbone="none")
+    joined = replace(
+        again, losses=first.losses + again.losses, grad_norms=first.grad_norms + again.grad_norms
+    )
+    assert_equal_to_rounding(joined, expected)
+
+
+def test_auto_fills_where_that_is_sooner(
+    folder: Path, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_pulse.integration.planning import auto
+    from megatron_pulse.planner.tune.plans.recompute import load_checked
+
+    plan = load_checked(
+        make_plan(tmp_path / "plan.json", Config(2, 1, 1, 2, FOLD_EXACT), "sd-tiny", OPTIONS)
+    )
+    monkeypatch.setattr(auto, "FILLING_S", 0.3)
+    backbone = load_backbone("sd-tiny", dict(OPTIONS))
+    data = flags[flags.index("--pulse-data") + 1]
+    options = PulseOptions("sd-tiny", data=data, encoders=str(folder), encode=("vae=front",))
+    filled = auto._filled(plan, Namespace(), options, backbone)
+    assert [filler.name for filler in filled.schedule.fillers] == ["text_encoder"]
+    stored = replace(options, encode=("front",))
+    assert auto._filled(plan, Namespace(), stored, backbone) is plan
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["vae=store"], "has no latents: write them first with 'pulse data write-latents'"),
+        (["fill"], "--pulse-encode vae=fill: the plan has no idle time for it"),
+        (["text=front", "tex=fill"], "no encoder is called 'tex'; did you mean text?"),
+        (["sometimes"], "sometimes: write auto, store, fill, front, or NAME= and one of these"),
+    ],
+)
+def test_policies_that_cannot_be(
+    more: list[str], said: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = [word for policy in more for word in ("--pulse-encode", policy)]
+    faults = refuse(monkeypatch, 1, [*flags, *policies], [*TINY["unet"], *BASE])
+    assert any(said in fault for fault in faults), faults

@@ -13,14 +13,17 @@ import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.flag_fields import flag_name
+from megatron_pulse.integration.encoding import in_loop
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.parse import CommandLine
+from megatron_pulse.integration.planning.encoder_costs import encoder_costs
 from megatron_pulse.integration.planning.planning import by_rank_0, compute_dtype, load_here
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.tune.plans.filling import fill_plan
+from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
@@ -29,6 +32,8 @@ from megatron_pulse.runtime.measure.leaving import leaving_weights
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 from model_specs import load_recorded
 
+FILLING_S = 4.0
+"""For how long a filling is searched."""
 SIZES = (1, 4)
 """Microbatch sizes that are measured; others are interpolated."""
 
@@ -96,10 +101,31 @@ def _tune(
     except UntunableError as error:
         raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
     best = found.outcomes[0]
-    plan = plan_of(best, profile, cluster, divided)
+    plan = _filled(plan_of(best, profile, cluster, divided), args, options, backbone)
     save_plan(plan, path)
     print(f"plan: {best.config}; {best.throughput:.4g} samples/s expected; in {path}", flush=True)
     return plan
+
+
+def _filled(
+    plan: PlanFile, args: argparse.Namespace, options: PulseOptions, backbone: Backbone
+) -> PlanFile:
+    """``plan`` with the encoders of the loop in its idle time, where that is sooner than in front
+    of the step."""
+    loop = in_loop(options, backbone)
+    wanted = [] if loop is None else [n for n, p in loop.policies.items() if p != "front"]
+    if loop is None or not wanted:
+        return plan
+    dtype = loop.dtype or torch.float32
+    costs = encoder_costs(loop.folder, options.backbone, backbone, dtype, wanted=wanted)
+    found = fill_plan(plan, costs["components"], FILLING_S)
+    made = found.schedule.certificate
+    said = ", ".join(wanted)
+    if made.makespan > found.schedule.front_s and "fill" not in loop.policies.values():
+        print(f"{said}: sooner in front of the step than in idle time", flush=True)
+        return plan
+    print(f"{said}: in idle time, {made}; in front {found.schedule.front_s:.4g} s", flush=True)
+    return recomputed(found.plan)
 
 
 def _choices(line: CommandLine) -> Choices:

@@ -1,0 +1,92 @@
+"""What the encoders of a pipeline folder cost, as components for idle time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.encoders.autoencoder import Autoencoder
+from megatron_pulse.encoders.images import MOMENTS, PIXELS
+from megatron_pulse.encoders.pieces import Piece, States
+from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.recipe import folder_name
+from megatron_pulse.integration.encoding import VAE
+from megatron_pulse.planner.fill.components import Component, FrozenLayer
+from megatron_pulse.planner.fill.table import table_of_components
+from megatron_pulse.profile.devices import Roofline
+from megatron_pulse.profile.encoders import measured, result_bytes, worked_out
+from megatron_pulse.profile.measuring.clock import Patience
+from model_specs import text_recipe
+
+
+def encoder_costs(
+    folder: Path,
+    name: str,
+    backbone: Backbone,
+    dtype: torch.dtype,
+    roofline: Roofline | None = None,
+    wanted: Collection[str] | None = None,
+) -> dict[str, Any]:
+    """The table (``planner.fill.table``) of what encodes for the backbone of this name.
+
+    Layers are measured here on one sample, or worked out for the device of ``roofline`` without
+    reading weights. ``wanted`` are the encoders' folders (None: all). Raises UserError.
+    """
+    found = _components(folder, name, backbone, dtype, roofline)
+    table = table_of_components([c for c in found if wanted is None or c.name in wanted])
+    for record in table["components"]:
+        record["readers"] = "ends" if record["name"] == VAE else "all"
+    return table
+
+
+def _components(
+    folder: Path, name: str, backbone: Backbone, dtype: torch.dtype, roofline: Roofline | None
+) -> Iterator[Component]:
+    weighs, device = roofline is None, torch.device("meta")
+    if weighs:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if (recipe := text_recipe(name, backbone)) is not None:
+        shapes = {field: backbone.batch_fields[field].shape for field in recipe.fields}
+        texts = TextEncoders(folder, recipe, shapes, dtype, None if weighs else ())
+        for place, encoder in texts.encoders.items():
+            length = texts.tokenizers.lengths[place]
+            ids = torch.ones(1, length, dtype=torch.int64, device=device)
+            given = {"ids": ids, "mask": torch.ones_like(ids)}
+            states = sorted(map(str, recipe.states_of(place)))
+            called = folder_name("text_encoder", place)
+            yield _component(called, encoder.pieces, given, states, roofline)
+    if (folder / VAE).is_dir():
+        vae = Autoencoder(folder / VAE, dtype, weighs)
+        _, height, width = backbone.input_spec.shape
+        shape = (1, vae.in_channels, height * vae.factor, width * vae.factor)
+        pixels = torch.zeros(shape, dtype=dtype, device=device)
+        yield _component(VAE, vae.pieces, {PIXELS: pixels}, [MOMENTS], roofline)
+
+
+def _component(
+    name: str,
+    pieces: tuple[Piece, ...],
+    given: States,
+    results: list[str],
+    roofline: Roofline | None,
+) -> Component:
+    device = next(iter(given.values())).device
+    if roofline is None:
+        costs = measured(pieces, given, device, Patience())
+    else:
+        costs = worked_out(pieces, given, roofline)
+    layers = tuple(
+        FrozenLayer(
+            cost.name,
+            {1: cost.seconds},
+            cost.parameter_bytes,
+            cost.activation_bytes,
+            cost.output_bytes,
+        )
+        for cost in costs
+    )
+    return Component(name, layers, result_bytes=result_bytes(pieces, given, results))
