@@ -374,5 +374,5 @@ def text_recipe(name: str, backbone: Backbone) -> TextRecipe | None:
             return recipe
     raise UserError(
         f"{name} reads {', '.join(sorted(read))}, and how a pipeline's encoders make these is not "
-        "known here: write them with megatron_pulse.data.latents.folder.LatentWriter"
+        "known here: write them with megatron_pulse.data.latents.writer.LatentWriter"
     )

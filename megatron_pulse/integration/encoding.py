@@ -29,6 +29,7 @@ from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import ids_name, mask_name
 from megatron_pulse.faults import Faults, unknown
+from megatron_pulse.flag_fields import DTYPES
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.routes import Routes, batch_fields_of
 from megatron_pulse.planner.schedule.operations import Filler
@@ -40,7 +41,6 @@ VAE = "vae"
 """The folder of a pipeline's autoencoder."""
 TEXT = "text"
 """What a flag calls all text encoders."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def in_loop(options: PulseOptions, backbone: Backbone) -> InLoop | None:
         shapes,
         autoencodes,
         {name: policies.get(name, "auto") for name in names},
-        DTYPES[options.encoders_dtype] if options.encoders_dtype else None,
+        getattr(torch, DTYPES[options.encoders_dtype]) if options.encoders_dtype else None,
     )
 
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +193,10 @@ def check_order(folder: Path) -> list[str]:
 
 def check_latents(folder: Path) -> list[str]:
     """``meta.json``, written again."""
-    from megatron_pulse.data.latents.layout import FORMAT, Meta
+    from megatron_pulse.data.latents.layout import Meta
 
     said = _plain(folder / "latents/meta.json")
-    read = json.loads(json.dumps({"format": FORMAT, **asdict(Meta.load(folder / "latents"))}))
+    read = json.loads(json.dumps(Meta.load(folder / "latents").to_dict()))
     return differences(said, read)
 
 

@@ -47,7 +47,8 @@ def _make_heavy(folder: Path) -> None:
     from PIL import Image
 
     from megatron_pulse.data.dataset import FieldSpec
-    from megatron_pulse.data.latents.folder import LatentLayout, LatentWriter
+    from megatron_pulse.data.latents.layout import LatentLayout
+    from megatron_pulse.data.latents.writer import LatentWriter
 
     torch.set_num_threads(1)
     layout = LatentLayout(

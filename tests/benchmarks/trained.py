@@ -116,8 +116,8 @@ def video_unet() -> Any:
 def write_latents(folder: Path, shape: tuple[int, ...], **fields: tuple[int, ...]) -> list[str]:
     """Random latents of a shape, with fields of theirs; the flags that train on them."""
     from megatron_pulse.data.dataset import FieldSpec
-    from megatron_pulse.data.latents.folder import LatentWriter
     from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+    from megatron_pulse.data.latents.writer import LatentWriter
 
     generator = torch.Generator().manual_seed(0)
     specs = {name: FieldSpec(each) for name, each in fields.items()}

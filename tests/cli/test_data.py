@@ -10,14 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
+from megatron_pulse.cli.job import Place
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.images.digits import load_digits
 from megatron_pulse.data.images.emoji import FONT, PACKAGE
-from megatron_pulse.data.latents.folder import LatentFolder, LatentWriter
+from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
 from tests.data.captioned import captioned_digits
+from tests.ranks import run_ranks
 
 
 def test_backbones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,6 +154,52 @@ def test_interrupted_writing_goes_on(
     assert "resuming after 1000 of 1797" in capsys.readouterr().out
     for file in whole.iterdir():
         assert (resumed / file.name).read_bytes() == file.read_bytes()
+
+
+def as_rank(rank: int, num_ranks: int, argv: list[str]) -> int:
+    """The command's status, as torchrun starts it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", num_ranks), ("LOCAL_RANK", rank)):
+            patch.setenv(name, str(value))
+        return main(argv)
+
+
+def test_ranks_write_what_one_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["data", "write-latents", "--from", "digits8", "--shard-size", "250", "-o"]
+    whole, together, apart = (tmp_path / name for name in ("whole", "together", "apart"))
+    assert main([*argv, str(whole)]) == 0
+    assert run_ranks(3, main, [*argv, str(together)]) == [0, 0, 0]
+
+    capsys.readouterr()
+    to = [*argv, str(apart)]
+    assert as_rank(1, 3, to) == 0
+    assert "rank 1 has written its share; 547 of 1797 samples" in capsys.readouterr().out
+    assert main(["data", "info", f"latents:{apart}"]) == 2
+    assert "not finished: 547 samples" in capsys.readouterr().err
+    told = apart / "shard-00004.json"
+    told.write_text(told.read_text()[:40])  # as of a rank that was killed, or another folder's
+    other = json.loads((apart / "shard-00007.json").read_text())
+    (apart / "shard-00006.json").write_text(json.dumps(other | {"of": "x", "number": 6}))
+    assert as_rank(1, 2, to) == 0 and as_rank(0, 4, to) == 0
+    capsys.readouterr()
+    assert main([*to, "--dtype", "fp32"]) == 2 and "dtype" in capsys.readouterr().err
+    assert main(to) == 0
+    said = capsys.readouterr().out
+    assert "resuming after 1297 of 1797" in said and "train on them" in said
+    expected = {file.name: file.read_bytes() for file in whole.iterdir()}
+    for folder in (together, apart):
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == expected
+    with pytest.raises(SystemExit):
+        as_rank(1, 2, [*argv, str(tmp_path / "no"), "--batch-size", "0"])
+    assert not capsys.readouterr().err, "rank 0 says it"
+
+
+def test_places_of_torchrun_and_srun() -> None:
+    assert Place.of({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Place(5, 8, 1)
+    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+    assert Place.of(script) == Place.of({}) == Place()
+    step = {**script, "SLURM_PROCID": "6", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "2"}
+    assert Place.of(step) == Place(6, 8, 2)
 
 
 def make_vae(folder: Path, **settings: Any) -> Any:

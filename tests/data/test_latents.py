@@ -7,7 +7,9 @@ import torch
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import Wanted
-from megatron_pulse.data.latents.folder import LatentFolder, LatentLayout, LatentType, LatentWriter
+from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.microbatches import make_microbatch
 from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.noise import draw

@@ -23,8 +23,8 @@ MODULE = [
 
 
 def store(folder: Path, *shape: int) -> str:
-    from megatron_pulse.data.latents.folder import LatentWriter
     from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+    from megatron_pulse.data.latents.writer import LatentWriter
 
     generator = torch.Generator().manual_seed(sum(shape))
     with LatentWriter(folder, LatentLayout(shape, 1, LatentType.FLOAT32, {})) as writer:

@@ -73,8 +73,8 @@ def draw(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
 def write_latents(folder: Path, family: Family) -> None:
     """Random latents with every field that the backbone reads."""
     from megatron_pulse.data.dataset import FieldSpec
-    from megatron_pulse.data.latents.folder import LatentWriter
     from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+    from megatron_pulse.data.latents.writer import LatentWriter
 
     chain = load_backbone(family.backbone, dict(option.split("=", 1) for option in family.options))
     generator = torch.Generator().manual_seed(0)

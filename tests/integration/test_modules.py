@@ -167,8 +167,8 @@ OWN = """
 
 def _write_latents(folder: Path) -> str:
     from megatron_pulse.data.dataset import FieldSpec
-    from megatron_pulse.data.latents.folder import LatentWriter
     from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+    from megatron_pulse.data.latents.writer import LatentWriter
 
     generator = torch.Generator().manual_seed(0)
     fields = {"context": FieldSpec((3, 6)), "context_mask": FieldSpec((3,), "int64")}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import add_parser, check_file, mending, out_of, require
+from megatron_pulse.cli.job import ranks_of
 from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import ABOVE_ZERO
@@ -103,11 +104,10 @@ def run(args: argparse.Namespace) -> None:
 
 def job_of(environment: Mapping[str, str]) -> dict[str, str]:
     """RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun or srun give them."""
-    slurm = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_NTASKS"}
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = {name: environment[name] for name in names if name in environment}
-    if "RANK" not in found and "SLURM_PROCID" in environment:
-        found |= {name: environment[key] for name, key in slurm.items() if key in environment}
+    found = {name: environment[name] for name in names[3:] if name in environment}
+    found |= ranks_of(environment)
+    if "RANK" not in environment and "SLURM_PROCID" in environment:
         if "MASTER_ADDR" not in found and "SLURM_JOB_NODELIST" in environment:
             found["MASTER_ADDR"] = _first_host(environment["SLURM_JOB_NODELIST"])
         job = environment.get("SLURM_JOB_ID", "0")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.faults import UserError, told
+from megatron_pulse.flag_fields import DTYPES
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from megatron_pulse.encoders.pipeline import TextEncoders
     from megatron_pulse.encoders.recipe import TextRecipe
     from megatron_pulse.encoders.tokens import Tokenizers
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +29,7 @@ def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--encoders-dtype",
-        choices=list(_DTYPES),
+        choices=list(DTYPES),
         help="of the text encoders (default: the folder's; fp32 on a CPU)",
     )
 
@@ -71,7 +70,7 @@ def open_encoders(
     if read is None:
         return None
     recipe, shapes = read
-    dtype = getattr(torch, _DTYPES[args.encoders_dtype]) if args.encoders_dtype else None
+    dtype = getattr(torch, DTYPES[args.encoders_dtype]) if args.encoders_dtype else None
     encoders = TextEncoders(args.encoders, recipe, shapes, dtype)
     fields = {
         field: FieldSpec(shape, "int64" if field.endswith("_mask") else COMPUTE)

@@ -5,6 +5,9 @@ Shard i is one ``.npy`` file per field::
     latents/meta.json   latent-00000.npy   label-00000.npy   context-00000.npy   latent-00001.npy
     latents/null-context.npy
 
+Until all shards are there, ``shard-00000.json`` says of each that it is, so that several writers
+need not know of each other; then ``meta.json`` has them all.
+
 Conditioning fields have any names (those that backbones read: ``context``, ``context_mask``,
 ``pooled``, ...). A field may have a *null* value, the encoding of the empty prompt. bfloat16 is
 stored as the uint16 of its bits, since NumPy has no such type.
@@ -12,8 +15,10 @@ stored as the uint16 of its bits, since NumPy has no such type.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -28,6 +33,7 @@ from megatron_pulse.files import FileError, read_json, replacing
 
 FORMAT = 2
 META = "meta.json"
+_RECORDS = "shard-*.json"
 RESERVED = (
     *("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels"),
     *("dropped", "pixels", "noise", "posterior", "deviation"),
@@ -118,27 +124,57 @@ class Shard:
 class Meta:
     """The content of ``meta.json``; ``complete`` is set by ``LatentWriter.close``.
 
-    ``nulls`` are the files of the fields that have a null value.
+    ``nulls`` are the files of the fields that have a null value, ``shards`` those from the first to
+    the last before one that is missing, ``later`` the others that are there, by number.
     """
 
     layout: LatentLayout
     nulls: dict[str, ShardFile] = field(default_factory=dict)
     shards: list[Shard] = field(default_factory=list)
     complete: bool = False
+    later: dict[int, Shard] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         """Samples in all shards."""
-        return sum(shard.count for shard in self.shards)
+        return sum(shard.count for shard in (*self.shards, *self.later.values()))
+
+    def add(self, number: int, shard: Shard) -> None:
+        """Count a shard as there."""
+        if number >= len(self.shards):
+            self.later[number] = shard
+        while len(self.shards) in self.later:
+            self.shards.append(self.later.pop(len(self.shards)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``meta.json`` says."""
+        said = asdict(self)
+        del said["later"]
+        return {"format": FORMAT, **said}
 
     def save(self, root: Path) -> None:
-        """Write ``meta.json``, whole."""
-        with replacing(root / META) as beside:
-            beside.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+        """Write ``meta.json``, whole; complete, it makes records of shards needless."""
+        _write(root / META, self.to_dict())
+        if self.complete:
+            for path in root.glob(_RECORDS):
+                path.unlink(missing_ok=True)
+
+    def record(self, root: Path, number: int, shard: Shard) -> None:
+        """Write that a shard of this folder is there."""
+        content = {"of": self._key(), "number": number, "shard": asdict(shard)}
+        _write(root / _RECORDS.replace("*", f"{number:05d}"), content)
+        self.add(number, shard)
+
+    def _key(self) -> str:
+        """What tells a folder from another that was at its place, whose records are still there."""
+        said = {"nulls": {k: asdict(file) for k, file in self.nulls.items()}}
+        text = json.dumps(asdict(self.layout) | said, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
     def load(cls, root: Path) -> Meta:
-        """Read ``meta.json``; raises DataError with every fault if it is not one of ours."""
+        """Read ``meta.json``, and the records of shards where it is not complete; raises DataError
+        with every fault if it is not one of ours."""
         try:
             record = read_json(root / META, FileKind.LATENTS)
             if (form := record.get("format")) != FORMAT:
@@ -146,21 +182,45 @@ class Meta:
                 raise DataError(f"{META} of latents {root}", [f"{told} {FORMAT} only"], _REMEDY)
             if faults := meta_faults(record, FORMAT, list(LatentType)):
                 raise DataError(f"{META} of latents {root}", faults, _REMEDY)
-            return cls(
-                _layout(record["layout"]),
-                {name: ShardFile(**file) for name, file in record["nulls"].items()},
-                [
-                    Shard(s["count"], {k: ShardFile(**f) for k, f in s["files"].items()})
-                    for s in record["shards"]
-                ],
-                record["complete"],
-            )
+            nulls = {name: ShardFile(**file) for name, file in record["nulls"].items()}
+            shards = [_shard(said) for said in record["shards"]]
+            meta = cls(_layout(record["layout"]), nulls, shards, record["complete"])
+            for number, said in _recorded(root, meta._key()) if not meta.complete else ():
+                if not meta_faults(record | {"shards": [said]}, FORMAT, list(LatentType)):
+                    meta.add(number, _shard(said))
+            return meta
         except (FileError, TypeError) as error:  # TypeError: a layout of another version
             raise DataError(f"{META} of latents {root}", [str(error)], _REMEDY) from error
 
 
+def sha256_of(path: Path) -> str:
+    """Of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _recorded(root: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and content of all shards that are told to be there; who wrote half a record will
+    write its shard again."""
+    for path in sorted(root.glob(_RECORDS)):
+        with suppress(FileError):
+            said = read_json(path, FileKind.LATENTS)
+            number = said.get("number")
+            if said.get("of") == key and isinstance(number, int) and number >= 0:
+                yield number, said.get("shard", {})
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with replacing(path) as beside:
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _shard(said: dict[str, Any]) -> Shard:
+    return Shard(said["count"], {name: ShardFile(**file) for name, file in said["files"].items()})
+
+
 _REMEDY = (
-    "Write the folder anew with megatron_pulse.data.latents.folder.LatentWriter, or with "
+    "Write the folder anew with megatron_pulse.data.latents.writer.LatentWriter, or with "
     "'pulse data write-latents'."
 )
 

@@ -1,0 +1,218 @@
+"""Encodes a dataset into a folder of latents, as one of several ranks or alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_pulse.cli.backbone_flags import options_of
+from megatron_pulse.cli.errors import mending, require
+from megatron_pulse.cli.job import Place
+from megatron_pulse.cli.models.encoding import (
+    autoencoder_folder,
+    open_encoders,
+    open_tokenizers,
+)
+from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.dataset import FieldSpec
+from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, Wanted, framing_field
+from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+from megatron_pulse.data.latents.writer import LatentWriter
+from megatron_pulse.data.text.encoded import Encoded
+from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
+from megatron_pulse.flag_fields import DTYPES
+
+if TYPE_CHECKING:
+    from megatron_pulse.data.dataset import DiffusionDataset
+
+_POSTERIORS = {
+    "distribution": "mean and deviation of each posterior",
+    "sample": "a sample of each posterior",
+    "mean": "the mean of each posterior",
+}
+_ASIDE_S = 5.0
+"""How often what other ranks have written is looked for."""
+
+
+def write_latents(
+    args: argparse.Namespace, place: Place, text_states: tuple[int, int] | None
+) -> None:
+    """Encode what is not yet in the folder, of this rank's share."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    with mending(OSError):
+        dataset, _ = open_dataset(
+            args.source,
+            args.image_size,
+            args.channels,
+            wanted=_wanted(args, text_states),
+            validation_fraction=0.0,
+            verify=args.verify,
+        )
+    if args.encoders is not None and not dataset.has_captions:
+        require([f"--encoders: {args.source} has no captions; give only --vae"])
+    if dataset.has_captions and args.encoders is None and text_states is None and not place.rank:
+        print(f"the captions of {args.source} are left out: --encoders would write their states")
+    autoencoder = _open_autoencoder(autoencoder_folder(args), dataset)
+    shape = dataset.image_shape
+    if autoencoder is not None:
+        side = tuple(size // autoencoder.factor for size in shape[1:])
+        shape = (autoencoder.latent_channels, *side)
+    made_by = {} if autoencoder is None else {"latent": autoencoder.made_by()}
+    if args.encoders is not None:
+        dataset, texts = _encoded(args, dataset, shape)
+        made_by |= texts
+    fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
+    layout = LatentLayout(
+        shape=shape,
+        num_classes=dataset.num_classes,
+        dtype=LatentType(DTYPES[args.dtype]),
+        fields=fields,
+        pixel_size=dataset.pixel_size,
+        shard_size=args.shard_size,
+        source=_source(args, dataset, autoencoder),
+        made_by=made_by,
+        deviates=autoencoder is not None and _posterior(args) == "distribution",
+    )
+    with mending(OSError):
+        writer = LatentWriter(args.output, layout, dataset.null_conditioning(), len(dataset))
+        there = writer.count()
+        if writer.complete:
+            print(f"{args.output} is already complete: {there} samples")
+            return
+        if there and not place.rank:
+            print(f"resuming after {there} of {len(dataset)} samples")
+        _write(writer, dataset, autoencoder, args, place)
+    if not writer.complete:
+        print(
+            f"rank {place.rank} has written its share; {writer.count()} of {len(dataset)} samples "
+            f"are in {args.output}, the others are other ranks': should one be stopped, give the "
+            "command again"
+        )
+        return
+    print(
+        f"{len(dataset)} samples of {'x'.join(map(str, shape))} ({args.dtype}): "
+        f"train on them with --pulse-data latents:{args.output}"
+    )
+
+
+def _encoded(
+    args: argparse.Namespace, dataset: DiffusionDataset, shape: tuple[int, ...]
+) -> tuple[DiffusionDataset, dict[str, str]]:
+    """The dataset with its captions as the backbone reads them, and what made each field."""
+    from model_specs import load_backbone
+
+    with mending(ValueError):
+        backbone = load_backbone(args.backbone, options_of(args))
+    takes = backbone.input_spec.shape
+    if takes != shape:
+        read, made = ("x".join(map(str, each)) for each in (takes, shape))
+        require(
+            [
+                f"--backbone {args.backbone} takes {read}, and these images make {made}: change "
+                "--image-size, or the backbone's size (--option sample_size=N)"
+            ]
+        )
+    if args.store_text == "tokens":
+        tokenizers = open_tokenizers(args, args.backbone, backbone)
+        if tokenizers is None:
+            return dataset, {}
+        tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
+        return Encoded(dataset, tokenizers, tokens), tokenizers.made_by()
+    opened = open_encoders(args, args.backbone, backbone)
+    if opened is None:
+        return dataset, {}
+    encoders, fields = opened
+    return Encoded(dataset, encoders, fields), encoders.made_by()
+
+
+def _write(
+    writer: LatentWriter,
+    dataset: DiffusionDataset,
+    autoencoder: Autoencoder | None,
+    args: argparse.Namespace,
+    place: Place,
+) -> None:
+    from tqdm import tqdm
+
+    quiet = bool(place.rank) or not sys.stderr.isatty()
+    bar = tqdm(
+        total=len(dataset),
+        initial=writer.count(),
+        unit="image",
+        desc="encoding",
+        disable=quiet or None,
+    )
+    looked = time.monotonic()
+    with writer, bar:
+        for number in writer.share(place.rank, place.num_ranks):
+            todo = writer.begin(number)
+            for first in range(todo.start, todo.stop, args.batch_size):
+                indices = range(first, min(first + args.batch_size, todo.stop))
+                images = torch.stack([dataset.image(i) for i in indices])
+                latents, deviations = images, images
+                if autoencoder is not None:
+                    latents, deviations = autoencoder.posterior(images)
+                for i, latent, deviation in zip(indices, latents, deviations, strict=True):
+                    given = dataset.conditioning(i)
+                    if dataset.frames:
+                        given[FRAMING] = framing_field(dataset.framing(i))
+                    if autoencoder is not None and _posterior(args) == "sample":
+                        noise = posterior_noise(0, i, 0, tuple(latent.shape))
+                        latent = sampled(latent, deviation, noise)
+                    kept = deviation if writer.layout.deviates else None
+                    writer.add(latent, dataset.label(i), given, kept)
+                bar.update(len(indices))
+            if place.num_ranks > 1 and time.monotonic() - looked > _ASIDE_S:
+                looked = time.monotonic()
+                bar.update(writer.count() - bar.n)
+
+
+def _wanted(args: argparse.Namespace, text_states: tuple[int, int] | None) -> Wanted | None:
+    """Captions are encoded as states and their mask; nothing is asked of other data."""
+    if text_states is None:
+        return None
+    length, width = text_states
+    return Wanted(
+        (args.channels, args.image_size, args.image_size),
+        {"context": FieldSpec((length, width)), "context_mask": FieldSpec((length,), "int64")},
+    )
+
+
+def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencoder | None:
+    if vae is None:
+        return None
+    autoencoder = Autoencoder(vae)
+    channels, height, _ = dataset.image_shape
+    faults = []
+    if channels != autoencoder.in_channels:
+        faults.append(f"--vae {vae} takes {autoencoder.in_channels} channels, not {channels}")
+    if height % autoencoder.factor:
+        faults.append(
+            f"images of {height} pixels cannot be encoded: --image-size must be a multiple of "
+            f"{autoencoder.factor}"
+        )
+    require(faults)
+    return autoencoder
+
+
+def _posterior(args: argparse.Namespace) -> str:
+    return args.posterior or "distribution"
+
+
+def _source(
+    args: argparse.Namespace, dataset: DiffusionDataset, autoencoder: Autoencoder | None
+) -> str:
+    """What a resumed command must have in common with the one that began the folder."""
+    kind, _, path = args.source.partition(":")
+    name = f"{kind}:{Path(path).resolve()}" if path else kind
+    size = "x".join(map(str, dataset.image_shape))
+    text = f"{len(dataset)} images {size} of {name}"
+    if args.text_states is not None:
+        text += ", captions as word vectors"
+    return text if autoencoder is None else f"{text}, {_POSTERIORS[_posterior(args)]}"
