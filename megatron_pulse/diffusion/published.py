@@ -152,15 +152,16 @@ class StoredTensors(Mapping[str, Tensor]):
         ]
 
 
-def read_folder(folder: Path, variant: str | None = None) -> StoredTensors:
-    """All tensors of a diffusers component, sharded or not.
+def read_folder(folder: Path, variant: str | None = None, stem: str = _STEM) -> StoredTensors:
+    """All tensors of a diffusers component, sharded or not; of transformers' the ``stem`` of the
+    files' names is ``model``.
 
     ``variant`` is what stands in the files' names for another precision ("fp16"); without it the
     files that have none are read, or those of the only variant.
     Raises PublishedError that lists every file that is missing or damaged, or that the index
     looks for outside of the folder, and every name that is not where the index says.
     """
-    path = _find_weights(folder, variant)
+    path = _find_weights(folder, variant, stem)
     if path.suffix != ".json":
         return StoredTensors([path])
     try:
@@ -189,12 +190,12 @@ def holds_weights(folder: Path) -> bool:
     return any(path.name.startswith(_STEM) or path.suffix in _PICKLES for path in folder.iterdir())
 
 
-def _find_weights(folder: Path, variant: str | None) -> Path:
+def _find_weights(folder: Path, variant: str | None, stem: str) -> Path:
     """The file that holds all tensors, or the index of several."""
     found: dict[str | None, Path] = {}
     for name in ("*safetensors", "*safetensors.index*json"):  # an index counts for more
-        for path in folder.glob(f"{_STEM}.{name}"):
-            middle = path.name.removeprefix(f"{_STEM}.").replace("safetensors", "")
+        for path in folder.glob(f"{stem}.{name}"):
+            middle = path.name.removeprefix(f"{stem}.").replace("safetensors", "")
             middle = middle.removesuffix("json").replace("index", "").strip(".")
             if path.is_file() and "-of-" not in middle:
                 found[middle or None] = path
@@ -208,12 +209,10 @@ def _find_weights(folder: Path, variant: str | None) -> Path:
         fault = f"there are no {wanted}; there are those with variant {known}: name one"
     else:
         there = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
-        named = [p for p in sorted(folder.glob(f"{_STEM}.safetensors*")) if _no_file(p)]
+        named = [p for p in sorted(folder.glob(f"{stem}.safetensors*")) if _no_file(p)]
         if named:
             raise PublishedError(f"{folder} holds no weights to read", [*map(_no_file, named)])
-        fault = (
-            f"{_STEM}.safetensors is missing (there is: {', '.join(there) or 'nothing like it'})"
-        )
+        fault = f"{stem}.safetensors is missing (there is: {', '.join(there) or 'nothing like it'})"
         if there:
             fault += (
                 f"; {there[0]} is a pickle, which can hold code that runs when it is read: where "

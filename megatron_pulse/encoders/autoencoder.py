@@ -88,12 +88,16 @@ class Autoencoder:
 
     def made_by(self) -> str:
         """What makes latents: class, dtype, digest of the weights, scale and shift."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        kind = type(self.model).__name__
+        return f"{kind} {dtype} {digest_of(self.folder)}, {self.normalization()}"
+
+    def normalization(self) -> str:
+        """Scale and shift, for each channel where they differ."""
         scale, shift = (
             [round(x, 6) for x in each.flatten().tolist()] for each in (self.scale, self.shift)
         )
-        dtype = str(self.dtype).removeprefix("torch.")
-        kind = type(self.model).__name__
-        return f"{kind} {dtype} {digest_of(self.folder)}, scale {scale}, shift {shift}"
+        return f"scale {scale}, shift {shift}"
 
     def _moments(self, image: Tensor) -> Tensor:
         given = {PIXELS: image.to(self.device, self.dtype)}

@@ -73,6 +73,11 @@ class TextRecipe:
         """What is taken of one encoder."""
         return frozenset(part.state for part in self.parts() if part.place == place)
 
+    def of(self, field: str, place: int) -> str:
+        """Which states of one encoder are in a field, in words; empty if none is."""
+        found = [part.state for row in self.fields[field] for part in row if part.place == place]
+        return " and ".join(dict.fromkeys(found))
+
     def told(self, field: str) -> str:
         """What a field is made of, in words."""
         return ", then ".join(" + ".join(map(str, row)) for row in self.fields[field])

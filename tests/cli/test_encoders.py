@@ -159,6 +159,48 @@ def test_stored_or_made_in_the_step_is_the_same(
     assert "--posterior is of an autoencoder" in said and "--store-text is for --enc" in said
 
 
+def test_what_a_folder_holds(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "encoders", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [
+        "component", "text_encoder", "tokenizer", "vae", "unet", "scheduler",
+    ]  # fmt: skip
+    assert "float32  context: last" in lines[1]
+    assert "latents of 4 channels, 2 times smaller, scale [0.5], shift [0.0]" in lines[3]
+    assert lines[-1] == "read by the folder's own UNet2DConditionModel"
+
+    assert main(["data", "encoders", str(folder), *backbone(folder), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    parts = {part["name"]: part for part in record["components"]}
+    unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet")
+    assert parts["unet"]["num_parameters"] == unet.num_parameters()
+    assert parts["vae"]["num_bytes"] == 4 * parts["vae"]["num_parameters"] > 0
+    assert parts["tokenizer"]["read_as"] == f"{LENGTH} tokens"
+    assert main(["data", "encoders", str(folder), "--backbone", "sd-v1.5"]) == 2
+    assert f"make context {LENGTH}x8, the backbone reads 77x768" in capsys.readouterr().err
+
+    index = {
+        "_class_name": "SomePipeline", "text_encoder": ["transformers", "CLIPTextModel"],
+        "vae": ["diffusers", "AutoencoderKL"], "image_encoder": [None, None],
+    }  # fmt: skip
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "text_encoder").mkdir()
+    (tmp_path / "text_encoder/config.json").write_text("{}")
+    assert main(["data", "encoders", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "model.safetensors is missing" in said and "vae           AutoencoderKL" in said
+    make_vae(tmp_path / "vae")
+    assert main(["data", "encoders", str(tmp_path)]) == 0
+    assert "latents of 2 channels, 1 times smaller" in capsys.readouterr().out
+    assert "there is no such folder" in said and "what reads them is not known" in said
+    assert main(["data", "encoders", str(tmp_path / "no"), "--option", "a=b"]) == 2
+    assert "--option is for --backbone" in capsys.readouterr().err
+    assert main(["data", "encoders", str(tmp_path / "no")]) == 2
+    assert "model_index.json" in capsys.readouterr().err
+
+
 def test_what_does_not_fit_is_said_before_anything_is_written(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

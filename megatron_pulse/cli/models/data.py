@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.errors import add_parser, mending, out_of, require
 from megatron_pulse.cli.models.emoji import add_emoji
+from megatron_pulse.cli.models.encoders import add_encoders
 from megatron_pulse.cli.models.latents import add_write_latents
 from megatron_pulse.cli.output import add_json, answer, columns
 from megatron_pulse.flag_fields import PIXELS
@@ -31,6 +32,7 @@ _DESCRIPTION = f"""\
 examples:
   pulse data info folder:photos --image-size 64 --verify
   pulse data write-latents --from folder:photos --image-size 256 --vae sd-vae -o latents
+  pulse data encoders sd-v1.5
   pulse data emoji --to runs/emoji/images
 """
 _INFO = f"""\
@@ -42,7 +44,7 @@ examples:
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add ``data`` and its two commands."""
+    """Add ``data`` and its commands."""
     parser = add_parser(
         commands, "data", "look at datasets, write latents, make emoji", _DESCRIPTION
     )
@@ -58,6 +60,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_json(info, to_file=False)
     add_write_latents(parts, _SPECS)
+    add_encoders(parts)
     add_emoji(parts)
 
 

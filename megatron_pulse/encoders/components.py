@@ -1,0 +1,76 @@
+"""What a diffusers pipeline folder holds, read from configurations and heads of files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.diffusion.published import read_folder
+from megatron_pulse.encoders.tokens import require
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import FileError, read_json
+
+INDEX = "model_index.json"
+_STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of a pipeline: its folder's name and its class, of ``library``.
+
+    Of one with weights, how many ``num_parameters`` in how many bytes, and their types
+    (``float16``; ``float16, float32`` where they differ). ``fault`` is why it cannot be read.
+    """
+
+    name: str
+    class_name: str
+    library: str
+    num_parameters: int = 0
+    num_bytes: int = 0
+    dtype: str = ""
+    fault: str = ""
+
+
+def components(folder: Path) -> list[Component]:
+    """Those that ``model_index.json`` names, in its order; no weights are read. Raises
+    EncodersError if there is no such file."""
+    try:
+        index = read_json(folder / INDEX, FileKind.PIPELINE)
+    except FileError as error:
+        require(folder, [str(error)])
+        raise
+    return list(_components(folder, index))
+
+
+def _components(folder: Path, index: dict[str, object]) -> Iterator[Component]:
+    for name, said in index.items():
+        if not isinstance(said, list) or len(said) != 2 or None in said:
+            continue  # a setting, or a part that this pipeline does without
+        library, class_name = map(str, said)
+        where = folder / name
+        if not where.is_dir():
+            yield Component(name, class_name, library, fault="there is no such folder")
+        elif (where / "config.json").is_file() and library in _STEMS:
+            yield _weighed(where, class_name, library)
+        else:
+            yield Component(name, class_name, library)
+
+
+def _weighed(where: Path, class_name: str, library: str) -> Component:
+    try:
+        tensors = read_folder(where, stem=_STEMS[library])
+    except PublishedError as error:
+        fault = str(error).replace(f"{where}", where.name)
+        return Component(where.name, class_name, library, fault=fault)
+    kinds = [tensors.kind_of(name) for name in tensors]
+    return Component(
+        where.name,
+        class_name,
+        library,
+        sum(prod(shape) for shape, _ in kinds),
+        sum(prod(shape) * dtype.itemsize for shape, dtype in kinds),
+        ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in kinds})),
+    )
