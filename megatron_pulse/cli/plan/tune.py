@@ -108,7 +108,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     again.add_argument("--recompute", action="store_true", help="always recompute activations")
     again.add_argument("--no-recompute", action="store_true", help="never do (default: try both)")
     add("--no-split", action="store_true", help="never put off weight gradients")
-    add("--seconds", type=float, default=25.0, metavar="S", help="to decide (default 25)")
+    add("--seconds", type=float, default=28.0, metavar="S", help="to decide (default 28)")
     add(
         "--solver",
         choices=("auto", *Solver),

@@ -22,7 +22,7 @@ class UntunableError(UserError):
 def tune(
     evaluator: Evaluator,
     choices: Choices,
-    search_s: float = 25.0,
+    search_s: float = 28.0,
     finish_s: float = 10.0,
     solver: str = "auto",
     keep: int = 10,

@@ -40,15 +40,24 @@ def validate(
         *_message_faults(schedule, known),
     ]
     faults.extend(_deadlock_faults(schedule, known))
-    if cap is not None and len(schedule.kinds) > 1:
-        peaks = peak_activations(schedule, activation)
-        caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
-        faults.extend(
-            f"device {d} holds {peak:g} live stage activations at its peak; the cap is {limit:g}"
-            for d, (peak, limit) in enumerate(zip(peaks, caps, strict=False))
-            if peak > limit * (1 + 1e-9)
-        )
+    if cap is not None:
+        faults.extend(cap_faults(schedule, cap, activation))
     return faults
+
+
+def cap_faults(
+    schedule: Schedule, cap: float | Sequence[float], activation: Sequence[float] | None = None
+) -> list[str]:
+    """The devices that hold more live activations than their cap (see ``validate``)."""
+    if len(schedule.kinds) == 1:
+        return []
+    peaks = peak_activations(schedule, activation)
+    caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
+    return [
+        f"device {d} holds {peak:g} live stage activations at its peak; the cap is {limit:g}"
+        for d, (peak, limit) in enumerate(zip(peaks, caps, strict=False))
+        if peak > limit * (1 + 1e-9)
+    ]
 
 
 def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:

@@ -22,14 +22,14 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain, islice
 
-from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.layout.placement import Placement, fold
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK
 from megatron_pulse.planner.schedule.check.simulate import run
-from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.schedule.check.validate import cap_faults, validate
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.compiled import compiling
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -103,6 +103,9 @@ much as for none; it takes all for ``MOST_STARTS``."""
 CORES = 4
 """Repeated parts to try."""
 
+ROUNDED = 1.05
+"""Times the fewest ticks, up to which a schedule may be the shortest in the problem's own unit."""
+
 NOTABLE_S = 2.0
 """Seconds of getting ready that are told."""
 
@@ -159,14 +162,23 @@ def get_ready() -> None:
 def classics(problem: ScheduleProblem) -> list[Schedule]:
     """The classic schedules that are an answer to ``problem``."""
     found = []
-    for make in CLASSICS.values():
-        try:
-            schedule = make(problem.placement, problem.num_microbatches)
-        except ValueError:
-            continue  # not for this placement
-        if not faults_for(problem, schedule):
+    for name in CLASSICS:
+        schedule = _classic(name, problem.placement, problem.num_microbatches)
+        if schedule is None or schedule.kinds != problem.kinds:
+            continue
+        if problem.cap is None or not cap_faults(schedule, problem.cap, problem.activation):
             found.append(schedule)
     return found
+
+
+@lru_cache(maxsize=32)
+def _classic(name: str, placement: Placement, num_microbatches: int) -> Schedule | None:
+    """A classic schedule, proven but for what devices hold; None if it is not for the placement."""
+    try:
+        schedule = CLASSICS[name](placement, num_microbatches)
+    except ValueError:
+        return None
+    return None if validate(schedule) else schedule
 
 
 class _Budget:
@@ -237,12 +249,12 @@ class _Search:
         self.problem, self.shop = problem, job_shop(problem)
         self.bound = lower_bound(problem, bound_work, until)
         self.fitting = classics(problem)
-        self.best = self.shop.schedule("wave", next(starts(self.shop)))
-        self.length = run(problem, self.best).makespan
-        for classic in self.fitting:
-            reached = run(problem, classic).makespan
-            if reached < self.length:
-                self.best, self.length = classic, reached
+        first = [self.shop.schedule("wave", next(starts(self.shop))), *self.fitting]
+        ticks = [self.shop.makespan(self.shop.earliest(schedule)) for schedule in first]
+        near = [s for s, took in zip(first, ticks, strict=True) if took <= ROUNDED * min(ticks)]
+        reached = [run(problem, schedule).makespan for schedule in near]
+        self.length = min(reached)
+        self.best = near[reached.index(self.length)]
         self.start = self.shop.earliest(self.best)
         self.ticks = self.shop.makespan(self.start)
 

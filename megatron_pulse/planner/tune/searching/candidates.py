@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from megatron_pulse.planner.layout.layouts import Layout
@@ -86,6 +86,17 @@ def by_kind(configs: Iterable[Config]) -> list[list[Config]]:
     for config in configs:
         kinds.setdefault((config.pipeline, config.layout), []).append(config)
     return sorted(kinds.values(), key=lambda alike: num_stages(alike[0]))
+
+
+def neighbours(config: Config) -> Iterator[Config]:
+    """Those that differ in one thing: microbatches twice or half as large, or one way to run."""
+    for size in (2 * config.micro_batch_size, config.micro_batch_size // 2):
+        yield replace(config, micro_batch_size=size)
+    yield replace(config, split=not config.split)
+    yield replace(config, ample=not config.ample)
+    yield replace(config, recompute=not config.recompute)
+    yield replace(config, distributed_optimizer=not config.distributed_optimizer)
+    yield replace(config, pipeline_inside=not config.pipeline_inside)
 
 
 def has_several(config: Config) -> bool:

@@ -13,8 +13,9 @@ done     simulated with these cuts, its own, and cuts that have more even stages
 
 First the best config of every degree and layout becomes quick, the fewest stages first; how far its
 estimate is from that of even work corrects the others'. From then on whatever has the least
-time so far takes its next step. What is bound to take longer than all that are kept is dropped;
-what is far from the best by its estimate is cut for such a bound before it is simulated.
+time so far takes its next step, in the end by turns with what differs from the best in one thing.
+What is bound to take longer than all that are kept is dropped; what is far from the best by its
+estimate is cut for such a bound before it is simulated.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from megatron_pulse.planner.tune.searching.candidates import (
     Step,
     by_kind,
     has_several,
+    neighbours,
     num_stages,
 )
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, simplicity
@@ -51,8 +53,11 @@ FAR = 1.1
 SEARCHED = 1
 """Cuts of a config for which schedules are searched, the soonest, beside its own."""
 
-SHARE = 0.1
-"""Of the time that is left, what one cut or simulation may take."""
+SHARE, NEAR_SHARE = 0.1, 0.5
+"""Of the time that is left, what one cut or simulation may take; and one near the best."""
+
+ALONE = 0.6
+"""Share of the time in which candidates come in the order of their estimates alone."""
 
 LOOKS = 64
 """Configs that are estimated between two looks at the clock."""
@@ -101,6 +106,8 @@ class _Search:
         self.listed, self.found = Shortlist(keep), Tuning()
         self.known = KnownCuts()
         self.queue: list[Candidate] = []
+        self.waiting: dict[Config, Candidate] = {}
+        self.share = SHARE
         self.aside: list[Candidate] = []
         self.unseen = 0
 
@@ -119,14 +126,17 @@ class _Search:
         for configs in by_kind(candidates):
             self.queue += self.scouted(self.estimated(configs))
         heapq.heapify(self.queue)
+        self.waiting = {candidate.config: candidate for candidate in self.queue}
         while self.queue and not self.ended:
+            if (candidate := self.next_near()) is not None:
+                self.share = NEAR_SHARE
+                self.take(candidate)
+                self.share = SHARE
             candidate = heapq.heappop(self.queue)
-            if candidate.bound >= self.listed.limit:
-                self.refuse(candidate.config, Unfit.SLOWER, str(candidate.config))
-            elif (following := self.advance(candidate)) is not None:
-                heapq.heappush(self.queue, following)
+            if self.waiting.get(candidate.config) is candidate:
+                self.take(candidate)
         found = self.found
-        self.queue += self.aside
+        self.queue = [*self.waiting.values(), *self.aside]
         left = [c for c in self.queue if c.bound < self.listed.limit]
         found.refused[Unfit.SLOWER] += len(self.queue) - len(left)
         found.num_left = len(left)
@@ -137,6 +147,24 @@ class _Search:
             found.refused[Unfit.SAME] = len(self.listed.same)
         found.seconds = self.budget.spent
         return found
+
+    def take(self, candidate: Candidate) -> None:
+        """Let a candidate take its next step, or drop it."""
+        del self.waiting[candidate.config]
+        if candidate.bound >= self.listed.limit:
+            self.refuse(candidate.config, Unfit.SLOWER, str(candidate.config))
+        elif (following := self.advance(candidate)) is not None:
+            self.waiting[following.config] = following
+            heapq.heappush(self.queue, following)
+
+    def next_near(self) -> Candidate | None:
+        """The most promising of the best's neighbours that was not simulated, when most of the time
+        is up."""
+        if not self.listed.best or self.budget.spent < ALONE * self.budget.seconds:
+            return None
+        known = (self.waiting.get(config) for config in neighbours(self.listed.best[0].config))
+        todo = [one for one in known if one is not None and one.step < Step.QUICK]
+        return min(todo, default=None)
 
     def estimated(self, configs: Iterable[Config]) -> list[Candidate]:
         """All that are not refused at once, or those that there is time for."""
@@ -198,7 +226,7 @@ class _Search:
     @contextmanager
     def within(self, work: str, size: float) -> Iterator[None]:
         """Do work that does not take too much of what is left of the time."""
-        if self.listed.best and not self.budget.fits(work, size, SHARE):
+        if self.listed.best and not self.budget.fits(work, size, self.share):
             raise _TooLongError
         with self.budget.timed(work, size):
             yield
