@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
@@ -47,7 +47,8 @@ class Autoencoder:
             else:
                 config = AutoencoderKL.load_config(str(folder), local_files_only=True)
                 with torch.device("meta"):
-                    model = AutoencoderKL.from_config(config).to(dtype)
+                    # diffusers' own ``to`` warns of weights, of which there are none.
+                    model = nn.Module.to(AutoencoderKL.from_config(config), dtype)
         except Exception as error:  # diffusers raises many kinds
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise AutoencoderError(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.data.dataset import FieldSpec
+from megatron_pulse.encoders.recipe import is_text
 
 _END = ""
 """Stands behind the last word, as the end token of CLIP and T5 does: no text is without token."""
@@ -41,7 +42,7 @@ class WordEncoder:
     """
 
     def __init__(self, fields: Mapping[str, FieldSpec]) -> None:
-        self.fields = {name: spec for name, spec in fields.items() if _is_text(name, spec)}
+        self.fields = {name: spec for name, spec in fields.items() if _encodes(name, spec)}
 
     def __call__(self, text: str) -> dict[str, Tensor]:
         """The tensor of every field; ``""`` gives the null conditioning, the end token alone."""
@@ -49,12 +50,9 @@ class WordEncoder:
         return {name: _encode(name, spec, words) for name, spec in self.fields.items()}
 
 
-def _is_text(name: str, spec: FieldSpec) -> bool:
-    if name.startswith("pooled"):
-        return len(spec.shape) == 1
-    if name.startswith("context") and name.endswith("_mask"):
-        return len(spec.shape) == 1
-    return name.startswith("context") and len(spec.shape) == 2
+def _encodes(name: str, spec: FieldSpec) -> bool:
+    vector = name.startswith("pooled") or name.endswith("_mask")
+    return is_text(name) and len(spec.shape) == (1 if vector else 2)
 
 
 def _encode(name: str, spec: FieldSpec, words: list[str]) -> Tensor:
