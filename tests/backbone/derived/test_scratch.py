@@ -81,6 +81,10 @@ class Late(nn.Module):
         with torch.no_grad():
             self.a.add_(1)
         self.bent = nn.Parameter(torch.randn(33).bernoulli_(0.5) + torch.randperm(33))
+        halves = torch.randn(7, 2)
+        self.halves, self.some = nn.Parameter(halves), nn.Parameter(halves.flatten()[1:4])
+        torch.view_as_complex(halves).mul_(1j)
+        self.first.weight.data.view(torch.int32).bitwise_and_(-65536)
         self.last = nn.Linear(5, 3)
 
     def _reset(self, part: nn.Module) -> None:

@@ -203,18 +203,18 @@ class Recorder(TorchDispatchMode):
             return tensor
         number = place.storage
         if number not in self._twins:
-            elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+            size = tensor.untyped_storage().nbytes()
             with self._fake:
-                base = torch.empty(elements, dtype=tensor.dtype, device="cpu")
+                base = torch.empty(size, dtype=torch.uint8, device="cpu")
             assert isinstance(base, FakeTensor)
             memory = base.untyped_storage()
             self._known[memory._cdata] = (StorageWeakRef(memory), number)
             self._twins[number] = base
         base = self._twins[number]
-        if base.dtype != tensor.dtype:
-            raise NotImplementedError(f"a parameter of {base.dtype} is also used as {tensor.dtype}")
+        whole = len(base) - len(base) % tensor.element_size()
         with self._fake:
-            return base.as_strided(place.shape, place.stride, place.offset)
+            values = base[:whole].view(tensor.dtype)
+            return values.as_strided(place.shape, place.stride, place.offset)
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Bring the generator to where ``func`` leaves it."""
