@@ -17,7 +17,8 @@ def _image(fallback: int = 64) -> Callable[[Config], dict[str, int]]:
     """Sizes of a class of squares, whose config may say which."""
 
     def sizes(config: Config) -> dict[str, int]:
-        side = getattr(config, "sample_size", None) or fallback
+        side = getattr(config, "sample_size", None)
+        side = fallback if side is None else side
         sides = side if isinstance(side, list | tuple) else (side, side)
         if len(sides) != 2 or not all(type(n) is int and 0 < n <= _LARGEST for n in sides):
             raise ValueError(

@@ -50,9 +50,13 @@ def family_of(name: str) -> DerivedFamily:
     identity = defaults_of(class_name)
     options, kept = split(class_name, given)
     config = {**identity, **options}
+    try:
+        sizes = known.defaults(config)
+    except ValueError as error:
+        raise ValueError(f"{component / 'config.json' if component else name}: {error}") from error
     choices: dict[str, tuple[Any, Any, str]] = {
         size: (int | None, None, f"samples are of {size} {{0.{size}}}")
-        for size in known.defaults(config)
+        for size in sizes
         if size not in config
     }
     if choices:

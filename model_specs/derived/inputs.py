@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.faults import Faults
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -111,9 +113,13 @@ class Known:
     ) -> list[Mapping[str, Any]]:
         """The sizes of each of ``buckets``: "8x12,12x8", in the order of ``defaults``; those behind
         the last that is given are ``chosen``, and all where there are none. Raises ValueError."""
+        names = list(self.defaults(config))
+        chosen = {name: chosen.get(name) for name in names}
+        if faults := [f"{n} is {size}: must be 1 or more" for n, size in chosen.items()
+                      if size is not None and size < 1]:  # fmt: skip
+            raise Faults(faults)
         if not buckets:
             return [chosen]
-        names = list(self.defaults(config))
         every = [text.split("x") for text in buckets.split(",")]
         if not all(0 < len(one) <= len(names) for one in every) or not all(
             side.isdecimal() and int(side) for one in every for side in one

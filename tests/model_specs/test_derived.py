@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.trained import TrainedError
 from megatron_pulse.runtime.stage import Stage
-from model_specs.derived import code
+from model_specs.derived import code, saying
 from model_specs.derived.classes import CLASSES
 from tests.backbone.derived.zoo import make
 
@@ -147,6 +148,42 @@ def test_weights_are_those_of_the_folder_or_of_the_class_s_own_initialisation(
     assert not unlike(model_specs.load_backbone(f"diffusers:{tmp_path}"), 5, module)
 
 
+def test_what_does_not_fit_a_folder_is_said_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import diffusers
+    from safetensors.torch import load_file, save_file
+
+    form = model_specs.published_form(model_specs.load_backbone(NAME, UNET))
+    assert form is not None
+    diffusers.UNet2DModel.from_config(dict(form.config)).save_pretrained(tmp_path)
+    config, weights = (tmp_path / n for n in ("config.json", "diffusion_pytorch_model.safetensors"))
+    settings, whole = json.loads(config.read_text()), weights.read_bytes()
+    config.write_text(json.dumps({**settings, "num_train_steps": 3, "attention": True}))
+
+    def shown() -> tuple[int, str]:
+        return main(["module", f"diffusers:{tmp_path}"]), capsys.readouterr().err
+
+    passed_over = "has no such settings, they are passed over: attention, num_train_steps\n"
+    code, said = shown()
+    assert code == 0 and said.endswith(passed_over)
+    tensors = load_file(weights)
+    tensors["conv_in.more"] = tensors.pop("conv_in.bias")
+    tensors["conv_out.bias"] = tensors["conv_out.bias"][1:].clone()
+    save_file(tensors, weights)
+    code, said = shown()
+    assert code == 2 and f"error: {tmp_path} (3 faults):" in said
+    assert "conv_in.bias is missing" in said and "conv_in.more is unexpected" in said
+    assert "conv_out.bias has the shape [2], expected [3]" in said
+    for damage in (whole[:-5], whole[:40], b"\xff" * 8 + whole[8:], b""):
+        weights.write_bytes(damage)
+        code, said = shown()
+        assert code == 2 and said.startswith(f"pulse module: error: {tmp_path}: {weights.name}: ")
+    config.write_text(json.dumps({**settings, "sample_size": "large"}))
+    code, said = shown()
+    assert code == 2 and f"{config}: sample_size is 'large': must be a whole number" in said
+
+
 def unlike(backbone: Backbone, seed: int, module: torch.nn.Module) -> list[str]:
     """What does not begin as in ``module`` in a run of ``seed``."""
     whole = Partition(sequential(1), (0, len(backbone.layers)))
@@ -253,7 +290,17 @@ def test_code_runs_only_where_it_is_named(own: str, capsys: pytest.CaptureFixtur
     assert [text.split()[0] for text in different] == ["width", "weights"]
 
 
-def test_what_a_factory_may_return(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+class _Late(threading.Timer):
+    """A timer whose time has always come."""
+
+    def start(self) -> None:
+        assert self.interval == 4.0
+        self.function(*self.args)
+
+
+def test_what_a_factory_may_return(
+    own: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ("hand", "alone", "needs", "nothing", "unnamed", "misspelt", "deciding", "halved")
     for name in names:
         model_specs.allow(f"{own}:{name}")
@@ -275,8 +322,15 @@ def test_what_a_factory_may_return(own: str, capsys: pytest.CaptureFixture[str])
         with pytest.raises(ValueError, match=reason):
             model_specs.load_backbone(f"{own}:{name}")
     assert capsys.readouterr() == ("run\n", "")  # no graph, no stack of torch's
+    monkeypatch.setattr(saying, "Timer", _Late)
     model_specs.load_backbone(f"{own}:halved")
-    assert "makes parameters of float16; the run's are float32" in capsys.readouterr().err
+    making, warned, deriving = capsys.readouterr().err.splitlines()
+    assert making == f"making {own}:halved ..."
+    assert warned.endswith("makes parameters of float16; the run's are float32")
+    assert deriving.startswith(f"deriving {own}:halved (") and deriving.endswith(") ...")
+    monkeypatch.setenv("RANK", "1")
+    with saying.slowly("nothing on other ranks"):
+        assert capsys.readouterr().err == ""
 
 
 def test_names_are_found_from_here(
@@ -322,11 +376,16 @@ def test_what_is_all_frozen_cannot_be_trained(own: str, capsys: pytest.CaptureFi
         trained_here(model_specs.load_backbone(f"{own}:frozen"), options)
 
 
-def test_labels_are_dropped_in_the_batch_not_by_the_module() -> None:
+def test_labels_are_dropped_in_the_batch_not_by_the_module(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(saying, "Timer", _Late)
     small = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 1, "num_layers": 1,
              "sample_size": 4, "num_embeds_ada_norm": 10, "norm_num_groups": 1}  # fmt: skip
     chain = model_specs.load_backbone("diffusers:DiTTransformer2DModel", small)
     assert chain.null_label == chain.num_classes == 10
+    kind = "DiTTransformer2DModel"
+    assert capsys.readouterr().err == f"making {kind} ...\nderiving {kind} ...\n"
 
 
 def test_commands_take_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,6 +419,9 @@ def test_microbatches_of_a_class_may_be_of_several_sizes() -> None:
         ({"buckets": "8x,4x4"}, "must be a list of HEIGHTxWIDTH, as in 64x96,96x64"),
         ({"buckets": "8x8x8"}, "must be a list of HEIGHTxWIDTH"),
         ({"buckets": "8x8,4x4", "width": 8}, "say width there or alone, not both"),
+        ({"height": 0, "width": -8}, r"(?s)2 faults.*height is 0.*width is -8: must be 1 or more"),
+        ({"sample_size": 0}, "^sample_size is 0: must be a whole number up to 16384, or two$"),
+        ({"sample_size": [8, "x"]}, r"^sample_size is \[8, 'x'\]: must be a whole number"),
     ):
         with pytest.raises(ValueError, match=said):
             model_specs.load_backbone("diffusers:UNet2DModel", {**small, **options})
