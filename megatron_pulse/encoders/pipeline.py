@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class TextEncoder:
         where = folder / folder_name("text_encoder", place)
         kind = getattr(transformers, self.kind.value)
         chosen = dtype or (torch.float32 if device.type == "cpu" else "auto")
+        if not sys.stderr.isatty():
+            transformers.utils.logging.disable_progress_bar()
         if weighs:
             model = kind.from_pretrained(str(where), local_files_only=True, dtype=chosen).to(device)
         else:

@@ -10,10 +10,14 @@ import pytest
 import torch
 import transformers
 
+from megatron_pulse.diffusion.choice import Objective
+from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import TextRecipe, folder_name
-from megatron_pulse.encoders.tokens import EncodersError
+from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
 from megatron_pulse.faults import UserError
+from megatron_pulse.integration.encoding import Encoders, InLoop
+from megatron_pulse.runtime.encoding import Encoding
 from model_specs import load_backbone, text_recipe
 from model_specs.common import texts
 from tests.encoders.pipelines import LENGTH, make_pipeline
@@ -123,6 +127,22 @@ CASES = {
 }
 
 
+def in_the_loop(
+    folder: Path, recipe: TextRecipe, shapes: dict[str, Any], text: str
+) -> list[dict[str, Any]]:
+    """The fields of a text and of a dropped one, as a step that encodes has them."""
+    loop = InLoop(folder, recipe, shapes, False, {}, None)
+    homes = {name: (0,) for name in loop.names}
+    encoders = Encoders(loop, homes, 0, DiffusionProcess(Objective.FLOW))
+    tokens = Tokenizers(folder, recipe, shapes)
+    rows = [tokens(text), tokens.null()]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    batch |= {"index": torch.arange(2), "dropped": torch.tensor([False, True])}
+    (encoded,) = Encoding(encoders.components, torch.device("cpu")).front([batch])
+    made = encoders.finished(batch, encoded)
+    return [{name: made[name][row] for name in shapes} for row in range(2)]
+
+
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()  # as pipelines run: attention has other kernels otherwise
 def test_states_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
@@ -135,6 +155,10 @@ def test_states_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
             for field, value in ours.items():
                 assert tuple(value.shape) == shapes[field]
                 assert torch.equal(value, expected[field][0].to(value.dtype)), field
+    looped = in_the_loop(tmp_path, recipe, shapes, TEXT)
+    for ours, expected in zip(looped, (encoders(TEXT), encoders.null()), strict=True):
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(value, expected[field]) for field, value in ours.items())
     if name == "sdxl":
         assert not encoders.null()["pooled"].any()
         (tmp_path / "model_index.json").write_text('{"force_zeros_for_empty_prompt": false}')
