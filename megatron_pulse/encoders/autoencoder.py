@@ -87,11 +87,10 @@ class Autoencoder:
         scale = self.scale.to(mean)
         return (mean - self.shift.to(mean)) * scale, deviation * scale
 
-    def made_by(self) -> str:
-        """What makes latents: class, dtype, digest of the weights, scale and shift."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        kind = type(self.model).__name__
-        return f"{kind} {dtype} {digest_of(self.folder)}, {self.normalization()}"
+    def made_by(self, typed: bool = True) -> str:
+        """What makes latents: class, digest of the weights, scale and shift; dtype if ``typed``."""
+        said = f"{type(self.model).__name__} {digest_of(self.folder)}, {self.normalization()}"
+        return f"{said} ({str(self.dtype).removeprefix('torch.')})" if typed else said
 
     def normalization(self) -> str:
         """Scale and shift, for each channel where they differ."""

@@ -10,7 +10,7 @@ the backbone reads when they are there::
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -80,8 +80,12 @@ class InLoop:
         return Autoencoder(self.folder / VAE, self.dtype or torch.float32, weighs)
 
     def unencoded(self, wanted: Wanted) -> Wanted:
-        """What the data are to give, for what a backbone has ``wanted``."""
+        """What the data are to give, for what a backbone has ``wanted``; latents that are stored
+        must be of the folder's autoencoder, if it has one."""
         texts, autoencoder = self.texts(), self.autoencoder()
+        if autoencoder is None and (self.folder / VAE).is_dir():
+            latent = Autoencoder(self.folder / VAE, weighs=False).made_by(typed=False)
+            wanted = replace(wanted, made_by={**wanted.made_by, "latent": latent})
         return unencoded(
             wanted,
             None if texts is None else texts.tokenizers,

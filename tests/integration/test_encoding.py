@@ -138,6 +138,30 @@ def test_auto_fills_where_that_is_sooner(
     assert auto._filled(plan, Namespace(), stored, backbone) is plan
 
 
+def test_latents_ahead_and_text_in_the_loop(
+    folder: Path,
+    flags: list[str],
+    expected: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stored posteriors and token ids train as what the run encodes; another folder's do not."""
+    at, out = flags.index("--pulse-data") + 1, tmp_path / "latents"
+    options = [f"--option={name}={value}" for name, value in OPTIONS.items()]
+    argv = ["--from", flags[at], "--image-size", "8", "--channels", "1", "--dtype", "fp32"]
+    argv += ["--encoders", str(folder), "--backbone", "sd-tiny", *options]
+    assert main(["data", "write-latents", *argv, "--store-text", "tokens", "-o", str(out)]) == 0
+    given = [*flags[:at], f"latents:{out}", *flags[at + 1 :]]
+    assert_same(run(2, *given, *pipeline(2), backbone="unet"), expected)
+    meta = out / "meta.json"
+    content = json.loads(meta.read_text())
+    content["layout"]["made_by"] |= {"latent": "another", "text_encoder_ids": "others"}
+    meta.write_text(json.dumps(content))
+    faults = refuse(monkeypatch, 1, given, [*TINY["unet"], *BASE])
+    for words in ("latent was made by another; needed is Auto", "ids was made by others; needed"):
+        assert sum(words in fault for fault in faults) == 1, faults
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

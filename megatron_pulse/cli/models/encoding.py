@@ -30,7 +30,8 @@ def add_encoder_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--encoders-dtype",
         choices=list(DTYPES),
-        help="of the text encoders (default: the folder's; fp32 on a CPU)",
+        help="of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 "
+        "on a CPU)",
     )
 
 

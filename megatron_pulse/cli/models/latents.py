@@ -124,8 +124,6 @@ def _check(args: argparse.Namespace) -> list[str]:
         faults.append("--posterior is of an autoencoder: give --vae, or --encoders with one")
     if args.store_text is not None and args.encoders is None:
         faults.append("--store-text is for --encoders")
-    if args.store_text == "tokens" and args.encoders_dtype is not None:
-        faults.append("--encoders-dtype: --store-text tokens runs no text encoder")
     if args.encoders is None:
         if args.backbone is not None or args.option:
             faults.append("--backbone, --module and --option are for --encoders")

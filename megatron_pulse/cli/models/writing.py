@@ -58,7 +58,7 @@ def write_latents(
         require([f"--encoders: {args.source} has no captions; give only --vae"])
     if dataset.has_captions and args.encoders is None and text_states is None and not place.rank:
         print(f"the captions of {args.source} are left out: --encoders would write their states")
-    autoencoder = _open_autoencoder(autoencoder_folder(args), dataset)
+    autoencoder = _open_autoencoder(args, dataset)
     shape = dataset.image_shape
     if autoencoder is not None:
         side = tuple(size // autoencoder.factor for size in shape[1:])
@@ -184,10 +184,11 @@ def _wanted(args: argparse.Namespace, text_states: tuple[int, int] | None) -> Wa
     )
 
 
-def _open_autoencoder(vae: Path | None, dataset: DiffusionDataset) -> Autoencoder | None:
+def _open_autoencoder(args: argparse.Namespace, dataset: DiffusionDataset) -> Autoencoder | None:
+    vae = autoencoder_folder(args)
     if vae is None:
         return None
-    autoencoder = Autoencoder(vae)
+    autoencoder = Autoencoder(vae, getattr(torch, DTYPES[args.encoders_dtype or "fp32"]))
     channels, height, _ = dataset.image_shape
     faults = []
     if channels != autoencoder.in_channels:
