@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,11 @@ def test_captions_as_the_backbone_reads_them(
     vae = Autoencoder(folder / "vae")
     assert written.made_by["latent"] == vae.made_by() and "scale [0.5], shift" in vae.made_by()
     assert f"sha256:{digest_of(folder / 'vae')[7:]}" in vae.made_by()
+
+    capsys.readouterr()
+    assert main(["data", "info", f"latents:{out}"]) == 0
+    said = capsys.readouterr().out
+    assert "made by      latent: AutoencoderKL sha256:" in said and f"context: {made}" in said
 
     meta = out / "meta.json"  # as after a kill behind the first shard
     whole = {file.name: file.read_bytes() for file in out.iterdir()}
@@ -261,10 +267,11 @@ def test_encoders_of_other_data_are_refused(
     assert write(folder, captioned_digits(tmp_path, 3).replace("captions", "folder", 1), out) == 0
     shapes = {"context": (LENGTH, 8)}
     same = TextEncoders(folder, SD, shapes)
-    require_same(same, f"latents:{out}")
+    trained = Namespace(pulse_data=f"latents:{out}")
+    require_same(same, trained)
     other = TextEncoders(make_pipeline(tmp_path / "other", ("clip", 8, 9)), SD, shapes)
     with pytest.raises(UserError) as caught:
-        require_same(other, f"latents:{out}")
+        require_same(other, trained)
     for digest in (same.encoders[1].digest, other.encoders[1].digest):
         assert digest in str(caught.value)
     argv = ["sample", "--load", str(imported), "--classes", "1", "--encoders", str(folder)]

@@ -104,9 +104,15 @@ def test_in_idle_time(
 
 
 def test_goes_on_in_the_middle(
-    flags: list[str], costs: Path, expected: Run, tmp_path: Path
+    folder: Path,
+    flags: list[str],
+    costs: Path,
+    expected: Run,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A run that goes on encodes its first batch in front, and then fills again; two replicas."""
+    """A run that goes on encodes its first batch in front, and then fills again; two replicas.
+    Prompts are drawn with its encoders."""
     config = Config(2, 2, 1, 2, FOLD_EXACT, distributed_optimizer=True)
     plan = make_plan(tmp_path / "plan.json", config, "sd-tiny", OPTIONS, costs)
     given = [*flags[len(STEPS + READS) :], "--pulse-plan", str(plan), "--train-iters", "3"]
@@ -117,6 +123,21 @@ def test_goes_on_in_the_middle(
         again, losses=first.losses + again.losses, grad_norms=first.grad_norms + again.grad_norms
     )
     assert_equal_to_rounding(joined, expected)
+
+    def sample(name: str, *more: str) -> int:
+        argv = ["sample", "--load", str(tmp_path / "kept"), "-o", str(tmp_path / name)]
+        return main([*argv, "--prompt", "a red bird", "--steps", "2", "--per-class", "2", *more])
+
+    assert sample("a.png") == 0 and sample("b.png", "--encoders", str(folder)) == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    other = make_pipeline(tmp_path / "other", ("clip", 16, 15))
+    assert sample("c.png", "--encoders", str(other), "--vae", str(folder / "vae")) == 2
+    assert "context was made by text_encoder last" in capsys.readouterr().err
+    moved = folder.rename(tmp_path / "moved")
+    try:
+        assert sample("c.png") == 2 and "give its new place" in capsys.readouterr().err
+    finally:
+        moved.rename(folder)
 
 
 def test_auto_fills_where_that_is_sooner(

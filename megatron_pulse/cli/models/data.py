@@ -81,6 +81,7 @@ def run_info(args: argparse.Namespace) -> None:
         "shape": list(train.image_shape),
         "num_classes": train.num_classes,
         "fields": {name: str(spec) for name, spec in train.fields.items()},
+        "made_by": dict(train.made_by),
         **_captions(train),
         "samples_per_class": {str(label): counts[label] for label in sorted(counts)},
         "verified": args.verify,
@@ -97,6 +98,7 @@ def run_info(args: argparse.Namespace) -> None:
         ),
         *(("field", f"{name}: {spec}") for name, spec in report["fields"].items()),
     ]
+    pairs += [("made by", f"{name}: {text}") for name, text in train.made_by.items()]
     if "longest_caption" in report:
         example, longest = report["example_caption"], report["longest_caption"]
         pairs.append(("captions", f"such as {example!r}; the longest has {longest} words"))

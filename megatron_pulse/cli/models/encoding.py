@@ -98,17 +98,42 @@ def _read_by(name: str, backbone: Backbone) -> tuple[TextRecipe, dict[str, tuple
     return recipe, {field: backbone.batch_fields[field].shape for field in recipe.fields}
 
 
-def require_same(encoders: TextEncoders, data: str | None) -> None:
-    """Raise UserError if the latents that a model was trained on have text of other encoders.
+def take_encoders_of(args: argparse.Namespace, trained: argparse.Namespace) -> None:
+    """Let the encoders that a model was trained with be ``--encoders`` where none is given.
 
-    Data that is gone, or does not say what encoded it, is passed over.
+    Raises UserError for a prompt where they are gone.
+    """
+    used = getattr(trained, "pulse_encoders", None)
+    if used is None or args.encoders is not None:
+        return
+    if faults := no_pipeline(Path(used)):
+        if args.prompt:
+            remedy = "It encoded the captions of the training: give its new place as --encoders."
+            raise UserError(told("--prompt", faults, remedy))
+        return
+    args.encoders = Path(used)
+    args.encoders_dtype = args.encoders_dtype or trained.pulse_encoders_dtype
+
+
+def require_same(encoders: TextEncoders, trained: argparse.Namespace) -> None:
+    """Raise UserError if what a model was trained on has text of other encoders: its latents, or
+    what it encoded itself.
+
+    What is gone, or does not say what encoded it, is passed over.
     """
     from megatron_pulse.data.fields import made_otherwise
     from megatron_pulse.data.latents.layout import META, Meta
+    from megatron_pulse.encoders.pipeline import TextEncoders
 
-    folder = Path((data or "").removeprefix("latents:"))
-    if not (data or "").startswith("latents:") or not (folder / META).is_file():
-        return
-    if faults := made_otherwise(Meta.load(folder).layout.made_by, encoders.made_by()):
-        remedy = "Give the encoders that wrote the latents (and their --encoders-dtype)."
+    there: dict[str, str] = {}
+    data, used = trained.pulse_data or "", getattr(trained, "pulse_encoders", None)
+    folder = Path(data.removeprefix("latents:"))
+    if data.startswith("latents:") and (folder / META).is_file():
+        there |= Meta.load(folder).layout.made_by
+    if used is not None and not no_pipeline(Path(used)) and Path(used) != encoders.folder:
+        dtype = next(iter(encoders.encoders.values())).dtype
+        loop = TextEncoders(used, encoders.recipe, encoders.shapes, dtype, places=())
+        there = loop.made_by() | there
+    if faults := made_otherwise(there, encoders.made_by() | encoders.tokenizers.made_by()):
+        remedy = "Give the encoders of the training (and their --encoders-dtype)."
         raise UserError(told(f"--encoders {encoders.folder}", faults, remedy))

@@ -30,6 +30,7 @@ from megatron_pulse.cli.models.encoding import (
     encoder_faults,
     open_encoders,
     require_same,
+    take_encoders_of,
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults
 from megatron_pulse.diffusion.choice import OF_TRAINING, ProcessChoice
@@ -48,10 +49,10 @@ _DESCRIPTION = """\
 Runs on one process (a GPU if there is one), whatever the layout of the run that wrote the
 checkpoint. The picture has one row per class, prompt, or sample of the data. --prompt with
 --encoders DIR takes the text encoders and the autoencoder of a diffusers pipeline folder, for
-imported models and those trained on latents of the same encoders (others are refused); without it
---prompt needs a model that was trained on --pulse-data captions:PATH. --from-data takes the text
-states of validation samples. --score
-asks a classifier that was fitted to real digits whether each image is the digit asked for.
+imported models and those trained on latents of the same encoders (others are refused); of what was
+trained with --pulse-encoders it is that folder. Without one --prompt needs a model that was trained
+on the words of --pulse-data captions:PATH. --from-data takes the text states of validation samples.
+--score asks a classifier that was fitted to real digits whether each image is the digit asked for.
 
 examples:
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
@@ -86,7 +87,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="N",
         help="draw with the conditioning of the first N validation samples of the training data",
     )
-    add("--negative-prompt", metavar="TEXT", help="with --encoders: what to be guided away from")
+    add("--negative-prompt", metavar="TEXT", help="of --prompt: what to be guided away from")
     add_encoder_flags(parser)
     add("--data", metavar="SPEC", help="for --from-data: other data than that of the training")
     add("--per-class", type=int, default=8, metavar="N", help="images in each row (default 8)")
@@ -139,6 +140,7 @@ def run(args: argparse.Namespace) -> None:
         print(change, file=sys.stderr)
     if args.guidance != 1 and not model.can_be_guided:
         print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
+    take_encoders_of(args, model.arguments)
     vae = autoencoder_folder(args)
     decode, factor = _decoder(vae, model)
     kind, rows, request = _asked(args, model, factor)
@@ -188,8 +190,8 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults += encoder_faults(args)
     if args.encoders is not None and not args.prompt:
         faults.append("--encoders is for --prompt")
-    if args.negative_prompt is not None and args.encoders is None:
-        faults.append("--negative-prompt is for --prompt with --encoders")
+    if args.negative_prompt is not None and not args.prompt:
+        faults.append("--negative-prompt is for --prompt")
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
     if args.classes is not None:
@@ -226,7 +228,7 @@ def _asked(
         if opened is None:
             raise UserError(f"{model.backbone.name} reads no text")
         encoders, _ = opened
-        require_same(encoders, model.arguments.pulse_data)
+        require_same(encoders, model.arguments)
         height, width = (factor * side for side in model.backbone.input_spec.shape[-2:])
         negative = args.negative_prompt
 
@@ -234,6 +236,8 @@ def _asked(
             return sampling.request_encoded(model, prompts, encoders, (height, width), negative)
 
         return "prompts", args.prompt, encoded
+    if args.negative_prompt is not None:
+        raise UserError("--negative-prompt needs text encoders: give --encoders DIR")
     if args.prompt:
         return "prompts", args.prompt, sampling.request_prompts
     if args.from_data is not None:
