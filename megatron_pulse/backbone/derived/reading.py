@@ -36,10 +36,11 @@ def is_heavy(node: fx.Node) -> bool:
 
 def inner_graphs(node: fx.Node) -> Iterator[fx.Graph]:
     """The graphs that a node runs, as those of autocast and no_grad do."""
-    yield from (graph for _, graph in _regions(node))
+    yield from (graph for _, graph in regions(node))
 
 
-def _regions(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Graph]]:
+def regions(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Graph]]:
+    """Those graphs, each with the argument that names it."""
     for given in node.all_input_nodes:
         module = None
         if given.op == "get_attr" and given.graph.owning_module is not None:
@@ -48,17 +49,25 @@ def _regions(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Graph]]:
             yield given, module.graph
 
 
+def given_to(node: fx.Node, region: fx.Node, graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """What the inputs of a region's ``graph`` are outside."""
+    if region not in node.args:  # as of a branch, which is given a list
+        return {}
+    given = node.args[node.args.index(region) + 1 :]
+    inputs = (inner for inner in graph.nodes if inner.op == "placeholder")
+    pairs = zip(inputs, given, strict=False)
+    return {inner: outer for inner, outer in pairs if isinstance(outer, fx.Node)}
+
+
 def _views_of_region(node: fx.Node) -> list[fx.Node | None]:
     """Of each result of a region, the argument whose memory it is; empty for other nodes."""
-    for region, graph in _regions(node) if operation(node).startswith("wrap_with_") else ():
-        given = node.args[node.args.index(region) + 1 :]
-        outside = dict(zip((n for n in graph.nodes if n.op == "placeholder"), given, strict=True))
+    for region, graph in regions(node) if operation(node).startswith("wrap_with_") else ():
+        outside = given_to(node, region, graph)
         inside = Reading(list(graph.nodes))
         results = inside.output.args[0]
         assert isinstance(results, tuple | list)
         memory = [inside.memory[r] if isinstance(r, fx.Node) else None for r in results]
-        found = [None if m is None else outside.get(m) for m in memory]
-        return [a if isinstance(a, fx.Node) else None for a in found]
+        return [None if m is None else outside.get(m) for m in memory]
     return []
 
 

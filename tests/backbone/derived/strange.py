@@ -146,6 +146,31 @@ def of_math(_: Strange, x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
 
 
+def without_cudnn(_: Strange, x: Tensor) -> Tensor:
+    with torch.backends.cudnn.flags(enabled=False):
+        return x.sin()
+
+
+def benched(_: Strange, x: Tensor) -> Tensor:
+    torch.backends.mkldnn.enabled = True  # as it is outside of the export, which does without
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = False
+    return x.sin()
+
+
+def rounded(_: Strange, x: Tensor) -> Tensor:
+    torch.set_float32_matmul_precision("medium")
+    y = x @ x.t() @ x
+    torch.set_float32_matmul_precision("highest")
+    return y
+
+
+def as_outside(_: Strange, x: Tensor) -> Tensor:
+    torch.set_float32_matmul_precision("highest")
+    with torch.backends.cudnn.flags(enabled=True), torch.backends.mkldnn.flags(enabled=True):
+        return x.sin()
+
+
 def doubled(_: Strange, x: Tensor) -> Tensor:
     torch.set_default_dtype(torch.float64)
     table = torch.linspace(0, 1, WIDTH)

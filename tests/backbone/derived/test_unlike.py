@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import megatron_pulse as pulse
 from megatron_pulse.backbone.derived.exported import DerivationError
 from tests.backbone.derived import strange, unlike
 from tests.backbone.derived.bits import chain_equal_to, skips_of
-from tests.backbone.derived.strange import Strange
+from tests.backbone.derived.strange import WIDTH, Strange
 from tests.backbone.derived.unlike import RIGHT, Flat, Volume
 
 
@@ -48,6 +50,13 @@ def test_it_is_right(name: str) -> None:
         (strange.timed, "two calls of it with the same inputs differ", ""),
         (strange.of_math, "kernels of attention (sdpa_kernel)", "with"),
         (strange.doubled, "the default dtype is set in forward", "float64"),
+        (
+            strange.without_cudnn,
+            "are computed (torch.backends.cudnn) is set in forward",
+            "with torch",
+        ),
+        (strange.benched, "(torch.backends.cudnn) is set in forward", "benchmark = True"),
+        (strange.rounded, "the precision of fp32 (allow_tf32, set_float", '"medium"'),
         (strange.mapped, "torch.vmap, at", ""),
         (strange.branched, "torch.cond, at", ""),
         (strange.normed_in_a_region, "call eval() on it", ""),
@@ -67,6 +76,31 @@ def test_dropout_of_nothing_and_slots_are_taken() -> None:
     module, given, _ = unlike.rows(strange.Recurrent())
     chain_equal_to(module, given, "x")
     pulse.from_module(strange.Slotted(*module.blocks), given, sample="x")
+
+
+def test_settings_that_are_so_outside_are_taken() -> None:
+    chain_equal_to(*unlike.rows(Strange(strange.as_outside)))
+
+
+def test_norms_that_each_call_changes_are_refused_and_taken_as_they_are() -> None:
+    """What they keep is named, though a region without gradients writes to it."""
+    module, given, sample = unlike.rows(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), spectral_norm(nn.Linear(WIDTH, 3)))
+    )
+    given = {"input": given[sample]}
+    with pytest.raises(DerivationError) as caught:
+        pulse.from_module(module, given, sample="input")
+    remedy = "call eval() on 1.parametrizations, which then leave it as it is"
+    for fault, name in zip(caught.value.faults, ("_u", "_v"), strict=True):
+        assert fault.startswith(f"div.out writes to 1.parametrizations.weight.0.{name}, at ")
+        assert fault.endswith(remedy)
+    module[1].parametrizations.eval()
+    chain_equal_to(module, given, "input")
+    old = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.utils.spectral_norm(nn.Linear(WIDTH, 3)))
+    with pytest.raises(
+        DerivationError, match=r"take the one in torch\.nn\.utils\.parametrizations"
+    ):
+        pulse.from_module(old, given, sample="input")
 
 
 def test_results_that_a_function_keeps_stay_whole() -> None:

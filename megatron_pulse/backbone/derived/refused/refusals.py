@@ -10,9 +10,11 @@ from torch import fx
 
 from megatron_pulse.backbone.derived.reading import (
     Reading,
+    given_to,
     inner_graphs,
     operation,
     place_of,
+    regions,
 )
 
 
@@ -28,26 +30,37 @@ def _writes(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
     """Writes to what is not the call's own memory."""
     for memory, writers in reading.writers.items():
         if memory.op != "call_function":
-            what = names.get(memory, memory.name)
             for writer in writers:
-                yield (
-                    f"{operation(writer)} writes to {what}, at {place_of(writer)}: a step must not "
-                    "change what the module or its caller holds"
-                )
-    yield from _written_by_regions(reading)
+                yield _changes(writer, names.get(memory, memory.name))
+    yield from _written_by_regions(reading, names)
 
 
-def _written_by_regions(reading: Reading) -> Iterator[str]:
+def _changes(writer: fx.Node, what: str) -> str:
+    fault = (
+        f"{operation(writer)} writes to {what}, at {place_of(writer)}: a step must not change what "
+        "the module or its caller holds"
+    )
+    part, within, _ = what.rpartition(".parametrizations.")
+    if not within:
+        return fault
+    return f"{fault}; call eval() on {part}.parametrizations, which then leave it as it is"
+
+
+def _written_by_regions(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
     for node in reading.order:  # what is given has users besides
-        for inner in inner_graphs(node):
+        for region, inner in regions(node):
             inside = Reading(list(inner.nodes))
+            outside = given_to(node, region, inner)
+            held = {a: names[m] for a, b in outside.items() if (m := reading.memory[b]) in names}
             for memory, writers in inside.writers.items():
-                if memory.op == "placeholder":
+                if memory in held:
+                    yield from (_changes(writer, held[memory]) for writer in writers)
+                elif memory.op == "placeholder":
                     yield (
                         f"{operation(writers[0])} writes to what {operation(node)} is given, at "
                         f"{place_of(writers[0])}: not possible in a region of autocast or no_grad"
                     )
-            yield from _written_by_regions(inside)
+            yield from _written_by_regions(inside, held)
 
 
 _RECURRENT = ("lstm.", "gru.", "rnn_tanh.", "rnn_relu.")

@@ -4,53 +4,89 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.backends import ContextProp
 
 from megatron_pulse.backbone.derived.refused.telling import caller, replaced
 
-_SETTERS = {
-    **dict.fromkeys(
-        [f"_set_sdp_use_{kind}" for kind in ("flash", "mem_efficient", "math", "cudnn")],
-        "the kernels of attention (sdpa_kernel)",
-    ),
-    "_set_default_dtype": "the default dtype",
+_ATTENTION = "the kernels of attention (sdpa_kernel)"
+_CUDNN = "how convolutions are computed (torch.backends.cudnn)"
+_CPU = "how CPUs compute (torch.backends.mkldnn, .nnpack)"
+_SUMS = "how products are summed (torch.backends.cuda.matmul)"
+_GETTERS = {
+    **{f"_get_{kind}_sdp_enabled": _ATTENTION for kind in ("flash", "mem_efficient", "math")},
+    "_get_cudnn_sdp_enabled": _ATTENTION,
+    **{f"_get_cudnn_{what}": _CUDNN for what in ("enabled", "benchmark", "deterministic")},
+    **{f"_get_{what}": _CPU for what in ("mkldnn_enabled", "mkldnn_deterministic")},
+    "_get_nnpack_enabled": _CPU,
+    "_get_cublas_allow_fp16_reduced_precision_reduction": _SUMS,
+    "_get_cublas_allow_bf16_reduced_precision_reduction": _SUMS,
+    "_get_cublas_allow_fp16_accumulation": _SUMS,
+    "_get_deterministic_algorithms": "the use of deterministic algorithms",
 }
-"""Of torch._C. An export sets others itself."""
+"""Of torch._C, as far as a version has them; in most there is ``_set_`` for ``_get_``."""
+_SETTERS = (
+    *(name.replace("_get_", "_set_", 1) for name in _GETTERS if "_sdp_" not in name),
+    *(f"_set_sdp_use_{kind}" for kind in ("flash", "mem_efficient", "math", "cudnn")),
+    *(f"_set_{what}_allow_tf32" for what in ("cudnn", "cublas", "onednn")),
+    "_set_float32_matmul_precision",
+    "_set_fp32_precision_setter",
+    "_set_default_dtype",
+)
+_PRECISION = "the precision of fp32 (allow_tf32, set_float32_matmul_precision)"
+_EXPORTING = str(Path(__file__).parents[1] / "exported.py")
 
 
 @contextmanager
 def changed_settings(faults: list[str]) -> Iterator[None]:
-    """Within, each setting that is set to another value than it has is a fault."""
+    """Within, each setting that a module sets to another value than it has outside is a fault."""
+    outside, of_export = _now(), dict[str, object]()
 
-    def set_by(name: str) -> Callable[[Any], Any]:
-        setter, what = getattr(torch._C, name), _SETTERS[name]
-
-        def set_and_tell(value: Any) -> Any:
+    def telling(setter: Callable[..., Any]) -> Callable[..., Any]:
+        def set_and_tell(*args: Any, **kwargs: Any) -> Any:
             before = _now()
-            result = setter(value)
-            if _now() != before:
-                faults.append(
-                    f"{what} is set in forward, at {caller()}: a graph holds no settings; set it "
-                    "around the whole training"
-                )
+            result = setter(*args, **kwargs)
+            of = getattr(args[0], "setter", setter) if args else setter  # a ContextProp's
+            own = of.__name__.replace("_set_", "_get_", 1)
+            place = caller()
+            for name, value in _now().items():
+                if place.startswith(_EXPORTING):
+                    of_export[name] = value
+                    continue
+                again = before[name] == outside[name] and value == of_export.get(name)
+                if value != outside[name] and not again and (value != before[name] or name == own):
+                    faults.append(
+                        f"{_GETTERS.get(name, name)} is set in forward, at {place}: a graph holds "
+                        "no settings; set it around the whole training"
+                    )
             return result
 
         return set_and_tell
 
     with ExitStack() as patches:
         for name in _SETTERS:
-            patches.enter_context(replaced(torch._C, name, set_by(name)))
+            if (setter := getattr(torch._C, name, None)) is not None:
+                patches.enter_context(replaced(torch._C, name, telling(setter)))
+        # these have had their setters from torch._C since before
+        patches.enter_context(replaced(ContextProp, "__set__", telling(ContextProp.__set__)))
         yield
 
 
-def _now() -> tuple[Any, ...]:
-    cuda = torch.backends.cuda
-    return (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        torch.get_default_dtype(),
-    )
+def _now() -> dict[str, object]:
+    """What is set, by its getter or by what it is."""
+    found = {name: getattr(torch._C, name)() for name in _GETTERS if hasattr(torch._C, name)}
+    return {**found, "the default dtype": torch.get_default_dtype(), _PRECISION: _precisions()}
+
+
+def _precisions() -> list[str]:
+    get = getattr(torch._C, "_get_fp32_precision_getter", None)
+    if get is None:  # torch before 2.9
+        names = ("_get_cudnn_allow_tf32", "_get_cublas_allow_tf32", "_get_float32_matmul_precision")
+        return [str(getattr(torch._C, name)()) for name in names]
+    places = [("generic", "all")]
+    places += [(on, what) for on in ("cuda", "mkldnn") for what in ("all", "matmul", "conv", "rnn")]
+    # "none", as long as nobody says otherwise, is as precise as "ieee"
+    return [str(get(*place)).replace("none", "ieee") for place in places]

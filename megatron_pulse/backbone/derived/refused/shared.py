@@ -37,8 +37,14 @@ def shared_memory(module: nn.Module, constants: Mapping[str, Any] | None = None)
             if one.is_trained or other.is_trained:
                 yield (
                     f"{one.name} and {other.name} share memory: in a chain each would be a tensor "
-                    "of its own, of which training changes one; use one parameter in both places"
+                    f"of its own, of which training changes one; {_remedy(one.name, other.name)}"
                 )
+
+
+def _remedy(one: str, other: str) -> str:
+    if f"{one}_orig" == other:
+        return "if that is spectral_norm, take the one in torch.nn.utils.parametrizations"
+    return "use one parameter in both places"
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
