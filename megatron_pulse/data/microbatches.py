@@ -110,33 +110,37 @@ def make_microbatch(
             for drop, index in zip(dropped, taken, strict=True)
         ]
         batch.update({name: torch.stack([row[name] for row in given]) for name in part.fields})
-    found = {"pixels": torch.stack(images)} if reads else {}
+    found = {"timesteps": timesteps} | ({"pixels": torch.stack(images)} if reads else {})
+    deviation = _stacked([part.deviation(index) for index in taken] if needs_image else [])
     if needs_image:
         found["noise"] = torch.stack([row.noise for row in rows if row.noise is not None])
-    deviations = [part.deviation(index) for index in taken] if needs_image else []
-    if needs_image and (part.latent_shape is not None or deviations[0] is not None):
-        drawn = [posterior_noise(seed, *visit, noised) for visit in visits]
-        found["posterior"] = torch.stack(drawn)
+        if part.latent_shape is not None or deviation is not None:
+            drawn = [posterior_noise(seed, *visit, noised) for visit in visits]
+            found["posterior"] = torch.stack(drawn)
     if part.latent_shape is not None:
         batch |= found
     elif needs_image:
-        latents = found["pixels"]
-        if "posterior" in found:
-            deviation = torch.stack([each for each in deviations if each is not None])
-            latents = sampled(latents, deviation, found["posterior"])
-        noisy, target = process.noised(latents, found["noise"], timesteps)
-        batch |= {"noisy": noisy, "target": target}
+        batch |= noised_here(found, found["pixels"], deviation, process)
     if "noisy" not in batch and len(dataset.parts) > 1:
         batch["noisy"] = torch.empty((len(items), *noised), device="meta")
     return batch
 
 
+def _stacked(rows: Sequence[Tensor | None]) -> Tensor | None:
+    """Of all, or of none."""
+    there = [row for row in rows if row is not None]
+    return torch.stack(there) if there else None
+
+
 def noised_here(
-    batch: Mapping[str, Tensor], mean: Tensor, deviation: Tensor, process: DiffusionProcess
+    batch: Mapping[str, Tensor],
+    mean: Tensor,
+    deviation: Tensor | None,
+    process: DiffusionProcess,
 ) -> dict[str, Tensor]:
-    """``noisy`` and ``target`` of a microbatch whose images a step has encoded to posteriors of
-    this ``mean`` and ``deviation [b, *latent_shape]``: the bits that stored posteriors give."""
-    latents = sampled(mean, deviation, batch["posterior"].to(mean))
+    """``noisy`` and ``target`` of a microbatch whose images have posteriors of this ``mean`` and
+    ``deviation [b, *latent_shape]``, stored or encoded by the step; None where they are exact."""
+    latents = mean if deviation is None else sampled(mean, deviation, batch["posterior"].to(mean))
     noisy, target = process.noised(latents, batch["noise"].to(mean), batch["timesteps"])
     return {"noisy": noisy, "target": target}
 

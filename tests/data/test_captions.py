@@ -108,6 +108,23 @@ def test_texts_beside_images_and_lists_in_subfolders(tmp_path):
     assert train.has_captions and train.caption(0) == train.source.captions[train.at(0)]
 
 
+def test_names_are_relative_to_their_list_however_the_folder_is_named(tmp_path):
+    for name in ("a", "sub/b"):
+        picture(tmp_path / f"{name}.png")
+    names = "./b.png", "../sub/../a.png", str(tmp_path / "a.png")
+    lines = [json.dumps({"file_name": name, "text": name}) for name in names]
+    (tmp_path / "sub/metadata.jsonl").write_text("\n".join(lines))
+    data = CaptionedImages(tmp_path / "sub" / "..", 8)
+    assert [file.resolve() for file in data.files] == [
+        tmp_path / name for name in ("sub/b.png", "a.png", "a.png")
+    ]
+    for bad in ("x" * 300, "../b.png"):
+        said = json.dumps({"file_name": bad, "text": "c"})
+        (tmp_path / "sub/metadata.jsonl").write_text("\n".join([*lines, said]))
+        with pytest.raises(DataError, match="line 4: there is no file"):
+            CaptionedImages(tmp_path, 8)
+
+
 def test_a_folder_of_classes_may_have_captions(tmp_path):
     for name in ("dog/a", "cat/b", "cat/c"):
         picture(tmp_path / f"{name}.png")
@@ -124,9 +141,10 @@ def test_a_folder_of_classes_may_have_captions(tmp_path):
 
 
 def test_faults_of_captions_are_listed_at_once(tmp_path):
-    for name in ("a", "b", "c", "d", "sub/e"):
+    for name in ("a", "b", "c", "d", "f", "sub/e"):
         picture(tmp_path / f"{name}.png")
     table = "file_name,text\na.png,one\nno.png,two\nb.png, \n,\nc.png,3,4\nd.png,same\n"
+    table += "no\0.png,x\nc.png,\x1b[1m\n"
     (tmp_path / "metadata.csv").write_text(table)
     (tmp_path / "a.txt").write_text("another")
     (tmp_path / "d.txt").write_text("same\n")
@@ -141,12 +159,17 @@ def test_faults_of_captions_are_listed_at_once(tmp_path):
         "metadata.csv, line 3: there is no file no.png",
         "metadata.csv, line 4: the caption of b.png is empty",
         "metadata.csv, line 6: 3 cells below 2 names",
+        "metadata.csv, line 8: there is no file no\0.png",
+        "metadata.csv, line 9: the caption of c.png has the character '\\x1b'",
         "a.txt says 'another', and metadata.csv, line 2 'one'",
         "e.txt cannot be read as a caption",
     ):
         assert sum(words in fault for fault in faults) == 1, words
-    assert [fault for fault in faults if "has no caption" in fault] == ["c.png has no caption"]
+    assert [fault for fault in faults if "has no caption" in fault] == ["f.png has no caption"]
     assert not any("d.png" in fault or "b.png has" in fault for fault in faults)
+    (tmp_path / "metadata.csv").write_text('file_name,text\na.png,one\nb.png,"two\nc.png,three\n')
+    with pytest.raises(DataError, match="metadata.csv, line 4: unexpected end of data"):
+        CaptionedImages(tmp_path, 8)
     (tmp_path / "sub/metadata.jsonl").unlink()
     with pytest.raises(DataError, match="of text there must be one column; it has"):
         CaptionedImages(tmp_path, 8)

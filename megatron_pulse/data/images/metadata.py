@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, parse_json, read_lines, read_text
+from megatron_pulse.letters import NO_LETTER
 
 METADATA = "metadata.jsonl"
 TABLE = "metadata.csv"
@@ -43,13 +44,14 @@ def read_captions(root: Path, column: str = TEXT) -> list[tuple[Path, str]]:
     for path in lists:
         where = str(path.relative_to(root))
         for number, name, says in _rows(path, where, column, faults):
-            at, picture = f"{where}, line {number}", Path(os.path.normpath(path.parent / name))
-            if "\0" in name or not picture.is_file():
+            at = f"{where}, line {number}"
+            picture = root / os.path.normpath(path.parent.relative_to(root) / name)
+            if not os.path.isfile(picture):
                 faults.append(f"{at}: there is no file {name}")
                 continue
             named = said[picture]
-            if not says.strip():
-                faults.append(f"{at}: the caption of {name} is empty")
+            if unfit := _unfit(says):
+                faults.append(f"{at}: the caption of {name} {unfit}")
             else:
                 listed.append((picture, says))
                 named[says.strip()] = at
@@ -140,7 +142,7 @@ def _of_lines(lines: Iterator[str], where: str, column: str, faults: list[str]) 
 
 
 def _of_table(lines: Iterator[str], where: str, column: str, faults: list[str]) -> Iterator[Row]:
-    reader = csv.reader(f"{line}\n" for line in lines)
+    reader = csv.reader((f"{line}\n" for line in lines), strict=True)
     try:
         head = next(reader, [])
         if missing := [key for key in (FILE_NAME, column) if head.count(key) != 1]:
@@ -168,7 +170,18 @@ def _names(keys: Sequence[str] | dict[str, object]) -> str:
 def _read(path: Path, faults: list[str]) -> str | None:
     """The text beside a picture; None if it is a fault."""
     try:
-        return read_text(path, FileKind.CAPTION).strip()
+        text = read_text(path, FileKind.CAPTION).strip()
     except FileError as error:
         faults.append(str(error))
         return None
+    if unfit := _unfit(text):
+        faults.append(f"{path} {unfit}")
+        return None
+    return text
+
+
+def _unfit(caption: str) -> str:
+    if not caption.strip():
+        return "is empty"
+    found = NO_LETTER.search(caption)
+    return f"has the character {found[0]!r}" if found else ""
