@@ -170,7 +170,7 @@ def words(compared: Compared) -> list[str]:
         more = sent_extra > 0
         lines.append(
             f"{abs(sent_extra) / 1e6:.3g} MB {'more' if more else 'less'} were sent than predicted"
-            + "; conditioning and replicated embedders are not predicted" * more
+            + "; conditioning, replicated embedders and what encoders make are not predicted" * more
         )
     return lines
 

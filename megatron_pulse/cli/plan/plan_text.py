@@ -107,9 +107,17 @@ def command(plan: PlanFile, path: Path) -> str:
     several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT " * (nodes > 1)
     return (
         f"pulse run {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
-        f"{shlex.quote(str(path))} --pulse-data latents:PATH --train-iters 1000 --lr 1e-4 "
+        f"{shlex.quote(str(path))} {_data(plan)} --train-iters 1000 --lr 1e-4 "
         f"--save runs/{plan.backbone['name']}"
     )
+
+
+def _data(plan: PlanFile) -> str:
+    """What a plan's run reads: images, where it encodes them itself."""
+    if plan.encoders is None:
+        return "--pulse-data latents:PATH"
+    images = any(one["name"] == "vae" for one in plan.encoders)
+    return f"--pulse-data {'folder' if images else 'latents'}:PATH --pulse-encoders DIR"
 
 
 def flags(plan: PlanFile) -> str:

@@ -32,6 +32,8 @@ from megatron_pulse.runtime.measure.leaving import leaving_weights
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 from model_specs import load_recorded
 
+SOONER = 0.999
+"""Of the time in front, from which idle time is not sooner."""
 FILLING_S = 4.0
 """For how long a filling is searched."""
 SIZES = (1, 4)
@@ -103,7 +105,8 @@ def _tune(
     best = found.outcomes[0]
     plan = _filled(plan_of(best, profile, cluster, divided), args, options, backbone)
     save_plan(plan, path)
-    print(f"plan: {best.config}; {best.throughput:.4g} samples/s expected; in {path}", flush=True)
+    rate = plan.predicted["samples_per_s"]
+    print(f"plan: {best.config}; {rate:.4g} samples/s expected; in {path}", flush=True)
     return plan
 
 
@@ -121,7 +124,7 @@ def _filled(
     found = fill_plan(plan, costs["components"], FILLING_S)
     made = found.schedule.certificate
     said = ", ".join(wanted)
-    if made.makespan > found.schedule.front_s and "fill" not in loop.policies.values():
+    if made.makespan > SOONER * found.schedule.front_s and "fill" not in loop.policies.values():
         print(f"{said}: sooner in front of the step than in idle time", flush=True)
         return plan
     print(f"{said}: in idle time, {made}; in front {found.schedule.front_s:.4g} s", flush=True)
