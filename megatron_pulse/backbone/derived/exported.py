@@ -32,6 +32,7 @@ from megatron_pulse.backbone.derived.reading import (
 from megatron_pulse.backbone.derived.refused.kept import forget_results
 from megatron_pulse.backbone.derived.refused.refusals import refusals
 from megatron_pulse.backbone.derived.refused.shared import shared_memory
+from megatron_pulse.backbone.derived.refused.telling import alike, passes
 from megatron_pulse.backbone.derived.refused.untraced import Unseen, watched
 from megatron_pulse.faults import raised, told
 
@@ -90,8 +91,10 @@ def export(
         ):
             program = torch.export.export(module, (), dict(given), strict=False)
     except Exception as error:
-        reason = _reason(error, module, unseen.suspects)
-        raise DerivationError(name, [*unseen.faults, reason]) from error
+        faults = unseen.faults
+        if not passes(error, faults):
+            faults = [*faults, _reason(error, module, unseen.suspects)]
+        raise DerivationError(name, faults) from error
     finally:
         forget_results(module)
     if unseen.faults:
@@ -122,7 +125,7 @@ def export(
         state[names[node]] = leaves[node]
     reading = Reading(nodes)
     if faults := list(refusals(reading, {**called, **names})):
-        raise DerivationError(name, list(dict.fromkeys(faults)))
+        raise DerivationError(name, list(alike(faults)))
     return Exported(
         reading,
         {n: called[n] for n in users if n not in names and isinstance(value_of(n), Tensor)},

@@ -30,6 +30,12 @@ class Tripled(torch.autograd.Function):
         return gradient * 3
 
 
+class Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy())
+
+
 class Strange(nn.Sequential):
     """Does ``what`` to its input."""
 
@@ -47,6 +53,10 @@ class Strange(nn.Sequential):
 
 def tripled(_: Strange, x: Tensor) -> Tensor:
     return Tripled.apply(x)
+
+
+def tripled_outside(_: Strange, x: Tensor) -> Tensor:
+    return Outside.apply(x)
 
 
 bound = Tripled.apply
@@ -71,6 +81,10 @@ def listed(module: Strange, x: Tensor) -> Tensor:
     return x * module.lists["calls"][0]
 
 
+def counting(module: Strange, x: Tensor) -> Tensor:
+    return x * module.num_batches_tracked.add_(1)
+
+
 SEEN = {"calls": 0}
 
 
@@ -83,6 +97,16 @@ def held(module: Strange, x: Tensor) -> Tensor:
     before = module.last.get("x", x)
     module.last["x"] = x.detach()
     return x + before
+
+
+def cached(module: Strange, x: Tensor) -> Tensor:
+    if not hasattr(module, "first"):
+        module.first = x.detach() * 2
+    return x + module.first
+
+
+def of_a_gradient(_: Strange, x: Tensor) -> Tensor:
+    return x + torch.func.grad(lambda y: y.square().sum())(x)
 
 
 def drawn(module: Strange, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 
@@ -37,6 +38,8 @@ def test_it_is_right(name: str) -> None:
         (strange.listed, "lists['calls'][0] was 0 before the call and is 1 after it", ""),
         (strange.counted_beside, "SEEN['calls'] was 0 before the call and is 1 after it", ""),
         (strange.held, "last['x'] was not there before the call", ""),
+        (strange.cached, "first is made in forward and kept", ""),
+        (strange.of_a_gradient, "torch.func's transforms (grad, vjp) in forward", ""),
         (strange.drawn, "chance is another after the call", ""),
         (strange.drawn_by_numpy, "generator is another after the call", ""),
         (strange.numbered, "numbers is another after the call", ""),
@@ -128,6 +131,27 @@ def test_hooks_of_gradients_are_refused_all_at_once() -> None:
         "layers.2 has hooks of its backward pass: they are not traced (and of 1 more like it)",
         "the gradient of layers.3.weight has a hook, which its copy in a chain would not have",
     ]
+
+
+def test_causes_are_listed_and_not_what_follows_from_them() -> None:
+    """An export that fails within what is refused; the count of a norm that keeps statistics, but
+    not what only has that name."""
+    with pytest.raises(DerivationError) as caught:
+        pulse.from_module(*unlike.rows(Strange(strange.tripled_outside))[:2], sample="x")
+    (fault,) = caught.value.faults
+    assert fault.startswith("Outside is an autograd.Function, at ")
+    layers = (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    module = nn.Sequential(nn.Sequential(*layers), nn.Sequential(*copy.deepcopy(layers)))
+    given = {"input": torch.randn(3, WIDTH)}
+    with pytest.raises(DerivationError) as caught:
+        pulse.from_module(module, given, sample="input")
+    (fault,) = caught.value.faults
+    assert fault.startswith("batch_norm.default changes its running statistics, at ")
+    assert fault.endswith("(and of 1 more like it)")
+    counting = Strange(strange.counting)
+    counting.register_buffer("num_batches_tracked", torch.zeros(()))
+    with pytest.raises(DerivationError, match=r"add_.Tensor writes to num_batches_tracked"):
+        pulse.from_module(*unlike.rows(counting)[:2], sample="x")
 
 
 def test_parameters_of_two_dtypes_are_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from megatron_pulse.backbone.derived.reading import (
     given_to,
     inner_graphs,
     operation,
+    path_of,
     place_of,
     regions,
 )
@@ -20,19 +21,31 @@ from megatron_pulse.backbone.derived.reading import (
 
 def refusals(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
     """What of a whole graph no pipeline could run; ``names`` has what it does not compute."""
-    yield from _writes(reading, names)
+    norms = list(_running(reading.calls))
+    yield from _writes(reading, names, {path_of(node) for node in norms})
     yield from _random(reading.calls)
-    yield from _running(reading.calls)
+    for node in norms:
+        yield (
+            f"{operation(node)} changes its running statistics, at {place_of(node)}: call eval() "
+            "on it, or track none"
+        )
     yield from _untraced(reading.calls)
 
 
-def _writes(reading: Reading, names: Mapping[fx.Node, str]) -> Iterator[str]:
-    """Writes to what is not the call's own memory."""
+def _writes(
+    reading: Reading, names: Mapping[fx.Node, str], norms: Collection[str]
+) -> Iterator[str]:
+    """Writes to what is not the call's own memory; but not the counts of the batches that ``norms``
+    have seen, which are refused for more."""
     for memory, writers in reading.writers.items():
         if memory.op != "call_function":
-            for writer in writers:
-                yield _changes(writer, names.get(memory, memory.name))
+            what = names.get(memory, memory.name)
+            if not (what.endswith(_COUNT) and what.removesuffix(_COUNT) in norms):
+                yield from (_changes(writer, what) for writer in writers)
     yield from _written_by_regions(reading, names)
+
+
+_COUNT = ".num_batches_tracked"
 
 
 def _changes(writer: fx.Node, what: str) -> str:
@@ -113,17 +126,14 @@ def _random(nodes: list[fx.Node]) -> Iterator[str]:
             )
 
 
-def _running(nodes: list[fx.Node]) -> Iterator[str]:
+def _running(nodes: list[fx.Node]) -> Iterator[fx.Node]:
     """Norms that update running statistics, which their schemas do not say."""
     for node in nodes:
         for inner in inner_graphs(node):
             yield from _running([n for n in inner.nodes if n.op == "call_function"])
-        name = operation(node)
-        if name.startswith(("batch_norm", "instance_norm")) and node.args[3] and node.args[5]:
-            yield (
-                f"{name} changes its running statistics, at {place_of(node)}: call eval() on it, "
-                "or track none"
-            )
+        is_norm = operation(node).startswith(("batch_norm", "instance_norm"))
+        if is_norm and node.args[3] and node.args[5]:
+            yield node
 
 
 def own_memory_faults(reading: Reading, home: Mapping[fx.Node, set[int]]) -> Iterator[str]:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 
@@ -21,11 +23,17 @@ def shared_memory(module: nn.Module, constants: Mapping[str, Any] | None = None)
     """A fault where a parameter that is trained has memory that another tensor of ``module`` has:
     a parameter, a buffer, an attribute (in a list or a dictionary too), or one of ``constants``.
 
-    One tensor in two places, a tied weight, is none.
+    One tensor in two places, a tied weight, is none. One that a trace has left there is a fault.
     """
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (*_tensors(module), *(constants or {}).items()):
-        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel():
+        if not isinstance(tensor, Tensor):
+            continue
+        if is_functorch_wrapped_tensor(tensor):
+            yield "torch.func's transforms (grad, vjp) in forward are not traced"
+        elif isinstance(tensor, FakeTensor):
+            yield f"{name} is made in forward and kept: a trace has left it without values"
+        elif tensor.layout is torch.strided and tensor.numel():
             found.setdefault(id(tensor), (name, tensor))
     trained = {id(p) for p in module.parameters() if p.requires_grad}
     by_memory: dict[Any, list[_Span]] = {}

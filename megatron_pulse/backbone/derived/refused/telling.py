@@ -1,10 +1,11 @@
-"""Parts of torch that tell of each call while a module is traced."""
+"""Parts of torch that tell of each call while a module is traced, and what is told of them."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,3 +51,31 @@ def caller() -> str:
         if not frame.filename.startswith(_NOT_THE_MODEL)
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno}"
+
+
+def alike(faults: Iterable[str]) -> Iterator[str]:
+    """Of those that differ only in which block they are of, the first, with how many there are."""
+    kinds: dict[str, set[str]] = {}
+    firsts: dict[str, str] = {}
+    for fault in faults:
+        kind = _NUMBERED.sub("#", fault)
+        kinds.setdefault(kind, set()).add(fault)
+        firsts.setdefault(kind, fault)
+    for kind, first in firsts.items():
+        more = len(kinds[kind]) - 1
+        yield f"{first} (and of {more} more like it)" if more else first
+
+
+_NUMBERED = re.compile(r"\b\d+(?=\.)|(?<=\.)\d+\b")
+"""The numbers of blocks in names."""
+
+
+def passes(error: Exception, faults: Iterable[str]) -> bool:
+    """Whether an exception came from within a line that one of ``faults`` names."""
+    lines = {
+        f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
+    }
+    return any(line in _LINE.findall(fault) for fault in faults for line in lines)
+
+
+_LINE = re.compile(r"[^ ]+:\d+\b")

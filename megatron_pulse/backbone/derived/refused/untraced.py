@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from megatron_pulse.backbone.derived.reading import TORCH
 from megatron_pulse.backbone.derived.refused.kept import changed, kept
 from megatron_pulse.backbone.derived.refused.settings import changed_settings
-from megatron_pulse.backbone.derived.refused.telling import caller, replaced, telling
+from megatron_pulse.backbone.derived.refused.telling import alike, caller, replaced, telling
 
 _APPLY: FunctionType = vars(torch.autograd.Function)["apply"].__func__
 """What runs an autograd.Function, also where ``Function.apply`` was given another name before."""
@@ -102,24 +101,7 @@ def watched(module: nn.Module) -> Iterator[Unseen]:
         for name, now in other_generators().items()
         if drawn.get(name, now) != now
     ]
-    faults[:], suspects[:] = _alike(faults), dict.fromkeys(suspects)
-
-
-def _alike(faults: list[str]) -> Iterator[str]:
-    """Of those that differ only in which block they are of, the first, with how many there are."""
-    kinds: dict[str, set[str]] = {}
-    firsts: dict[str, str] = {}
-    for fault in faults:
-        kind = _NUMBERED.sub("#", fault)
-        kinds.setdefault(kind, set()).add(fault)
-        firsts.setdefault(kind, fault)
-    for kind, first in firsts.items():
-        more = len(kinds[kind]) - 1
-        yield f"{first} (and of {more} more like it)" if more else first
-
-
-_NUMBERED = re.compile(r"\b\d+(?=\.)|(?<=\.)\d+\b")
-"""The numbers of blocks in names."""
+    faults[:], suspects[:] = alike(faults), dict.fromkeys(suspects)
 
 
 _GRAD_FN, _DATA = (inspect.getattr_static(Tensor, name) for name in ("grad_fn", "data"))
