@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from tqdm import tqdm
 
 from megatron_pulse.cli.backbone_flags import options_of
 from megatron_pulse.cli.errors import mending, require
@@ -37,6 +38,8 @@ _POSTERIORS = {
 }
 _ASIDE_S = 5.0
 """How often what other ranks have written is looked for."""
+_LOG_S = 60.0
+"""How often a log is told how far it is."""
 
 
 def write_latents(
@@ -138,18 +141,8 @@ def _write(
     args: argparse.Namespace,
     place: Place,
 ) -> None:
-    from tqdm import tqdm
-
-    quiet = bool(place.rank) or not sys.stderr.isatty()
-    bar = tqdm(
-        total=len(dataset),
-        initial=writer.count(),
-        unit="image",
-        desc="encoding",
-        disable=quiet or None,
-    )
-    looked = time.monotonic()
-    with writer, bar:
+    progress = _Progress(writer, len(dataset), place)
+    with writer, progress.bar:
         for number in writer.share(place.rank, place.num_ranks):
             todo = writer.begin(number)
             for first in range(todo.start, todo.stop, args.batch_size):
@@ -167,10 +160,47 @@ def _write(
                         latent = sampled(latent, deviation, noise)
                     kept = deviation if writer.layout.deviates else None
                     writer.add(latent, dataset.label(i), given, kept)
-                bar.update(len(indices))
-            if place.num_ranks > 1 and time.monotonic() - looked > _ASIDE_S:
-                looked = time.monotonic()
-                bar.update(writer.count() - bar.n)
+                progress.add(len(indices))
+            if place.num_ranks > 1:
+                progress.look_aside()
+
+
+class _Progress:
+    """What rank 0 shows of all ranks: a bar on a terminal, a line now and then in a log."""
+
+    def __init__(self, writer: LatentWriter, total: int, place: Place) -> None:
+        self._writer, self._total = writer, total
+        self._first = self._done = writer.count()
+        self._logs = not place.rank and not sys.stderr.isatty()
+        self._began = self._looked = self._said = time.monotonic()
+        self.bar = tqdm(
+            total=total,
+            initial=self._first,
+            unit="image",
+            desc="encoding",
+            disable=bool(place.rank) or self._logs,
+        )
+
+    def add(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count
+        self.bar.update(count)
+        now = time.monotonic()
+        if self._logs and now - self._said >= _LOG_S:
+            self._said, new = now, self._done - self._first
+            rate = new / max(now - self._began, 1e-9)
+            left = tqdm.format_interval((self._total - self._done) / rate) if rate else "?"
+            print(
+                f"encoding: {self._done} of {self._total} images, {rate:.3g} a second, {left} left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def look_aside(self) -> None:
+        """Count what other ranks have done, now and then."""
+        if time.monotonic() - self._looked >= _ASIDE_S:
+            self._looked = time.monotonic()
+            self.add(self._writer.count() - self._done)
 
 
 def _wanted(args: argparse.Namespace, text_states: tuple[int, int] | None) -> Wanted | None:
