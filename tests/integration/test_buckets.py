@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
-from tests.integration.runs import BASE, STEPS, assert_same, pipeline, run
+from megatron_pulse.cli.main import main
+from tests.integration.runs import (
+    BASE,
+    STEPS,
+    Run,
+    assert_equal_to_rounding,
+    assert_same,
+    pipeline,
+    run,
+)
 from tests.integration.test_bad_input import refuse
 
 MODULE = [
     "--pulse-module", "diffusers:UNet2DModel",
-    "--pulse-option", "in_channels=2", "--pulse-option", "out_channels=2",
+    "--pulse-option", "in_channels=1", "--pulse-option", "out_channels=1",
     "--pulse-option", "block_out_channels=[4,8]", "--pulse-option", "layers_per_block=1",
     "--pulse-option", 'down_block_types=["DownBlock2D","DownBlock2D"]',
     "--pulse-option", 'up_block_types=["UpBlock2D","UpBlock2D"]',
@@ -34,36 +44,62 @@ def store(folder: Path, *shape: int) -> str:
     return f"latents:{folder}"
 
 
+@dataclass
+class Buckets:
+    """A run of one process on two stores, its flags, and where its checkpoints are."""
+
+    flags: list[str]
+    checkpoints: Path
+    run: Run
+
+
+@pytest.fixture(scope="module")
+def buckets(tmp_path_factory: pytest.TempPathFactory) -> Buckets:
+    """Three steps, each saved."""
+    folder = tmp_path_factory.mktemp("buckets")
+    stores = store(folder / "wide", 1, 4, 8), store(folder / "high", 1, 8, 4)
+    flags = [*MODULE, "--pulse-option", "buckets=4x8,8x4", "--pulse-data", ",".join(stores)]
+    flags += ["--global-batch-size", "8", "--train-iters", "3"]
+    save = ["--save", str(folder / "run"), "--save-interval", "1"]
+    return Buckets(flags, folder / "run", run(1, *flags, *save, backbone="none"))
+
+
 def test_stores_of_several_shapes_train_alike_where_a_run_goes_on_in_another_layout(
-    tmp_path: Path,
+    buckets: Buckets,
 ) -> None:
-    wide, high = store(tmp_path / "wide", 2, 4, 8), store(tmp_path / "high", 2, 8, 4)
-    both = [
-        *MODULE,
-        "--pulse-option",
-        "buckets=4x8,8x4",
-        "--pulse-data",
-        f"{wide},{high}",
-        "--global-batch-size",
-        "8",
-    ]
-    both += ["--train-iters", "3"]
-    save = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
-    expected = run(1, *both, *save, backbone="none")
-    again = ["--load", save[1], "--ckpt-step", "1"]
-    rest = run(2, *both, *pipeline(2), *again, backbone="none")
+    again = ["--load", str(buckets.checkpoints), "--ckpt-step", "1"]
+    rest = run(2, *buckets.flags, *pipeline(2), *again, backbone="none")
     assert rest.executed.placement == "fold"
-    end = replace(expected, losses=expected.losses[1:], grad_norms=expected.grad_norms[1:])
+    all_ = buckets.run
+    end = replace(all_, losses=all_.losses[1:], grad_norms=all_.grad_norms[1:])
     assert_same(rest, end)
+
+
+def test_replicas_may_have_microbatches_of_other_shapes(buckets: Buckets) -> None:
+    """At the same time; gradients and optimizer states are of the weights that all share."""
+    both = run(2, *buckets.flags, "--use-distributed-optimizer", backbone="none")
+    assert_equal_to_rounding(both, buckets.run)
+
+
+def test_samples_are_of_the_first_shape(
+    buckets: Buckets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is said; an option may put another first."""
+    command = ["sample", "--load", str(buckets.checkpoints), "-o", str(tmp_path / "a.png")]
+    command += ["--module", MODULE[1], "--option", "buckets=8x4,4x8"]
+    assert main([*command, "--steps", "1", "--per-class", "1"]) == 0
+    assert "samples are 1x8x4, the first of its 2 shapes;" in capsys.readouterr().err
+    picture = Image.open(tmp_path / "a.png")
+    assert picture.height > picture.width
 
 
 def test_stores_of_other_shapes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide, odd = store(tmp_path / "wide", 2, 4, 8), store(tmp_path / "odd", 2, 6, 6)
+    wide, odd = store(tmp_path / "wide", 1, 4, 8), store(tmp_path / "odd", 1, 6, 6)
     flags = [*MODULE, "--pulse-option", "buckets=4x8,8x8,8x4", *STEPS]
     flags += ["--pulse-data", f"{wide},{odd},digits8"]
     said = refuse(monkeypatch, 1, flags, BASE)
     assert len(said) == 2
-    assert "its images are 2x6x6, the backbone takes 2x4x8 or 2x8x8 or 2x8x4" in said[0]
+    assert "its images are 1x6x6, the backbone takes 1x4x8 or 1x8x8 or 1x8x4" in said[0]
     assert "dataset digits8: the backbone takes 3 shapes, and images have none" in said[1]

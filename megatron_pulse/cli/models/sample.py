@@ -138,6 +138,13 @@ def run(args: argparse.Namespace) -> None:
         )
     for change in model.changes:
         print(change, file=sys.stderr)
+    if (shapes := model.backbone.num_shapes) > 1:
+        shape = "x".join(map(str, model.backbone.input_spec.shape))
+        print(
+            f"samples are {shape}, the first of its {shapes} shapes; of a diffusers class, "
+            "--option buckets=HEIGHTxWIDTH draws at another size",
+            file=sys.stderr,
+        )
     if args.guidance != 1 and not model.can_be_guided:
         print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
     take_encoders_of(args, model.arguments)
