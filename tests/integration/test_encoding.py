@@ -203,14 +203,11 @@ def test_policies_that_cannot_be(
 def test_what_is_stored_is_what_is_encoded(
     flags: list[str], folder: Path, expected: Run, tmp_path: Path
 ) -> None:
-    """All of it stored, and latents stored with the texts encoded in the loop."""
     source = flags[flags.index("--pulse-data") + 1]
     options = [f"--option={name}={value}" for name, value in OPTIONS.items()]
     argv = ["data", "write-latents", "--from", source, "--image-size", "8", "--channels", "1"]
     argv += ["--backbone", "sd-tiny", *options, "--encoders", str(folder), "--dtype", "fp32"]
+    assert main([*argv, "-o", str(tmp_path / "latents")]) == 0
     given = [*STEPS, *READS, "--pulse-class-dropout", "0.4"]
-    for stored, more in (("states", []), ("tokens", ["--pulse-encoders", str(folder)])):
-        latents = tmp_path / stored
-        assert main([*argv, "--store-text", stored, "-o", str(latents)]) == 0
-        data = ["--pulse-data", f"latents:{latents}"]
-        assert_same(run(2, *given, *data, *more, *pipeline(2), backbone="unet"), expected)
+    data = ["--pulse-data", f"latents:{tmp_path / 'latents'}"]
+    assert_same(run(2, *given, *data, *pipeline(2), backbone="unet"), expected)
