@@ -164,11 +164,7 @@ class Encoding:
     def filled(self) -> list[Encoded]:
         """The results that this device reads, of every microbatch, when the step has ended."""
         batches, found = self._batches, dict(self._results)
-        read = [
-            self._component(f.name)
-            for f in self._fillers
-            if self._number in f.readers or not f.readers
-        ]
+        read = [self._component(f.name) for f in self._fillers if self._number in f.readers]
         self._batches = ()
         self._states.clear()
         self._results.clear()
