@@ -17,7 +17,7 @@ A family whose weights others publish has three names more: ``PUBLISHED_AS``, th
 reads its ``config.json``.
 
 A family that reads text may have ``TEXTS``: which states of its pipeline's encoders make which of
-its fields (``common/texts.py``).
+its fields (``common/texts.py``); of several recipes, the one whose fields a configuration reads.
 
 The folders here are cut alike: ``config.py`` (on the ground), ``chain.py`` (``build_backbone``),
 ``modules.py`` (torch, imported when a layer builds), ``published.py``; ``common/`` is what they

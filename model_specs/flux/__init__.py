@@ -6,18 +6,10 @@ first layer packs and its last unpacks as diffusers' ``FluxPipeline``. There are
 """
 
 from model_specs.common.texts import FLUX
-from model_specs.flux.chain import build_backbone
-from model_specs.flux.config import CONFIGS
-from model_specs.flux.published import PUBLISHED_AS, config_from_published, published
+from model_specs.flux.chain import build_backbone as build_backbone
+from model_specs.flux.config import CONFIGS as CONFIGS
+from model_specs.flux.published import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.flux.published import config_from_published as config_from_published
+from model_specs.flux.published import published as published
 
 TEXTS = (FLUX,)
-"""How its text is made; the one whose fields it reads."""
-
-__all__ = [
-    "CONFIGS",
-    "PUBLISHED_AS",
-    "TEXTS",
-    "build_backbone",
-    "config_from_published",
-    "published",
-]

@@ -5,18 +5,10 @@ skip. A block is three layers: self-attention, cross-attention to the text, and 
 """
 
 from model_specs.common.texts import HUNYUAN_DIT
-from model_specs.hunyuan_dit.chain import build_backbone
-from model_specs.hunyuan_dit.config import CONFIGS
-from model_specs.hunyuan_dit.published import PUBLISHED_AS, config_from_published, published
+from model_specs.hunyuan_dit.chain import build_backbone as build_backbone
+from model_specs.hunyuan_dit.config import CONFIGS as CONFIGS
+from model_specs.hunyuan_dit.published import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.hunyuan_dit.published import config_from_published as config_from_published
+from model_specs.hunyuan_dit.published import published as published
 
 TEXTS = (HUNYUAN_DIT,)
-"""How its text is made; the one whose fields it reads."""
-
-__all__ = [
-    "CONFIGS",
-    "PUBLISHED_AS",
-    "TEXTS",
-    "build_backbone",
-    "config_from_published",
-    "published",
-]

@@ -6,18 +6,10 @@ timestep modulates all blocks, each of which adds a table of its own. There are 
 """
 
 from model_specs.common.texts import PIXART
-from model_specs.pixart.chain import build_backbone
-from model_specs.pixart.config import CONFIGS
-from model_specs.pixart.published import PUBLISHED_AS, config_from_published, published
+from model_specs.pixart.chain import build_backbone as build_backbone
+from model_specs.pixart.config import CONFIGS as CONFIGS
+from model_specs.pixart.published import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.pixart.published import config_from_published as config_from_published
+from model_specs.pixart.published import published as published
 
 TEXTS = (PIXART,)
-"""How its text is made; the one whose fields it reads."""
-
-__all__ = [
-    "CONFIGS",
-    "PUBLISHED_AS",
-    "TEXTS",
-    "build_backbone",
-    "config_from_published",
-    "published",
-]

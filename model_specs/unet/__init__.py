@@ -6,18 +6,10 @@ attention. ``time_embedding`` computes what every resnet adds.
 """
 
 from model_specs.common.texts import SD, SDXL
-from model_specs.unet.chain import build_backbone
-from model_specs.unet.config import CONFIGS
-from model_specs.unet.published import PUBLISHED_AS, config_from_published, published
+from model_specs.unet.chain import build_backbone as build_backbone
+from model_specs.unet.config import CONFIGS as CONFIGS
+from model_specs.unet.published import PUBLISHED_AS as PUBLISHED_AS
+from model_specs.unet.published import config_from_published as config_from_published
+from model_specs.unet.published import published as published
 
 TEXTS = (SDXL, SD)
-"""How its text is made; the one whose fields it reads."""
-
-__all__ = [
-    "CONFIGS",
-    "PUBLISHED_AS",
-    "TEXTS",
-    "build_backbone",
-    "config_from_published",
-    "published",
-]

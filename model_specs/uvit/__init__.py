@@ -6,11 +6,8 @@ A block is two layers, attention and MLP.
 """
 
 from model_specs.common.texts import SD
-from model_specs.uvit.chain import build_backbone
-from model_specs.uvit.config import CONFIGS
-from model_specs.uvit.published import published
+from model_specs.uvit.chain import build_backbone as build_backbone
+from model_specs.uvit.config import CONFIGS as CONFIGS
+from model_specs.uvit.published import published as published
 
 TEXTS = (SD,)
-"""How its text is made; the one whose fields it reads."""
-
-__all__ = ["CONFIGS", "TEXTS", "build_backbone", "published"]
