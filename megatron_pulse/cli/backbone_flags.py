@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_pulse.cli.errors import no_file
 from megatron_pulse.faults import collecting
 from megatron_pulse.flag_fields import key_values
 
@@ -24,6 +26,32 @@ def add_backbone_flags(parser: Any, meaning: str) -> None:
     parser.add_argument(
         "--module", dest="backbone", metavar="NAME", type=_named_module, help=_MODULE
     )
+
+
+def add_layers_flags(parser: argparse.ArgumentParser, file_flag: str, meaning: str) -> None:
+    """Add flags for the layers that a command works on: a backbone, its options and what of it is
+    trained; or a file of what layers cost, by ``file_flag``, whose help is ``meaning``."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    add_backbone_flags(what, "one of 'pulse backbones'")
+    what.add_argument(file_flag, type=Path, metavar="FILE", help=meaning)
+    add_option_flag(parser, "override one of the backbone's options")
+    for flag, does in (
+        ("--train", "train the parameters whose names match, as *.bias, freeze all others"),
+        ("--freeze", "freeze the parameters whose names match, as down_blocks.0.*"),
+    ):
+        parser.add_argument(
+            flag, action="append", default=[], metavar="PATTERN", help=f"{does} (repeatable)"
+        )
+
+
+def layers_faults(args: argparse.Namespace, **file: Path | None) -> list[str]:
+    """Why there is no such backbone, or no such file, given by its flag's name."""
+    if all(path is None for path in file.values()):
+        return backbone_faults(args)
+    return no_file(**file) + [
+        f"--{name} is for --backbone" for name in ("option", "train", "freeze")
+        if getattr(args, name)
+    ]  # fmt: skip
 
 
 def add_code_flag(parser: Any, what: str) -> None:
@@ -63,24 +91,6 @@ def add_option_flag(parser: argparse.ArgumentParser, meaning: str) -> None:
     )
 
 
-def add_trained_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--train`` and ``--freeze``."""
-    parser.add_argument(
-        "--train",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="train the parameters whose names match, as *.bias, freeze all others (repeatable)",
-    )
-    parser.add_argument(
-        "--freeze",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="freeze the parameters whose names match, as down_blocks.0.* (repeatable)",
-    )
-
-
 def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
     """What ``--backbone``, ``--option``, ``--train`` and ``--freeze`` say, for parameters of
     ``dtype``."""
@@ -93,12 +103,6 @@ def trained_backbone(args: argparse.Namespace, dtype: str) -> Backbone:
     if args.train or args.freeze:
         prepare_megatron()
     return trained_as(backbone, {"train": args.train, "freeze": args.freeze})
-
-
-def needs_backbone(args: argparse.Namespace) -> list[str]:
-    """That flags for a backbone were given without one."""
-    return [f"--{name} is for --backbone" for name in ("option", "train", "freeze")
-            if getattr(args, name)]  # fmt: skip
 
 
 def option_faults(args: argparse.Namespace) -> list[str]:

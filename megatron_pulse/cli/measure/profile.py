@@ -6,19 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.backbone_flags import (
-    add_backbone_flags,
-    add_option_flag,
-    add_trained_flags,
-    backbone_faults,
-    needs_backbone,
-    trained_backbone,
-)
+from megatron_pulse.cli.backbone_flags import add_layers_flags, layers_faults, trained_backbone
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,
     mending,
-    no_file,
     out_of,
     require,
     warn,
@@ -72,11 +64,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         commands, "profile", "find what each layer costs on a device", _DESCRIPTION, run
     )
     add = parser.add_argument
-    what = parser.add_mutually_exclusive_group(required=True)
-    add_backbone_flags(what, "one of 'pulse backbones'")
-    what.add_argument("--from-table", type=Path, metavar="FILE", help="a table of layers, as JSON")
-    add_option_flag(parser, "override one of the backbone's options")
-    add_trained_flags(parser)
+    add_layers_flags(parser, "--from-table", "a table of layers, as JSON")
     add(
         "--micro-batch-size",
         default="1,2,4",
@@ -143,7 +131,7 @@ def run(args: argparse.Namespace) -> None:
     faults += check_file(args.output, "--output", ".json")
     faults += out_of(FROM_ONE, args, "top") + out_of(TO_4096, args, "threads")
     faults += out_of(TO_MILLION, args, micro_batch_size=max(sizes, default=None))
-    faults += [*_what_faults(args), *_device_faults(args)]
+    faults += [*layers_faults(args, from_table=args.from_table), *_device_faults(args)]
     if args.encoders is not None:
         faults += _encoder_faults(args)
     require(faults)
@@ -218,13 +206,6 @@ def _sizes(text: str) -> tuple[list[int], list[str]]:
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         return [], [f"--micro-batch-size {text}: write positive whole numbers as 1,2,4"]
     return sorted({int(word) for word in words}), []
-
-
-def _what_faults(args: argparse.Namespace) -> list[str]:
-    """Why there is no such backbone or table."""
-    if args.from_table:
-        return needs_backbone(args) + no_file(from_table=args.from_table)
-    return backbone_faults(args)
 
 
 def _encoder_faults(args: argparse.Namespace) -> list[str]:

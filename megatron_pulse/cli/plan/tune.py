@@ -9,14 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.backbone_flags import (
-    add_backbone_flags,
-    add_option_flag,
-    add_trained_flags,
-    backbone_faults,
-    needs_backbone,
-    trained_backbone,
-)
+from megatron_pulse.cli.backbone_flags import add_layers_flags, layers_faults, trained_backbone
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,
@@ -83,11 +76,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         commands, "tune", "find the best way to train on a cluster", _DESCRIPTION, run
     )
     add = parser.add_argument
-    what = parser.add_mutually_exclusive_group(required=True)
-    add_backbone_flags(what, "one of 'pulse backbones'")
-    what.add_argument("--profile", type=Path, metavar="JSON", help="what 'pulse profile' wrote")
-    add_option_flag(parser, "override one of the backbone's options")
-    add_trained_flags(parser)
+    add_layers_flags(parser, "--profile", "what 'pulse profile' wrote")
     add(
         "--cluster",
         required=True,
@@ -310,12 +299,9 @@ def _faults(args: argparse.Namespace) -> list[str]:
         if args.layouts is not None and name.strip() not in LAYOUTS:
             faults.append(f"--layouts: {name.strip()!r} is none of: {', '.join(LAYOUTS)}")
     faults += out_of(ABOVE_ZERO, args, "seconds")
-    if args.profile is not None:
-        faults += no_file(profile=args.profile)
-        faults += needs_backbone(args)
-        faults += ["--dtype is for --backbone; a profile has its own"] * bool(args.dtype)
-    else:
-        faults += backbone_faults(args)
+    faults += layers_faults(args, profile=args.profile)
+    if args.profile is not None and args.dtype:
+        faults.append("--dtype is for --backbone; a profile has its own")
     if args.encoders is not None:
         faults += no_file(encoders=args.encoders)
     faults += check_file(args.output, "--output", ".json")
