@@ -33,7 +33,7 @@ from megatron_pulse.flag_fields import DTYPES
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.routes import Routes, batch_fields_of
 from megatron_pulse.planner.schedule.operations import Filler
-from megatron_pulse.runtime.encoding import Encoded, Frozen
+from megatron_pulse.runtime.encoding.encoding import Encoded, Frozen
 from megatron_pulse.runtime.settings import Batch
 from model_specs import text_recipe
 

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,43 +24,13 @@ from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
+from megatron_pulse.runtime.called import Carrier, Recorder, Workload
 from megatron_pulse.runtime.exchange import Exchange, Tensors, message_spec
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.parameters.weight_gradients import Later
 from megatron_pulse.runtime.settings import Batch, RunSettings
-
-Workload = Callable[[int], None]
-"""What a filler runs: takes the number of a slice, and is no part of the backbone."""
-
-
-class Carrier(Protocol):
-    """What slices of fillers leave for slices on other devices, and for the next step."""
-
-    def outgoing(self, message: Message) -> Tensor:
-        """What a slice that has run sends."""
-        ...
-
-    def empty(self, message: Message) -> Tensor:
-        """A tensor to receive ``message`` in."""
-        ...
-
-    def take(self, message: Message, tensor: Tensor) -> None:
-        """``message`` has arrived."""
-        ...
-
-
-class Recorder(Protocol):
-    """What is called around every event of a step; nothing may wait in it."""
-
-    def begin(self, event: Event) -> None:
-        """``event`` begins."""
-        ...
-
-    def end(self, event: Event) -> None:
-        """``event``, which began last, has ended."""
-        ...
 
 
 @dataclass

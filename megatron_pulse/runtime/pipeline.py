@@ -16,8 +16,9 @@ from megatron_pulse.backbone.shapes import ShapeError, fields_of, shape_of
 from megatron_pulse.faults import told
 from megatron_pulse.planner.layout.routes import Payload, batch_fields_of
 from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.runtime.encoding import Encoding, Frozen
-from megatron_pulse.runtime.executor import Executor, Recorder, Workload
+from megatron_pulse.runtime.called import Recorder, Workload
+from megatron_pulse.runtime.encoding.encoding import Encoding, Frozen
+from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import PulseError, default_board
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.modules import built_elsewhere, unsound

@@ -17,7 +17,7 @@ from megatron_pulse.encoders.recipe import TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
 from megatron_pulse.faults import UserError
 from megatron_pulse.integration.encoding import Encoders, InLoop
-from megatron_pulse.runtime.encoding import Encoding
+from megatron_pulse.runtime.encoding.encoding import Encoding
 from model_specs import load_backbone, text_recipe
 from model_specs.common import texts
 from tests.encoders.pipelines import LENGTH, make_pipeline

@@ -21,7 +21,8 @@ from megatron_pulse.planner.schedule.operations import Filler, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.communication import compile_communication
 from megatron_pulse.planner.step.program import compile_program
-from megatron_pulse.runtime.executor import Executor, Workload
+from megatron_pulse.runtime.called import Workload
+from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.measure.tracer import Traced, Tracer

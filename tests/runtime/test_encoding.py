@@ -18,7 +18,7 @@ from megatron_pulse.planner.fill.problem import FillProblem
 from megatron_pulse.planner.fill.search import fill
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.runtime.encoding import Encoded, Frozen
+from megatron_pulse.runtime.encoding.encoding import Encoded, Frozen
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.settings import Batch
 from tests.ranks import run_ranks
@@ -188,7 +188,7 @@ def test_filled_and_in_front_are_the_same(num_devices: int, case: Case) -> None:
 
 
 def test_fillers_of_other_components_are_refused() -> None:
-    from megatron_pulse.runtime.encoding import Encoding
+    from megatron_pulse.runtime.encoding.encoding import Encoding
 
     case = Case("fold", 4, "wave")
     schedule = filled(case, 2, 2)

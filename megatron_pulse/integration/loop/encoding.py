@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_pulse.integration.encoding import Encoders
 from megatron_pulse.planner.schedule.operations import Schedule
-from megatron_pulse.runtime.encoding import Encoded, Encoding
+from megatron_pulse.runtime.encoding.encoding import Encoded, Encoding
 from megatron_pulse.runtime.settings import Batch
 
 

@@ -19,7 +19,7 @@ from megatron_pulse.integration.encoding import Encoders
 from megatron_pulse.integration.loop.encoding import EncodedBatches
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.step.plan import Plan
-from megatron_pulse.runtime.encoding import Encoding
+from megatron_pulse.runtime.encoding.encoding import Encoding
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.links import Links

@@ -23,9 +23,9 @@ from megatron_pulse.encoders.pieces import Piece, States, run_pieces
 from megatron_pulse.faults import told, unknown
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Schedule
+from megatron_pulse.runtime.encoding.packing import Layout
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.links import Links
-from megatron_pulse.runtime.packing import Layout
 from megatron_pulse.runtime.settings import Batch
 
 type Encoded = dict[str, dict[str, Tensor]]

@@ -1,0 +1,1 @@
+"""Frozen components that encode the samples of steps."""

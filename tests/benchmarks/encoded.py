@@ -1,0 +1,186 @@
+"""Encoders in the loop: runs of every family that reads text, in every way and layout, bit for bit.
+
+    .venv/bin/python -m tests.benchmarks.encoded                      # all: 15 minutes on two cores
+    .venv/bin/python -m tests.benchmarks.encoded --families sd flux --steps 3
+
+Tiny random encoders, autoencoders and backbones on captioned digits, in Megatron's own loop. What
+is compared with one process that encodes in front: losses, gradient norms, validation and weights,
+as the parameters are and as the optimizer has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.cli.main import main as pulse
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WHOLE
+from megatron_pulse.planner.tune.config import Config
+from tests.cli.test_data import make_vae
+from tests.data.captioned import captioned_digits
+from tests.encoders.pipelines import LENGTH, make_pipeline
+from tests.integration.runs import Run, assert_same, pipeline, run
+from tests.integration.test_plans import make_plan
+
+UNET = {
+    "sample_size": 4, "block_out_channels": "8,16", "norm_num_groups": 4, "layers_per_block": 1,
+    "transformer_depth": "0,1", "context_length": LENGTH,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A backbone with its options, and the kinds of its text encoders (kind, width, projection)."""
+
+    backbone: str
+    options: Mapping[str, Any]
+    encoders: tuple[Any, ...]
+    size: int = 8
+
+    @property
+    def flags(self) -> list[str]:
+        """Of training."""
+        named = (("--pulse-option", f"{name}={value}") for name, value in self.options.items())
+        return ["--pulse-backbone", self.backbone, *(flag for pair in named for flag in pair)]
+
+
+FAMILIES = {
+    "sd": Family("sd-tiny", UNET | {"cross_attention_dim": 16}, (("clip", 16, 16),), 4),
+    "sdxl": Family(
+        "sdxl-tiny",
+        UNET
+        | {"cross_attention_dim": 20, "pooled_dim": 10}
+        | {"block_out_channels": "8,16,16", "transformer_depth": "0,1,1"},
+        ("clip", ("projected", 12, 10)),
+        4,
+    ),
+    "sd3": Family(
+        "sd3-tiny",
+        {"context_length": LENGTH + 5},
+        (("projected", 8, 8), ("projected", 12, 12), ("t5", 24)),
+    ),
+    "flux": Family("flux-tiny", {}, (("clip", 20, 20), ("t5", 24))),
+    "pixart": Family("pixart-tiny", {}, (("t5", 24),)),
+    "hunyuan": Family("hunyuan-tiny", {}, (("bert", 24), ("t5", 16))),
+}
+LAYOUTS = {
+    "filled, one": Config(1, 1, 1, 2, WHOLE),
+    "filled, fold of 2, split": Config(2, 1, 1, 2, FOLD_EXACT, split=True),
+    "filled, soft fold of 2, recomputed": Config(2, 1, 1, 4, FOLD_SOFT, recompute=True),
+    "filled, sequence of 2": Config(2, 1, 1, 1, ROW),
+    "filled, sequence of 4, split": Config(4, 1, 1, 2, ROW, split=True),
+}
+
+
+class Case:
+    """One family's folders, and its runs."""
+
+    def __init__(self, family: Family, root: Path, steps: int) -> None:
+        self.family, self.root = family, root
+        self.folder = make_pipeline(root / "pipeline", *family.encoders)
+        make_vae(
+            self.folder / "vae", in_channels=1, out_channels=1, latent_channels=4,
+            block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2, scaling_factor=0.5, shift_factor=0.1,
+        )  # fmt: skip
+        data = captioned_digits(root)
+        self.source = data
+        self.steps = steps
+        self.common = ["--train-iters", str(steps), "--pulse-class-dropout", "0.4"]
+        self.encodes = ["--pulse-data", data, "--pulse-encoders", str(self.folder)]
+        self.costs = root / "encoders.json"
+        options = [f"--option={name}={value}" for name, value in family.options.items()]
+        self.named = ["--backbone", family.backbone, *options]
+        with redirect_stdout(StringIO()):
+            argv = ["profile", *self.named, "--encoders", str(self.folder), "--device", "cpu"]
+            assert pulse([*argv, "-o", str(self.costs)]) == 0
+
+    def run(self, ranks: int, *flags: str) -> Run:
+        """With flags that name backbone and batch."""
+        batch = ["--global-batch-size", "8", *self.family.flags]
+        return run(ranks, *batch, *self.common, *flags, backbone="none")
+
+    def filled(self, config: Config) -> Run:
+        """By a plan that fills; a run that is stopped in the middle, and goes on."""
+        name = "-".join(map(str, (config.pipeline, config.layout.name, config.micro_batch_size)))
+        plan = make_plan(
+            self.root / f"{name.replace(' ', '-')}.json",
+            config,
+            self.family.backbone,
+            self.family.options,
+            self.costs,
+        )
+        given = [*self.common, *self.encodes, "--pulse-plan", str(plan)]
+        given += ["--micro-batch-size", str(config.micro_batch_size)]
+        kept = ["--save", str(plan.with_suffix("")), "--save-interval", "2"]
+        first = run(config.pipeline, *given, *kept, "--exit-interval", "2", backbone="none")
+        rest = run(config.pipeline, *given, *kept, backbone="none")
+        return replace(
+            rest,
+            losses=first.losses + rest.losses,
+            grad_norms=first.grad_norms + rest.grad_norms,
+        )
+
+    def stored(self) -> Run:
+        """On latents and states that were written."""
+        out = self.root / "latents"
+        size = str(2 * self.family.size)
+        argv = ["data", "write-latents", "--from", self.source, "--image-size", size, *self.named]
+        argv += ["--channels", "1", "--encoders", str(self.folder), "--dtype", "fp32"]
+        with redirect_stdout(StringIO()):
+            assert pulse([*argv, "-o", str(out)]) == 0
+        return self.run(2, "--pulse-data", f"latents:{out}", *pipeline(2))
+
+    def ways(self) -> Iterator[tuple[str, int, Callable[[], Run]]]:
+        """What is compared: its name, samples of a microbatch, and the run."""
+        yield "in front, fold of 2", 2, lambda: self.run(2, *self.encodes, *pipeline(2))
+        yield "stored, fold of 2", 2, self.stored
+        for name, config in LAYOUTS.items():
+            yield name, config.micro_batch_size, lambda config=config: self.filled(config)
+
+
+def compare(name: str, steps: int) -> list[str]:
+    """The ways in which a family's runs differ from one process in front."""
+    wrong = []
+    with tempfile.TemporaryDirectory() as folder:
+        case = Case(FAMILIES[name], Path(folder), steps)
+        expected: dict[int, Run] = {}
+        for way, size, make in case.ways():
+            if size not in expected:
+                flags = [*case.encodes, "--micro-batch-size", str(size)]
+                expected[size] = case.run(1, *flags)
+            began = time.monotonic()
+            try:
+                assert_same(make(), expected[size])
+                said = "the same bits"
+            except AssertionError as error:
+                said = f"DIFFERS: {str(error)[-600:]}"
+                wrong.append(f"{name}, {way}")
+            print(f"{name:8s} {way:36s} {time.monotonic() - began:5.1f} s  {said}", flush=True)
+    return wrong
+
+
+def main() -> None:
+    """Compare, and exit with 1 where anything differs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--steps", type=int, default=5, help="of each run (default 5)")
+    args = parser.parse_args()
+    wrong = [each for name in args.families for each in compare(name, args.steps)]
+    total = len(args.families) * (2 + len(LAYOUTS))
+    print(f"{total - len(wrong)} of {total} the same bit for bit")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
