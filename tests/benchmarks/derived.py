@@ -9,7 +9,11 @@ the chain, and what the process held at most; then the busiest device of an exac
 takes the hand-written chain's place. "balance" is how many times the mean device the busiest is:
 what a cut decides. (A table counts matrix products alone; and the operations of diffusers' modules
 are not those of our families, one by one, and a derived chain has to have theirs, bit for bit: what
-those of the class itself take is told beside both.)
+those of the class itself take is told beside both.) "same_costs_ms" leaves that out: the cuts found
+on the derived chain beside those found on the other, both with what the other's layers take. Layers
+are matched by the parameters they hold; what one of the other's takes is shared among the derived
+layers that are parts of it as their own times are. "own_costs_ms" is the reverse: both cuts with
+what the derived chain's layers take.
 """
 
 from __future__ import annotations
@@ -18,13 +22,17 @@ import argparse
 import json
 import resource
 import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.layout.placement import Partition, fold
 from megatron_pulse.planner.partition.find import Goal, find_partition
 
 FAMILIES = ("sdxl", "sd-v2.1", "hunyuan-dit-v1.2")
@@ -33,11 +41,69 @@ DEVICE, DTYPE = "V100-32GB", "float16"
 _LINK = Link(5e-6, 10e9)
 
 
-def busiest(costs: ChainCosts, num_devices: int) -> tuple[float, float]:
-    """Seconds of the busiest device of an exact fold, and how many times the mean that is."""
-    goal = Goal(collocate=True, link=_LINK)
-    load = goal.evaluate(costs, find_partition(costs, fold(num_devices), goal)).load_s
-    return max(load), max(load) * len(load) / sum(load)
+_GOAL = Goal(collocate=True, link=_LINK)
+
+
+def busiest(costs: ChainCosts, partition: Partition) -> tuple[float, float]:
+    """Milliseconds of the busiest device, and how many times the mean that is."""
+    load = _GOAL.evaluate(costs, partition).load_s
+    return 1e3 * max(load), max(load) * len(load) / sum(load)
+
+
+def with_times_of(
+    hand: ChainCosts, chain: ChainCosts, homes: Sequence[Sequence[int]]
+) -> ChainCosts:
+    """A derived ``chain`` whose layers take together what those of ``hand`` do; ``homes`` says in
+    which of these the parameters of each derived layer are."""
+    parts = [
+        [i for i, home in enumerate(homes) if which in home] for which in range(len(hand.names))
+    ]
+    lost = [name for name, own in zip(hand.names, parts, strict=True) if not own]
+    assert not lost, f"no derived layer has parameters of {lost}"
+
+    def shared(times: Sequence[float], own_times: Sequence[float]) -> tuple[float, ...]:
+        found = [0.0] * len(homes)
+        for seconds, own in zip(times, parts, strict=True):
+            whole = sum(own_times[i] for i in own)
+            for i in own:
+                found[i] += seconds * own_times[i] / whole
+        return tuple(found)
+
+    return replace(
+        chain,
+        forward_s=shared(hand.forward_s, chain.forward_s),
+        backward_s=shared(hand.backward_s, chain.backward_s),
+    )
+
+
+def of_parts(by_hand: Partition, homes: Sequence[Sequence[int]]) -> Partition:
+    """The cuts of another chain where the derived one has them."""
+    first = list(accumulate((min(home) for home in homes), max))
+    return Partition(by_hand.placement, tuple(bisect_left(first, cut) for cut in by_hand.cuts))
+
+
+def homes_in(backbone: Backbone, home: Callable[[str], int]) -> list[list[int]]:
+    """``home`` of the parameters of each layer of a derived chain."""
+    from megatron_pulse.backbone.derived.from_module import source_of
+
+    source = source_of(backbone)
+    assert source is not None
+    return [[home(name) for name in unit.weights] for unit in source.chains.first.units]
+
+
+def published_homes(hand: Backbone) -> dict[str, int]:
+    """In which layer of a family's chain each of the published parameters is."""
+    from megatron_pulse.backbone.published import to_published
+    from megatron_pulse.profile.parameters import meta_weights
+    from model_specs import published_form
+
+    form, weights = published_form(hand), meta_weights(hand)
+    assert form is not None
+    found = {}
+    for i, layer in enumerate(hand.layers):
+        own = {name: weight for name, weight in weights.items() if name.startswith(layer.prefix)}
+        found |= dict.fromkeys(to_published(form, own), i)
+    return found
 
 
 def costs_of(backbone: Backbone) -> ChainCosts:
@@ -93,6 +159,7 @@ def beside_family(name: str) -> dict[str, Any]:
     seconds = time.process_time() - start
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     costs = costs_of(hand), costs_of(chain)
+    home = published_homes(hand)
     return {
         "name": name,
         "all_ms": (
@@ -103,7 +170,7 @@ def beside_family(name: str) -> dict[str, Any]:
         "gigabytes": held,
         "layers": (len(hand.layers), len(chain.layers)),
         "skips": (len(hand.skips), len(chain.skips)),
-        **_rows(*costs),
+        **_rows(*costs, homes_in(chain, home.__getitem__)),
     }
 
 
@@ -119,22 +186,40 @@ def beside_table(path: Path) -> dict[str, Any]:
     chain = derived(table["cls"].rpartition(".")[2], table["config"], sizes)
     seconds = time.process_time() - start
     profile = read_table(path, Roofline(PRESETS[DEVICE], DTYPE))
+    parts = [tuple(f"{name}." for name in unit["modules"]) for unit in table["units"]]
+
+    def home(name: str) -> int:
+        return next((i for i, part in enumerate(parts) if name.startswith(part)), 0)
+
+    rows = _rows(profile.at(1), costs_of(chain), homes_in(chain, home))
     return {
         "name": table["name"],
         "seconds": seconds,
         "gigabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
         "layers": (len(profile.layers), len(chain.layers)),
         "skips": (len(profile.skips), len(chain.skips)),
-        "balance": _rows(profile.at(1), costs_of(chain))["balance"],
+        "balance": rows["balance"],
+        "same_costs_ms": rows["same_costs_ms"],
+        "own_costs_ms": rows["own_costs_ms"],
     }
 
 
-def _rows(hand: ChainCosts, chain: ChainCosts) -> dict[str, dict[int, tuple[float, float]]]:
-    found = {size: (busiest(hand, size), busiest(chain, size)) for size in SIZES}
-    return {
-        "busiest_ms": {size: (1e3 * a[0], 1e3 * b[0]) for size, (a, b) in found.items()},
-        "balance": {size: (a[1], b[1]) for size, (a, b) in found.items()},
-    }
+def _rows(
+    hand: ChainCosts, chain: ChainCosts, homes: Sequence[Sequence[int]]
+) -> dict[str, dict[int, tuple[float, float]]]:
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    as_hand = with_times_of(hand, chain, homes)
+    for size in SIZES:
+        by_hand, ours = (find_partition(costs, fold(size), _GOAL) for costs in (hand, chain))
+        a, b = busiest(hand, by_hand), busiest(chain, ours)
+        for what, values in (
+            ("busiest_ms", (a[0], b[0])),
+            ("balance", (a[1], b[1])),
+            ("same_costs_ms", (a[0], busiest(as_hand, ours)[0])),
+            ("own_costs_ms", (busiest(chain, of_parts(by_hand, homes))[0], b[0])),
+        ):
+            found.setdefault(what, {})[size] = values
+    return found
 
 
 def main() -> None:
@@ -166,7 +251,7 @@ def main() -> None:
                 f"  all layers: {by_hand:.1f} and {ours:.1f} ms ({ours / by_hand - 1:+.1%}); the "
                 f"class itself, called as it is: {eager:.1f} ({ours / eager - 1:+.1%})"
             )
-        for what in ("busiest_ms", "balance"):
+        for what in ("busiest_ms", "balance", "same_costs_ms", "own_costs_ms"):
             for size, (hand, ours) in row.get(what, {}).items():
                 print(f"  P = {size}: {what} {hand:.4g} and {ours:.4g} ({ours / hand - 1:+.1%})")
 
