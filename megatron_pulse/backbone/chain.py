@@ -87,6 +87,9 @@ class Layer:
     ``trained`` says whether a parameter of its module may ask for a gradient (``requires_grad``).
     Where none does, no gradient is computed for this layer's sake (see ``gradients``).
 
+    ``beside`` maps outputs to the inputs that they are, by index: tensors that pass by. The layer
+    returns such an input as it is, and gives it no gradient but its output's.
+
     A module's attribute ``undivided``, if it has one, lists parameters whose gradients are not to
     wait where backward passes are split: those that an operation uses too whose do not.
 
@@ -105,6 +108,7 @@ class Layer:
     embedder: bool = False
     qualified: bool = False
     trained: bool = True
+    beside: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def prefix(self) -> str:

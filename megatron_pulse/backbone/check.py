@@ -42,6 +42,7 @@ def check_backbone(backbone: Backbone) -> list[str]:
         *tensors,
         *([] if tensors else shape_faults(backbone)),
         *_boundaries(backbone.layers),
+        *_beside(backbone.layers),
         *_skips(backbone.layers),
         *_conditioning(backbone),
         *_embedders(backbone),
@@ -84,6 +85,11 @@ def _forms(backbone: Backbone) -> Iterator[str]:
         pushes = layer.pushes
         if not isinstance(pushes, Mapping) or not all(type(n) is int for n in pushes.values()):
             yield f"{where}: pushes must map names to the numbers of outputs, is {_kind(pushes)}"
+        beside = layer.beside
+        if not isinstance(beside, Mapping) or not all(
+            type(n) is int for n in (*beside, *beside.values())
+        ):
+            yield f"{where}: beside must map numbers of outputs to those of inputs"
 
 
 def _spec_map(where: str, specs: object) -> Iterator[str]:
@@ -191,6 +197,22 @@ def _boundaries(layers: tuple[Layer, ...]) -> Iterator[str]:
         for k, (out, into) in enumerate(zip(before.outputs, after.inputs, strict=True)):
             if out != into:
                 yield f"{where}: tensor {k} is {_describe(out)}, expected {_describe(into)}"
+
+
+def _beside(layers: tuple[Layer, ...]) -> Iterator[str]:
+    for i, layer in enumerate(layers):
+        where = f"layer {i} ({layer.name})"
+        for out, into in layer.beside.items():
+            if not (0 <= out < len(layer.outputs) and 0 <= into < len(layer.inputs)):
+                yield (
+                    f"{where}: output {out} passes by as input {into}, but it has "
+                    f"{len(layer.outputs)} outputs and {len(layer.inputs)} inputs"
+                )
+            elif layer.outputs[out] != layer.inputs[into]:
+                yield (
+                    f"{where}: input {into} passes by as {_describe(layer.inputs[into])}, output "
+                    f"{out} is {_describe(layer.outputs[out])}"
+                )
 
 
 def _skips(layers: tuple[Layer, ...]) -> Iterator[str]:

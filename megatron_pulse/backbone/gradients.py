@@ -1,8 +1,9 @@
 """Which tensors of a chain want a gradient, before anything runs. Imports no torch.
 
 A gradient is wanted where something before is trained: what a layer returns wants one if the layer
-is trained or takes anything that wants one. The noisy sample and the batch want none. Layers that
-are frozen, with only such before them, have no backward pass, and keep no activations.
+is trained or takes anything that wants one; what only passes by wants one if it did before. The
+noisy sample and the batch want none. Layers
+that are frozen, with only such before them, have no backward pass, and keep no activations.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ def wanted_gradients(backbone: Backbone) -> Wanted:
     entering = (False,) * len(backbone.layers[0].inputs)
     for layer in backbone.layers:
         boundaries.append(entering)
-        within = any(entering) and not layer.embedder
+        passing = set(layer.beside.values())
+        taken = any(wants for i, wants in enumerate(entering) if i not in passing)
+        within = taken and not layer.embedder
         within |= any(skips[name] for name in layer.pops)
         within |= any(conditioning.get(name, False) for name in layer.uses)
         within |= layer.trained
         if not layer.embedder:
-            entering = tuple(within and spec.differentiable for spec in layer.outputs)
+            entering = tuple(
+                entering[layer.beside[i]] if i in layer.beside else within and spec.differentiable
+                for i, spec in enumerate(layer.outputs)
+            )
         for name, index in layer.pushes.items():
             skips[name] = entering[index]
         for name, spec in layer.provides.items():

@@ -149,6 +149,8 @@ class Published:
     parameter counts. ``ignored`` are templates of published names that hold nothing trained
     (recomputed positions) and may be there or not. ``constants`` makes what is stored beside the
     weights and not trained either, by published names: written, and compared where it is read.
+    Where the class is a ``part`` of the backbone, only tensors whose names begin so are written,
+    without that; the others are another class's, which it is read with.
     """
 
     library: str
@@ -157,6 +159,7 @@ class Published:
     rules: tuple[Rule, ...] = ()
     ignored: tuple[str, ...] = ()
     constants: Callable[[], Mapping[str, Tensor]] = dict
+    part: str = ""
 
 
 class PublishedError(UserError):

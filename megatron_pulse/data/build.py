@@ -15,8 +15,9 @@ from megatron_pulse.data.dataset import (
     split_indices,
 )
 from megatron_pulse.data.fields import Fitted, Wanted, made_otherwise
+from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, open_digits
-from megatron_pulse.data.images.folder import ImageFolder
+from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
 from megatron_pulse.data.images.metadata import TEXT
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.text.captions import CaptionedImages
@@ -114,10 +115,14 @@ def _open(
         if image_size is None:
             raise DataError(spec, ["a folder of images needs an image size"], "Give image_size.")
 
+        files: ImageFiles
         if kind == "folder":
-            images: DiffusionDataset = ImageFolder(path, image_size, channels, verify, column)
+            files = ImageFolder(path, image_size, channels, verify, column)
         else:
-            images = CaptionedImages(path, image_size, channels, fields, verify, column)
+            files = CaptionedImages(path, image_size, channels, fields, verify, column)
+        images: DiffusionDataset = files
+        if CONDITIONING in fields:
+            images = Conditioned(files, fields[CONDITIONING], verify)
         train, validation = _split(spec, images, validation_fraction)
     elif kind == "latents" and path:
         train, validation = _split(spec, LatentFolder(path, verify), validation_fraction)

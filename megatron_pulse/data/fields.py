@@ -19,7 +19,8 @@ the data know as each sample's ``framing``. ``pulse data write-latents`` writes 
 
 When a sample's conditioning is dropped for classifier-free guidance, states become zeros (unless
 the data says what the empty prompt's are) and their masks ones; what describes the picture
-rather than what it shows (all fields above but the masks) stays.
+rather than what it shows (all fields above but the masks) stays, and so does another picture that
+it follows (``conditioning``, see ``images/conditioning.py``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.data.dataset import Derived, DiffusionDataset, FieldSpec, Framing
+from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.text.encoded import Encoded, Tokenizes
 
 GUIDANCE = 3.5
@@ -39,7 +41,7 @@ FRAMING = "framing"
 FRAMING_SPEC = FieldSpec((6,), "int64")
 SIZES = frozenset({"time_ids", "image_meta_size", "resolution", "aspect_ratio"})
 """Fields that tell of a picture's size."""
-KEPT = frozenset({"guidance", FRAMING, *SIZES})
+KEPT = frozenset({"guidance", CONDITIONING, FRAMING, *SIZES})
 """Fields that a dropped sample keeps."""
 
 

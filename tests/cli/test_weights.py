@@ -413,3 +413,58 @@ def test_weights_that_a_type_cannot_hold_are_not_exported(folder, tmp_path, caps
     capsys.readouterr()
     flags = ["--load", str(tmp_path / "checkpoint"), "--to", str(tmp_path / "half")]
     refused(["export", *flags, "--dtype", "float16"], "float16 cannot hold", "conv_in.bias")
+
+
+CONTROL = {"conditioning_embedding_out_channels": (4, 8)}
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_controlnet_there_and_back_bit_for_bit(new, folder, tmp_path):
+    """A new one begins as diffusers' from_unet does; one that was saved comes out as it went in."""
+    from diffusers import ControlNetModel, UNet2DConditionModel
+
+    torch.manual_seed(1)
+    unet = UNet2DConditionModel.from_pretrained(folder / "unet")
+    others = {} if new else {**CONTROL, "load_weights_from_unet": False}
+    first = ControlNetModel.from_unet(unet, **others)
+    first.save_pretrained(tmp_path / "control")
+    source = "new" if new else str(tmp_path / "control")
+    flags = ["--from", str(folder), "--controlnet", source, "--to", str(tmp_path / "checkpoint")]
+    assert main(["import", *flags]) == 0
+    saved = read_saved_run(tmp_path / "checkpoint")
+    assert saved.arguments.pulse_record["family"] == "controlnet"
+    target = tmp_path / "exported"
+    assert main(["export", "--load", str(tmp_path / "checkpoint"), "--to", str(target)]) == 0
+    loaded, info = ControlNetModel.from_pretrained(target, output_loading_info=True)
+    assert not any(info.values()), info
+    state = loaded.state_dict()
+    assert state.keys() == first.state_dict().keys()
+    (key,) = CONTROL
+    assert [*loaded.config[key]] == [*first.config[key]]
+    for key, tensor in first.state_dict().items():
+        drawn = new and key.startswith("controlnet_cond_embedding.") and ".conv_out." not in key
+        assert drawn or torch.equal(state[key], tensor), key
+        if drawn:  # both of torch's uniform distribution for convolutions
+            ratio = state[key].abs().max() / tensor.abs().max()
+            assert 0.5 < ratio < 2 and state[key].shape == tensor.shape, key
+
+
+def test_a_controlnet_of_another_unet_is_refused(folder, tmp_path, capsys):
+    from diffusers import ControlNetModel
+
+    wider = {key: TINY[key] for key in TINY if key not in ("sample_size", "up_block_types")}
+    wider |= {"block_out_channels": (8, 24), "attention_head_dim": 4}
+    ControlNetModel(**wider, **CONTROL).save_pretrained(tmp_path / "control")
+    target, control = tmp_path / "checkpoint", str(tmp_path / "control")
+    cases = [
+        (["--from", str(folder), "--controlnet", control],
+         ["block_out_channels: (8, 24), the UNet's is (8, 16)", "num_heads: (4,), the UNet's"]),
+        (["--from", str(folder), "--controlnet", f"{control}s"], ["there is no such folder"]),
+        (["--from", str(folder), "--controlnet", str(folder / "unet")], ["UNet2DConditionModel"]),
+        (["--from", control], ["runs beside the UNet that it controls"]),
+    ]  # fmt: skip
+    for flags, words in cases:
+        assert main(["import", *flags, "--to", str(target)]) == 2
+        told = capsys.readouterr().err
+        assert all(word in told for word in words), told
+        assert not target.exists()

@@ -30,7 +30,8 @@ def test_every_named_configuration_is_sound_and_rebuilds_from_its_record(name):
     compared = compare_models(backbone.record, backbone.record)
     assert (compared.different, compared.changed) == ((), ())
     form = published_form(backbone)
-    if form is not None and hasattr(model_specs._families()[name], "config_from_published"):
+    reads = hasattr(model_specs._families()[name], "config_from_published")
+    if form is not None and reads and not form.part:  # half a model is read with its other half
         written = json.loads(json.dumps({"_class_name": form.class_name, **form.config}))
         read = published_form(load_published(written))
         assert json.loads(json.dumps({"_class_name": read.class_name, **read.config})) == written

@@ -27,6 +27,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "unet": ("unet-tiny", {**UNET, "layers_per_block": 2}),
     "unet-text": ("sd-tiny", TEXT),
     "sdxl": ("sdxl-tiny", {**TEXT, "num_heads": "1,2"}),
+    "controlnet": ("controlnet-tiny", {**TEXT, "conditioning_widths": "4,8"}),
     "hunyuan": ("hunyuan-tiny", {}),
     "dit": ("dit-tiny", {"num_layers": 4}),
     "pixart": ("pixart-tiny", {}),

@@ -20,6 +20,7 @@ from megatron_pulse.cli.backbone_flags import (
 )
 from megatron_pulse.cli.errors import add_parser, check_folder, mending, out_of, require
 from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.models.controlnet import NEW, with_controlnet
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import FROM_ZERO, add_flags, read_flags
@@ -36,12 +37,15 @@ optimizer; its moving average starts at the same weights. A single file (.pth, .
 as the state dict that U-ViT publishes, with --backbone, or that of a --module of your own.
 A UNet with classes keeps all of them and gets no null class unless --null-class is given.
 Every tensor must be there with its shape; what is wrong is listed, and nothing is written.
+With --controlnet the UNet is locked, and a ControlNet beside it is what training trains and
+exporting writes: that of a diffusers folder, or a new one, which begins as the UNet's encoder.
 The diffusion process is that of the pipeline's scheduler (scheduler/scheduler_config.json); where
 there is none, or it is one that is not known here, flags must say what it is.
 
 examples:
   pulse import --from stable-diffusion-v1-5 --to checkpoints/sd15
   pulse import --from PixArt-Sigma-XL-2-1024-MS/transformer --to checkpoints/pixart
+  pulse import --from stable-diffusion-v1-5 --controlnet new --to checkpoints/control
   pulse import --from downloads/transformer --objective v --noise-schedule scaled_linear \\
       --beta-end 0.018 --to checkpoints/hunyuan
   pulse import --from mine.safetensors --module mine.py:build --objective v --to checkpoints/mine
@@ -86,6 +90,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--null-class",
         action="store_true",
         help="of a UNet with classes: add one, of zeros, for classifier-free guidance to learn",
+    )
+    add(
+        "--controlnet",
+        metavar="DIR|new",
+        help="lock the UNet and train a ControlNet: of a diffusers folder, or a new one",
     )
 
     parser = add_parser(
@@ -176,7 +185,9 @@ def _open_folder(args: argparse.Namespace) -> tuple[Backbone, Mapping[str, Tenso
     component = find_component(args.source)
     backbone: Backbone = load_published(read_config(component))
     tensors: Mapping[str, Tensor] = read_folder(component)
-    if args.null_class:
+    if args.controlnet is not None:
+        backbone, tensors = with_controlnet(component, tensors, args.controlnet)
+    elif args.null_class:
         backbone, tensors = _with_null_class(backbone, tensors)
     return backbone, tensors, component
 
@@ -242,14 +253,22 @@ def _check_source(args: argparse.Namespace) -> list[str]:
             )
         elif not faults:
             faults += backbone_faults(args)
-        if args.null_class:
-            faults.append("--null-class is for a diffusers folder")
+        for flag in ("null_class", "controlnet"):
+            if getattr(args, flag):
+                faults.append(f"--{flag.replace('_', '-')} is for a diffusers folder")
     elif not args.source.is_dir():
         faults.append(f"--from {args.source}: there is no such file or folder")
     elif args.backbone is not None or args.option:
         faults.append(
             "--backbone, --module and --option are for single files; config.json says what it is"
         )
+    if args.controlnet is not None:
+        if args.null_class:
+            faults.append("--null-class: a ControlNet has the classes of its UNet; leave it out")
+        if args.controlnet != NEW and not Path(args.controlnet).is_dir():
+            faults.append(
+                f"--controlnet {args.controlnet}: there is no such folder; {NEW} makes one"
+            )
     return faults
 
 

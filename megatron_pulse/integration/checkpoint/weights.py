@@ -95,7 +95,9 @@ def load_whole(
 def export_weights(backbone: Backbone, stage: MegatronStage) -> tuple[Published, dict[str, Tensor]]:
     """How the backbone is published, and what is stored of it then, by those names."""
     published = _published(backbone)
-    return published, {**to_published(published, weights_of(stage)), **published.constants()}
+    tensors = {**to_published(published, weights_of(stage)), **published.constants()}
+    part = published.part
+    return published, {n.removeprefix(part): t for n, t in tensors.items() if n.startswith(part)}
 
 
 def _published(backbone: Backbone) -> Published:

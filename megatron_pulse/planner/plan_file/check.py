@@ -138,7 +138,8 @@ def _gradient_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
     for name in left_out:
         yield f"profile.{name} is false; {backbone.name}, trained as the plan says, computes it"
     frozen = [i for i, layer in enumerate(profile.layers) if layer.frozen_parameters]
-    if frozen and backbone.record and not any(patterns_of(backbone.record)):
+    freezes = any(patterns_of(backbone.record)) or not all(la.trained for la in backbone.layers)
+    if frozen and backbone.record and not freezes:
         yield (
             f"profile.layers.{frozen[0]}.frozen_parameters is "
             f"{profile.layers[frozen[0]].frozen_parameters:,}; the plan's backbone freezes nothing"

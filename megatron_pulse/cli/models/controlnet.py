@@ -1,0 +1,73 @@
+"""What ``pulse import --controlnet`` reads: a UNet, and what is to control it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import ChainMap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.backbone.published import Published
+
+NEW = "new"
+"""In the place of a folder: a ControlNet that begins as the UNet's encoder."""
+
+
+def with_controlnet(
+    unet: Path, tensors: Mapping[str, Tensor], source: str
+) -> tuple[Backbone, Mapping[str, Tensor]]:
+    """The backbone of the UNet of folder ``unet`` with the ControlNet of folder ``source`` (or a
+    new one), and the published tensors of both.
+
+    Raises ValueError with all that keeps one from controlling the other.
+    """
+    from megatron_pulse.diffusion.published import read_config, read_folder
+    from model_specs import load_published, published_form
+    from model_specs.controlnet.published import joined
+
+    place = None if source == NEW else Path(source)
+    control = None if place is None else read_config(place)
+    backbone = load_published(joined(read_config(unet), control))
+    form = published_form(dataclasses.replace(backbone, kept={}))
+    assert form is not None  # it was published
+    kept = {
+        key: value
+        for key, value in (control or {}).items()
+        if not key.startswith("_") and form.config.get(key, form) != value
+    }
+    backbone = dataclasses.replace(backbone, kept=kept)
+    branch: Mapping[str, Tensor]
+    branch = _new(backbone, form, tensors) if place is None else read_folder(place)
+    named = {f"{form.part}{name}": tensor for name, tensor in branch.items()}
+    return backbone, ChainMap(named, tensors)  # type: ignore[arg-type]
+
+
+def _new(backbone: Backbone, form: Published, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As diffusers' ``from_unet`` makes it: the encoder's weights, convolutions of zeros, and
+    torch's own draws for those that take the picture in (of seed 0)."""
+    import torch
+
+    from megatron_pulse.backbone.published import to_published
+    from megatron_pulse.profile.parameters import meta_weights
+
+    generator = torch.Generator().manual_seed(0)
+    published = to_published(form, meta_weights(backbone))
+    wanted = {n.removeprefix(form.part): t for n, t in published.items() if n.startswith(form.part)}
+    made = {}
+    for name, like in sorted(wanted.items()):
+        embedded = name.startswith("controlnet_cond_embedding.") and ".conv_out." not in name
+        if embedded:
+            weight = wanted[f"{name.rpartition('.')[0]}.weight"]
+            bound = 1 / math.sqrt(math.prod(weight.shape[1:]))
+            made[name] = (2 * torch.rand(like.shape, generator=generator) - 1) * bound
+        elif name.startswith("controlnet_"):
+            made[name] = torch.zeros(like.shape)
+        elif name in tensors:  # else the UNet lacks it, which importing lists
+            made[name] = tensors[name]
+    return made

@@ -1,0 +1,62 @@
+"""Another picture beside each sample, which a control branch sees (edges, depths, poses).
+
+That of ``photos/a/b.png`` is ``photos.conditioning/a/b.png``, or has another suffix of pictures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_pulse.data.dataset import DataError, Derived, FieldSpec
+from megatron_pulse.data.images.folder import ImageFiles
+from megatron_pulse.data.images.metadata import SUFFIXES
+
+CONDITIONING = "conditioning"
+"""The batch field."""
+
+
+class Conditioned(Derived):
+    """``source`` and the field ``conditioning``: the other picture, float32 in [0, 1], its central
+    square resized to the field's ``spec`` (c, side, side), as diffusers' ControlNets take it.
+
+    ``verify`` is that of ImageFiles. Raises DataError with every picture that has no other.
+    """
+
+    def __init__(self, source: ImageFiles, spec: FieldSpec, verify: bool = False) -> None:
+        super().__init__(source)
+        root = source.root.with_name(f"{source.root.name}.{CONDITIONING}")
+        files, faults = list[Path](), list[str]()
+        for path in source.files:
+            at = root / path.relative_to(source.root)
+            found = [at.with_suffix(suffix) for suffix in dict.fromkeys((at.suffix, *SUFFIXES))]
+            found = [other for other in found if other.is_file()]
+            if not found:
+                faults.append(f"there is no {at}")
+            elif len(found) > 1:
+                faults.append(f"{' and '.join(map(str, found))} are both there: which one counts?")
+            files += found[:1]
+        if not root.is_dir():
+            faults = [f"there is no folder {root}"]
+        if faults:
+            raise DataError(
+                f"image folder {source.root}",
+                faults,
+                f"A ControlNet needs another picture for each, by the same name in {root}.",
+            )
+        channels, side, _ = spec.shape
+        self.fields = {**source.fields, CONDITIONING: spec}
+        self._others = ImageFiles(root, files, [0] * len(files), 1, side, channels, verify)
+
+    def image(self, index: int) -> Tensor:
+        self._others.check(index)
+        return super().image(index)
+
+    def check(self, index: int) -> None:
+        self._others.check(index)
+        super().check(index)
+
+    def conditioning(self, index: int) -> dict[str, Tensor]:
+        other = (self._others.image(index) + 1) / 2
+        return {**super().conditioning(index), CONDITIONING: other}

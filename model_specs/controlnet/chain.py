@@ -1,0 +1,118 @@
+"""The chain of a locked UNet and its control branch. Imports no torch until a layer builds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import takewhile
+from typing import Any
+
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
+from megatron_pulse.backbone.context import LayerContext
+from model_specs.common.builder import builder
+from model_specs.controlnet.config import ControlNetConfig
+from model_specs.unet.chain import build_backbone as build_unet
+
+BRANCH = "controlnet."
+"""What the names of the branch's layers and skips begin with."""
+TEMB = "control_temb"
+"""The branch's own timestep embedding."""
+
+Build = Callable[[LayerContext], Any]
+
+
+def build_backbone(name: str, config: ControlNetConfig) -> Backbone:
+    """The UNet's chain, each layer of its encoder followed by the branch's."""
+    unet = build_unet(name, config)
+    side, channels = config.conditioning_size, config.conditioning_channels
+    picture = {"conditioning": TensorSpec((channels, side, side))}
+    layers = tuple(_Chain(config).layers(unet.layers))
+    return dataclasses.replace(unet, layers=layers, batch_fields={**unet.batch_fields, **picture})
+
+
+class _Chain:
+    """Makes layers of the UNet's; ``branch`` are the tensors that leave the branch's last layer."""
+
+    def __init__(self, config: ControlNetConfig) -> None:
+        self.build = builder("model_specs.controlnet.modules", config)
+        self.branch: tuple[TensorSpec, ...] = ()
+
+    def layers(self, unet: tuple[Layer, ...]) -> list[Layer]:
+        time, first, *others = unet
+        encoder = list(takewhile(lambda layer: "up_blocks" not in layer.name, others))
+        (temb,) = time.provides.values()
+        branch_time = dataclasses.replace(time, name=f"{BRANCH}{time.name}", provides={TEMB: temb})
+        done = [self._locked(time), branch_time, self._enter(first)]
+        done.append(self._beside_branch(first))
+        for layer in encoder:
+            done += [self._beside_branch(layer), self._in_branch(layer)]
+        done.append(self._join())
+        return done + [self._decoder(layer) for layer in others[len(encoder) :]]
+
+    def _locked(self, layer: Layer) -> Layer:
+        return dataclasses.replace(
+            layer, build=self.build("locked", build=layer.build), trained=False
+        )
+
+    def _enter(self, layer: Layer) -> Layer:
+        """The branch's first layer, which leaves the noisy sample to the UNet's."""
+        self.branch = layer.outputs
+        (image,) = layer.inputs
+        (hidden,) = layer.outputs
+        sizes = {"in_channels": image.shape[0], "out_channels": hidden.shape[0]}
+        return Layer(
+            f"{BRANCH}{layer.name}",
+            self.build("Enter", **sizes),
+            layer.inputs,
+            (image, hidden),
+            pushes={f"{BRANCH}{layer.name}": 1},
+            uses=("conditioning",),
+            beside={0: 0},
+        )
+
+    def _beside_branch(self, layer: Layer) -> Layer:
+        """A locked layer, which the branch's tensors pass by."""
+        count, outputs = len(layer.inputs), len(layer.outputs)
+        build = self.build("in_lane", build=layer.build, start=0, count=count, trained=False)
+        return dataclasses.replace(
+            layer,
+            build=build,
+            inputs=(*layer.inputs, *self.branch),
+            outputs=(*layer.outputs, *self.branch),
+            beside={outputs + i: count + i for i in range(len(self.branch))},
+            trained=False,
+        )
+
+    def _in_branch(self, layer: Layer) -> Layer:
+        """The branch's copy of a layer, which the locked one's results pass by."""
+        passing, count = layer.outputs, len(layer.inputs)
+        start = len(passing)
+        names = {"temb": TEMB}
+        self.branch = layer.outputs
+        return dataclasses.replace(
+            layer,
+            name=f"{BRANCH}{layer.name}",
+            build=self.build("in_lane", build=layer.build, start=start, count=count, renamed=names),
+            inputs=(*passing, *layer.inputs),
+            outputs=(*passing, *layer.outputs),
+            pushes={f"{BRANCH}{name}": start + i for name, i in layer.pushes.items()},
+            uses=tuple(names.get(name, name) for name in layer.uses),
+            beside={i: i for i in range(start)},
+        )
+
+    def _join(self) -> Layer:
+        """Adds what leaves the branch to what leaves the UNet's middle."""
+        (hidden,) = self.branch
+        build = self.build("Join", channels=hidden.shape[0])
+        return Layer(f"{BRANCH}join", build, (hidden, hidden), (hidden,))
+
+    def _decoder(self, layer: Layer) -> Layer:
+        """A locked layer; one that takes a skip takes the branch's too, of which it is trained."""
+        if not layer.pops:
+            return self._locked(layer)
+        ((skip, spec),) = layer.pops.items()
+        return dataclasses.replace(
+            layer,
+            build=self.build("controlled", build=layer.build, skip=skip, channels=spec.shape[0]),
+            pops={skip: spec, f"{BRANCH}{skip}": spec},
+        )

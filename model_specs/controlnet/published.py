@@ -1,0 +1,142 @@
+"""How diffusers' ``ControlNetModel`` stores a control branch; needs no torch.
+
+Published tensors are the branch's, whose names begin with ``controlnet.`` here, and those of the
+UNet that it controls, as a ``UNet2DConditionModel`` has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_pulse.backbone.published import Published, Rule
+from megatron_pulse.faults import told
+from model_specs.controlnet.chain import BRANCH, build_backbone
+from model_specs.controlnet.config import ControlNetConfig
+from model_specs.unet.config import UNetConfig
+from model_specs.unet.published import config_from_published as unet_from_published
+from model_specs.unet.published import parameter_rules
+from model_specs.unet.published import published as published_unet
+
+PUBLISHED_AS = "ControlNetModel"
+
+_UNET_ONLY = ("sample_size", "out_channels", "up_block_types")
+"""Settings of the UNet that a ControlNetModel has not."""
+
+_OWN = {"conditioning_channels": 3, "conditioning_embedding_out_channels": (16, 32, 96, 256)}
+"""Settings that the UNet has not, with diffusers' defaults."""
+
+_FIXED = {"controlnet_conditioning_channel_order": "rgb", "global_pool_conditions": False}
+"""Settings with one meaning here."""
+
+
+def published(config: ControlNetConfig) -> Published | None:
+    """As diffusers stores the branch, and beside it the UNet; None where it has no such UNet."""
+    form = published_unet(_unet_of(config))
+    if form is None:
+        return None
+    settings = {
+        key: value
+        for key, value in form.config.items()
+        if key not in _UNET_ONLY and not key.startswith("_")
+    }
+    settings["conditioning_channels"] = config.conditioning_channels
+    settings["conditioning_embedding_out_channels"] = list(config.conditioning_widths)
+    return Published("diffusers", PUBLISHED_AS, settings, _rules(config), part=BRANCH)
+
+
+def _unet_of(config: ControlNetConfig) -> UNetConfig:
+    fields = dataclasses.fields(UNetConfig)
+    return UNetConfig(**{field.name: getattr(config, field.name) for field in fields})
+
+
+def _rules(config: ControlNetConfig) -> tuple[Rule, ...]:
+    """Those of the branch's own convolutions, and the UNet's for both encoders."""
+    layers = build_backbone("", config).layers
+    skips = [name for layer in layers for name in layer.pushes if not name.startswith(BRANCH)]
+    taken = {name: layer.name for layer in layers for name in layer.pops}
+    embedding = f"{BRANCH}controlnet_cond_embedding"
+    return (
+        *(
+            Rule(f"{taken[skip]}.zero.*", f"{BRANCH}controlnet_down_blocks.{i}.*")
+            for i, skip in enumerate(skips)
+        ),
+        Rule(f"{BRANCH}join.zero.*", f"{BRANCH}controlnet_mid_block.*"),
+        Rule(f"{BRANCH}conv_in.picture_in.*", f"{embedding}.conv_in.*"),
+        Rule(f"{BRANCH}conv_in.picture_out.*", f"{embedding}.conv_out.*"),
+        Rule(f"{BRANCH}conv_in.blocks.*", f"{embedding}.blocks.*"),
+        *(_of_branch(rule) for rule in parameter_rules(config)),
+        *parameter_rules(config),
+    )
+
+
+def _of_branch(rule: Rule) -> Rule:
+    """A rule of the UNet's for the branch."""
+    ours, theirs = (
+        (names,) if isinstance(names, str) else names for names in (rule.ours, rule.theirs)
+    )
+    return Rule(
+        tuple(f"{BRANCH}{name}" for name in ours),
+        tuple(f"{BRANCH}{name}" for name in theirs),
+        rule.layout,
+    )
+
+
+def joined(
+    unet_settings: Mapping[str, Any], control: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The settings that ``config_from_published`` reads, of a UNet's ``config.json`` and that of
+    a ControlNet for it (None: a new one, as diffusers' ``from_unet`` makes it).
+
+    Raises ValueError with every fault, and with what differs between the two.
+    """
+    ours = unet_from_published(unet_settings)
+    result = {key: value for key, value in unet_settings.items() if not key.startswith("_")}
+    if control is None:
+        return {**result, **_OWN, "_class_name": PUBLISHED_AS}
+    named = control.get("_class_name")
+    if named != PUBLISHED_AS:
+        raise ValueError(told("what is to control the UNet", [f"it is a {named}"]))
+    rest = {key: value for key, value in control.items() if not key.startswith("_")}
+    faults = [
+        f"{key}: must be {value!r}, is {rest[key]!r}"
+        for key, value in _FIXED.items()
+        if rest.pop(key, value) != value and key in control
+    ]
+    own = {key: rest.pop(key, value) for key, value in _OWN.items()}
+    try:
+        for key in _UNET_ONLY:
+            if key in unet_settings:
+                rest[key] = unet_settings[key]
+        theirs = unet_from_published(rest)
+    except ValueError as error:
+        raise ValueError(f"of the ControlNet: {error}") from error
+    faults += [
+        f"{key}: {value!r}, the UNet's is {getattr(ours, key)!r}"
+        for key, value in vars(theirs).items()
+        if getattr(ours, key) != value
+    ]
+    if faults:
+        raise ValueError(told("the ControlNet is not one for this UNet", faults))
+    return {**result, **own, "_class_name": PUBLISHED_AS}
+
+
+def config_from_published(config: Mapping[str, Any]) -> ControlNetConfig:
+    """The sizes of what ``joined`` returns.
+
+    Raises ValueError for a ControlNet alone: it is half of a model.
+    """
+    if "up_block_types" not in config:
+        raise ValueError(
+            "a ControlNetModel runs beside the UNet that it controls: give that UNet's folder, and "
+            "this one with --controlnet"
+        )
+    rest = {key: value for key, value in config.items() if key not in {*_OWN, *_FIXED}}
+    sizes = unet_from_published(rest)
+    own = {key: config.get(key, value) for key, value in _OWN.items()}
+    return ControlNetConfig(
+        **vars(sizes),
+        conditioning_channels=own["conditioning_channels"],
+        conditioning_widths=tuple(own["conditioning_embedding_out_channels"]),
+    )

@@ -1,0 +1,71 @@
+"""Another picture beside each sample."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from megatron_pulse.data.build import open_dataset
+from megatron_pulse.data.dataset import DataError, FieldSpec
+from megatron_pulse.data.fields import Wanted
+from megatron_pulse.data.microbatches import make_microbatch
+from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
+
+WANTED = Wanted((3, 8, 8), {"conditioning": FieldSpec((3, 16, 16))})
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Ten pictures and, as JPEGs and PNGs, the others beside them, each of one grey."""
+    for i in range(10):
+        for folder, suffix in (
+            ("photos", "png"),
+            ("photos.conditioning", "jpg" if i % 2 else "png"),
+        ):
+            path = tmp_path / folder / f"{i % 2}" / f"{i}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((20, 24, 3), 20 * i, np.uint8)).save(path)
+    return tmp_path / "photos"
+
+
+def test_each_sample_has_its_own_other_picture(photos):
+    train, validation = open_dataset(f"folder:{photos}", wanted=WANTED)
+    assert len(train) + len(validation) == 10 and train.num_classes == 2
+    for data in (train, validation):
+        for i in range(len(data)):
+            grey = (data.image(i).mean() + 1) / 2
+            other = data.conditioning(i)["conditioning"]
+            assert other.shape == (3, 16, 16) and 0 <= other.min() <= other.max() <= 1
+            assert (other - grey).abs().max() < 0.01
+    items = [(i, 0) for i in range(4)]
+    kept, dropped = (
+        make_microbatch(train, items, DiffusionProcess(Objective.V), 0, p, needs_image=False)
+        for p in (0.0, 1.0)
+    )
+    assert dropped["dropped"].all() and not kept["dropped"].any()
+    assert torch.equal(kept["conditioning"], dropped["conditioning"])
+    assert "conditioning" not in open_dataset(f"folder:{photos}", 8)[0].fields
+
+
+def test_what_is_missing_is_listed(photos):
+    beside = photos.with_name("photos.conditioning")
+    (beside / "0" / "2.png").unlink()
+    (beside / "1" / "3.png").write_bytes((beside / "1" / "3.jpg").read_bytes())
+    with pytest.raises(DataError) as error:
+        open_dataset(f"folder:{photos}", wanted=WANTED)
+    assert len(error.value.faults) == 2
+    assert "there is no" in error.value.faults[0] and "2.png" in error.value.faults[0]
+    assert "both there" in error.value.faults[1]
+    beside.rename(photos.with_name("elsewhere"))
+    with pytest.raises(DataError, match=r"there is no folder .*photos\.conditioning"):
+        open_dataset(f"folder:{photos}", wanted=WANTED)
+
+
+def test_a_corrupt_other_picture_makes_the_sample_corrupt(photos):
+    (photos.with_name("photos.conditioning") / "0" / "4.png").write_text("no picture")
+    train, validation = open_dataset(f"folder:{photos}", wanted=WANTED)
+    bad = [(d, i) for d in (train, validation) for i in range(len(d)) if "/4.png" in d.describe(i)]
+    ((data, index),) = bad
+    for read in (data.image, data.check, data.conditioning):
+        with pytest.raises(DataError, match=r"conditioning/0/4\.png: not an image"):
+            read(index)
