@@ -50,6 +50,10 @@ class TextEncoder:
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
         if weighs:
+            # A device context knows torch's constructors from its first use on, and transformers
+            # replaces torch.linspace while it loads: that use must not be its.
+            with torch.device("cpu"):
+                torch.empty(0)
             model = kind.from_pretrained(str(where), local_files_only=True, dtype=chosen).to(device)
         else:
             config = kind.config_class.from_pretrained(str(where), local_files_only=True)

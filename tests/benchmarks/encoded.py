@@ -95,6 +95,7 @@ class Case:
         self.source = data
         self.steps = steps
         self.common = ["--train-iters", str(steps), "--pulse-class-dropout", "0.4"]
+        self.common += ["--pulse-conditioning", "send"]  # copies of embedders add in another order
         self.encodes = ["--pulse-data", data, "--pulse-encoders", str(self.folder)]
         self.costs = root / "encoders.json"
         options = [f"--option={name}={value}" for name, value in family.options.items()]

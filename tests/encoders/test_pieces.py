@@ -12,9 +12,12 @@ from diffusers import AutoencoderKL
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
 from megatron_pulse.encoders.pieces import Piece, run_pieces
+from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import Kind, State
 from megatron_pulse.encoders.text import text_pieces
-from tests.encoders.pipelines import make_encoder
+from model_specs.common.texts import SD
+from tests.encoders.pipelines import LENGTH, make_encoder, make_pipeline
+from tests.ranks import run_ranks
 
 KINDS = {"clip": Kind.CLIP, "projected": Kind.PROJECTED_CLIP, "t5": Kind.T5, "bert": Kind.BERT}
 IDS = torch.tensor([[2, 5, 6, 7, 1, 1], [2, 8, 1, 1, 1, 1], [2, 9, 10, 11, 12, 1]])
@@ -115,3 +118,15 @@ def test_one_image_at_a_time_gives_the_same_bits_in_any_company(tmp_path: Path) 
         together = ours.encode(images)
         for i in range(3):
             assert torch.equal(ours.encode(images[i : i + 1])[0], together[i])
+
+
+def loads_and_makes(folder: Path) -> str:
+    """The device that a meta context gives ``linspace`` in a process that loaded a text encoder."""
+    torch.utils._device._device_constructors.cache_clear()  # as where no context was used before
+    TextEncoders(folder, SD, {"context": (LENGTH, 8)})
+    with torch.device("meta"):
+        return str(torch.linspace(0, 1, 3).device)
+
+
+def test_device_contexts_stay_what_they_are(tmp_path: Path) -> None:
+    assert run_ranks(1, loads_and_makes, make_pipeline(tmp_path, "clip")) == ["meta"]
