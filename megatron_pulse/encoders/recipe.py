@@ -83,6 +83,10 @@ class TextRecipe:
         return ", then ".join(" + ".join(map(str, row)) for row in self.fields[field])
 
 
+VAE = "vae"
+"""The folder of a pipeline's autoencoder."""
+
+
 def folder_name(what: str, place: int) -> str:
     """``text_encoder`` or ``tokenizer`` at a place, as pipelines call their folders."""
     return what if place == 1 else f"{what}_{place}"

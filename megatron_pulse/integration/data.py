@@ -20,7 +20,8 @@ from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
-from megatron_pulse.integration.encoding import VAE, Encoders, in_loop
+from megatron_pulse.encoders.recipe import VAE
+from megatron_pulse.integration.encoding import Encoders, in_loop
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.plan_file.plan_file import PlanFile

@@ -26,7 +26,7 @@ from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.images import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import States
 from megatron_pulse.encoders.pipeline import TextEncoders
-from megatron_pulse.encoders.recipe import TextRecipe, folder_name
+from megatron_pulse.encoders.recipe import VAE, TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import ids_name, mask_name
 from megatron_pulse.faults import Faults, unknown
 from megatron_pulse.flag_fields import DTYPES
@@ -37,8 +37,6 @@ from megatron_pulse.runtime.encoding.encoding import Encoded, Frozen
 from megatron_pulse.runtime.settings import Batch
 from model_specs import text_recipe
 
-VAE = "vae"
-"""The folder of a pipeline's autoencoder."""
 TEXT = "text"
 """What a flag calls all text encoders."""
 

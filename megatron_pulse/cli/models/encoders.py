@@ -15,6 +15,7 @@ from megatron_pulse.cli.backbone_flags import (
 )
 from megatron_pulse.cli.errors import add_parser, mending, require
 from megatron_pulse.cli.output import add_json, answer, table
+from megatron_pulse.encoders.recipe import VAE
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -119,10 +120,10 @@ def _read(
         encoders = TextEncoders(args.folder, recipe, shapes, places=())
         for place, length in encoders.tokenizers.lengths.items():
             read[folder_name("tokenizer", place)] = f"{length} tokens"
-    if (args.folder / "vae").is_dir():
-        vae = Autoencoder(args.folder / "vae", weighs=False)
+    if (args.folder / VAE).is_dir():
+        vae = Autoencoder(args.folder / VAE, weighs=False)
         made = f"latents of {vae.latent_channels} channels, {vae.factor} times smaller"
-        read["vae"] = f"{made}, {vae.normalization()}"
+        read[VAE] = f"{made}, {vae.normalization()}"
         takes = vae.latent_channels if backbone is None else backbone.input_spec.shape[0]
         if takes != vae.latent_channels and args.backbone is not None:
             made = f"{args.folder}/vae makes {vae.latent_channels}"

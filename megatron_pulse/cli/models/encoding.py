@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.faults import UserError, told
 from megatron_pulse.flag_fields import DTYPES
 
@@ -52,8 +53,8 @@ def no_pipeline(encoders: Path) -> list[str]:
 def autoencoder_folder(args: argparse.Namespace) -> Path | None:
     """``--vae``, or the one of ``--encoders``, if there is one."""
     vae: Path | None = args.vae
-    if vae is None and args.encoders is not None and (args.encoders / "vae").is_dir():
-        vae = args.encoders / "vae"
+    if vae is None and args.encoders is not None and (args.encoders / VAE).is_dir():
+        vae = args.encoders / VAE
     return vae
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pulse.cli.output import columns, ends, table
+from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.planner.fill.fillers import FilledSchedule
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
@@ -116,7 +117,7 @@ def _data(plan: PlanFile) -> str:
     """What a plan's run reads: images, where it encodes them itself."""
     if plan.encoders is None:
         return "--pulse-data latents:PATH"
-    images = any(one["name"] == "vae" for one in plan.encoders)
+    images = any(one["name"] == VAE for one in plan.encoders)
     return f"--pulse-data {'folder' if images else 'latents'}:PATH --pulse-encoders DIR"
 
 

@@ -13,8 +13,7 @@ from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.images import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import Piece, States
 from megatron_pulse.encoders.pipeline import TextEncoders
-from megatron_pulse.encoders.recipe import folder_name
-from megatron_pulse.integration.encoding import VAE
+from megatron_pulse.encoders.recipe import VAE, folder_name
 from megatron_pulse.planner.fill.components import Component, FrozenLayer
 from megatron_pulse.planner.fill.table import table_of_components
 from megatron_pulse.profile.devices import Roofline
