@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 States = dict[str, Tensor]
-"""What passes from a piece to the next, by name."""
+"""What passes from a piece to the next, by name.
+
+What begins with ``_`` a piece makes anew where it is not there; of all else every sample has the
+same, of the same shapes.
+"""
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class TextEncoders:
         found = {}
         for place, encoder in self.encoders.items():
             given = {"ids": tokens[ids_name(place)][None], "mask": tokens[mask_name(place)][None]}
-            found[place] = {k: v[0].cpu() for k, v in encoder.encode(given).items() if v.ndim}
+            found[place] = {k: v[0].cpu() for k, v in encoder.encode(given).items() if k[0] != "_"}
         return self.joined(found)
 
     def joined(self, found: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -16,8 +16,8 @@ from megatron_pulse.encoders.pieces import Piece, States
 from megatron_pulse.encoders.recipe import Kind, State
 
 _HIDDEN = "hidden"
-_SEEN = "seen"
-"""The attention's own mask, where it needs one."""
+_SEEN = "_seen"
+"""The attention's own mask, empty where it needs none."""
 _BIAS = "bias"
 
 
@@ -36,18 +36,35 @@ def text_pieces(
     return pieces
 
 
-def _kept(given: States, **made: Tensor | None) -> States:
-    return given | {name: value for name, value in made.items() if value is not None}
+type Masking = Callable[[Tensor, Tensor | None], Tensor | None]
+"""The attention's own mask of hidden states and a text's mask; None where it needs none."""
+
+
+def _seen(states: States, masked: bool, make: Masking) -> Tensor:
+    """The attention's mask, made where it is not at hand: samples come from other devices without.
+
+    Whether there is one depends on the sample: a text that fills its tokens needs none.
+    """
+    if _SEEN in states:
+        return states[_SEEN]
+    hidden = states[_HIDDEN]
+    made = make(hidden, states["mask"] if masked else None)
+    return hidden.new_empty(0) if made is None else made
 
 
 def _layer(
-    name: str, module: nn.Module, run: Callable[[Tensor, States], Tensor], before_last: bool
+    name: str,
+    module: nn.Module,
+    run: Callable[[Tensor, Tensor | None], Tensor],
+    seen: Callable[[States], Tensor],
+    before_last: bool,
 ) -> Piece:
     """A layer of the trunk; the one ``before_last`` gives the penultimate states."""
 
     def through(states: States) -> States:
-        hidden = run(states[_HIDDEN], states)
-        made = {_HIDDEN: hidden}
+        mask = seen(states)
+        hidden = run(states[_HIDDEN], mask if mask.numel() else None)
+        made = {_HIDDEN: hidden, _SEEN: mask}
         return states | made | ({State.PENULTIMATE.value: hidden} if before_last else {})
 
     return Piece(name, through, (module,))
@@ -60,17 +77,19 @@ def _clip(model: Any, masked: bool, pooled: bool) -> tuple[Piece, ...]:
     projection = getattr(model, "text_projection", None)
 
     def embed(states: States) -> States:
-        hidden = trunk.embeddings(input_ids=states["ids"])
-        seen = create_causal_mask(
-            config=trunk.config,
-            inputs_embeds=hidden,
-            attention_mask=states["mask"] if masked else None,
-            past_key_values=None,
-        )
-        return _kept(states, **{_HIDDEN: hidden, _SEEN: seen})
+        return states | {_HIDDEN: trunk.embeddings(input_ids=states["ids"])}
 
-    def layer(module: Any) -> Callable[[Tensor, States], Tensor]:
-        return lambda hidden, states: module(hidden, states.get(_SEEN), is_causal=True)
+    def masking(hidden: Tensor, mask: Tensor | None) -> Tensor | None:
+        made: Tensor | None = create_causal_mask(
+            config=trunk.config, inputs_embeds=hidden, attention_mask=mask, past_key_values=None
+        )
+        return made
+
+    def seen(states: States) -> Tensor:
+        return _seen(states, masked, masking)
+
+    def layer(module: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
+        return lambda hidden, mask: module(hidden, mask, is_causal=True)
 
     def end(states: States) -> States:
         last = trunk.final_layer_norm(states[_HIDDEN])
@@ -89,7 +108,7 @@ def _clip(model: Any, masked: bool, pooled: bool) -> tuple[Piece, ...]:
     return (
         Piece("embeddings", embed, (trunk.embeddings,)),
         *(
-            _layer(f"layers.{i}", module, layer(module), i == len(layers) - 2)
+            _layer(f"layers.{i}", module, layer(module), seen, i == len(layers) - 2)
             for i, module in enumerate(layers)
         ),
         Piece("end", end, ends),
@@ -102,19 +121,21 @@ def _t5(model: Any, masked: bool) -> tuple[Piece, ...]:
     stack = model.encoder
 
     def embed(states: States) -> States:
-        hidden = stack.embed_tokens(states["ids"])
-        seen = create_bidirectional_mask(
-            config=stack.config,
-            inputs_embeds=hidden,
-            attention_mask=states["mask"] if masked else None,
+        return states | {_HIDDEN: stack.embed_tokens(states["ids"])}
+
+    def masking(hidden: Tensor, mask: Tensor | None) -> Tensor | None:
+        made: Tensor | None = create_bidirectional_mask(
+            config=stack.config, inputs_embeds=hidden, attention_mask=mask
         )
-        return _kept(states, **{_HIDDEN: hidden, _SEEN: seen})
+        return made
 
     def block(module: Any) -> Callable[[States], States]:
         def through(states: States) -> States:
             # The first block makes the positions' bias for all.
-            hidden, bias, *_ = module(states[_HIDDEN], states.get(_SEEN), states.get(_BIAS))
-            return _kept(states, **{_HIDDEN: hidden, _BIAS: bias})
+            seen = _seen(states, masked, masking)
+            mask = seen if seen.numel() else None
+            hidden, bias, *_ = module(states[_HIDDEN], mask, states.get(_BIAS))
+            return states | {_HIDDEN: hidden, _BIAS: bias, _SEEN: seen}
 
         return through
 
@@ -132,22 +153,25 @@ def _bert(model: Any, masked: bool) -> tuple[Piece, ...]:
     from transformers.masking_utils import create_bidirectional_mask
 
     def embed(states: States) -> States:
-        hidden = model.embeddings(input_ids=states["ids"])
-        seen = create_bidirectional_mask(
-            config=model.config,
-            inputs_embeds=hidden,
-            attention_mask=states["mask"] if masked else None,
-        )
-        return _kept(states, **{_HIDDEN: hidden, _SEEN: seen})
+        return states | {_HIDDEN: model.embeddings(input_ids=states["ids"])}
 
-    def layer(module: Any) -> Callable[[Tensor, States], Tensor]:
-        return lambda hidden, states: module(hidden, states.get(_SEEN))
+    def masking(hidden: Tensor, mask: Tensor | None) -> Tensor | None:
+        made: Tensor | None = create_bidirectional_mask(
+            config=model.config, inputs_embeds=hidden, attention_mask=mask
+        )
+        return made
+
+    def seen(states: States) -> Tensor:
+        return _seen(states, masked, masking)
+
+    def layer(module: Any) -> Callable[[Tensor, Tensor | None], Tensor]:
+        return lambda hidden, mask: module(hidden, mask)
 
     layers = list(model.encoder.layer)
     return (
         Piece("embeddings", embed, (model.embeddings,)),
         *(
-            _layer(f"layer.{i}", module, layer(module), i == len(layers) - 2)
+            _layer(f"layer.{i}", module, layer(module), seen, i == len(layers) - 2)
             for i, module in enumerate(layers)
         ),
         Piece("end", lambda states: states | {State.LAST.value: states[_HIDDEN]}),

@@ -72,7 +72,11 @@ def _layers(
     for piece in pieces:
         with LiveBytes() as live:
             after = run_pieces((piece,), states)
-        left = sum(value.nbytes for value in after.values() if not _among(value, given))
+        left = sum(
+            value.nbytes
+            for name, value in after.items()
+            if not name.startswith("_") and not _among(value, given)
+        )
         yield EncoderLayer(
             piece.name,
             max(time_of(piece, states), 1e-9),

@@ -15,6 +15,7 @@ from megatron_pulse.encoders.pieces import Piece, run_pieces
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import Kind, State
 from megatron_pulse.encoders.text import text_pieces
+from megatron_pulse.runtime.encoding.packing import Layout
 from model_specs.common.texts import SD
 from tests.encoders.pipelines import LENGTH, make_encoder, make_pipeline
 from tests.ranks import run_ranks
@@ -118,6 +119,20 @@ def test_one_image_at_a_time_gives_the_same_bits_in_any_company(tmp_path: Path) 
         together = ours.encode(images)
         for i in range(3):
             assert torch.equal(ours.encode(images[i : i + 1])[0], together[i])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_sample_leaves_the_same_states(kind: str) -> None:
+    """Texts that fill their tokens need no mask, others do: what travels is of one layout."""
+    pieces = text_pieces(KINDS[kind], make_encoder(kind), frozenset({State.LAST}), True)
+    states = [{"ids": IDS[i : i + 1], "mask": MASK[i : i + 1]} for i in (0, 2)]
+    whole = [run_pieces(pieces, given)["last"] for given in states]
+    for piece in pieces:
+        states = [run_pieces((piece,), given) for given in states]
+        assert len({Layout.of(each) for each in states}) == 1
+        sent = [{n: v for n, v in each.items() if not n.startswith("_")} for each in states]
+        states = sent  # as on another device
+    assert all(torch.equal(s["last"], w) for s, w in zip(states, whole, strict=True))
 
 
 def loads_and_makes(folder: Path) -> str:

@@ -195,10 +195,9 @@ class Encoding:
         """What a slice has left, as bytes."""
         name, samples, layout = self._content(message)
         if message.consumer == STEP_END:
-            found = [self._results[name, sample] for sample in samples]
-        else:
-            found = [self._states.pop((name, sample)) for sample in samples]
-        return layout.pack(found, self._device)
+            return layout.pack([self._results[name, s] for s in samples], self._device)
+        found = [self._states.pop((name, sample)) for sample in samples]
+        return layout.pack(found, self._device, self._kept(message))
 
     def empty(self, message: Message) -> Tensor:
         """A buffer for what a slice of another device has left."""
@@ -213,14 +212,17 @@ class Encoding:
         if message.consumer == STEP_END:
             self._results |= {(name, s): one for s, one in zip(samples, states, strict=True)}
             return
-        filler = self._fillers[message.producer.stage]
-        kept = self._sizes[name].kept[filler.pieces[message.producer.microbatch][1] - 1]
-        rows = _rows(self._batches)
+        kept, rows = self._kept(message), _rows(self._batches)
         for sample, one in zip(samples, states, strict=True):
             if kept:
                 given = self._component(name).given(*rows[sample])
                 one |= {key: given[key] for key in kept}
             self._states[name, sample] = one
+
+    def _kept(self, message: Message) -> tuple[str, ...]:
+        """What the component was given of a sample that later layers take: it is here as well."""
+        filler = self._fillers[message.producer.stage]
+        return self._sizes[filler.name].kept[filler.pieces[message.producer.microbatch][1] - 1]
 
     def _content(self, message: Message) -> tuple[str, range, Layout]:
         """The component, the samples, and what is sent of each."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,18 +20,30 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
-        """That of ``tensors``, in the order of their names."""
-        return cls(tuple((n, tuple(t.shape), t.dtype) for n, t in sorted(tensors.items())))
+        """That of ``tensors``, in the order of their names, but for names that begin with ``_``."""
+        sent = (item for item in sorted(tensors.items()) if not item[0].startswith("_"))
+        return cls(tuple((n, tuple(t.shape), t.dtype) for n, t in sent))
 
     @property
     def num_bytes(self) -> int:
         """Of one sample."""
         return sum(_padded(prod(shape) * dtype.itemsize) for _, shape, dtype in self.entries)
 
-    def pack(self, samples: Sequence[Mapping[str, Tensor]], device: torch.device) -> Tensor:
-        """uint8 ``[len(samples) * num_bytes]``; raises ValueError for tensors of another kind."""
+    def pack(
+        self,
+        samples: Sequence[Mapping[str, Tensor]],
+        device: torch.device,
+        beside: Collection[str] = (),
+    ) -> Tensor:
+        """uint8 ``[len(samples) * num_bytes]``, without what is named in ``beside``.
+
+        Raises ValueError for tensors of another kind, and for others than the first sample had.
+        """
         buffer = torch.empty(len(samples) * self.num_bytes, dtype=torch.uint8, device=device)
+        names = {name for name, _, _ in self.entries}
         for sample, views in zip(samples, self._views(buffer, len(samples)), strict=True):
+            if other := {n for n in sample if not n.startswith("_")} - {*beside} ^ names:
+                raise ValueError(f"samples do not have the same states: {', '.join(sorted(other))}")
             for name, view in views.items():
                 given = sample[name]
                 if given.shape != view.shape or given.dtype != view.dtype:
