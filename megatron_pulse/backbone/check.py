@@ -313,10 +313,13 @@ def _said(backbone: Backbone) -> Iterator[str]:
     if "labels" in backbone.batch_fields and classes is None:
         yield (
             "batch field 'labels': the backbone must say how many classes it tells apart: "
-            "Backbone(..., num_classes=N), and null_label=N if label N means none of them"
+            "Backbone or from_module(..., num_classes=N), and null_label=N if N means none of them"
         )
     if classes is not None and "labels" not in backbone.batch_fields:
-        yield f"num_classes: is {classes}, but no batch field is called 'labels'"
+        yield (
+            f"num_classes: is {classes}, but no batch field is called 'labels' (from_module has "
+            "fields={'its name': 'labels'})"
+        )
     if null is not None and (classes is None or null < classes):
         count = f"one of the {classes} classes" if classes else "of no classes (num_classes)"
         yield f"null_label: label {null} is {count}; it must stand for none of them"

@@ -124,7 +124,8 @@ def _why_not(costs: ChainCosts, placement: Placement, goal: Goal, work: int, pro
         return (
             f"{none} into {placement.num_stages} stages on {placement.num_devices} devices keeps "
             f"both ends of each of the {len(costs.skips)} skips on one device; "
-            f"{_most_devices(costs, placement, True)}. Use fewer devices, or let skips travel"
+            f"{_most_devices(costs, placement, True)}. Use fewer devices, or let skips travel "
+            "(Goal(collocate=False), --pulse-partition soft)"
         )
     assert goal.memory is not None
     rule = goal.memory(placement)
@@ -163,4 +164,5 @@ def _most_devices(costs: ChainCosts, placement: Placement, collocate: bool) -> s
         most = largest_fold(num_layers, costs.skips) // (placement.num_chunks // 2)
     else:
         most = num_layers // placement.num_chunks
-    return f"largest legal P with {placement.num_chunks} stages per device: {most}"
+    text = f"largest legal P with {placement.num_chunks} stages per device: {most}"
+    return text if most else f"{text} (a sequential placement has one stage per device)"
