@@ -53,7 +53,7 @@ def tiny(draw: st.DrawFn) -> ScheduleProblem:
     )
 
 
-@settings(max_examples=50, derandomize=True)  # tests.benchmarks.schedules has thousands
+@settings(max_examples=100, derandomize=True)
 @given(tiny())
 def test_no_bound_is_above_the_optimum_and_no_schedule_below(problem: ScheduleProblem) -> None:
     best = optimum(problem)

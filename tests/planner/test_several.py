@@ -81,7 +81,7 @@ def measured(
     return cuts, ManyCuts(costs, placement, goal.link, goal.lam, rule).measure(cuts)
 
 
-@settings(CHECKS, max_examples=100)
+@settings(CHECKS, max_examples=200)
 @given(tasks(), st.randoms(use_true_random=False))
 def test_many_cuts_cost_what_each_does(task, random) -> None:
     costs, placement, goal = task

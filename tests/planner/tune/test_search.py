@@ -37,7 +37,7 @@ def simulate_all(evaluator: Evaluator, candidates: list) -> list[Outcome]:
     return sorted(found, key=lambda outcome: outcome.step_s)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(20))
 def test_best_is_that_of_exhaustive_simulation(seed: int) -> None:
     evaluator, candidates = random_evaluator(seed)
     everything = simulate_all(evaluator, candidates)
