@@ -26,19 +26,11 @@ from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.tokens import Tokenizers, digest_of
 from model_specs.common.texts import SD
 from tests.cli.test_data import make_vae
+from tests.cli.test_weights import TINY as UNET
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
 
-TINY: dict[str, Any] = {
-    "sample_size": 4,
-    "block_out_channels": (8, 16),
-    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "layers_per_block": 1,
-    "cross_attention_dim": 8,
-    "attention_head_dim": 2,
-    "norm_num_groups": 4,
-}
+TINY: dict[str, Any] = {**UNET, "sample_size": 4, "cross_attention_dim": 8}
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,10 +151,10 @@ def test_auto_fills_where_that_is_sooner(
     backbone = load_backbone("sd-tiny", dict(OPTIONS))
     data = flags[flags.index("--pulse-data") + 1]
     options = PulseOptions("sd-tiny", data=data, encoders=str(folder), encode=("vae=front",))
-    filled = auto._filled(plan, Namespace(), options, backbone)
+    filled = auto._filled(plan, options, backbone)
     assert [filler.name for filler in filled.schedule.fillers] == ["text_encoder"]
     stored = replace(options, encode=("front",))
-    assert auto._filled(plan, Namespace(), stored, backbone) is plan
+    assert auto._filled(plan, stored, backbone) is plan
 
 
 def test_latents_ahead_and_text_in_the_loop(

@@ -103,16 +103,14 @@ def _tune(
     except UntunableError as error:
         raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
     best = found.outcomes[0]
-    plan = _filled(plan_of(best, profile, cluster, divided), args, options, backbone)
+    plan = _filled(plan_of(best, profile, cluster, divided), options, backbone)
     save_plan(plan, path)
     rate = plan.predicted["samples_per_s"]
     print(f"plan: {best.config}; {rate:.4g} samples/s expected; in {path}", flush=True)
     return plan
 
 
-def _filled(
-    plan: PlanFile, args: argparse.Namespace, options: PulseOptions, backbone: Backbone
-) -> PlanFile:
+def _filled(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> PlanFile:
     """``plan`` with the encoders of the loop in its idle time, where that is sooner than in front
     of the step."""
     loop = in_loop(options, backbone)

@@ -33,32 +33,42 @@ def encoder_costs(
     """The table (``planner.fill.table``) of what encodes for the backbone of this name.
 
     Layers are measured here on one sample, or worked out for the device of ``roofline`` without
-    reading weights. ``wanted`` are the encoders' folders (None: all). Raises UserError.
+    reading weights. ``wanted`` are the encoders' folders (None: all): others are not read. Raises
+    UserError.
     """
-    found = _components(folder, name, backbone, dtype, roofline)
-    table = table_of_components([c for c in found if wanted is None or c.name in wanted])
+    found = list(_components(folder, name, backbone, dtype, roofline, wanted))
+    table = table_of_components(found)
     for record in table["components"]:
         record["readers"] = "ends" if record["name"] == VAE else "all"
     return table
 
 
 def _components(
-    folder: Path, name: str, backbone: Backbone, dtype: torch.dtype, roofline: Roofline | None
+    folder: Path,
+    name: str,
+    backbone: Backbone,
+    dtype: torch.dtype,
+    roofline: Roofline | None,
+    wanted: Collection[str] | None,
 ) -> Iterator[Component]:
+    def is_wanted(called: str) -> bool:
+        return wanted is None or called in wanted
+
     weighs, device = roofline is None, torch.device("meta")
     if weighs:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (recipe := text_recipe(name, backbone)) is not None:
         shapes = {field: backbone.batch_fields[field].shape for field in recipe.fields}
-        texts = TextEncoders(folder, recipe, shapes, dtype, None if weighs else ())
-        for place, encoder in texts.encoders.items():
-            length = texts.tokenizers.lengths[place]
+        called = {place: folder_name("text_encoder", place) for place in recipe.kinds}
+        places = [place for place in called if is_wanted(called[place])]
+        texts = TextEncoders(folder, recipe, shapes, dtype, places if weighs else ())
+        for place in places:
+            encoder, length = texts.encoders[place], texts.tokenizers.lengths[place]
             ids = torch.ones(1, length, dtype=torch.int64, device=device)
             given = {"ids": ids, "mask": torch.ones_like(ids)}
             states = sorted(map(str, recipe.states_of(place)))
-            called = folder_name("text_encoder", place)
-            yield _component(called, encoder.pieces, given, states, roofline)
-    if (folder / VAE).is_dir():
+            yield _component(called[place], encoder.pieces, given, states, roofline)
+    if is_wanted(VAE) and (folder / VAE).is_dir():
         vae = Autoencoder(folder / VAE, dtype, weighs)
         _, height, width = backbone.input_spec.shape
         shape = (1, vae.in_channels, height * vae.factor, width * vae.factor)

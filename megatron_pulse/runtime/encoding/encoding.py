@@ -80,6 +80,7 @@ class Encoding:
         self._sizes: dict[str, _Sizes] = {}
         self._fillers: tuple[Filler, ...] = ()
         self._batches: tuple[Batch, ...] = ()
+        self._samples: list[tuple[Batch, int]] = []
         self._states: dict[tuple[str, int], States] = {}
         self._results: dict[tuple[str, int], States] = {}
 
@@ -150,10 +151,11 @@ class Encoding:
 
     def fill(self, schedule: Schedule, batches: Sequence[Batch]) -> None:
         """The fillers of ``schedule`` are to encode ``batches``; PulseError if they cannot."""
-        if faults := list(self._filler_faults(schedule, len(_rows(batches)))):
+        samples = _rows(batches)
+        if faults := list(self._filler_faults(schedule, len(samples))):
             raise PulseError(told("the plan's fillers", faults))
         self._learn(batches)
-        self._fillers, self._batches = schedule.fillers, tuple(batches)
+        self._fillers, self._batches, self._samples = schedule.fillers, tuple(batches), samples
         self._states.clear()
         self._results.clear()
 
@@ -165,7 +167,7 @@ class Encoding:
         """The results that this device reads, of every microbatch, when the step has ended."""
         batches, found = self._batches, dict(self._results)
         read = [self._component(f.name) for f in self._fillers if self._number in f.readers]
-        self._batches = ()
+        self._batches, self._samples = (), []
         self._states.clear()
         self._results.clear()
         return _by_microbatch(batches, read, found)
@@ -176,12 +178,11 @@ class Encoding:
             component = self._component(filler.name)
             assert component.pieces is not None  # as fill has seen
             first, last, one, end = filler.pieces[slice_]
-            samples = _rows(self._batches)
             for sample in range(one, end):
                 if first:
                     states = self._states.pop((filler.name, sample))
                 else:
-                    states = component.given(*samples[sample])
+                    states = component.given(*self._samples[sample])
                 states = run_pieces(component.pieces[first:last], states)
                 if last < len(component.pieces):
                     self._states[filler.name, sample] = states
@@ -212,10 +213,10 @@ class Encoding:
         if message.consumer == STEP_END:
             self._results |= {(name, s): one for s, one in zip(samples, states, strict=True)}
             return
-        kept, rows = self._kept(message), _rows(self._batches)
+        kept = self._kept(message)
         for sample, one in zip(samples, states, strict=True):
             if kept:
-                given = self._component(name).given(*rows[sample])
+                given = self._component(name).given(*self._samples[sample])
                 one |= {key: given[key] for key in kept}
             self._states[name, sample] = one
 
