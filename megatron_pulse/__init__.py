@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_pulse.backbone.cascade import cascade as cascade
     from megatron_pulse.backbone.chain import Backbone as Backbone
     from megatron_pulse.backbone.chain import Layer as Layer
     from megatron_pulse.backbone.chain import TensorSpec as TensorSpec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import Partition as Partition
     from megatron_pulse.planner.layout.placement import fold as fold
     from megatron_pulse.planner.layout.placement import interleaved as interleaved
+    from megatron_pulse.planner.layout.placement import opposite as opposite
     from megatron_pulse.planner.layout.placement import sequential as sequential
     from megatron_pulse.planner.partition.find import Goal as Goal
     from megatron_pulse.planner.partition.find import find_partition as find_partition
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from megatron_pulse.runtime.pipeline import Pipeline as Pipeline
 
 _NAMES = {
+    "megatron_pulse.backbone.cascade": ("cascade",),
     "megatron_pulse.backbone.chain": ("Backbone", "Layer", "TensorSpec"),
     "megatron_pulse.backbone.check": ("check_backbone",),
     "megatron_pulse.backbone.costs": ("ChainCosts", "weighted_costs"),
@@ -42,7 +45,13 @@ _NAMES = {
     "megatron_pulse.profile.measuring.measure": ("measure",),
     "megatron_pulse.profile.trained": ("choose_trained",),
     "megatron_pulse.planner.cluster.link": ("Link",),
-    "megatron_pulse.planner.layout.placement": ("Partition", "fold", "interleaved", "sequential"),
+    "megatron_pulse.planner.layout.placement": (
+        "Partition",
+        "fold",
+        "interleaved",
+        "opposite",
+        "sequential",
+    ),
     "megatron_pulse.planner.partition.find": ("Goal", "find_partition"),
     "megatron_pulse.planner.step.plan": ("Plan", "make_plan"),
     "megatron_pulse.planner.schedule.solve": ("solve",),

@@ -50,6 +50,7 @@ PIXELS = Range(lambda value: 1 <= value <= 8192, "from 1 to 8,192 pixels of a si
 TO_4096 = Range(lambda value: 1 <= value <= 4096, "from 1 to 4,096")
 TO_MILLION = Range(lambda value: 1 <= value <= 1_000_000, "from 1 to 1,000,000")
 BELOW_ONE = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+SHARE = Range(lambda value: 0 < value <= 1, "above 0 and at most 1")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Types of numbers as flags call them, and as torch and NumPy do."""
 

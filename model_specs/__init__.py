@@ -24,7 +24,7 @@ The folders here are cut alike: ``config.py`` (on the ground), ``chain.py`` (``b
 share. A folder's name is the family's in checkpoints.
 
 A name with a colon is no configuration of these, but a module or a chain of one's own, of which a
-family is made (``derived/``).
+family is made (``derived/``), or a cascade of several (``derived/cascades.py``).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from megatron_pulse.backbone.cascade import CASCADE, cascade
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import BackboneError, require_valid
 from megatron_pulse.backbone.published import Published
@@ -54,6 +55,8 @@ from model_specs.common.options import (
     resolve,
     to_record,
 )
+from model_specs.derived.cascades import is_cascade as is_cascade
+from model_specs.derived.cascades import options_of, parts_of, require_known
 from model_specs.derived.classes import CLASSES
 from model_specs.derived.diffusers_modules import PREFIX as DIFFUSERS
 from model_specs.derived.diffusers_modules import describe_weights as describe_weights
@@ -142,7 +145,7 @@ def unknown_backbone(name: str) -> str:
 
     Empty if there is one, or if it is no name of a family's.
     """
-    if is_module(name) or name in available():
+    if is_module(name) or is_cascade(name) or name in available():
         return ""
     if fault := misnamed(name):
         return fault
@@ -159,6 +162,8 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
     (with close matches), for faulty options (with all faults and the legal keys), and, as
     BackboneError, for a family whose chain is not sound (with all faults).
     """
+    if is_cascade(name):
+        return _load_cascade(name, options)
     family = _family(name)
     name = _name_in(family, name)
     config = resolve(name, family.CONFIGS[name], options)
@@ -181,8 +186,40 @@ def load_backbone(name: str, options: Mapping[str, Value] = _NO_OPTIONS) -> Back
     return dataclasses.replace(backbone, record=record)
 
 
+def _load_cascade(name: str, options: Mapping[str, Value]) -> Backbone:
+    require_known(name, options)
+    parts = {
+        chain: load_backbone(backbone, options_of(chain, options))
+        for chain, backbone in parts_of(name).items()
+    }
+    joined = cascade(parts)
+    record = {
+        "name": name,
+        "family": CASCADE,
+        "options": {
+            f"{chain}.{key}": value
+            for chain, part in parts.items()
+            for key, value in part.record["options"].items()
+        },
+    }
+    return dataclasses.replace(joined, name=name, record=record)
+
+
+def part_record(record: Mapping[str, Any], chain: str) -> dict[str, Any]:
+    """The record of one chain of a cascade's; raises ValueError where there is no such chain."""
+    parts = parts_of(record["name"])
+    if chain not in parts:
+        raise ValueError(f"{record['name']} has no chain {chain!r}: {', '.join(parts)}")
+    return dict(load_backbone(parts[chain], options_of(chain, record["options"])).record)
+
+
 def check_options(name: str, options: Mapping[str, Value]) -> None:
     """Raise ValueError as ``load_backbone`` does before it builds a chain."""
+    if is_cascade(name):
+        require_known(name, options)
+        for chain, backbone in parts_of(name).items():
+            check_options(backbone, options_of(chain, options))
+        return
     family = _family(name)
     resolve(name, family.CONFIGS[_name_in(family, name)], options)
 
@@ -220,6 +257,10 @@ def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Compari
     Options that an older record lacks have the values of the named configuration.
     """
     theirs = there.get("family")
+    if here["family"] == CASCADE and theirs == CASCADE:
+        return _compare_cascades(there, here)
+    if CASCADE in (theirs, here["family"]):
+        return Comparison((f"family {theirs} there, {here['family']} here",))
     family = _family(here["name"])
     if theirs != here["family"]:
         return Comparison((f"family {theirs} there, {here['family']} here",))
@@ -231,6 +272,19 @@ def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Compari
     return compare_configs(config, ours, unknown)
 
 
+def _compare_cascades(there: Mapping[str, Any], here: Mapping[str, Any]) -> Comparison:
+    """Chain by chain."""
+    theirs, ours = parts_of(there["name"]), parts_of(here["name"])
+    if list(theirs) != list(ours):
+        said = f"chains {', '.join(theirs)} there, {', '.join(ours)} here"
+        return Comparison((said,))
+    found = [compare_models(part_record(there, chain), part_record(here, chain)) for chain in ours]
+    return Comparison(
+        tuple(f"{c}: {text}" for c, one in zip(ours, found, strict=True) for text in one.different),
+        tuple(f"{c}: {text}" for c, one in zip(ours, found, strict=True) for text in one.changed),
+    )
+
+
 def continue_model(
     there: Mapping[str, Any], name: str, options: Mapping[str, Value] = _NO_OPTIONS
 ) -> Backbone:
@@ -240,7 +294,7 @@ def continue_model(
     of another family, or of a faulty one, which ``compare_models`` tells.
     """
     backbone = load_backbone(name, options)
-    if there.get("family") != backbone.record["family"]:
+    if there.get("family") != backbone.record["family"] or is_cascade(name):
         return backbone
     family = _family(name)
     try:

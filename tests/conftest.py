@@ -47,6 +47,7 @@ def pytest_collection() -> Generator[None, object, object]:
     with without_collecting():
         result = yield
         gc.freeze()
+        gc.set_threshold(50_000, 20, 100)  # of 700: looking for circles takes a tenth of all tests
     return result
 
 

@@ -6,7 +6,8 @@
 MASTER_ADDR, ...); its return values come back in rank order. If a rank fails, ``RanksFailed``
 holds what every rank said. Nothing outlives the call, nor the process that made it.
 
-With ``shared`` they are forked from the calling process, and have what it has made.
+A rank is never forked from a process that has multiplied: MKL's memory manager may then search
+for ever in its lists.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.runtime import nccl_double
 
 _PRELOAD = ["tests.preload"]
 _ROOT = Path(__file__).parents[1]
@@ -110,6 +113,7 @@ def _main(
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     code = 1
     try:
+        nccl_double.install_if_asked()
         result = function(*args)
         Path(f"{folder}/result.{rank}").write_bytes(pickle.dumps(result))
         code = 0
@@ -127,18 +131,14 @@ def _main(
         os._exit(code)
 
 
-def start_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, folder: str, shared: bool = False
-) -> list[Any]:
+def start_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, folder: str) -> list[Any]:
     """Start the ranks and return their processes; their output goes to ``folder/log.<rank>``."""
     port = free_port()
     processes = []
-    context = multiprocessing.get_context("fork") if shared else _context()
+    context = _context()
     for rank in range(num_ranks):
         env = {
             **os.environ,
-            # MKL: its memory manager may search for ever in a fork of a process that has used it.
-            "MKL_DISABLE_FAST_MM": "1",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(num_ranks),
@@ -159,11 +159,10 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     timeout_s: float = 240.0,
-    shared: bool = False,
 ) -> list[Any]:
     """Run ``function(*args)`` on every rank and return the results in rank order."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = start_ranks(num_ranks, function, *args, folder=folder, shared=shared)
+        processes = start_ranks(num_ranks, function, *args, folder=folder)
         deadline = time.monotonic() + timeout_s
         running = [p.sentinel for p in processes]
         while running and time.monotonic() < deadline:

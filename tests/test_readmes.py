@@ -206,17 +206,19 @@ def test_the_maps_counts_are_of_the_files_it_names() -> None:
 def drawn_schedules() -> list[tuple[str, list[list[str]]]]:
     """(title, cells of every device) of the drawings on the page of schedules."""
     text = (ROOT / "megatron_pulse/planner/schedule/README.md").read_text()
-    (block,) = (b for b in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "device 0" in b)
     found = []
-    for part in block.strip().split("\n\n"):
-        title, *rows = part.splitlines()
-        found.append((title, [row.split()[2:] for row in rows]))
+    for block in re.findall(r"```\n(.*?)```", text, re.DOTALL):
+        for part in block.strip().split("\n\n") if "device 0" in block else ():
+            title, *rows = part.splitlines()
+            found.append((title, [row.split()[2:] for row in rows]))
     return found
 
 
-@pytest.mark.parametrize(("title", "rows"), drawn_schedules(), ids=["1f1b", "whole", "split"])
+@pytest.mark.parametrize(
+    ("title", "rows"), drawn_schedules(), ids=["1f1b", "whole", "split", "two"]
+)
 def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) -> None:
-    from megatron_pulse.planner.layout.placement import fold, sequential
+    from megatron_pulse.planner.layout.placement import fold, opposite, sequential
     from megatron_pulse.planner.schedule.bound.bounds import lower_bound
     from megatron_pulse.planner.schedule.check.simulate import run
     from megatron_pulse.planner.schedule.check.validate import faults_for
@@ -224,11 +226,14 @@ def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) ->
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
     placement = sequential(2) if "1F1B" in title else fold(2)
+    count = 3
+    if "two chains" in title:
+        placement, count = opposite(2), 2
     each = 2.0 if "1F1B" in title else 1.0  # two stages of the others as one
     split = (each,) * placement.num_stages if "split" in title else None
     problem = ScheduleProblem(
         placement,
-        3,
+        count,
         (each,) * placement.num_stages,
         (2 * each if split is None else each,) * placement.num_stages,
         split,
@@ -241,7 +246,7 @@ def test_drawn_schedules_are_what_they_say(title: str, rows: list[list[str]]) ->
         operation(cell): slot for row in rows for slot, cell in enumerate(row) if cell[0] in "FBIW"
     }
     order = tuple(tuple(operation(cell) for cell in row if cell[0] in "FBIW") for row in rows)
-    schedule = Schedule("drawn", placement, 3, order)
+    schedule = Schedule("drawn", placement, count, order)
     assert faults_for(problem, schedule) == []
     timeline = run(problem, schedule)
     assert dict(timeline.start) == starts

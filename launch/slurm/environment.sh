@@ -24,9 +24,6 @@ export PYTHONUNBUFFERED=1
 # Ranks share the cores of a node; more threads than cores slow all of them down. On CPUs sums
 # depend on it too: a run that is to repeat bit for bit keeps it.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# One hardware queue, so that communication that is launched before a kernel also starts before
-# it: Megatron demands it for tensor and sequence parallelism.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # Compiled kernels on the node's own disk: ranks of several nodes would race for a shared home.
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/pulse-$UID/triton}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/pulse-$UID/inductor}

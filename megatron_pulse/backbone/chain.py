@@ -93,6 +93,9 @@ class Layer:
     A module's attribute ``undivided``, if it has one, lists parameters whose gradients are not to
     wait where backward passes are split: those that an operation uses too whose do not.
 
+    In a cascade the names of a layer and of all that it reads and gives begin with ``chain``, its
+    chain's; its module knows nothing of that.
+
     In a chain of several shapes a module that has an attribute ``chain_shape`` is told there which
     one it is called with (0 is the first).
     """
@@ -109,6 +112,11 @@ class Layer:
     qualified: bool = False
     trained: bool = True
     beside: Mapping[int, int] = field(default_factory=dict)
+    chain: str = ""
+
+    def own(self, name: str) -> str:
+        """What its chain calls ``name`` where it is alone."""
+        return name.removeprefix(f"{self.chain}.") if self.chain else name
 
     @property
     def prefix(self) -> str:
@@ -139,7 +147,7 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class Backbone:
-    """An ordered chain of layers.
+    """An ordered chain of layers, or several, one after another (see ``cascade``).
 
     ``batch_fields`` are conditioning tensors that come with the batch (timesteps, labels, text
     states); every device reads them from its own data loader, so they are never sent.
@@ -154,7 +162,8 @@ class Backbone:
     which tensor-parallel ranks share (a number of ranks must divide each); ``patch_size``, the side
     of the squares of the sample that its tokens are, which tells a shift of the diffusion process
     how large the picture is. ``shares`` says which part of the microbatches is of which shape
-    (empty: as many of each), for planning.
+    (empty: as many of each), for planning. ``parts`` are a cascade's backbones by the names of
+    their chains; what each says of itself, only it knows.
     """
 
     name: str
@@ -168,6 +177,18 @@ class Backbone:
     num_heads: tuple[int, ...] = ()
     patch_size: int = 1
     shares: tuple[float, ...] = ()
+    parts: Mapping[str, Backbone] = field(default_factory=dict)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The layers where a chain begins."""
+        chains = [layer.chain for layer in self.layers]
+        return tuple(i for i, chain in enumerate(chains) if not i or chain != chains[i - 1])
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The layers where a chain ends."""
+        return tuple(start - 1 for start in (*self.starts[1:], len(self.layers)))
 
     @property
     def num_shapes(self) -> int:
@@ -188,6 +209,18 @@ class Backbone:
     def output_spec(self) -> TensorSpec:
         """The prediction that the last layer returns."""
         return self.layers[-1].outputs[0]
+
+    @property
+    def takes_prediction(self) -> bool:
+        """Whether the first layer takes twice the channels of a prediction: a noisy sample, and
+        behind it what was predicted of it (self-conditioning)."""
+        channels, *sides = self.output_spec.shape or (0,)
+        return self.input_spec.shape == (2 * channels, *sides)
+
+    @property
+    def sample_spec(self) -> TensorSpec:
+        """The noisy sample: what the first layer takes, but for a prediction behind it."""
+        return self.output_spec if self.takes_prediction else self.input_spec
 
     @property
     def image_tokens(self) -> int:

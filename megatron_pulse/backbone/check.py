@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 
 from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.shapes import shape_faults
@@ -41,7 +42,7 @@ def check_backbone(backbone: Backbone) -> list[str]:
         *_names(backbone.layers),
         *tensors,
         *([] if tensors else shape_faults(backbone)),
-        *_boundaries(backbone.layers),
+        *_boundaries(backbone),
         *_beside(backbone.layers),
         *_skips(backbone.layers),
         *_conditioning(backbone),
@@ -143,17 +144,18 @@ def _describe(spec: TensorSpec) -> str:
 
 def _tensors(backbone: Backbone) -> Iterator[str]:
     """Specs that describe no tensor, and ends of the chain that are not one tensor."""
-    first, last = backbone.layers[0], backbone.layers[-1]
-    if len(first.inputs) != 1:
-        yield (
-            f"layer 0 ({first.name}): takes {len(first.inputs)} boundary tensors; the first layer "
-            "takes exactly one, the noisy sample"
-        )
-    if len(last.outputs) != 1:
-        yield (
-            f"layer {len(backbone.layers) - 1} ({last.name}): returns {len(last.outputs)} boundary "
-            "tensors; the last layer returns exactly one, the prediction"
-        )
+    for i in backbone.starts:
+        if (count := len(backbone.layers[i].inputs)) != 1:
+            yield (
+                f"layer {i} ({backbone.layers[i].name}): takes {count} boundary tensors; the first "
+                "layer takes exactly one, the noisy sample"
+            )
+    for i in backbone.ends:
+        if (count := len(backbone.layers[i].outputs)) != 1:
+            yield (
+                f"layer {i} ({backbone.layers[i].name}): returns {count} boundary tensors; the "
+                "last layer returns exactly one, the prediction"
+            )
     specs = [("batch field", name, spec) for name, spec in backbone.batch_fields.items()]
     for layer in backbone.layers:
         specs += [(f"{layer.name}: input", str(i), spec) for i, spec in enumerate(layer.inputs)]
@@ -188,8 +190,10 @@ def spec_faults(where: str, spec: TensorSpec) -> Iterator[str]:
         yield f"{where}: batch_dim {spec.batch_dim} is outside the shape {spec.shape}"
 
 
-def _boundaries(layers: tuple[Layer, ...]) -> Iterator[str]:
-    for i, (before, after) in enumerate(zip(layers[:-1], layers[1:], strict=True)):
+def _boundaries(backbone: Backbone) -> Iterator[str]:
+    for i, (before, after) in enumerate(pairwise(backbone.layers)):
+        if i in backbone.ends:
+            continue
         where = f"boundary {i}|{i + 1} ({before.name} -> {after.name})"
         if len(before.outputs) != len(after.inputs):
             yield f"{where}: {len(before.outputs)} tensors leave, {len(after.inputs)} are expected"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import SupportsFloat
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,12 +33,12 @@ class SkipCost:
 class ChainCosts:
     """Every layer's costs at one microbatch size, in chain order.
 
-    ``boundary_bytes[i]`` is what crosses a cut before layer i (the first is not a cut).
+    ``boundary_bytes[i]`` is what crosses a cut before layer i (nothing where a chain begins).
     ``saved_bytes`` is what a layer keeps from forward to backward. ``weight_grad_s`` is the part of
     a split backward that may be put off (empty: unknown), ``split_forward_s`` and
     ``split_backward_s`` are both passes where it is (empty: as whole). ``trained`` counts the
     parameters that have a gradient (empty: all); ``wants[i]`` says whether the tensors before layer
-    i want one (empty: all do).
+    i want one (empty: all do). ``starts`` are the layers where a chain begins.
     """
 
     names: tuple[str, ...]
@@ -52,6 +53,7 @@ class ChainCosts:
     wants: tuple[bool, ...] = ()
     split_forward_s: tuple[float, ...] = ()
     split_backward_s: tuple[float, ...] = ()
+    starts: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         of_split = (self.split_forward_s, self.split_backward_s)
@@ -70,9 +72,28 @@ class ChainCosts:
             raise ValueError("costs must be finite and not negative")
 
     @property
+    def chains(self) -> tuple[ChainCosts, ...]:
+        """Every chain alone."""
+        return tuple(
+            self._only(first, last) for first, last in pairwise((*self.starts, len(self.names)))
+        )
+
+    def _only(self, first: int, last: int) -> ChainCosts:
+        skips = tuple(
+            replace(s, source=s.source - first, destination=s.destination - first)
+            for s in self.skips
+            if first <= s.source < last
+        )
+        columns: dict[str, Any] = {f.name: getattr(self, f.name)[first:last] for f in fields(self)}
+        return ChainCosts(**{**columns, "skips": skips, "starts": (0,)})
+
+    @property
     def trained_parameters(self) -> tuple[int, ...]:
         """Those of each layer that have a gradient and an optimizer's state."""
         return self.trained or self.parameters
+
+    def __len__(self) -> int:
+        return len(self.names)
 
     def of_schedule(self, split: bool) -> ChainCosts:
         """The same as a schedule with split backwards, or without, takes them."""
@@ -127,12 +148,16 @@ def weighted_costs(backbone: Backbone, weights: Sequence[float]) -> ChainCosts:
         tuple(num * float(weight) for num, weight in zip(gradients, weights, strict=True)),
         none,
         none,
-        tuple(sum(map(_half_bytes, layer.inputs)) for layer in backbone.layers),
+        tuple(
+            0 if i in backbone.starts else sum(map(_half_bytes, layer.inputs))
+            for i, layer in enumerate(backbone.layers)
+        ),
         tuple(
             SkipCost(s.source, s.destination, _half_bytes(s.spec), wanted.skips[s.name])
             for s in backbone.skips
         ),
         wants=tuple(map(any, wanted.boundaries)),
+        starts=backbone.starts,
     )
 
 

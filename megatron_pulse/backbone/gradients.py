@@ -30,22 +30,24 @@ class Wanted:
 
 def wanted_gradients(backbone: Backbone) -> Wanted:
     """The gradients that a step of ``backbone`` computes between its layers."""
-    boundaries, layers = [], []
+    boundaries, layers, starts = [], [], backbone.starts
     skips: dict[str, bool] = {}
     conditioning: dict[str, bool] = {}
-    entering = (False,) * len(backbone.layers[0].inputs)
-    for layer in backbone.layers:
+    entering: tuple[bool, ...] = ()
+    for i, layer in enumerate(backbone.layers):
+        if i in starts:
+            entering = (False,) * len(layer.inputs)
         boundaries.append(entering)
         passing = set(layer.beside.values())
-        taken = any(wants for i, wants in enumerate(entering) if i not in passing)
+        taken = any(wants for k, wants in enumerate(entering) if k not in passing)
         within = taken and not layer.embedder
         within |= any(skips[name] for name in layer.pops)
         within |= any(conditioning.get(name, False) for name in layer.uses)
         within |= layer.trained
         if not layer.embedder:
             entering = tuple(
-                entering[layer.beside[i]] if i in layer.beside else within and spec.differentiable
-                for i, spec in enumerate(layer.outputs)
+                entering[layer.beside[k]] if k in layer.beside else within and spec.differentiable
+                for k, spec in enumerate(layer.outputs)
             )
         for name, index in layer.pushes.items():
             skips[name] = entering[index]

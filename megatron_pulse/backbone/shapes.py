@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from megatron_pulse.backbone.chain import Backbone, TensorSpec
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 
 
 class Sized(Protocol):
@@ -31,8 +31,25 @@ class ShapeError(ValueError):
 
 
 def fields_of(backbone: Backbone) -> dict[str, TensorSpec]:
-    """What a microbatch holds for the chain: ``noisy``, and the fields of the batch."""
-    return {"noisy": backbone.input_spec, **backbone.batch_fields}
+    """What a microbatch holds for each chain: ``noisy``, and the fields of the batch."""
+    samples = {
+        sample_field(first): first.inputs[0]
+        for first in map(backbone.layers.__getitem__, backbone.starts)
+    }
+    return {**samples, **backbone.batch_fields}
+
+
+def sample_field(layer: Layer) -> str:
+    """What a microbatch calls the noisy sample of a layer's chain."""
+    return f"{layer.chain}.noisy" if layer.chain else "noisy"
+
+
+def own_fields(backbone: Backbone, chain: str, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A microbatch as a chain alone has it: of a cascade its own fields, by its own names."""
+    if not backbone.parts:
+        return batch
+    prefix = f"{chain}."
+    return {name[len(prefix) :]: v for name, v in batch.items() if name.startswith(prefix)}
 
 
 def shape_of(backbone: Backbone, batch: Mapping[str, Any]) -> int:

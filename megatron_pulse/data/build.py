@@ -93,6 +93,26 @@ def names_of(spec: str) -> list[str]:
     return _NEXT.split(spec)
 
 
+def data_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str]:
+    """What ``--pulse-data`` names for every chain; raises DataError where it leaves one out."""
+    if spec is None:
+        raise no_data_named()
+    starts = re.compile(rf"(?:^|,)({'|'.join(map(re.escape, chains))})=")
+    parts = starts.split(spec)
+    found = dict(zip(parts[1::2], parts[2::2], strict=True))
+    missing = [chain for chain in chains if not found.get(chain)]
+    others = re.findall(r",([A-Za-z]\w*)=", ",".join(["", *found.values()]))
+    if missing or others or parts[0] or len(parts) != 1 + 2 * len(found):
+        form = ",".join(f"{chain}=DATA" for chain in chains)
+        fault = "it is not of that form"
+        if missing or others:
+            fault = f"no data for {', '.join(missing)}" if missing else f"no chain is {others[0]}"
+        raise DataError(
+            f"--pulse-data {spec}", [fault], f"A cascade has data for each chain: {form}."
+        )
+    return found
+
+
 def _open(
     spec: str,
     image_size: int | None = None,

@@ -148,6 +148,9 @@ def constants(
     return found
 
 
+_NO_CAPTIONS = "no captions: write NAME.txt beside each picture, or metadata.csv"
+
+
 class Fitted(Derived):
     """``source`` with exactly the fields of ``taken``: defaults filled in, the others left out.
 
@@ -174,7 +177,8 @@ class Fitted(Derived):
             if name in source.fields and not source.fields[name].fits(spec):
                 self.faults.append(f"{reads} {name} ({spec}), the data has {source.fields[name]}")
             elif name not in source.fields and name not in self._constants:
-                self.faults.append(f"{reads} {name} ({spec}), the data has none")
+                none = _NO_CAPTIONS if name in tokens else "none"
+                self.faults.append(f"{reads} {name} ({spec}), the data has {none}")
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         given = self.source.conditioning(index) if self._taken else {}

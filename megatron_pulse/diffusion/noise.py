@@ -26,6 +26,7 @@ class Stream(IntEnum):
     ORDER = 4
     REPLACEMENT = 5
     POSTERIOR = 6
+    SELF_CONDITIONING = 7
 
 
 class Draw(NamedTuple):

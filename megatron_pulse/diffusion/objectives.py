@@ -218,6 +218,23 @@ class DiffusionProcess:
             return noisy, x0
         return noisy, scheduler.get_velocity(x0, noise, steps)
 
+    def clean(self, noisy: Tensor, prediction: Tensor, timesteps: Tensor) -> Tensor:
+        """The clean sample ``[b, ...]`` that a ``prediction`` for ``noisy`` stands for.
+
+        Of epsilon it is the prediction's error over the signal's share that is left: large where
+        there is hardly any.
+        """
+        if self.objective == Objective.SAMPLE:
+            return prediction
+        sides = (-1, *[1] * (noisy.dim() - 1))
+        if self.objective == Objective.FLOW:
+            return noisy - (timesteps / self.num_timesteps).view(sides).to(noisy) * prediction
+        share = _ddpm(self).alphas_cumprod.to(timesteps.device)[timesteps.long()].to(noisy)
+        signal, noise = share.sqrt().view(sides), (1 - share).sqrt().view(sides)
+        if self.objective == Objective.V:
+            return signal * noisy - noise * prediction
+        return (noisy - noise * prediction) / signal
+
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Mean squared error over a microbatch, in fp32: a scalar."""
         return F.mse_loss(prediction.float(), target.float())

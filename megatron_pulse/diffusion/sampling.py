@@ -14,6 +14,7 @@ from megatron_pulse.diffusion.choice import DynamicShift, Objective
 from megatron_pulse.diffusion.noise import start_noise
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.diffusion.scheduler_export import sampling_settings
+from megatron_pulse.diffusion.self_conditioning import beside
 from megatron_pulse.faults import told
 
 Fields = Mapping[str, Tensor]
@@ -36,6 +37,7 @@ def sample(
     progress: bool = True,
     clip: float | None = None,
     first_index: int = 0,
+    self_conditioned: bool = False,
 ) -> Tensor:
     """``count`` samples ``[count, *shape]`` float32, for named ``conditioning [count, ...]``.
 
@@ -46,6 +48,8 @@ def sample(
     prediction with a learned sigma only the mean's half counts (see predicted_mean). ``eta`` is
     DDIM's (Song et al. 2021, eq. 16). ``clip`` bounds DDIM's estimate of x_0 (1 for pixels in
     [-1, 1], None for latents); Euler has no such estimate and bounds only the result.
+    A ``self_conditioned`` model gets ``[b, 2c, h, w]``: behind x_t what it made of x_0 in the step
+    before (zeros in the first), within ``clip``; under guidance each half its own, as in training.
     What a published scheduler says of sampling counts (see sampling_settings); else, and with zero
     terminal SNR, the grid begins at the last timestep (Lin et al. 2024, section 3.3). A dynamic
     shift must have become a number (see DiffusionProcess.for_tokens).
@@ -63,12 +67,22 @@ def sample(
         else {}
     )
 
+    estimate: Tensor | None = None
+
     def predict(x: Tensor, timestep: Tensor) -> Tensor:
-        timesteps = timestep.to(torch.float32).expand(len(x))
-        if guidance_scale == 1:
-            return predicted_mean(model_fn(x, timesteps, conditioning), shape[0]).float()
-        both = model_fn(torch.cat([x, x]), torch.cat([timesteps, timesteps]), guided)
-        conditional, unconditional = predicted_mean(both, shape[0]).float().chunk(2)
+        nonlocal estimate
+        is_guided = guidance_scale != 1
+        noisy = torch.cat([x, x]) if is_guided else x
+        timesteps = timestep.to(torch.float32).expand(len(noisy))
+        given = beside(noisy, estimate) if self_conditioned else noisy
+        made = model_fn(given, timesteps, guided if is_guided else conditioning)
+        mean = predicted_mean(made, shape[0]).float()
+        if self_conditioned:
+            estimate = process.clean(noisy, mean, timesteps)
+            estimate = estimate if clip is None else estimate.clamp(-clip, clip)
+        if not is_guided:
+            return mean
+        conditional, unconditional = mean.chunk(2)
         return unconditional + guidance_scale * (conditional - unconditional)
 
     steps = tqdm(scheduler.timesteps, desc="sampling", disable=not progress, leave=False)

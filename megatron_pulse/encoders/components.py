@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.published import read_folder
+from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.encoders.tokens import require
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
@@ -43,6 +44,23 @@ def components(folder: Path) -> list[Component]:
         require(folder, [str(error)])
         raise
     return list(_components(folder, index))
+
+
+def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
+    """Why the weights of these components cannot be read, from the heads of their files.
+
+    Those in other formats than safetensors are left to the library that reads them.
+    """
+    faults = []
+    for name in names:
+        library = "diffusers" if name == VAE else "transformers"
+        where = folder / name
+        if not where.is_dir() or any(where.glob("*.bin")):
+            continue
+        if fault := _weighed(where, "", library).fault:
+            told = fault if fault.startswith(name) else f"{name}: {fault}"
+            faults.append(f"{folder}: {told}; fetch the file anew")
+    return faults
 
 
 def _components(folder: Path, index: dict[str, object]) -> Iterator[Component]:

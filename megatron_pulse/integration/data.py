@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,12 +35,17 @@ _MOST_NAMED = 20
 
 def can_drop(backbone: Backbone) -> bool:
     """Whether there is a label for a sample that loses its own, where there are labels."""
+    if backbone.parts:
+        return all(map(can_drop, backbone.parts.values()))
     return backbone.num_classes is None or backbone.null_label is not None
 
 
 def makes_pixels(args: argparse.Namespace) -> bool:
     """Whether who was trained with these flags makes pixels; else latents, or not known."""
-    data, encoders = args.pulse_data, getattr(args, "pulse_encoders", None)
+    return _are_pixels(args.pulse_data, getattr(args, "pulse_encoders", None))
+
+
+def _are_pixels(data: str | None, encoders: str | None) -> bool:
     latents = data is None or data.startswith("latents:")
     return not latents and not (encoders is not None and (Path(encoders) / VAE).is_dir())
 
@@ -54,7 +60,7 @@ def wanted_by(backbone: Backbone) -> Wanted:
     with suppress(ValueError):  # nobody knows how its text is made
         recipe = text_recipe(backbone.name, backbone)
     return Wanted(
-        shape=backbone.input_spec.shape,
+        shape=backbone.sample_spec.shape,
         fields={
             name: FieldSpec(spec.shape, "int64" if spec.dtype == "bool" else spec.dtype)
             for name, spec in backbone.batch_fields.items()
@@ -63,6 +69,19 @@ def wanted_by(backbone: Backbone) -> Wanted:
         num_classes=backbone.num_classes,
         made_by={} if recipe is None else {name: recipe.told(name) for name in recipe.fields},
     )
+
+
+@contextmanager
+def _naming_encoders(options: PulseOptions, wanted: Wanted) -> Iterator[None]:
+    """Where data lack what encoders would make, say how the run makes it."""
+    try:
+        yield
+    except DataError as error:
+        lost = [name for name in wanted.made_by if any(f" {name} (" in f for f in error.faults)]
+        if options.encoders is not None or not lost:
+            raise
+        make = f"Encode captions in the loop (--pulse-encoders DIR makes {', '.join(lost)})"
+        raise DataError(error.what, error.faults, f"{make}. {error.remedy}") from error
 
 
 class DiffusionData:
@@ -87,9 +106,10 @@ class DiffusionData:
         self._null_label = backbone.null_label
         self.homes: dict[str, tuple[int, ...]] = {}
         """The pipeline devices of each encoder in the loop, as the plan says."""
-        self._num_channels = backbone.input_spec.shape[0]
+        self._num_channels = backbone.sample_spec.shape[0]
+        self._bound = 1.0 if _are_pixels(options.data, options.encoders) else math.inf
         for chain in chains:
-            self._require_prediction(chain)
+            _require_prediction(chain, options.self_conditioning)
         if options.data is None:
             raise no_data_named()
         self.in_loop = in_loop(options, backbone)
@@ -97,7 +117,8 @@ class DiffusionData:
         wanted = [wanted_by(chain) for chain in chains]
         if self.in_loop is not None:
             wanted = [self.in_loop.unencoded(one) for one in wanted]
-        self.train, self.validation, shapes = open_buckets(options.data, wanted)
+        with _naming_encoders(options, wanted[0]):
+            self.train, self.validation, shapes = open_buckets(options.data, wanted)
         self._processes = [process.for_tokens(num_tokens[which]) for which in shapes]
         self.held_out = next(
             (p for p, which in zip(self.validation.parts, shapes, strict=True) if which == 0),
@@ -105,22 +126,15 @@ class DiffusionData:
         )
         """The validation samples of the first shape, where there are such."""
 
-    def _require_prediction(self, backbone: Backbone) -> None:
-        """The mean of what is noised, and perhaps its variance behind it."""
-        taken, given = backbone.input_spec.shape, backbone.output_spec.shape
-        if given not in (taken, (2 * taken[0], *taken[1:])):
-            raise DataError(
-                f"backbone {backbone.name}",
-                [f"it takes samples of {taken} and predicts {given}"],
-                "A prediction has the sample's shape, or twice its channels (a learned sigma).",
-            )
-
     def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
         """Put the encoders of the loop where the plan has them; why it cannot be."""
         filled = () if given is None else given.schedule.fillers
         if self.in_loop is None:
             names = ", ".join(filler.name for filler in filled)
-            told = f"the plan encodes {names} in idle time: give --pulse-encoders DIR"
+            told = (
+                f"the plan encodes {names} in idle time: give --pulse-encoders DIR, or a plan "
+                "tuned without --encoders where the data have what they make"
+            )
             return [told] if names else []
         self.homes = self.in_loop.homes(filled, plan.placement.num_devices)
         return self.in_loop.filling_faults(filled, plan.routes, plan.backbone)
@@ -139,10 +153,18 @@ class DiffusionData:
         mean = predicted_mean(prediction, self._num_channels)
         return self.process.loss(mean, batch["target"].to(mean.device))
 
+    def estimate(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """The clean samples that predictions for a microbatch stand for, in fp32; pixels are kept
+        in [-1, 1], as in sampling."""
+        mean = predicted_mean(prediction, self._num_channels).float()
+        noisy = batch["noisy"].to(mean.device)[:, : self._num_channels]
+        clean = self.process.clean(noisy, mean, batch["timesteps"].to(mean.device))
+        return clean.clamp(-self._bound, self._bound)
+
     def iterators(
-        self, args: argparse.Namespace, placement: Placement
+        self, args: argparse.Namespace, placement: Placement, chain: int = 0
     ) -> tuple[Iterator[dict[str, Tensor]], Iterator[dict[str, Tensor]]]:
-        """(training, validation) microbatches of this rank, without end.
+        """(training, validation) microbatches of this rank, without end, for a chain of a cascade.
 
         Every evaluation reads the same validation samples, so its losses are comparable.
         """
@@ -151,7 +173,8 @@ class DiffusionData:
         device = parallel_state.get_pipeline_model_parallel_rank()
         reads_pixels = self.in_loop is None or device in self.homes.get(VAE, ())
 
-        first_to_read = stages[0] == 0 and not parallel_state.get_tensor_model_parallel_rank()
+        first, last = placement.starts[chain], placement.ends[chain]
+        first_to_read = first in stages and not parallel_state.get_tensor_model_parallel_rank()
 
         def loader(split: Split) -> Iterator[dict[str, Tensor]]:
             training = split is Split.TRAIN
@@ -179,7 +202,7 @@ class DiffusionData:
                     self._class_dropout,
                     self._null_label,
                     split,
-                    needs_image=0 in stages or placement.num_stages - 1 in stages,
+                    needs_image=first in stages or last in stages,
                     skip_corrupt=self._skip_corrupt,
                     num_workers=args.num_workers,
                     other_processes=tuple(self._processes[1:]),
@@ -209,3 +232,27 @@ class DiffusionData:
                     more = "; more will not be named" if len(named) == _MOST_NAMED else ""
                     print(f"corrupt, passed over: {dataset.describe(index)}{more}", flush=True)
             yield batch
+
+
+def _require_prediction(backbone: Backbone, self_conditioning: float | None) -> None:
+    """The mean of what is noised, and perhaps its variance behind it; half of what is taken where
+    the backbone conditions itself."""
+    taken, given = backbone.input_spec.shape, backbone.output_spec.shape
+    fault, remedy = f"it takes samples of {taken} and predicts {given}", ""
+    if backbone.takes_prediction:
+        if self_conditioning is not None:
+            return
+        remedy = (
+            "Half of its channels are for its own prediction: give --pulse-self-conditioning P."
+        )
+    elif self_conditioning is not None:
+        fault = f"--pulse-self-conditioning {self_conditioning:g}: {fault}"
+        remedy = (
+            "Who conditions itself takes twice the channels that it predicts, as UNets, SD3, "
+            "PixArt and diffusers classes with --pulse-option in_channels=8 and out_channels=4."
+        )
+    elif given in (taken, (2 * taken[0], *taken[1:])):
+        return
+    else:
+        remedy = "A prediction has the sample's shape, or twice its channels (a learned sigma)."
+    raise DataError(f"backbone {backbone.name}", [fault], remedy)

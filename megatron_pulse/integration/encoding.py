@@ -23,6 +23,7 @@ from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.microbatches import noised_here
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import Autoencoder
+from megatron_pulse.encoders.components import weight_faults
 from megatron_pulse.encoders.images import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import States
 from megatron_pulse.encoders.pipeline import TextEncoders
@@ -39,6 +40,9 @@ from model_specs import text_recipe
 
 TEXT = "text"
 """What a flag calls all text encoders."""
+
+_PICTURES = (1, 3)
+"""Channels of what is no latent."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,9 @@ class InLoop:
             when = "in the idle time of the step before" if name in filled else "in front"
             where = ", ".join(map(str, homes))
             lines.append(f"  {name}: {when}, on device{'s' * (len(homes) > 1)} {where}")
+        others = {path.name for path in self.folder.glob("text_encoder*") if path.is_dir()}
+        if self.recipe is not None and (unread := sorted(others - set(self.names))):
+            lines.append(f"  {', '.join(unread)}: not used, the backbone reads none of it")
         return "\n".join(lines)
 
 
@@ -172,18 +179,28 @@ def in_loop(options: PulseOptions, backbone: Backbone) -> InLoop | None:
             what = "latents" if name == VAE else "text states"
             faults.append(
                 f"--pulse-encode {name}=store: {options.data} has no {what}: write them first with "
-                "'pulse data write-latents'"
+                f"'pulse data write-latents --from {options.data} --encoders {folder} --backbone "
+                f"{options.backbone} --image-size PIXELS -o latents'"
             )
         if not makes and policies.get(name) in ("fill", "front"):
             faults.append(
                 f"--pulse-encode {name}={policies[name]}: {options.data} has its results: leave "
                 "the flag out"
             )
+    channels = backbone.sample_spec.shape[0]
+    if stored is None and not autoencodes and channels not in _PICTURES and folder.is_dir():
+        faults.append(
+            f"--pulse-encoders {folder}: {backbone.name} takes latents of {channels} channels and "
+            f"{options.data} has pictures, but there is no {VAE}/ that makes one of the other"
+        )
     if not texts and not autoencodes and not faults:
+        plan = " and take a plan tuned without --encoders" if options.plan else ""
         faults.append(
             f"--pulse-encoders {folder}: {options.data} has all that {backbone.name} reads: leave "
-            "the flag out"
+            f"the flag out{plan}"
         )
+    used = [*(there if texts else ()), *([VAE] if autoencodes else [])]
+    faults += weight_faults(folder, used)
     if faults:
         raise Faults(faults)
     shapes = (
@@ -191,28 +208,24 @@ def in_loop(options: PulseOptions, backbone: Backbone) -> InLoop | None:
         if recipe is not None and texts
         else {}
     )
-    names = [*(there if texts else ()), *([VAE] if autoencodes else [])]
     return InLoop(
         folder,
         recipe if texts else None,
         shapes,
         autoencodes,
-        {name: policies.get(name, "auto") for name in names},
+        {name: policies.get(name, "auto") for name in used},
         getattr(torch, DTYPES[options.encoders_dtype]) if options.encoders_dtype else None,
     )
 
 
 def _stored(data: str) -> frozenset[str] | None:
-    """The fields that latents have beside themselves; None where the data are images."""
+    """The fields that all latents have beside themselves; None where the data are images."""
     names = names_of(data)
     if not all(name.startswith("latents:") for name in names):
         return None
-    fields: set[str] = set()
-    for name in names:
-        folder = Path(name.removeprefix("latents:"))
-        if (folder / META).is_file():
-            fields |= Meta.load(folder).layout.fields.keys()
-    return frozenset(fields)
+    folders = [Path(name.removeprefix("latents:")) for name in names]
+    fields = [Meta.load(f).layout.fields.keys() for f in folders if (f / META).is_file()]
+    return frozenset.intersection(*map(frozenset, fields)) if fields else frozenset()
 
 
 def _policies(given: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -26,6 +26,7 @@ from megatron_pulse.integration.flags.checks import FlagError, check_flags, chec
 from megatron_pulse.integration.flags.parse import CommandLine, parse
 from megatron_pulse.integration.flags.plan_flags import contradictions, decided_by, obey
 from megatron_pulse.integration.flags.together import check_megatron
+from megatron_pulse.integration.loop.cascade import CascadeData
 from megatron_pulse.integration.planning.auto import plan_here
 from megatron_pulse.integration.planning.planning import (
     global_batch_size,
@@ -36,17 +37,19 @@ from megatron_pulse.integration.planning.planning import (
     share_schedules,
     trained_here,
 )
+from megatron_pulse.planner.layout.placement import OPPOSITE
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked
-from model_specs import allow, continue_model, is_module, misnamed
+from model_specs import allow, continue_model, is_cascade, is_module, misnamed
+from model_specs.derived.cascades import parts_of
 
 
 def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
     """The flags, and the plan that they name if they agree with it; faults are in the line."""
     line = parse()
     args = line.args
-    faults = [*line.faults, *_name_module(args)]
+    faults = [*line.faults, *_name_module(args), *_lay_cascade(args, line)]
     if not args.pulse_backbone and not args.pulse_plan and not args.pulse_auto:
         if not {"--pulse-backbone", "--pulse-module", "--pulse-plan"} & set(line.unread):
             faults.append(
@@ -91,6 +94,36 @@ def _name_module(args: argparse.Namespace) -> Iterator[str]:
         allow(args.pulse_backbone)
 
 
+def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
+    """Lay a cascade over the devices as cascades are; what it cannot be trained with."""
+    name = args.pulse_backbone or ""
+    if not is_cascade(name):
+        return
+    try:
+        chains = parts_of(name)
+    except ValueError as error:
+        yield str(error)
+        return
+    if not line.says("--pulse-placement"):
+        args.pulse_placement = OPPOSITE.name
+    if not line.says("--pulse-num-chunks"):
+        args.pulse_num_chunks = OPPOSITE.of_chain * len(chains)
+    refused = {
+        "--pulse-auto": args.pulse_auto,
+        "--pulse-plan": args.pulse_plan,
+        "--pulse-encoders": args.pulse_encoders,
+        "--pulse-self-conditioning": args.pulse_self_conditioning,
+    }
+    for flag, given in refused.items():
+        if given:
+            yield f"{flag}: is not for a cascade; leave it out"
+    if args.pipeline_model_parallel_size < 2:
+        yield (
+            f"{name}: a cascade's chains fill each other's idle time in a pipeline: give "
+            "--pipeline-model-parallel-size 2 or more, or train one after the other"
+        )
+
+
 def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
     args = line.args
     if options.plan is not None:
@@ -117,7 +150,7 @@ def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
 
 def prepare(
     line: CommandLine, options: PulseOptions, given: PlanFile | None
-) -> tuple[Plan, DiffusionData, Start | None]:
+) -> tuple[Plan, DiffusionData | CascadeData, Start | None]:
     """Plan, data and what to begin with; raises FlagError with every fault found."""
     args = line.args
     faults = check_flags(line, options)
@@ -128,7 +161,8 @@ def prepare(
         can_plan, faults = False, [*faults, *layout]
     if can_plan and args.global_batch_size is None:
         args.global_batch_size = global_batch_size(args)
-    backbone = plan = data = start = None
+    backbone = plan = start = None
+    data: DiffusionData | CascadeData | None = None
     process = chosen_process(ProcessChoice())
     with collecting(faults):
         start = find_start(args)
@@ -160,7 +194,8 @@ def prepare(
         with collecting(faults):
             check_weights(backbone)
         with collecting(faults, (ValueError, OSError)):
-            data = DiffusionData(options, backbone, process, args.seed)
+            opens = CascadeData if backbone.parts else DiffusionData
+            data = opens(options, backbone, process, args.seed)
         if can_plan:
             try:
                 plan = plan_run(args, options, backbone, given)

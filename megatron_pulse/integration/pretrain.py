@@ -93,11 +93,21 @@ def main() -> None:
     end(job)  # trained, helped, or stopped as all ranks agreed
 
 
+def leave_connections(tensor_parallel: int) -> None:
+    """Say how many hardware queues CUDA has, before it starts, unless the environment does.
+
+    Megatron's tensor parallelism wants one, so that what is launched first starts first; channels
+    between pipeline devices want one each, or wait for each other.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if tensor_parallel > 1 else "32")
+
+
 def _connect(args: argparse.Namespace, job: Job, found: str | None) -> FolderLock | None:
     """Join the job's process group before Megatron does, so that flags can be compared first.
 
     From then on ``--save`` is held against other runs; ``found`` is what was seen in it.
     """
+    leave_connections(args.tensor_model_parallel_size)
     backend = args.distributed_backend
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     device_id = None

@@ -57,6 +57,11 @@ class TrainedModel:
         """Whether it was trained on pixels in [-1, 1]; else on latents, or it was imported."""
         return makes_pixels(self.arguments)
 
+    @property
+    def is_self_conditioned(self) -> bool:
+        """Whether it is given what it made of the sample in the step before."""
+        return getattr(self.arguments, "pulse_self_conditioning", None) is not None
+
 
 @dataclass(frozen=True)
 class Request:
@@ -186,15 +191,16 @@ def load_model(
     data: str | None = None,
     options: Mapping[str, str] = MappingProxyType({}),
     choice: ProcessChoice | None = None,
+    chain: str | None = None,
 ) -> TrainedModel:
     """The backbone of a checkpoint on one process, with averaged or raw weights.
 
     ``data`` takes the place of the data set that it was trained on, ``options`` of what is no part
-    of a model, and ``choice`` of what it says of the process. Raises CheckpointError when there is
-    no such checkpoint, it holds no averaged weights, or is of another model, and ValueError for
-    faulty options or choices.
+    of a model, and ``choice`` of what it says of the process. ``chain`` is one of a cascade's.
+    Raises CheckpointError when there is no such checkpoint, it holds no averaged weights, or is of
+    another model, and ValueError for faulty options or choices.
     """
-    saved = read_saved_run(load, iteration)
+    saved = read_saved_run(load, iteration).of_chain(chain)
     backbone, stage = load_whole(saved, averaged=averaged, options=options)
     args = saved.arguments
     args.pulse_data = data or args.pulse_data
@@ -212,6 +218,11 @@ def load_model(
         outputs, _, _ = stage((noisy.to(device).float(),), {}, fields)
         return outputs[0].to(noisy.device)
 
+    if backbone.takes_prediction and getattr(args, "pulse_self_conditioning", None) is None:
+        raise ValueError(
+            f"{saved.folder}: {backbone.name} takes twice the channels that it predicts, and was "
+            "not trained with --pulse-self-conditioning here: what the others are is not known"
+        )
     changes = compare_models(saved.record, backbone.record).changed
     process = chosen_process(choice or ProcessChoice(), saved.process)
     at_size = process.for_tokens(backbone.image_tokens)
@@ -240,7 +251,7 @@ def sample_images(
             sample(
                 model.predict,
                 model.process,
-                model.backbone.input_spec.shape,
+                model.backbone.sample_spec.shape,
                 part.count,
                 part.fields,
                 num_steps=num_steps,
@@ -250,6 +261,7 @@ def sample_images(
                 progress=progress,
                 clip=1.0 if model.makes_pixels else None,
                 first_index=first,
+                self_conditioned=model.is_self_conditioned,
             )
         )
     return torch.cat(images)

@@ -23,9 +23,14 @@ from megatron_pulse.integration.checkpoint.saving import patch_saving, wrap_save
 from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.data import DiffusionData
 from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.integration.loop.grad_norm import use_layout_independent_grad_norm
+from megatron_pulse.integration.loop.cascade import CascadeData
+from megatron_pulse.integration.loop.grad_norm import (
+    clip_apart,
+    use_layout_independent_grad_norm,
+)
 from megatron_pulse.integration.loop.log import with_whole_intervals
 from megatron_pulse.integration.loop.schedule import PulseSchedule, TraceOptions
+from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
 from megatron_pulse.integration.loop.step import wrap_train_step
 from megatron_pulse.integration.loop.stop_hooks import cut_short, stopping_hooks
 from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
@@ -41,7 +46,7 @@ def train(
     args: argparse.Namespace,
     options: PulseOptions,
     plan: Plan,
-    data: DiffusionData,
+    data: DiffusionData | CascadeData,
     board: FailureBoard,
     start: Start | None,
     begin: float,
@@ -57,12 +62,17 @@ def train(
     checkpointing.check_checkpoint_args = lambda *a, **k: None
     checkpointing.generate_state_dict = with_fp32_weights(checkpointing.generate_state_dict)
     use_layout_independent_grad_norm()
+    clip_apart(tuple(plan.backbone.parts)[1:])
     tracing = None
     if options.trace is not None:
         first, last = options.trace_steps
         tracing = TraceOptions(Path(options.trace), range(first, last + 1))
-    encoders = data.encoders if data.in_loop is not None else None
-    schedule = PulseSchedule(plan, data.loss, board, options.timeout_s, encoders, tracing)
+    encoders = own = None
+    if isinstance(data, DiffusionData) and data.in_loop is not None:
+        encoders = data.encoders
+    if isinstance(data, DiffusionData) and (share := options.self_conditioning) is not None:
+        own = SelfConditioning(share, args.seed, lambda: args.curr_iteration, data.estimate)
+    schedule = PulseSchedule(plan, data.loss, board, options.timeout_s, encoders, tracing, own)
     whole = load_recorded(plan.backbone.record)
     idle = plan.idle_share(num_microbatches(args))
     work = describe_work(args, whole, compute_dtype(args), idle)
@@ -73,6 +83,8 @@ def train(
         if data.in_loop is not None:
             fillers = plan.step(num_microbatches(args)).schedule.fillers
             print(data.in_loop.describe(fillers, plan.placement.num_devices))
+        if own is not None:
+            print(own.describe(plan.placement))
         print(f"process: {data.description}", flush=True)
     training.set_startup_timestamps(program_start=begin, main_entry=time.time())
     with _hooks(
@@ -118,7 +130,7 @@ def _hooks(**replacements: Any) -> Iterator[None]:
 
 
 def _make_dataset_provider(
-    args: argparse.Namespace, plan: Plan, data: DiffusionData
+    args: argparse.Namespace, plan: Plan, data: DiffusionData | CascadeData
 ) -> Callable[..., tuple[Any, Any, Any]]:
     def provide(num_samples: Any, vp_stage: int | None = None) -> tuple[Any, Any, Any]:
         return (*data.iterators(args, plan.placement), None)

@@ -6,6 +6,7 @@ or as its bytes, whichever is longer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -68,10 +69,14 @@ PRESETS: Mapping[str, Device] = {device.name: device for device in _PRESETS}
 
 
 def known_device(cuda_name: str) -> Device | None:
-    """The preset of a GPU by the name that CUDA gives it; None where its peaks are others."""
-    if "H100" in cuda_name and ("PCIe" in cuda_name or "NVL" in cuda_name):
+    """The preset of a GPU by the name that CUDA gives it; None where its peaks are others.
+
+    The preset's name is a word of it: an RTX A1000 is no A100.
+    """
+    words = re.split(r"[^A-Za-z0-9]+", cuda_name)
+    if {"H100", "H200"} & {*words} and {"PCIe", "NVL"} & {*words}:
         return None
-    return next((d for kind, d in PRESETS.items() if kind.split("-")[0] in cuda_name), None)
+    return next((d for kind, d in PRESETS.items() if kind.split("-")[0] in words), None)
 
 
 def custom_device(peak_tflops: float, bandwidth_gbs: float, memory_gb: float) -> Device:

@@ -28,7 +28,7 @@ _MOST_SUMS = 1000
 """Over tensor-parallel ranks in a layer, in an older profile."""
 _OLDER: Mapping[type, set[str]] = {
     Profile: {"threads"},
-    ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "wants"},
+    ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "wants", "begins"},
     ProfiledSkip: {"wants"},
     ProfiledConditioning: {"wants"},
     LayerTimes: {"split_forward_s", "split_input_grad_s", "split_weight_grad_s"},

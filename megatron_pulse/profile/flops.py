@@ -85,10 +85,10 @@ def _count(
         return tensor.requires_grad_(trained and spec.dtype == COMPUTE)
 
     inputs = tuple(map(make, layer.inputs))
-    skips = {name: make(spec) for name, spec in layer.pops.items()}
+    skips = {layer.own(name): make(spec) for name, spec in layer.pops.items()}
     conditioning = {edge.name: make(edge.spec) for edge in backbone.conditioning}
     conditioning |= {name: make(spec, False) for name, spec in backbone.batch_fields.items()}
-    used = {name: conditioning[name] for name in layer.uses}
+    used = {layer.own(name): conditioning[name] for name in layer.uses}
     attention = FlashAttention() if flash else nullcontext()
     with attention, FlopCounterMode(display=False) as counter:
         results = module(inputs, skips, used)

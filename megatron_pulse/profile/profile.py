@@ -113,7 +113,8 @@ class ProfiledLayer:
     time (a share; what norms and residuals take, every rank takes), and sums ``shard_sums``.
     ``optimizer_s`` is what Adam takes for the parameters (0: not measured). Of the parameters
     ``frozen_parameters`` are not trained. ``wants``, here and of skips and conditioning, says
-    whether a backward gives back the gradient of what is taken.
+    whether a backward gives back the gradient of what is taken. A layer that ``begins`` a further
+    chain of a cascade takes nothing of the one before.
     """
 
     name: str
@@ -125,6 +126,7 @@ class ProfiledLayer:
     sharded_time: float = 1.0
     frozen_parameters: int = 0
     wants: bool = True
+    begins: bool = False
 
     @property
     def trained_parameters(self) -> int:
@@ -272,7 +274,10 @@ class Profile:
             ),
             parameters=tuple(layer.parameters for layer in self.layers),
             saved_bytes=saved,
-            boundary_bytes=boundary,
+            boundary_bytes=tuple(
+                0 if layer.begins else taken
+                for layer, taken in zip(self.layers, boundary, strict=True)
+            ),
             skips=tuple(
                 SkipCost(s.source, s.destination, micro_batch_size * s.num_bytes, s.wants)
                 for s in self.skips
@@ -285,6 +290,7 @@ class Profile:
             ),
             trained=tuple(layer.trained_parameters for layer in self.layers),
             wants=tuple(layer.wants for layer in self.layers),
+            starts=tuple(i for i, layer in enumerate(self.layers) if layer.begins or not i),
         )
 
     @property

@@ -15,10 +15,11 @@ Workload = Callable[[int], None]
 
 
 class Carrier(Protocol):
-    """What slices of fillers leave for slices on other devices, and for the next step."""
+    """What slices of fillers leave for slices on other devices and for the next step, or what
+    forwards predict for the next."""
 
     def outgoing(self, message: Message) -> Tensor:
-        """What a slice that has run sends."""
+        """What an operation that has run sends."""
         ...
 
     def empty(self, message: Message) -> Tensor:

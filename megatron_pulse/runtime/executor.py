@@ -1,7 +1,7 @@
 """Runs a schedule on tensors.
 
-The executor obeys: which operation is next, which messages travel with which round, and what each
-operation needs were all compiled from the plan. It keeps only what a later operation will take:
+The executor obeys: which operation is next, which messages travel when, and what each operation
+needs were all compiled from the plan. It keeps only what a later operation will take:
 of a stage's outputs the gradient edge, not the tensor, so an output's memory is free as soon as
 its transfer ends, unless a skip or the graph still holds it.
 """
@@ -18,16 +18,25 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
-from megatron_pulse.backbone.shapes import shape_of
+from megatron_pulse.backbone.shapes import own_fields, sample_field, shape_of
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
-from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
+from megatron_pulse.planner.step.communication import message_spec
+from megatron_pulse.planner.step.program import (
+    Collective,
+    Event,
+    Receive,
+    Run,
+    Send,
+    Together,
+    Wait,
+)
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
 from megatron_pulse.runtime.called import Carrier, Recorder, Workload
-from megatron_pulse.runtime.exchange import Exchange, Tensors, message_spec
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
-from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
+from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.parameters.weight_gradients import Later
 from megatron_pulse.runtime.settings import Batch, RunSettings
@@ -50,9 +59,9 @@ class Executor:
     ``stages`` maps a stage's number to its (wrapped) module; ``no_sync`` to the context in which
     its gradients are accumulated without being reduced, ``replicas`` the replicated embedders if
     there are any. ``program`` comes from ``compile_program``; its filler X0:3 runs slice 3 of
-    ``fillers[0]``, without gradients, and ``carrier`` has what slices send. After an error
-    everything held is let go and the error is on the board. Raises PulseError if the program names
-    a filler that is not there.
+    ``fillers[0]``, without gradients, and ``carrier`` has what slices send, or predictions. After
+    an error everything held is let go and the error is on the board. Raises PulseError if the
+    program names a filler that is not there.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class Executor:
     ) -> None:
         _require_fillers(program, len(fillers))
         _require_carrier(program, carrier)
+        _require_replicas(program, replicas)
         self._backbone = backbone
         self._routes = routes
         self._schedule = schedule
@@ -84,16 +94,18 @@ class Executor:
         self._fillers = tuple(fillers)
         self._carrier = carrier
         self._own = routes.partition.placement.stages_of_device(device)
-        self._last_stage = routes.partition.placement.num_stages - 1
         self._fields = {s: batch_fields_of(backbone, routes, s) for s in self._own}
+        self._heads = {s: backbone.layers[routes.partition.cuts[s]] for s in self._own}
         self._computed = {edge.name: edge.spec for edge in backbone.conditioning}
-        self._exchange = Exchange(routes, schedule, device, links)
+        self._exchange = Exchange(routes, device, links)
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._later: dict[tuple[int, int], Later] = {}
         self._is_split = Kind.INPUT_GRAD in schedule.kinds
         self._batches: dict[int, Batch] = {}
+        self._copied: dict[int, dict[str, Tensor]] = {}
+        self._unread: dict[int, int] = {}
         self._shapes: list[int] = []
-        self._losses: list[Tensor] = []
+        self._losses: dict[int, list[Tensor]] = {}
         self._current: Operation | None = None
 
     def run(
@@ -104,7 +116,8 @@ class Executor:
         forward_only: bool = False,
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
-        """Execute one step; returns the loss of every microbatch on the last stage's device.
+        """Execute one step; returns the loss of every microbatch on the last stage's device, of a
+        cascade those of the chains that end here, one chain after another.
 
         ``batches`` yields the step's microbatches in order, on every device. The schedule must
         be forward-only exactly when ``forward_only`` is set. ``recorder`` notes when what ran.
@@ -115,7 +128,8 @@ class Executor:
         self._batches_left = batches
         self._shapes = []
         self._training = not forward_only
-        self._losses = []
+        placement = self._routes.partition.placement
+        self._losses = {stage: [] for stage in placement.ends if stage in self._own}
         self._current = None
         grad_mode = torch.enable_grad() if self._training else torch.no_grad()
         try:
@@ -124,17 +138,13 @@ class Executor:
                 if self._training:
                     for stage, make_context in self._no_sync.items():
                         self._syncing[stage].enter_context(make_context())
-                if self._replicas is not None:
-                    self._replicas.refresh()
                 self._play(recorder)
                 self._exchange.drain()
-                if self._replicas is not None and self._training:
-                    self._replicas.return_gradients()
             self._exchange.require_empty()
         except BaseException as error:
             self._give_up(error)
             raise
-        return self._losses
+        return [loss for losses in self._losses.values() for loss in losses]
 
     @property
     def held_bytes(self) -> int:
@@ -150,17 +160,28 @@ class Executor:
                     self._current = operation
                     self._run(operation)
                     self._current = None
-                case Wait(message) if message.payload is Payload.ENCODED:
-                    self._carried.take(message, self._exchange.arrived(message))
-                case Wait(message):
-                    self._exchange.receive(message)
-                case Issue(ops):
-                    for is_send, message in ops:
-                        if is_send and message.payload is Payload.ENCODED:
-                            self._exchange.offer(message, self._carried.outgoing(message))
-                    self._exchange.issue(ops, self._make_buffer)
+                case Send(message):
+                    if message.payload.is_carried:
+                        self._exchange.offer(message, self._carried.outgoing(message))
+                    self._exchange.send(message)
+                case Receive(message):
+                    self._exchange.expect(message, self._make_buffer(message))
+                case Wait(message) if message.payload.is_carried:
+                    self._carried.take(message, self._exchange.arrived(event))
+                case Wait():
+                    self._exchange.receive(event)
+                case Together(what):
+                    self._join(what)
             if recorder is not None:
                 recorder.end(event)
+
+    def _join(self, what: Collective) -> None:
+        assert self._replicas is not None  # as _require_replicas has seen
+        match what:
+            case Collective.REFRESH:
+                self._replicas.refresh()
+            case Collective.RETURN:
+                self._replicas.return_gradients()
 
     @property
     def _carried(self) -> Carrier:
@@ -172,6 +193,7 @@ class Executor:
         self._saved.clear()
         self._later.clear()
         self._batches.clear()
+        self._copied.clear()
         if isinstance(error, PulseError):
             return
         where = "between operations" if self._current is None else _describe(self._current)
@@ -199,19 +221,30 @@ class Executor:
         while len(self._shapes) <= microbatch:
             batch = next(self._batches_left)
             self._batches[len(self._shapes)] = batch
+            self._copied[len(self._shapes)] = {}
+            self._unread[len(self._shapes)] = len(self._own)
             self._shapes.append(shape_of(self._backbone, batch))
         return self._shapes[microbatch]
 
     def _make_buffer(self, message: Message) -> Tensor:
         """An empty tensor for what ``message`` brings, which follows from its microbatch's shape:
         every device sees that in its own batch, and no shape travels."""
-        if message.payload is Payload.ENCODED:
+        if message.payload.is_carried:
             return self._carried.empty(message)
         which = self._shape(message.consumer.microbatch) if self._backbone.num_shapes > 1 else 0
         return self._settings.make_empty(message_spec(self._routes, message).at(which))
 
     def _cast(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
-        return tensor.to(self._settings.device, self._settings.dtype_of(spec))
+        # The host does not wait for a copy to a GPU where loaders pin their batches.
+        device, dtype = self._settings.device, self._settings.dtype_of(spec)
+        return tensor.to(device, dtype, non_blocking=device.type == "cuda")
+
+    def _field(self, microbatch: int, name: str, spec: TensorSpec) -> Tensor:
+        """A field of a microbatch where it is computed: one copy for all of the device's stages."""
+        copied = self._copied[microbatch]
+        if name not in copied:
+            copied[name] = self._cast(self._batches[microbatch][name], spec)
+        return copied[name]
 
     def _forward(self, op: Operation) -> None:
         stage = op.stage
@@ -224,10 +257,11 @@ class Executor:
         conditioning = {
             name: t for (payload, name), t in taken.items() if payload is Payload.CONDITIONING
         }
-        if stage == 0:
-            boundary = (self._cast(batch["noisy"], self._routes.boundaries[0][0]),)
+        placement, head = self._routes.partition.placement, self._heads[stage]
+        if placement.before[stage] is None:
+            boundary = (self._field(op.microbatch, sample_field(head), head.inputs[0]),)
         given = {
-            name: self._cast(batch[name], self._backbone.batch_fields[name])
+            name: self._field(op.microbatch, name, self._backbone.batch_fields[name])
             for name in self._fields[stage]
         }
         if self._is_split and self._training:
@@ -237,13 +271,15 @@ class Executor:
         )
         results = [(Payload.SKIP, name, tensor) for name, tensor in skips.items()]
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
-        if stage == self._last_stage:
-            saved.loss = _loss(self._settings.loss(outputs[0], batch))
-            self._losses.append(saved.loss.detach())
+        if placement.after[stage] is None:
+            fields = own_fields(self._backbone, head.chain, batch)
+            saved.loss = _loss(self._settings.loss_of(head.chain)(outputs[0], fields))
+            self._losses[stage].append(saved.loss.detach())
         else:
             results += [(Payload.BOUNDARY, str(i), t) for i, t in enumerate(outputs)]
-        if stage == self._own[-1]:
-            del self._batches[op.microbatch]
+        self._unread[op.microbatch] -= 1
+        if not self._unread[op.microbatch]:
+            del self._batches[op.microbatch], self._copied[op.microbatch]
         for payload, name, tensor in results:
             if self._training and self._exchange.wants(stage, payload, name):
                 saved.edges[payload, name] = (
@@ -336,14 +372,19 @@ def _describe(op: Operation) -> str:
 
 
 def _require_carrier(program: Sequence[Event], carrier: Carrier | None) -> None:
-    """Raise PulseError if slices in ``program`` send and nothing has what they send."""
+    """Raise PulseError if ``program`` sends what no stage gives and nothing has that."""
     if carrier is None and any(
-        message.payload is Payload.ENCODED
-        for event in program
-        if isinstance(event, Issue)
-        for _, message in event.ops
+        event.message.payload.is_carried for event in program if isinstance(event, Send | Receive)
     ):
-        raise PulseError("slices of the schedule's fillers send results, but no carrier has them")
+        raise PulseError(
+            "the program sends results of fillers' slices, or predictions, but no carrier has them"
+        )
+
+
+def _require_replicas(program: Sequence[Event], replicas: Replicas | None) -> None:
+    """Raise PulseError if ``program`` refreshes embedders' copies and nothing has them."""
+    if replicas is None and any(isinstance(event, Together) for event in program):
+        raise PulseError("the plan replicates embedders, but this executor has no copies of them")
 
 
 def _require_fillers(program: Sequence[Event], count: int) -> None:

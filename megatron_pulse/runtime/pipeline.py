@@ -20,7 +20,7 @@ from megatron_pulse.runtime.called import Recorder, Workload
 from megatron_pulse.runtime.encoding.encoding import Encoding, Frozen
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import PulseError, default_board
-from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.modules import built_elsewhere, unsound
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.settings import Batch, LossFunction, RunSettings
@@ -31,7 +31,8 @@ class Pipeline:
     """This process's stages of ``plan``, and steps that run on those of all.
 
     Process i of ``group`` (default: all processes of the job, or this one where it is alone) is
-    pipeline device i. ``loss(prediction, batch)`` is called where the chain ends. A layer's initial
+    pipeline device i. ``loss(prediction, batch)`` is called where the chain ends; of a cascade it
+    may be one for each chain by name, and is given the chain's own fields. A layer's initial
     weights depend on ``seed`` and its name alone. ``context`` is what layers are built with, which
     those of ``model_specs`` need, ``fillers`` what the plan's fillers run. All processes call it.
     Raises PulseError if the plan is for another number of processes, and where layers of other
@@ -41,7 +42,7 @@ class Pipeline:
     def __init__(
         self,
         plan: Plan,
-        loss: LossFunction,
+        loss: LossFunction | Mapping[str, LossFunction],
         micro_batch_size: int,
         *,
         seed: int = 0,
@@ -155,9 +156,9 @@ class Pipeline:
         for the loss and for layers that use fields of the batch. In a chain of several shapes each
         microbatch has one of them, by the shapes of its fields. Gradients of the mean loss are
         added to those of the parameters. Returns the microbatches' losses where the chain ends,
-        elsewhere nothing. Raises PulseError if the processes have different plans, if no layer is
-        trained, and with everything that is missing in the batches or of another shape, or dtype in
-        ``noisy``.
+        elsewhere nothing (of a cascade, one chain's after another's). Raises PulseError if the
+        processes have different plans, if no layer is trained, and with everything that is missing
+        in the batches or of another shape, or dtype in ``noisy``.
         """
         if not any(layer.trained for layer in self.plan.backbone.layers):
             raise PulseError(
@@ -182,6 +183,8 @@ class Pipeline:
                 self._try_layers()
             step = self.plan.step(num_microbatches, forward_only=forward_only)
             self._require_one_plan(num_microbatches)
+            if self.links is not None:
+                self.links.connect(step.communication)
             self._executors[key] = Executor(
                 self.plan.backbone,
                 self.plan.routes,
@@ -281,7 +284,7 @@ def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterat
     if not isinstance(batch, Mapping):
         yield f"must map names to tensors, is {type(batch).__name__}"
         return
-    wanted = fields_of(backbone)
+    wanted, samples = fields_of(backbone), set(fields_of(backbone)) - set(backbone.batch_fields)
     present = {name: batch[name] for name in wanted if isinstance(batch.get(name), Tensor)}
     for name in (name for name in wanted if name not in present):
         value = batch.get(name)
@@ -297,7 +300,7 @@ def _misfits(backbone: Backbone, batch: object, settings: RunSettings) -> Iterat
         spec = wanted[name].at(which)
         if tuple(value.shape) != (shape := spec.full_shape(settings.micro_batch_size)):
             yield f"{name} is {tuple(value.shape)}, not {shape}"
-        elif name == "noisy" and value.dtype != settings.dtype_of(spec):
+        elif name in samples and value.dtype != settings.dtype_of(spec):
             yield f"{name} is of {value.dtype}, the first layer takes {settings.dtype_of(spec)}"
 
 

@@ -16,13 +16,18 @@ LossFunction = Callable[[Tensor, Batch], Tensor]
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What the tensors of a run look like."""
+    """What the tensors of a run look like, and the loss: one, or one for each of a cascade's
+    chains by name."""
 
     micro_batch_size: int
     dtype: torch.dtype
     device: torch.device
-    loss: LossFunction
+    loss: LossFunction | Mapping[str, LossFunction]
     grad_scale: Callable[[Tensor], Tensor] | None = None
+
+    def loss_of(self, chain: str) -> LossFunction:
+        """The loss of a chain's prediction, and of the microbatch as the chain alone has it."""
+        return self.loss[chain] if isinstance(self.loss, Mapping) else self.loss
 
     def make_empty(self, spec: TensorSpec) -> Tensor:
         """An empty tensor of ``spec``'s shape for one microbatch."""

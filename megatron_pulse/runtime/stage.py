@@ -83,7 +83,8 @@ class Stage(Nest):
         self._chain: tuple[nn.Module, ...] = ()  # no list: parameters have names of their own
         for spec in self._specs:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed if spec.qualified else layer_seed(seed, spec.name))
+                own = spec.own(spec.name)
+                torch.manual_seed(seed if spec.qualified else layer_seed(seed, own))
                 module = spec.build(context)
             if spec.qualified:
                 register_parameters(self, dict(module.named_parameters()))
@@ -118,8 +119,8 @@ class Stage(Nest):
         for spec, module, kinds in zip(self._specs, self._chain, expected, strict=True):
             if spec.name in self._replicated:
                 continue
-            popped = {name: _alias(skips.pop(name)) for name in spec.pops}
-            used = {name: self._use(name, conditioning[name]) for name in spec.uses}
+            popped = {spec.own(name): _alias(skips.pop(name)) for name in spec.pops}
+            used = {spec.own(name): self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
             run = functools.partial(_run, spec.name, module, later, which)
             if self.recompute and torch.is_grad_enabled():
@@ -198,7 +199,7 @@ class Stage(Nest):
         for spec in self._embedders:
             if self.replicas is None:
                 raise PulseError(f"stage {self.stage} was given no copy of {spec.name}")
-            fields = {name: conditioning[name] for name in spec.uses}
+            fields = {spec.own(name): conditioning[name] for name in spec.uses}
             module = self.replicas.module(spec.name)
             tell_shape(module, which)
             results = module((), {}, fields)

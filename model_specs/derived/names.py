@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from model_specs.derived import diffusers_modules, own
+from model_specs.derived.cascades import is_cascade
 from model_specs.derived.code import allow as allow_code
 from model_specs.derived.family import DerivedFamily
 
 
 def is_module(name: str) -> bool:
     """Whether ``name`` is not that of a family's configuration."""
-    return ":" in name
+    return ":" in name and not is_cascade(name)
 
 
 def is_code(name: str) -> bool:

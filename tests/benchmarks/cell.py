@@ -113,10 +113,11 @@ def run_cell(
 def compute_s(contestant: Contestant) -> float:
     """Seconds of computing in a step, over all ranks."""
     count = contestant.num_microbatches
+    encoding = 0.0 if contestant.encoders is None else contestant.encoders.compute_s
     if contestant.problem is None:
-        return count * sum(f + b for f, b, _ in contestant.layers)
+        return encoding + count * sum(f + b for f, b, _ in contestant.layers)
     p = contestant.problem
-    return count * (sum(p.forward) + sum(p.backward) + sum(p.weight_grad or ()))
+    return encoding + count * (sum(p.forward) + sum(p.backward) + sum(p.weight_grad or ()))
 
 
 def _result(contestant: Contestant, ranks: list[Measured], num_ranks: int) -> Result:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.planner.fill.components import Component
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -36,6 +38,8 @@ class Contestant:
     ``saved_bytes`` are what each stage keeps of a microbatch, ``state_bytes`` parameters, gradients
     and optimizer of each device, both of the real backbone. ``exchange`` sends shapes before
     tensors where they differ, else all are as large as the largest (Megatron interleaved).
+    ``encoders`` run too, those that are no fillers of the schedule in front of the step;
+    ``backbone`` is run in the place of the others' (ours, relaying skips).
     """
 
     name: str
@@ -53,6 +57,23 @@ class Contestant:
     saved_bytes: tuple[float, ...] = ()
     state_bytes: tuple[float, ...] = ()
     notes: str = ""
+    encoders: Encoders | None = None
+    backbone: Backbone | None = None
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """Frozen components with emulated seconds (of one sample) and bytes, that take ``factor`` times
+    as long as that; a step has ``num_samples``."""
+
+    components: tuple[Component, ...]
+    num_samples: int
+    factor: float = 1.0
+
+    @property
+    def compute_s(self) -> float:
+        """Of a step, over all ranks."""
+        return self.factor * self.num_samples * sum(c.chain_s(1) for c in self.components)
 
 
 @dataclass

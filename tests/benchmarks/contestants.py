@@ -48,7 +48,7 @@ def contestants(
     solver_s: float = SOLVER_S,
 ) -> list[Contestant]:
     """All of them over links like ``link`` (emulated)."""
-    plan = _Planner(emulation, link, num_devices, num_microbatches, solver_s)
+    plan = Planner(emulation, link, num_devices, num_microbatches, solver_s)
     return [*plan.ours(), *plan.theirs(), *plan.data_parallel()]
 
 
@@ -63,7 +63,7 @@ def tuned(
         return next(c for c in entered if c.engine is Engine.DATA_PARALLEL)
     partition, problem = outcome.stages.partition, outcome.problem
     count = outcome.config.num_microbatches(outcome.global_batch_size)
-    plan = _Planner(emulation, link, partition.placement.num_devices, count, 0.0)
+    plan = Planner(emulation, link, partition.placement.num_devices, count, 0.0)
     found = plan.synthesized(TUNED, partition, outcome.config.split, cap=problem.cap)
     same = (c for c in entered if c.partition == partition and c.schedule == found.schedule)
     return next(same, found)
@@ -79,7 +79,9 @@ def memory_of_1f1b(entered: Sequence[Contestant]) -> float:
     )
 
 
-class _Planner:
+class Planner:
+    """Contestants of one backbone over one kind of link."""
+
     def __init__(
         self, emulation: Emulation, link: Link, num_devices: int, count: int, solver_s: float
     ) -> None:

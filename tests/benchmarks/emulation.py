@@ -12,7 +12,7 @@ its bytes per sample (see ``BACKBONES``) say how many samples each device had.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -65,13 +65,19 @@ class Emulation:
     @property
     def slow(self) -> ChainCosts:
         """The costs that ranks show: seconds and bytes as emulated."""
-        c, layers, s = self.costs, self.backbone.layers, self.time_scale
+        c, layers = self.costs, self.backbone.layers
+        times: dict[str, Any] = {
+            field.name: tuple(self.time_scale * t for t in getattr(c, field.name))
+            for field in fields(c)
+            if field.name.endswith("_s")
+        }
         return replace(
             c,
-            forward_s=tuple(s * t for t in c.forward_s),
-            backward_s=tuple(s * t for t in c.backward_s),
-            weight_grad_s=tuple(s * t for t in c.weight_grad_s),
-            boundary_bytes=tuple(sum(map(num_bytes, layer.inputs)) for layer in layers),
+            **times,
+            boundary_bytes=tuple(
+                0 if i in c.starts[1:] else sum(map(num_bytes, layer.inputs))
+                for i, layer in enumerate(layers)
+            ),
             skips=tuple(
                 SkipCost(s.source, s.destination, num_bytes(s.spec)) for s in self.backbone.skips
             ),
@@ -119,11 +125,18 @@ def real_backbone(name: str) -> Backbone:
 
 def emulate(name: str, model_s: float = MODEL_S) -> Emulation:
     """``name``, whose whole model takes ``model_s`` for a microbatch."""
-    size, profile = setup_of(name).micro_batch_size, real_profile(name)
+    size = setup_of(name).micro_batch_size
+    return slowed(name, real_backbone(name), real_profile(name), size, model_s)
+
+
+def slowed(
+    name: str, backbone: Backbone, profile: Profile, size: int, model_s: float = MODEL_S
+) -> Emulation:
+    """``backbone``, whose whole model takes ``model_s`` for a microbatch of ``size``."""
     costs = profile.at(size)
     time_scale = model_s / (sum(costs.forward_s) + sum(costs.backward_s))
     divisor = PAPER_LINK_BYTES_PER_S / (time_scale * FULL_RATE_BYTES_PER_S)
-    small = shrink(real_backbone(name), size, divisor)
+    small = shrink(backbone, size, divisor)
     return Emulation(name, profile, costs, small, size, time_scale, divisor)
 
 
@@ -145,9 +158,22 @@ def shrink(backbone: Backbone, micro_batch_size: int, divisor: float) -> Backbon
             tuple(map(small, real.outputs)),
             dict(real.pushes),
             {name: small(spec) for name, spec in real.pops.items()},
+            chain=real.chain,
         )
 
-    return Backbone(backbone.name, tuple(map(layer, backbone.layers)), {}, backbone.record)
+    layers = tuple(map(layer, backbone.layers))
+    return Backbone(backbone.name, layers, {}, backbone.record, parts=backbone.parts)
+
+
+def relaying(backbone: Backbone, relayed: ChainCosts) -> Backbone:
+    """The chain whose skips travel in the boundaries, whose bytes ``relayed`` has."""
+    sizes = [TensorSpec((max(1, size // 4),)) for size in relayed.boundary_bytes]
+    ends = [*sizes[1:], backbone.output_spec]
+    layers = tuple(
+        Layer(layer.name, _no_module, (taken,), (left,))
+        for layer, taken, left in zip(backbone.layers, sizes, ends, strict=True)
+    )
+    return Backbone(backbone.name, layers, {}, backbone.record)
 
 
 def _no_module(context: Any) -> Any:

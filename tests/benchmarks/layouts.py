@@ -177,7 +177,7 @@ def random_order(
         ready = [
             i
             for i, op in enumerate(line)
-            if (needed := dependency(op, placement.num_stages)) is None or needed in done
+            if (needed := dependency(op, placement)) is None or needed in done
         ]
         (i,) = rng.choices(ready, [weights[line[i].kind] for i in ready])
         op = line[i]

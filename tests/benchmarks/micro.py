@@ -4,7 +4,9 @@
 
 Planning: CPU seconds for hunyuan-dit-3b (118 units, 18 skips) on a fold. An operation: a step of
 two ranks whose operations take no time, over all its operations on a rank, transfers included;
-Megatron's 1F1B and torch's on the same stages beside ours. Needs no namespaces.
+Megatron's 1F1B and torch's on the same stages beside ours. A split backward: CPU microseconds of a
+small layer's forward, input gradient and weight gradient above its forward and whole backward.
+Needs no namespaces.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def planning(emulation: Emulation, devices: int, count: int) -> Planning:
     routes = trace_routes(emulation.backbone, cut)
 
     def compile_step() -> None:
-        communication = compile_communication(routes, schedule)
+        communication = compile_communication(routes, schedule, problem)
         for device in range(devices):
             compile_program(schedule, communication, device)
 
@@ -105,6 +107,64 @@ def overheads(repetitions: int = 20) -> list[Overhead]:
     ]
 
 
+@dataclass(frozen=True)
+class Splitting:
+    """CPU microseconds of a layer: whole, and what leaving its weight gradient adds."""
+
+    layer: str
+    whole_us: float
+    added_us: float
+
+
+def splitting(number: int = 20, repetitions: int = 50) -> list[Splitting]:
+    """Layers so small that calling them is what takes time; the least of several measurements."""
+    import torch
+    from torch import Tensor, nn
+
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring
+
+    torch.set_num_threads(1)
+    wait_for_weight_gradients()
+    from megatron.core.tensor_parallel import layers as megatron
+
+    def fused(weight: nn.Parameter, bias: nn.Parameter) -> Callable[[Tensor], Tensor]:
+        product = megatron.linear_with_grad_accumulation_and_async_allreduce
+        return lambda x: product(x, weight, bias, False, False, False)
+
+    linears = [nn.Linear(8, 8) for _ in range(number)]
+    kinds: dict[str, tuple[list[Callable[[Tensor], Tensor]], Tensor]] = {
+        "linear": (list(linears), torch.randn(4, 2, 8)),
+        "Megatron's linear": ([fused(a.weight, a.bias) for a in linears], torch.randn(4, 2, 8)),
+        "convolution": (
+            [nn.Conv2d(4, 4, 3, padding=1) for _ in range(number)],
+            torch.randn(1, 4, 4, 4),
+        ),
+    }
+
+    def microseconds(calls: list[Callable[[Tensor], Tensor]], given: Tensor, split: bool) -> float:
+        began = time.process_time()
+        for _ in range(repetitions):
+            later = Later() if split else None
+            result = given
+            with deferring(later):
+                for call in calls:
+                    result = call(result)
+            torch.autograd.backward(result, torch.ones_like(result))
+            if later is not None:
+                later.compute()
+        return 1e6 * (time.process_time() - began) / repetitions / number
+
+    found = []
+    for name, (calls, given) in kinds.items():
+        given.requires_grad_()
+        whole, split = (
+            min(microseconds(calls, given, way) for _ in range(7)) for way in (False, True)
+        )
+        found.append(Splitting(name, whole, split - whole))
+    return found
+
+
 def _time_steps(backbone: Any, entered: list[Contestant], repetitions: int) -> list[list[float]]:
     """On a rank: seconds of every repetition, contestants in turn."""
     import torch.distributed as dist
@@ -133,15 +193,23 @@ def main() -> None:
     emulation = emulate("hunyuan-dit-3b")
     plans = [planning(emulation, p, m) for p, m in SHAPES]
     steps = overheads()
+    splits = splitting()
     names = ("P", "M", "partition", "synthesize", "simulate", "replay", "compile")
     print("CPU milliseconds to plan a step of hunyuan-dit-3b on a fold\n")
     rows = [[f"{value:.4g}" for value in asdict(p).values()] for p in plans]
     print(table(names, rows))
     print(f"\nMicroseconds of an operation that takes none, 2 ranks, {COUNT} microbatches\n")
     print(table(("executor", "us"), [(s.contestant, f"{s.operation_us:.0f}") for s in steps]))
+    print("\nCPU microseconds of a small layer, and what splitting its backward adds\n")
+    rows = [(s.layer, f"{s.whole_us:.0f}", f"{s.added_us:.0f}") for s in splits]
+    print(table(("layer", "whole", "added"), rows))
     if args.json:
         with replacing(args.json) as beside:
-            record = {"planning": list(map(asdict, plans)), "overhead": list(map(asdict, steps))}
+            record = {
+                "planning": list(map(asdict, plans)),
+                "overhead": list(map(asdict, steps)),
+                "splitting": list(map(asdict, splits)),
+            }
             beside.write_text(json.dumps(record, indent=1) + "\n")
 
 

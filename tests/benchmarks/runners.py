@@ -11,10 +11,20 @@ from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Engine, Groups, R
 
 
 def make_runner(contestant: Contestant, backbone: Any, groups: Groups) -> Runner:
-    """The step of ``contestant`` on this rank. Collective."""
+    """The step of ``contestant`` on this rank, with its encoders. Collective."""
+    if contestant.engine is Engine.OURS:
+        return ours(contestant, contestant.backbone or backbone)
+    runner = _others(contestant, groups)
+    if contestant.encoders is None:
+        return runner
+    from tests.benchmarks.sleeping_encoders import in_front
+
+    alone = contestant.engine is Engine.DATA_PARALLEL
+    return in_front(runner, contestant.encoders, alone)
+
+
+def _others(contestant: Contestant, groups: Groups) -> Runner:
     match contestant.engine:
-        case Engine.OURS:
-            return ours(contestant, backbone)
         case Engine.MEGATRON_1F1B | Engine.MEGATRON_INTERLEAVED:
             from tests.benchmarks.relays import megatron
 
@@ -31,13 +41,14 @@ def make_runner(contestant: Contestant, backbone: Any, groups: Groups) -> Runner
 
 def ours(contestant: Contestant, backbone: Any) -> Runner:
     """The product's executor with stages that sleep."""
+    from megatron_pulse.backbone.shapes import fields_of
     from megatron_pulse.planner.layout.routes import trace_routes
     from megatron_pulse.planner.schedule.check.validate import peak_activations
     from megatron_pulse.planner.step.communication import compile_communication
     from megatron_pulse.planner.step.program import compile_program
     from megatron_pulse.runtime.executor import Executor
     from megatron_pulse.runtime.failures import default_board
-    from megatron_pulse.runtime.links import Links
+    from megatron_pulse.runtime.messages.links import Links
     from megatron_pulse.runtime.settings import RunSettings
     from tests.runtime.emulated import EmulatedStage
 
@@ -48,24 +59,39 @@ def ours(contestant: Contestant, backbone: Any) -> Runner:
     settings = RunSettings(1, torch.float32, torch.device("cpu"), lambda p, batch: p.sum())
     board = default_board()
     links = Links(group, board, TIMEOUT_S)
+    communication = compile_communication(routes, schedule, problem)
+    links.connect(communication)
     own = partition.placement.stages_of_device(rank)
+    encoded = None
+    if contestant.encoders is not None:
+        from tests.benchmarks.sleeping_encoders import Encoded
+
+        encoded = Encoded(contestant.encoders, rank, links, schedule.fillers)
     executor = Executor(
         backbone,
         routes,
         schedule,
-        compile_program(schedule, compile_communication(routes, schedule), rank),
+        compile_program(schedule, communication, rank),
         rank,
         {s: EmulatedStage(backbone, routes, s, problem, settings) for s in own},
         links,
         board,
+        fillers=() if encoded is None else encoded.encoding.workloads(schedule),
+        carrier=None if encoded is None else encoded.encoding,
     )
-    batch = {"noisy": settings.make_empty(backbone.input_spec).zero_()}
+    samples = fields_of(backbone)  # there are no other fields
+    batch = {name: settings.make_empty(spec).zero_() for name, spec in samples.items()}
     peak = peak_activations(schedule, contestant.saved_bytes)[rank]
 
     def step() -> None:
+        if encoded is not None:
+            encoded.begin(schedule)
         executor.run(iter([batch] * contestant.num_microbatches), settings)
+        if encoded is not None:
+            encoded.end()
 
     def sent() -> int:
-        return links.traffic.forward_bytes + links.traffic.gradient_bytes
+        moved = links.traffic
+        return moved.forward_bytes + moved.gradient_bytes + moved.encoded_bytes
 
     return Runner(step, sent, lambda: peak)

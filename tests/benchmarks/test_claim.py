@@ -54,6 +54,11 @@ def test_ratio_of_communication_to_computing_is_the_real_one() -> None:
     message = slow.boundary_bytes[at] / emulation.link(rate).bytes_per_s
     wanted = (real.boundary_bytes[at] / rate) / sum(real.forward_s)
     assert message / sum(slow.forward_s) == pytest.approx(wanted, rel=0.01)
+    for split in (False, True):
+        ours, theirs = slow.of_schedule(split), real.of_schedule(split)
+        for name in ("forward_s", "backward_s", "weight_grad_s"):
+            scaled = [emulation.time_scale * s for s in getattr(theirs, name)]
+            assert getattr(ours, name) == pytest.approx(scaled)
     assert [s.num_bytes for s in slow.skips] == [
         num_bytes(s.spec) for s in emulation.backbone.skips
     ]

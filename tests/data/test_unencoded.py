@@ -142,6 +142,6 @@ def test_what_the_data_lack_is_listed(folder: Path, source: str, tmp_path: Path)
     said = str(error.value)
     assert "its images are 1x8x8, the autoencoder takes 3x8x8" in said
     for name in TOKENS:
-        assert f"the text encoders read {name} ({LENGTH} int64), the data has none" in said
+        assert f"the text encoders read {name} ({LENGTH} int64), the data has no captions" in said
     with pytest.raises(EncodersError, match="tokenizer_2 is missing"):
         Tokenizers(make_pipeline(tmp_path / "sd", "clip"), SDXL, SHAPES)

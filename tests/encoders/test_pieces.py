@@ -137,7 +137,11 @@ def test_every_sample_leaves_the_same_states(kind: str) -> None:
 
 def loads_and_makes(folder: Path) -> str:
     """The device that a meta context gives ``linspace`` in a process that loaded a text encoder."""
-    torch.utils._device._device_constructors.cache_clear()  # as where no context was used before
+    known = torch.utils._device._device_constructors
+    for name, make in list(vars(torch).items()):  # as where nothing stands in for CUDA
+        if callable(make) and getattr(make, "__wrapped__", None) in known():
+            setattr(torch, name, make.__wrapped__)
+    known.cache_clear()  # as where no context was used before
     TextEncoders(folder, SD, {"context": (LENGTH, 8)})
     with torch.device("meta"):
         return str(torch.linspace(0, 1, 3).device)

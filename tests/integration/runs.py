@@ -101,7 +101,7 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
         seen["steps"].append(_settings(args[0]))
         result = original_step(forward_step, data, model, *args, **kwargs)
         if result[0]:
-            seen["losses"].append(result[0]["loss"].item())
+            seen["losses"].append(_loss(result[0]))
         else:
             seen["losses"].append(None)
         seen["norms"].append(None if result[1] else float(result[5]))  # None: skipped
@@ -111,7 +111,7 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         result = original_evaluate(*args, **kwargs)
         if result[0]:
-            seen["validation"].append(result[0]["loss"].item())
+            seen["validation"].append(_loss(result[0]))
         return result
 
     training.train_step, training.evaluate = step, evaluate
@@ -135,6 +135,13 @@ def train(argv: list[str], kill: Kill | None = None) -> dict[str, Any]:
                 if name in averages:
                     parts["averages"].append((name, p.shape, first, averages[name]))
     return {**seen, **parts}
+
+
+def _loss(found: dict[str, Any]) -> Any:
+    """A step's loss; of a cascade those of its chains by name."""
+    if "loss" in found:
+        return found["loss"].item()
+    return {name.removesuffix(" loss"): value.item() for name, value in found.items()}
 
 
 def _whole(parts: list[Any]) -> dict[str, Any]:

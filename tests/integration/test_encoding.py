@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +156,12 @@ def test_auto_fills_where_that_is_sooner(
     assert [filler.name for filler in filled.schedule.fillers] == ["text_encoder"]
     stored = replace(options, encode=("front",))
     assert auto._filled(plan, stored, backbone) is plan
+    assert not auto._other_encoders(plan, options, backbone)
+    assert not auto._other_encoders(filled, options, backbone)
+    said = auto._other_encoders(filled, replace(options, encoders=None), backbone)
+    assert said == "decides when text_encoder runs in the loop, and this run leaves nothing to it"
+    said = auto._other_encoders(filled, replace(options, encode=()), backbone)
+    assert said.endswith("this run leaves text_encoder, vae to it")
 
 
 def test_latents_ahead_and_text_in_the_loop(
@@ -184,7 +191,7 @@ def test_latents_ahead_and_text_in_the_loop(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["vae=store"], "has no latents: write them first with 'pulse data write-latents'"),
+        (["vae=store"], "has no latents: write them first with 'pulse data write-latents --from"),
         (["fill"], "--pulse-encode vae=fill: the plan has no idle time for it"),
         (["text=front", "tex=fill"], "no encoder is called 'tex'; did you mean text?"),
         (["sometimes"], "sometimes: write auto, store, fill, front, or NAME= and one of these"),
@@ -196,6 +203,36 @@ def test_policies_that_cannot_be(
     policies = [word for policy in more for word in ("--pulse-encode", policy)]
     faults = refuse(monkeypatch, 1, [*flags, *policies], [*TINY["unet"], *BASE])
     assert any(said in fault for fault in faults), faults
+
+
+def test_folders_that_cannot_encode_are_refused_before_anything_is_built(
+    flags: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(folder, spoilt)
+    given = ["spoilt" if word == str(folder) else word for word in flags]
+    given[given.index("spoilt")] = str(spoilt)
+
+    def faults(*more: str) -> str:
+        return "\n".join(refuse(monkeypatch, 1, [*given, *more], [*TINY["unet"], *BASE]))
+
+    weights = spoilt / "vae/diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (spoilt / "text_encoder/model.safetensors").unlink()
+    said = faults()
+    assert f"{spoilt}: text_encoder holds no such weights in safetensors" in said
+    assert f"{spoilt}: vae: " in said and "diffusion_pytorch_model.safetensors: " in said
+    assert said.count("; fetch the file anew") == 2
+    shutil.rmtree(spoilt / "vae")
+    (spoilt / "text_encoder/model.safetensors").write_bytes(
+        (folder / "text_encoder/model.safetensors").read_bytes()
+    )
+    four = ["--pulse-option", "in_channels=4", "--pulse-option", "out_channels=4"]
+    assert "takes latents of 4 channels" in faults(*four)
+    at = given.index("--pulse-encoders")
+    del given[at : at + 2]
+    given = [word.replace("captions:", "folder:") for word in given]
+    assert "Encode captions in the loop (--pulse-encoders DIR makes context)" in faults()
 
 
 def test_what_is_stored_is_what_is_encoded(

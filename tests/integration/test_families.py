@@ -80,11 +80,11 @@ def write_latents(folder: Path, family: Family) -> None:
     generator = torch.Generator().manual_seed(0)
     specs = {k: v for k, v in chain.batch_fields.items() if k not in ("timesteps", "labels")}
     fields = {name: FieldSpec(spec.shape, spec.dtype) for name, spec in specs.items()}
-    layout = LatentLayout(chain.input_spec.shape, 3, LatentType.FLOAT32, fields)
+    layout = LatentLayout(chain.sample_spec.shape, 3, LatentType.FLOAT32, fields)
     with LatentWriter(folder, layout) as writer:
         for i in range(NUM_SAMPLES):
             values = {name: draw(spec, generator) for name, spec in specs.items()}
-            writer.add(draw(chain.input_spec, generator), i % 3, values)
+            writer.add(draw(chain.sample_spec, generator), i % 3, values)
         writer.close()
 
 

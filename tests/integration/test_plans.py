@@ -45,15 +45,17 @@ def make_plan(
     name: str = "uvit-tiny",
     options: Mapping[str, Any] = UVIT,
     encoders: Path | None = None,
+    share: float = 0.0,
 ) -> Path:
-    """A plan of a tiny backbone for ``config``, perhaps with encoders in its idle time."""
+    """A plan of a tiny backbone for ``config``, perhaps with encoders in its idle time, or of which
+    a ``share`` of the steps condition themselves."""
     ranks = config.pipeline * config.data * config.tensor
     cluster = Cluster("tests", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK)
     device = cluster.peaks
     assert device is not None
     backbone = load_backbone(name, dict(options))
     profile = analyse(backbone, [config.micro_batch_size], Roofline(device, "float32"))
-    evaluator = Evaluator(profile, cluster, BATCH)
+    evaluator = Evaluator(profile, cluster, BATCH, self_conditioning=share)
     problem = evaluator.problem(config, config.num_microbatches(BATCH))
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
     plan = plan_of(outcome, profile, cluster, sequence_parallel=False)

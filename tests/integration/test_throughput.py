@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from megatron_pulse.integration.loop.throughput import Step, Sums, Work, figures, sum_up
+from megatron_pulse.integration.planning import planning
+from megatron_pulse.integration.pretrain import leave_connections
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.step.program import Run, Wait
 from megatron_pulse.profile.devices import PRESETS, known_device
@@ -142,4 +145,31 @@ def test_peaks_are_those_of_the_device_at_hand() -> None:
     assert known_device("NVIDIA A100-SXM4-40GB") is PRESETS["A100-80GB"]
     assert known_device("Tesla V100-SXM2-32GB") is PRESETS["V100-32GB"]
     assert known_device("NVIDIA H100 PCIe") is None
+    assert known_device("NVIDIA H200 NVL") is None
+    assert known_device("NVIDIA RTX A1000 6GB Laptop GPU") is None
     assert known_device("NVIDIA GeForce RTX 4090") is None
+
+
+def test_an_unknown_gpu_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where layers' times would be worked out: what to do is said."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX A1000")
+    with pytest.raises(ValueError, match=r"no peaks of NVIDIA RTX A1000 .*--pulse-profile FILE"):
+        planning._this_device()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert planning._this_device() is PRESETS["H200"]
+
+
+def test_channels_have_hardware_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where tensor parallelism wants one for all, or the environment says otherwise."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    for tensor_parallel, given, expected in (
+        (1, {}, "32"),
+        (2, {}, "1"),
+        (2, {name: "8"}, "8"),
+    ):
+        environment = dict(given)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "environ", environment)
+            leave_connections(tensor_parallel)
+        assert environment == {name: expected}

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.layout.placement import Placement, fold, interleaved, sequential
+from megatron_pulse.planner.layout.placement import (
+    Placement,
+    fold,
+    interleaved,
+    opposite,
+    sequential,
+)
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule, pick
@@ -13,7 +19,7 @@ from tests.planner.schedules import wave
 
 @st.composite
 def placements(draw: st.DrawFn) -> Placement:
-    """Sequential, interleaved and folded placements on 2 to 5 devices."""
+    """Sequential, interleaved and folded placements, and a cascade's, on 2 to 5 devices."""
     num_devices = draw(st.integers(2, 5))
     return draw(
         st.sampled_from(
@@ -23,6 +29,7 @@ def placements(draw: st.DrawFn) -> Placement:
                 interleaved(num_devices, 3),
                 fold(num_devices, 1),
                 fold(num_devices, 2),
+                opposite(num_devices),
             ]
         )
     )
@@ -83,7 +90,11 @@ def problems(draw: st.DrawFn) -> ScheduleProblem:
     num = placement.num_stages
 
     def numbers(least: float, most: float) -> tuple[float, ...]:
-        return tuple(draw(st.lists(st.floats(least, most), min_size=num, max_size=num)))
+        return tuple(
+            draw(
+                st.lists(st.floats(least, most, allow_subnormal=False), min_size=num, max_size=num)
+            )
+        )
 
     activation = draw(st.none() | st.just(numbers(0.0, 3.0)))
     taken = activation or (1.0,) * num

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.backbone.cascade import cascade
+from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.planner.layout.placement import fold
-from megatron_pulse.planner.layout.routes import Payload, trace_routes
+from megatron_pulse.planner.layout.placement import fold, sequential
+from megatron_pulse.planner.layout.routes import Payload, Routes, trace_routes
 from megatron_pulse.planner.partition.find import find_partition
+from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
+from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import CommunicationPlan, compile_communication
 from megatron_pulse.planner.step.nccl_check import check_events
-from megatron_pulse.planner.step.program import Event, Issue, Run, Wait, compile_program
+from megatron_pulse.planner.step.program import (
+    Collective,
+    Event,
+    Receive,
+    Run,
+    Send,
+    Together,
+    Wait,
+    compile_program,
+)
 from tests.planner.chains import chain
 from tests.planner.schedules import wave
 from tests.planner.strategies import schedules
@@ -25,17 +40,33 @@ from tests.planner.strategies import schedules
 Programs = list[list[Event]]
 
 
-def compiled(schedule: Schedule, seed: int = 0) -> CommunicationPlan:
-    """The communication of a random chain with skips and conditioning, cut for the schedule."""
-    rng = random.Random(seed)
-    num = schedule.placement.num_stages + rng.randint(0, 6)
+def compiled(
+    schedule: Schedule,
+    seed: int = 0,
+    predicts: bool = False,
+    problem: ScheduleProblem | None = None,
+) -> CommunicationPlan:
+    """The communication of random chains with skips and conditioning, cut for the schedule."""
+    return compile_communication(routes_of(schedule, seed), schedule, problem, predicts)
+
+
+def routes_of(schedule: Schedule, seed: int) -> Routes:
+    """Of random chains with skips and conditioning, cut for ``schedule``."""
+    rng, count = random.Random(seed), len(schedule.placement.starts)
+    parts = [some_chain(rng, schedule.placement.num_stages // count) for _ in range(count)]
+    backbone = cascade({f"c{i}": part for i, part in enumerate(parts)}) if count > 1 else parts[0]
+    weights = [rng.random() for _ in backbone.layers]
+    partition = find_partition(weighted_costs(backbone, weights), schedule.placement)
+    return trace_routes(backbone, partition)
+
+
+def some_chain(rng: random.Random, num_stages: int) -> Backbone:
+    """For so many stages, with a layer for each or more."""
+    num = num_stages + rng.randint(0, 6)
     skips = [(i, num - 1 - i) for i in range(num // 2 - 1) if rng.random() < 0.7]
     skips += [tuple(sorted(rng.sample(range(num), 2))) for _ in range(rng.randint(0, 3))]
     users = {0: range(1, num), num // 2: [num - 1]}
-    backbone = chain(num, skips, users if rng.random() < 0.5 else None)
-    weights = [rng.random() for _ in range(num)]
-    partition = find_partition(weighted_costs(backbone, weights), schedule.placement)
-    return compile_communication(trace_routes(backbone, partition), schedule)
+    return chain(num, skips, users if rng.random() < 0.5 else None)
 
 
 def programs(schedule: Schedule, plan: CommunicationPlan) -> Programs:
@@ -43,25 +74,24 @@ def programs(schedule: Schedule, plan: CommunicationPlan) -> Programs:
 
 
 def on_demand(schedule: Schedule, plan: CommunicationPlan) -> Programs:
-    """Receive just before use, send right after computing, each its own group."""
+    """Receive just before use, send right after computing."""
     result: Programs = []
     for device, order in enumerate(schedule.order):
         events: list[Event] = []
         for op in order:
             for m in plan.messages:
                 if m.consumer == op and m.destination == device:
-                    events += [Issue(((False, m),)), Wait(m)]
+                    events += [Receive(m), Wait(m)]
             events.append(Run(op))
-            events += [Issue(((True, m),)) for m in plan.messages if m.producer == op]
+            events += [Send(m) for m in plan.messages if m.producer == op]
         result.append(events)
     return result
 
 
-def check_groups(groups: list[list[list[tuple[bool, Message]]]]) -> list[str]:
-    """Faults of the groups that each device starts in order, all producers having run."""
-    ready = [[Run(m.producer) for group in mine for sends, m in group if sends] for mine in groups]
-    issues = [[Issue(tuple(group)) for group in mine] for mine in groups]
-    return check_events([[*a, *b] for a, b in zip(ready, issues, strict=True)])
+def check_orders(orders: list[list[Send | Receive]], connected: bool = True) -> list[str]:
+    """Faults of what each device issues in order, all producers having run."""
+    ready = [[Run(e.message.producer) for e in mine if isinstance(e, Send)] for mine in orders]
+    return check_events([[*a, *b] for a, b in zip(ready, orders, strict=True)], connected)
 
 
 def message(producer: str, consumer: str, source: int, destination: int) -> Message:
@@ -77,16 +107,97 @@ C = message("B1:0", "B0:0", 1, 0)
 @settings(max_examples=100, derandomize=True)
 @given(schedules(), st.integers(0, 10**6))
 def test_compiled_plans_complete(schedule: Schedule, seed: int) -> None:
-    for candidate in (schedule, schedule.forward_only()):
-        plan = compiled(candidate, seed)
+    for candidate, predicts in ((schedule, False), (schedule.forward_only(), True)):
+        plan = compiled(candidate, seed, predicts)
         assert plan.messages
         assert validate(candidate, messages=plan.messages) == []
         assert check_events(programs(candidate, plan)) == []
 
 
+def test_predictions_go_home_as_soon_as_they_are_made() -> None:
+    """One message for each microbatch where the ends are on two devices, none in a fold."""
+    schedule = make_schedule("gpipe", sequential(3), 4).forward_only()
+    plan = compiled(schedule, predicts=True)
+    sent = [m for m in plan.messages if m.payload is Payload.PREDICTION]
+    assert [(str(m.producer), m.source, m.destination) for m in sent] == [
+        (f"F2:{microbatch}", 2, 0) for microbatch in range(4)
+    ]
+    others = [m for m in plan.messages if m.payload is not Payload.PREDICTION]
+    assert plan.messages.index(sent[0]) < plan.messages.index(others[-1])
+    folded = wave(fold(2), 4).forward_only()
+    assert not any(
+        m.payload is Payload.PREDICTION for m in compiled(folded, predicts=True).messages
+    )
+    events = programs(schedule, plan)
+    events[0] = [e for e in events[0] if not isinstance(e, Wait) or e.message != sent[1]]
+    (fault,) = check_events(events)
+    assert fault == f"device 0 ends its step without waiting for {sent[1]}"
+
+
+@settings(max_examples=40, derandomize=True)
+@given(schedules(), st.integers(0, 10**6), st.data())
+def test_receives_are_posted_before_what_runs_when_their_messages_are_made(
+    schedule: Schedule, seed: int, data: st.DataObject
+) -> None:
+    """By other times than one unit each; ``place`` is not asked here."""
+    times = st.integers(1, 5).map(float)
+    count = schedule.placement.num_stages
+    forward, backward, weight = (tuple(data.draw(times) for _ in range(count)) for _ in range(3))
+    problem = replace(
+        equal_stages(schedule.placement, schedule.num_microbatches, split=True),
+        forward=forward, backward=backward, weight_grad=weight,
+    )  # fmt: skip
+    if Kind.WEIGHT_GRAD not in schedule.kinds:
+        problem = replace(problem, weight_grad=None)
+    plan = compiled(schedule, seed, problem=problem)
+    all_events = programs(schedule, plan)
+    assert check_events(all_events) == []
+    assert check_events(all_events, connected=False) == []
+    end = run(problem, schedule).end
+    for events in all_events:
+        ran: list[Operation] = []
+        made = 0.0
+        for event in events:
+            match event:
+                case Run(operation):
+                    ran.append(operation)
+                case Send(message) | Receive(message):
+                    assert end[message.producer] >= made
+                    made = end[message.producer]
+                    if isinstance(event, Send):
+                        assert message.producer == ran[-1]
+                    else:
+                        assert not ran or end[ran[-1]] <= made
+                case _:
+                    pass
+
+
+@settings(max_examples=60, derandomize=True)
+@given(schedules(), st.integers(0, 10**6))
+def test_sends_are_let_go_where_something_after_their_use_has_arrived(
+    schedule: Schedule, seed: int
+) -> None:
+    """All that the device sent and that the other had used before it made what has arrived; found
+    here from the events of both."""
+    plan = compiled(schedule, seed)
+    all_events = programs(schedule, plan)
+    ran = [[e.operation for e in mine if isinstance(e, Run)] for mine in all_events]
+    for mine in all_events:
+        kept: set[Message] = set()
+        for event in mine:
+            if isinstance(event, Send):
+                kept.add(event.message)
+            if isinstance(event, Wait):
+                peer, message = event.message.source, event.message
+                until = ran[peer][: ran[peer].index(message.producer) + 1]
+                gone = {m for m in kept if m.destination == peer and m.consumer in until}
+                assert set(event.sent) == gone
+                kept -= gone
+
+
 @pytest.mark.parametrize("num_devices", [2, 4])
-def test_on_demand_groups_deadlock_where_rounds_do_not(num_devices: int) -> None:
-    """Measured on NCCL semantics: a fold's unbatched sends and receives block each other."""
+def test_on_demand_deadlocks_where_the_plan_order_does_not(num_devices: int) -> None:
+    """One message at a time: a fold's sends and receives, each when it is needed, block others."""
     schedule = wave(fold(num_devices), 2 * num_devices, effort=2)
     plan = compiled(schedule)
     assert check_events(programs(schedule, plan)) == []
@@ -100,12 +211,11 @@ def test_mutated_programs_are_rejected(schedule: Schedule, seed: int, data: st.D
     plan = compiled(schedule, seed)
     device = data.draw(st.integers(0, len(schedule.order) - 1))
     good = programs(schedule, plan)
-    issues = [i for i, event in enumerate(good[device]) if isinstance(event, Issue)]
+    issues = [i for i, event in enumerate(good[device]) if isinstance(event, Send | Receive)]
     waits = [i for i, event in enumerate(good[device]) if isinstance(event, Wait)]
 
     without_issue = [list(mine) for mine in good]
-    gone = without_issue[device].pop(data.draw(st.sampled_from(issues)))
-    assert isinstance(gone, Issue)
+    without_issue[device].pop(data.draw(st.sampled_from(issues)))
     assert check_events(without_issue)
 
     without_wait = [list(mine) for mine in good]
@@ -115,51 +225,76 @@ def test_mutated_programs_are_rejected(schedule: Schedule, seed: int, data: st.D
         f"device {device} runs {wait.message.consumer} without waiting for {wait.message}"
     ]
 
-    sends = [i for i in issues if any(is_send for is_send, _ in good[device][i].ops)]  # type: ignore[union-attr]
-    first = data.draw(st.sampled_from(sends))
-    eager = [list(mine) for mine in good]
-    eager[device].insert(0, eager[device].pop(first))
-    sent = next(m for is_send, m in good[device][first].ops if is_send)  # type: ignore[union-attr]
-    assert f"device {device} sends {sent} before {sent.producer} ran" in check_events(eager)
+    if sends := [i for i in issues if isinstance(good[device][i], Send)]:
+        first = data.draw(st.sampled_from(sends))
+        eager = [list(mine) for mine in good]
+        eager[device].insert(0, eager[device].pop(first))
+        sent = good[device][first].message  # type: ignore[union-attr]
+        assert f"device {device} sends {sent} before {sent.producer} ran" in check_events(eager)
 
 
-def test_rounds_that_match() -> None:
-    assert check_groups([[[(True, A)], [(True, B)]], [[(False, A)], [(False, B)]]]) == []
-    assert check_groups([[[(True, A), (False, C)]], [[(True, C), (False, A)]]]) == []
+def test_orders_that_match() -> None:
+    assert check_orders([[Send(A), Send(B)], [Receive(A), Receive(B)]]) == []
+    assert check_orders([[Send(A), Receive(C)], [Receive(A), Send(C)]]) == []
 
 
 def test_fifo_mismatch_names_both_messages() -> None:
-    faults = check_groups([[[(True, A)], [(True, B)]], [[(False, B)], [(False, A)]]])
+    faults = check_orders([[Send(A), Send(B)], [Receive(B), Receive(A)]])
     assert len(faults) == 2
     assert all("first in, first out mismatch" in f for f in faults)
     assert f"is sent as {A}, received as {B}" in faults[0]
 
 
-def test_crossing_groups_deadlock() -> None:
-    faults = check_groups([[[(True, A)], [(False, C)]], [[(True, C)], [(False, A)]]])
-    assert len(faults) == 1 and faults[0].startswith("deadlock: ")
-    assert f"device 0 has an unfinished group: send of {A}" in faults[0]
-    assert f"device 1 has an unfinished group: send of {C}" in faults[0]
+def test_two_channels_in_opposite_orders_deadlock() -> None:
+    faults = check_orders([[Send(A), Receive(C)], [Send(C), Receive(A)]])
+    assert faults == [f"deadlock: device 0 is at the send of {A}; device 1 is at the send of {C}"]
 
 
 def test_circle_of_three_devices_deadlocks() -> None:
     ring = [message("F0:0", "F1:0", d, (d + 1) % 3) for d in range(3)]
-    apart = [[[(True, ring[d])], [(False, ring[d - 1])]] for d in range(3)]
-    assert any("deadlock" in fault for fault in check_groups(apart))
-    together = [[[(True, ring[d]), (False, ring[d - 1])]] for d in range(3)]
-    assert check_groups(together) == []
+    sends_first: list[list[Send | Receive]] = [
+        [Send(ring[d]), Receive(ring[d - 1])] for d in (0, 1, 2)
+    ]
+    assert any("deadlock" in fault for fault in check_orders(sends_first))
+    one_first = [sends_first[0], *(mine[::-1] for mine in sends_first[1:])]
+    assert check_orders(one_first) == []
+
+
+def test_the_first_use_of_a_channel_holds_up_the_host() -> None:
+    """Both hosts receive what the other sends later: an order for which peers must be connected."""
+    late: Programs = [
+        [Run(A.producer), Receive(C), Send(A), Wait(C)],
+        [Run(C.producer), Send(C), Receive(A), Wait(A)],
+    ]
+    assert check_events(late) == check_events(late, connected=False) == []
+    crossed: Programs = [late[0], [Run(C.producer), Receive(A), Send(C), Wait(A)]]
+    (fault,) = check_events(crossed, connected=False)
+    assert fault.startswith("deadlock: ") and f"device 0 connects for {C}" in fault
+
+
+def test_collectives_take_their_place_in_the_order() -> None:
+    refresh = Together(Collective.REFRESH)
+    first: Programs = [[refresh, Run(A.producer), Send(A)], [refresh, Receive(A), Wait(A)]]
+    assert check_events(first) == []
+    behind: Programs = [first[0], [Receive(A), refresh, Wait(A)]]
+    (fault,) = check_events(behind)
+    assert "device 0 is at the collective of their parameters" in fault
+    assert f"device 1 is at the receive of {A}" in fault
+    assert check_events([[*first[0], Together(Collective.RETURN)], first[1]])
 
 
 def test_lonely_send_is_named() -> None:
-    faults = check_groups([[[(True, A)]], []])
+    faults = check_orders([[Send(A)], []])
     assert f"device 0 sends {A}, but device 1 never receives a message number 0" in faults[0]
 
 
 def test_wait_before_issue_and_foreign_messages() -> None:
     run0, run1 = Run(A.producer), Run(A.consumer)
-    late: Programs = [[run0, Issue(((True, A),))], [Wait(A), Issue(((False, A),)), run1]]
+    late: Programs = [[run0, Send(A)], [Wait(A), Receive(A), run1]]
     faults = check_events(late)
     assert f"device 1 waits for {A} before issuing it" in faults
     assert any("deadlock" in fault and f"device 1 waits for {A}" in fault for fault in faults)
-    foreign: Programs = [[run0, Issue(((True, A),))], [Issue(((True, A),))]]
+    foreign: Programs = [[run0, Send(A)], [Send(A)]]
     assert f"device 1 sends {A}, which is not its own" in check_events(foreign)
+    early: Programs = [[run0, Receive(C), Wait(C, (A,)), Send(A)], [Receive(A), Send(C)]]
+    assert f"device 0 lets {A} go before sending it" in check_events(early)

@@ -137,8 +137,9 @@ def test_optimal_among_all_cuts(placement_of, block: int) -> None:
         scores = [score(costs, p, goal) for p in all_partitions(num_layers, placement)]
         options = [found for found in scores if found is not None]
         if not options:
+            # What would do instead takes some nine searches more: asked one time in ten.
             with pytest.raises(PartitionError):
-                find_partition(costs, placement, goal)
+                find_partition(costs, placement, goal, explain=seed % 10 == 0)
             continue
         found = find_partition(costs, placement, goal)
         assert found.placement == placement

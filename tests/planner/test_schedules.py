@@ -155,7 +155,7 @@ def test_every_schedule_is_valid_and_simulates(schedule: Schedule) -> None:
     assert len(timeline.start) == 2 * num * m
     home = schedule.placement.device_of_stage
     for op, start in timeline.start.items():
-        source = dependency(op, num)
+        source = dependency(op, schedule.placement)
         if source is not None:
             link = 0.5 if home[source.stage] != home[op.stage] else 0.0
             assert start >= timeline.end[source] + link
@@ -163,7 +163,10 @@ def test_every_schedule_is_valid_and_simulates(schedule: Schedule) -> None:
         for a, b in zip(order, order[1:], strict=False):
             assert timeline.end[a] <= timeline.start[b]
         assert timeline.busy[d] + timeline.bubble[d] == pytest.approx(timeline.makespan)
-    critical = sum(forward) + sum(backward)
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
+    placement = schedule.placement
+    chains = zip(placement.starts, placement.ends, strict=True)
+    critical = max(sum(both[first : last + 1]) for first, last in chains)
     assert timeline.makespan >= max(critical, *timeline.busy)
     assert validate(schedule.forward_only()) == []
     assert len(simulate(schedule.forward_only(), forward, backward).end) == num * m

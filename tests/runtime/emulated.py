@@ -24,8 +24,8 @@ from megatron_pulse.planner.step.program import compile_program
 from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import default_board
-from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.measure.tracer import Traced, Tracer
+from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.parameters.weight_gradients import Later
 from megatron_pulse.runtime.settings import RunSettings
 
@@ -56,8 +56,9 @@ class EmulatedStage(nn.Module):
     ) -> None:
         super().__init__()
         self._settings = settings
-        last = stage + 1 == len(routes.boundaries)
-        self._outputs = (backbone.output_spec,) if last else routes.boundaries[stage + 1]
+        end = backbone.layers[routes.partition.cuts[stage + 1] - 1]
+        last = routes.partition.placement.after[stage] is None
+        self._outputs = end.outputs if last else routes.boundaries[stage + 1]
         self._skips = {r.name: r.spec for r in routes.skips_out_of(stage)}
         self._provides = {c.name: c.spec for c in routes.conditioning_out_of(stage)}
         self._taken = [c.name for c in routes.conditioning_into(stage)]
@@ -145,12 +146,13 @@ def run_emulated(
     """
     device = group.rank() if group is not None else 0
     settings = RunSettings(micro_batch_size, torch.float32, torch.device("cpu"), _total)
-    communication = compile_communication(routes, schedule)
+    communication = compile_communication(routes, schedule, problem)
     own = routes.partition.placement.stages_of_device(device)
     links = board = None
     if group is not None:
         board = default_board()
         links = Links(group, board, timeout_s)
+        links.connect(communication)
     executor = Executor(
         backbone,
         routes,

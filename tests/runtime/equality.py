@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,12 +157,22 @@ def make_pipeline(
         timeout_s=timeout_s,
         fillers=fillers,
     )
-    leave_zero(pipeline)
+    leave_zero(pipeline, pipeline.plan.backbone.parts)
     return pipeline
 
 
 def make_batches(backbone: Backbone, case: Case, step: int) -> list[dict[str, Tensor]]:
-    """The microbatches of a step."""
+    """The microbatches of a step; those of a cascade hold those of its chains alone."""
+    if backbone.parts:
+        of_chains = {name: make_batches(part, case, step) for name, part in backbone.parts.items()}
+        return [
+            {
+                f"{name}.{field}": value
+                for name, batches in of_chains.items()
+                for field, value in batches[m].items()
+            }
+            for m in range(case.num_microbatches)
+        ]
     return [make_batch(backbone, case, step, m) for m in range(case.num_microbatches)]
 
 
@@ -202,10 +212,15 @@ def train(
     return outcome
 
 
-def leave_zero(model: Pipeline | nn.Module) -> None:
-    """Gates and heads that begin at zero would hide what is behind them for the first steps."""
+def leave_zero(model: Pipeline | nn.Module, chains: Collection[str] = ()) -> None:
+    """Gates and heads that begin at zero would hide what is behind them for the first steps.
+
+    A parameter of one of a cascade's ``chains`` is changed as it is in its chain alone.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if (parts := name.split(".", 1))[0] in chains:
+                name = parts[1]
             generator = torch.Generator().manual_seed(layer_seed(SEED, name))
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
 

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_pulse.backbone.chain import Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.costs import weighted_costs
+from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.step.plan import make_plan
+from megatron_pulse.runtime.pipeline import Pipeline
 from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import (
     Case,
@@ -18,6 +22,7 @@ from tests.runtime.equality import (
     differences,
     make_batches,
     make_pipeline,
+    mean_squared_error,
     merge,
     references,
     train,
@@ -227,3 +232,35 @@ def test_skips_that_travel_under_a_fold_equal_one_process(num_devices: int) -> N
         assert got.losses == expected[i].losses, f"{name} {case}"
         different = differences(got.parameters, expected[i].parameters)
         assert not different, f"{name} {case}: {different}"
+
+
+def test_a_field_that_several_stages_read_is_copied_once() -> None:
+    """To a device, and for each microbatch: the fields here are read by both of its stages."""
+    made = [
+        Layer(f"layer.{i}", lambda context: _Reader(), (PAIR,), (PAIR,), uses=("shift", "scale"))
+        for i in range(2)
+    ]
+    fields = {"shift": PAIR, "scale": PAIR}
+    backbone = Backbone("readers", tuple(made), fields)
+    plan = make_plan(backbone, weighted_costs(backbone, [1.0, 1.0]), fold(1))
+    pipeline = Pipeline(plan, mean_squared_error, 2)
+    executor = pipeline.executor(3)
+    copied: list[TensorSpec] = []
+    cast = executor._cast
+    executor._cast = lambda tensor, spec: (copied.append(spec), cast(tensor, spec))[1]  # type: ignore[method-assign]
+    pipeline.step(make_batches(backbone, Case("fold", 3, dtype="float32"), 0))
+    assert len(copied) == 3 * (1 + len(fields))
+
+
+PAIR = TensorSpec((2,))
+
+
+class _Reader(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(
+        self, inputs: tuple[torch.Tensor], skips: Any, given: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor]:
+        return (inputs[0] * self.weight * given["scale"] + given["shift"],)

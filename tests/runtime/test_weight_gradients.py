@@ -116,6 +116,12 @@ WAYS: dict[str, Way] = {
     "one token": way(linear, WIDE, given=(1, 1, WIDTH)),
     "matrix": way(linear, WIDE, given=(33, WIDTH)),
     "four dimensions": way(linear, WIDE, given=(2, 3, 5, WIDTH)),
+    "four dimensions, no bias": way(linear, {"w": (96, WIDTH)}, "w", given=(2, 3, 5, WIDTH)),
+    "no bias, matrix": way(linear, {"w": (96, WIDTH)}, "w", given=(33, WIDTH)),
+    "one number": way(linear, {"w": (96, 1), "b": (96,)}, given=(2, 7, 1)),
+    "to one number": way(linear, {"w": (1, WIDTH), "b": (1,)}),
+    "a part of the result": way(lambda x, p: linear(x, p).transpose(0, 1)[:, :1].sin(), WIDE),
+    "odd sizes": way(linear, {"w": (97, 129), "b": (97,)}, given=(3, 5, 129)),
     "no tokens": way(linear, WIDE, given=(0, WIDTH)),
     "transposed": way(linear, WIDE, given=(7, 2, WIDTH), view=lambda t: t.transpose(0, 1)),
     "column-major": way(linear, WIDE, given=(WIDTH, 33), view=lambda t: t.t()),
@@ -138,6 +144,10 @@ WAYS: dict[str, Way] = {
     "megatron, no bias": way(megatron, {"w": (96, WIDTH)}, "w"),
     "megatron, matrix": way(megatron, WIDE, given=(33, WIDTH)),
     "megatron, one token": way(megatron, WIDE, given=(1, 1, WIDTH)),
+    "megatron, odd sizes": way(megatron, {"w": (97, 129), "b": (97,)}, given=(3, 5, 129)),
+    "megatron, a part of the result": way(
+        lambda x, p: megatron(x, p).transpose(0, 1)[:, :1].sin(), WIDE
+    ),
     "megatron, transposed": way(
         megatron, WIDE, given=(7, 2, WIDTH), view=lambda t: t.transpose(0, 1)
     ),

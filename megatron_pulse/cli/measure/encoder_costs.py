@@ -41,4 +41,7 @@ def run_encoders(args: argparse.Namespace, backbone: Backbone, roofline: Rooflin
         )
     print(f"encoders of {args.encoders} for {backbone.name}, one sample at a time, on {where}:")
     print("\n".join(table(rows, left=(0,))))
-    print(f"written to {args.output}: pulse tune --encoders {args.output} -o plan.json")
+    print(
+        f"written to {args.output}: pulse tune --profile PROFILE.json --cluster CLUSTER "
+        f"--global-batch-size N --encoders {args.output} -o plan.json"
+    )

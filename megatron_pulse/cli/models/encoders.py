@@ -124,7 +124,7 @@ def _read(
         vae = Autoencoder(args.folder / VAE, weighs=False)
         made = f"latents of {vae.latent_channels} channels, {vae.factor} times smaller"
         read[VAE] = f"{made}, {vae.normalization()}"
-        takes = vae.latent_channels if backbone is None else backbone.input_spec.shape[0]
+        takes = vae.latent_channels if backbone is None else backbone.sample_spec.shape[0]
         if takes != vae.latent_channels and args.backbone is not None:
             made = f"{args.folder}/vae makes {vae.latent_channels}"
             require([f"{args.backbone} takes {takes} channels, and {made}"])

@@ -102,6 +102,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--seed", type=int, default=0, help="of the starting noise (default 0)")
     add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
     add("--raw", action="store_true", help="the weights as trained, not their moving average")
+    add("--chain", metavar="NAME", help="of a cascade: which of its backbones")
     add_option_flag(parser, "draw at another size or text length: sample_size=64")
     add_code_flag(parser, "the checkpoint")
     add("--vae", type=Path, metavar="PATH", help="decode latents with this AutoencoderKL folder")
@@ -135,11 +136,12 @@ def run(args: argparse.Namespace) -> None:
             data=args.data,
             options=options_of(args),
             choice=read_flags(ProcessChoice, args),
+            chain=args.chain,
         )
     for change in model.changes:
         print(change, file=sys.stderr)
     if (shapes := model.backbone.num_shapes) > 1:
-        shape = "x".join(map(str, model.backbone.input_spec.shape))
+        shape = "x".join(map(str, model.backbone.sample_spec.shape))
         print(
             f"samples are {shape}, the first of its {shapes} shapes; of a diffusers class, "
             "--option buckets=HEIGHTxWIDTH draws at another size",
@@ -236,7 +238,7 @@ def _asked(
             raise UserError(f"{model.backbone.name} reads no text")
         encoders, _ = opened
         require_same(encoders, model.arguments)
-        height, width = (factor * side for side in model.backbone.input_spec.shape[-2:])
+        height, width = (factor * side for side in model.backbone.sample_spec.shape[-2:])
         negative = args.negative_prompt
 
         def encoded(model: TrainedModel, prompts: list[str]) -> Request:
@@ -275,7 +277,7 @@ def _check_model(
         faults.append(f"--classes: the model has classes 0-{count - 1}, not {shown}")
     if vae and model.makes_pixels:
         faults.append("--vae decodes latents, but the model was trained on pixels")
-    channels = model.backbone.input_spec.shape[0]
+    channels = model.backbone.sample_spec.shape[0]
     if not vae and channels not in (1, 3):
         faults.append(f"the samples are latents of {channels} channels: decode them with --vae")
     if args.score and (channels != 1 or vae):
@@ -292,7 +294,7 @@ def _decoder(vae: Path | None, model: TrainedModel) -> tuple[Callable[[Tensor], 
     from megatron_pulse.encoders.autoencoder import Autoencoder
 
     autoencoder = Autoencoder(vae)
-    channels, wanted = model.backbone.input_spec.shape[0], autoencoder.latent_channels
+    channels, wanted = model.backbone.sample_spec.shape[0], autoencoder.latent_channels
     if channels != wanted:
         raise UserError(f"--vae {vae} decodes {wanted} channels, the model makes {channels}")
 

@@ -105,6 +105,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--to", type=Path, required=True, metavar="PATH", help="the folder or file to write; new")
     add("--iteration", type=int, metavar="N", help="a checkpoint other than the latest")
     add("--raw", action="store_true", help="the weights as trained, not their moving average")
+    add("--chain", metavar="NAME", help="of a cascade: which of its backbones")
     add_code_flag(parser, "the checkpoint")
     add(
         "--dtype",
@@ -149,8 +150,8 @@ def run_export(args: argparse.Namespace) -> None:
     from megatron_pulse.integration.checkpoint.weights import export_weights, load_whole
     from megatron_pulse.integration.data import makes_pixels
 
-    saved = read_saved_run(args.load, args.iteration)
     with mending(ValueError):
+        saved = read_saved_run(args.load, args.iteration).of_chain(args.chain)
         backbone, stage = load_whole(saved, averaged=not args.raw)
         published, tensors = export_weights(backbone, stage)
     dtype = getattr(torch, args.dtype)
@@ -164,6 +165,11 @@ def run_export(args: argparse.Namespace) -> None:
         write_folder(args.to, published, tensors, scheduler=scheduler)
     else:
         write_state_dict(args.to, tensors, scheduler)
+    if backbone.takes_prediction:
+        print(
+            "diffusers loads it, but none of its pipelines gives a model its own prediction: the "
+            "channels behind the sample's are the x_0 that was estimated in the step before"
+        )
     size, spaced = backbone.input_spec.shape[-1], published.config.get("sample_size")
     if spaced not in (None, size):
         print(

@@ -112,7 +112,7 @@ def _encoded(
 
     with mending(ValueError):
         backbone = load_backbone(args.backbone, options_of(args))
-    takes = backbone.input_spec.shape
+    takes = backbone.sample_spec.shape
     if takes != shape:
         read, made = ("x".join(map(str, each)) for each in (takes, shape))
         require(

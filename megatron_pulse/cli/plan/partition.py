@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_pulse.cli.errors import add_parser, check_file, no_file, out_of, require, warn
 from megatron_pulse.cli.output import add_json, answer, json_faults, write
 from megatron_pulse.faults import unknown
-from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
+from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.layout.placement import Placement
@@ -151,10 +151,20 @@ def run(args: argparse.Namespace) -> None:
     order = ("load", "stage", "bytes") if args.objective == "load" else ("stage", "load", "bytes")
     link = Link(args.latency_us * 1e-6, args.bandwidth_gbs * 1e9)
     goal = Goal(order, link=link, lam=args.lam, memory=rules, slack=args.slack)
-    layout = modes()[args.mode] if args.mode else best_known(bool(costs.skips))
+    known = best_known(bool(costs.skips), len(costs.starts))  # several: a cascade's
+    layout = modes()[args.mode] if args.mode else known
     if args.num_chunks is not None and not layout.kind.chunk_step:
         require(["--num-chunks: without skips the mode is sequential; give --mode interleaved"])
     chunks = args.num_chunks or 2
+    if len(costs.starts) > 1:
+        chunks = known.num_chunks
+        require(
+            [
+                f"{flag_name(name)}: a cascade has the layout {known.name} alone"
+                for name in ("mode", "num_chunks", "compare")
+                if getattr(args, name)
+            ]
+        )
     layout = layout.with_chunks(chunks)
     placement = layout.placement(args.num_devices)
     if placement.num_stages <= len(costs.names):

@@ -35,6 +35,15 @@ def batch(plan: PlanFile) -> str:
 def predicted(plan: PlanFile) -> list[tuple[str, str]]:
     """Names and values of what the tuner expects."""
     p = plan.predicted
+    own: list[tuple[str, str]] = []
+    if plan.self_conditioning:
+        own = [
+            (
+                "before",
+                f"all forwards in {100 * plan.self_conditioning:g} % of the steps, for "
+                f"self-conditioning: {1e3 * p['self_conditioning_s']:.4g} ms in the mean",
+            )
+        ]
     return [
         ("step", f"{1e3 * p['step_s']:.4g} ms, {p['samples_per_s']:.4g} samples/s"),
         (
@@ -42,6 +51,7 @@ def predicted(plan: PlanFile) -> list[tuple[str, str]]:
             f"pipeline {1e3 * p['pipeline_s']:.4g} ms, gradients' reduction that nothing hides "
             f"{1e3 * p['exposed_reduction_s']:.3g} ms, optimizer {1e3 * p['optimizer_s']:.3g} ms",
         ),
+        *own,
         ("bubble", f"{100 * p['bubble']:.1f} % of the devices' time in the pipeline"),
         ("memory", f"at most {max(p['memory_bytes']) / 1e9:.3g} GB on a device"),
         (
@@ -64,6 +74,22 @@ def filling_facts(found: FilledSchedule) -> list[tuple[str, str]]:
         ("in front", f"{front:.4g} s: filling is {front / made.makespan:.3f} times as fast"),
         ("spread", ", ".join(spread)),
     ]
+
+
+def policies(plan: PlanFile) -> list[str]:
+    """A table of when encoders run, with the step of each way; stored is said, not chosen."""
+    if plan.policies is None:
+        return []
+
+    def shown(seconds: float | None) -> str:
+        return "-" if seconds is None else f"{1e3 * seconds:.4g}"
+
+    rows = [("", "encoder", "runs", "ms filled", "ms in front", "ms stored", "MB a sample stored")]
+    for one in plan.policies:
+        when = "in idle time" if one["policy"] == "fill" else "in front"
+        steps = (shown(one[name]) for name in ("fill_s", "front_s", "stored_s"))
+        rows.append(("", one["name"], when, *steps, f"{one['stored_bytes'] / 1e6:.4g}"))
+    return [*table(rows, left=(1, 2)), "  (a pipeline's step, the other encoders as is soonest)"]
 
 
 def homes(schedule: Schedule) -> list[tuple[str, str]]:
@@ -115,9 +141,10 @@ def command(plan: PlanFile, path: Path) -> str:
 
 def _data(plan: PlanFile) -> str:
     """What a plan's run reads: images, where it encodes them itself."""
-    if plan.encoders is None:
+    encoders = [*(plan.encoders or ()), *(plan.in_front or ())]
+    if not encoders:
         return "--pulse-data latents:PATH"
-    images = any(one["name"] == VAE for one in plan.encoders)
+    images = any(one["name"] == VAE for one in encoders)
     return f"--pulse-data {'folder' if images else 'latents'}:PATH --pulse-encoders DIR"
 
 
@@ -201,6 +228,8 @@ def describe(plan: PlanFile, replayed: Replay, path: Path, wide: bool) -> list[s
     lines += ["", "predicted"]
     lines += columns(predicted(plan))
     lines += ["", *table([DEVICE_COLUMNS, *devices(plan, replayed)], left=(-1,))]
+    if plan.policies is not None:
+        lines += ["", "encoders", *policies(plan)]
     if plan.schedule.fillers:
         lines += ["", "in idle time, for the next step", *columns(homes(plan.schedule))]
     if picture := small_grid(replayed.timeline, None if wide else GRID_WIDTH):

@@ -20,7 +20,7 @@ from megatron_pulse.cli.errors import (
     warn,
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults
-from megatron_pulse.flag_fields import ABOVE_ZERO, TO_MILLION
+from megatron_pulse.flag_fields import ABOVE_ZERO, SHARE, TO_MILLION
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
     from megatron_pulse.planner.tune.config import Choices
     from megatron_pulse.planner.tune.evaluate import Evaluator
-    from megatron_pulse.planner.tune.plans.filling import FilledPlan
+    from megatron_pulse.planner.tune.plans.policies import EncodedPlan
     from megatron_pulse.planner.tune.searching.tuning import Tuning
     from megatron_pulse.profile.profile import Profile
 
@@ -111,6 +111,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="frozen components to run for the next batch where devices would idle: their layers' "
         "costs (form: megatron_pulse/planner/fill/README.md)",
     )
+    add(
+        "--self-conditioning",
+        type=float,
+        metavar="P",
+        help="share of the steps that run all forwards once before, as --pulse-self-conditioning",
+    )
     add("--top", type=int, default=10, metavar="N", help="configs to list (default 10)")
     add("--explain", action="store_true", help="why the best is the best, and examples of refusals")
     add_json(parser)
@@ -120,7 +126,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Search, then print and write."""
     require(_faults(args))
-    from megatron_pulse.cli.plan.tune_report import as_json, filling, report
+    from megatron_pulse.cli.plan.tune_report import as_json, encoding, report
     from megatron_pulse.planner.cluster.cluster import cluster
     from megatron_pulse.planner.fill.table import read_table
     from megatron_pulse.planner.plan_file.plan_file import save_plan
@@ -136,6 +142,7 @@ def run(args: argparse.Namespace) -> None:
     where = cluster(args.cluster)
     with mending(ValueError):
         profile = _profile(args, where)
+    require(_no_cascade(profile))
     warn(
         device_caution(profile, where.device),
         spread_caution(profile),
@@ -146,50 +153,54 @@ def run(args: argparse.Namespace) -> None:
     of = profile, where, args.global_batch_size
     backbone = _backbone_of(profile) if any(t > 1 for t in choices.tensor) else None
     divides = backbone is not None and backbone.divides_sequences
-    evaluator = Evaluator(*of, divides, backbone.num_heads if backbone else ())
+    if args.self_conditioning is not None:
+        require(_no_prediction_taken(profile))
+    heads = backbone.num_heads if backbone else ()
+    evaluator = Evaluator(*of, divides, heads, args.self_conditioning or 0.0)
     found = _tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
     made: dict[str, Any] | None = None
-    filled: FilledPlan | None = None
+    encoded: EncodedPlan | None = None
     if args.encoders is not None:
         plans = [
             plan_of(outcome, profile, where, divides)
             for outcome in found.outcomes[:_FILLED]
             if not outcome.extrapolated
         ]
-        filled = _best_filled(plans, encoders, min(args.seconds, _FILL_S))
-        lines += ["", *filling(filled)]
-        made = filled.figures()
+        encoded = best_encoded(plans, encoders, min(args.seconds, _FILL_S))
+        lines += ["", *encoding(encoded)]
+        made = encoded.figures()
     if args.output is not None:
         plain = plan_of(found.outcomes[0], profile, where, divides)
-        save_plan(filled.plan if filled else plain, args.output)
+        save_plan(encoded.plan if encoded else plain, args.output)
         lines.append(f"plan written to {args.output}")
     answer(args, lines, partial(as_json, found, evaluator, made))
 
 
-def _best_filled(
+def best_encoded(
     plans: Sequence[PlanFile], encoders: Sequence[Mapping[str, Any]], seconds: float
-) -> FilledPlan:
-    """The plan that is fastest with encoders in its idle time, its figures worked out again.
+) -> EncodedPlan:
+    """The plan that is fastest with its encoders, each of them in idle time or in front, and its
+    figures worked out again.
 
     Raises UserError where none has the memory.
     """
     from megatron_pulse.faults import UserError
     from megatron_pulse.planner.fill.search import FillError
-    from megatron_pulse.planner.tune.plans.filling import fill_plan
+    from megatron_pulse.planner.tune.plans.policies import encode_plan
     from megatron_pulse.planner.tune.plans.recompute import recomputed
 
     found, faults = [], []
     for plan in plans:
         try:
-            filled = fill_plan(plan, encoders, seconds / len(plans))
+            encoded = encode_plan(plan, encoders, seconds / len(plans))
         except (FillError, ValueError) as error:
             faults.append(str(error))
         else:
-            found.append(replace(filled, plan=recomputed(filled.plan)))
+            found.append(replace(encoded, plan=recomputed(encoded.plan)))
     if not found:
         raise UserError(f"--encoders: {faults[0]}")
-    return max(found, key=lambda filled: float(filled.plan.predicted["samples_per_s"]))
+    return max(found, key=lambda encoded: encoded.samples_per_s)
 
 
 def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
@@ -253,6 +264,26 @@ def _backbone_of(profile: Profile) -> Backbone | None:
         return None
 
 
+def _no_cascade(profile: Profile) -> list[str]:
+    if len(profile.at(profile.micro_batch_sizes[0]).starts) == 1:
+        return []
+    return [
+        f"{profile.backbone['name']}: cascades are not searched for; 'pulse partition' and 'pulse "
+        "schedule' lay one over P devices, and it trains with --pipeline-model-parallel-size P"
+    ]
+
+
+def _no_prediction_taken(profile: Profile) -> list[str]:
+    backbone = _backbone_of(profile)
+    if backbone is None or backbone.takes_prediction:
+        return []
+    takes, predicts = backbone.input_spec.shape[0], backbone.output_spec.shape[0]
+    return [
+        f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; who "
+        "conditions itself takes twice as many as it predicts (--option in_channels=8)"
+    ]
+
+
 def _choices(args: argparse.Namespace) -> Choices:
     from megatron_pulse.planner.layout.layouts import LAYOUTS
     from megatron_pulse.planner.tune.config import Choices
@@ -299,6 +330,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
         if args.layouts is not None and name.strip() not in LAYOUTS:
             faults.append(f"--layouts: {name.strip()!r} is none of: {', '.join(LAYOUTS)}")
     faults += out_of(ABOVE_ZERO, args, "seconds")
+    faults += out_of(SHARE, args, "self_conditioning")
     faults += layers_faults(args, profile=args.profile)
     if args.profile is not None and args.dtype:
         faults.append("--dtype is for --backbone; a profile has its own")

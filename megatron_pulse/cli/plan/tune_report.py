@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_pulse.cli.output import columns, table
-from megatron_pulse.cli.plan.plan_text import filling_facts, homes
+from megatron_pulse.cli.plan.plan_text import filling_facts, homes, policies
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import certainty, explain
-from megatron_pulse.planner.tune.plans.filling import FilledPlan
+from megatron_pulse.planner.tune.plans.policies import EncodedPlan
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 
 _COLUMNS = (
@@ -29,6 +29,7 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
     lines = [
         f"{name}, {profile.dtype}, {profile.source} on {profile.device}; {cluster.num_devices} "
         f"devices of {cluster.name}, {evaluator.global_batch_size} samples a step",
+        *_conditioned(evaluator),
         "",
         *table(rows, left=[_COLUMNS.index(name) for name in ("layout", "schedule", "inside")]),
         *[_STARRED] * any(outcome.extrapolated for outcome in found.outcomes),
@@ -52,21 +53,23 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
     return lines
 
 
-def filling(filled: FilledPlan) -> list[str]:
-    """What encoders cost in idle time, in front of the step, and stored."""
-    plan = filled.plan
-    assert plan.encoders is not None
-    stored = sum(one["result_bytes"] for one in plan.encoders)
-    without = filled.schedule.certificate.without
+def _conditioned(evaluator: Evaluator) -> list[str]:
+    """That a step is the mean of some with forwards before them and some without."""
+    share = 100 * evaluator.self_conditioning
+    return [f"self-conditioning: {share:g} % of the steps run all forwards once before"] * (
+        share > 0
+    )
+
+
+def encoding(encoded: EncodedPlan) -> list[str]:
+    """When encoders run and why, and what filling gives."""
+    plan = encoded.plan
+    facts = [] if encoded.schedule is None else filling_facts(encoded.schedule)
+    rate = f"{encoded.samples_per_s:.4g} samples/s"
     return [
-        f"encoders, in {plan.heading}",
-        *columns(
-            [
-                *filling_facts(filled.schedule),
-                ("stored", f"{without:.4g} s, and {stored / 1e6:.4g} MB for each sample"),
-                *homes(plan.schedule),
-            ]
-        ),
+        f"encoders, in {plan.heading}: {rate}",
+        *policies(plan),
+        *columns([*facts, *homes(plan.schedule)]),
     ]
 
 
@@ -79,6 +82,7 @@ def as_json(
         "backbone": dict(evaluator.profile.backbone),
         "cluster": evaluator.cluster.name,
         "global_batch_size": evaluator.global_batch_size,
+        "self_conditioning": evaluator.self_conditioning,
         "outcomes": [_record(outcome) for outcome in found.outcomes],
         "num_configs": found.num_configs,
         "num_simulated": found.num_simulated,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.data.build import data_of_chains
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.faults import told
 from megatron_pulse.integration.checkpoint.folders import (
@@ -24,7 +25,8 @@ from megatron_pulse.integration.checkpoint.process import saved_process
 from megatron_pulse.integration.checkpoint.verify import require_readable
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.megatron.stage import MegatronStage
-from model_specs import DTYPE, compare_models, continue_model, in_dtype
+from model_specs import DTYPE, compare_models, continue_model, in_dtype, is_cascade, part_record
+from model_specs.derived.cascades import parts_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,32 @@ class SavedRun:
     """The checkpoint's own folder, below the one that ``--save`` named."""
     arguments: argparse.Namespace
     """The flags of the run; those that are newer than the checkpoint have their defaults."""
+    chain: str = ""
+    """Which of a cascade's chains is meant; its weights' names begin so there."""
+
+    def of_chain(self, chain: str | None) -> SavedRun:
+        """One chain of a cascade, as if it had been trained alone; any other run as it is.
+
+        Raises CheckpointError where a cascade's chain is not named, and for one that is not there.
+        """
+        cascade = is_cascade(self.record["name"])
+        if not cascade and chain is None:
+            return self
+        if not cascade or chain is None:
+            parts = ", ".join(parts_of(self.record["name"])) if cascade else ""
+            what = f"a cascade: name one with --chain ({parts})"
+            raise CheckpointError(
+                f"{self.folder} is of {what if cascade else 'no cascade: leave out --chain'}"
+            )
+        arguments = argparse.Namespace(**vars(self.arguments))
+        try:
+            arguments.pulse_record = part_record(self.record, chain)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: {error}") from error
+        if arguments.pulse_data is not None:
+            chains = list(parts_of(self.record["name"]))
+            arguments.pulse_data = data_of_chains(arguments.pulse_data, chains)[chain]
+        return replace(self, arguments=arguments, chain=chain)
 
     @property
     def released(self) -> bool:
@@ -116,15 +144,18 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
     return saved
 
 
-def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool) -> None:
+def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool, chain: str = "") -> None:
     """Fill ``stage`` from a checkpoint, with the averaged weights if ``averaged``; what was frozen
-    has no average, and is what it was.
+    has no average, and is what it was. ``stage`` may be that of one ``chain`` of a cascade.
 
     Raises CheckpointError if the files are damaged or hold other weights.
     """
     # Extra states belong to Transformer Engine's fp8 recipes; weights do not depend on them.
     names = {name for name in stage.state_dict() if not name.endswith("_extra_state")}
     state = {name: entry for name, entry in stage.sharded_state_dict().items() if name in names}
+    if chain:
+        for entry in state.values():
+            entry.key = f"{chain}.{entry.key}"
     try:
         if averaged:
             known = dist_checkpointing.load_tensors_metadata(str(folder))

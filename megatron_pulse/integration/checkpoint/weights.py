@@ -88,7 +88,7 @@ def load_whole(
     backbone = saved.load_backbone(options)
     require_whole(saved.folder)
     stage = whole_stage(backbone)
-    load_weights(stage, saved.folder, averaged=averaged)
+    load_weights(stage, saved.folder, averaged=averaged, chain=saved.chain)
     return backbone, stage
 
 

@@ -17,6 +17,7 @@ from megatron_pulse.flag_fields import (
     BELOW_ONE,
     FROM_ONE,
     FROM_ZERO,
+    SHARE,
     add_flags,
     flag,
     flags_of,
@@ -86,7 +87,9 @@ class PulseOptions:
     """The ``--pulse-*`` flags as one typed value; a flag is a field here and nothing else."""
 
     backbone: str = flag(
-        "a named backbone such as uvit-s or sd-v1.5; 'pulse backbones' lists them", metavar="NAME"
+        "a named backbone such as uvit-s or sd-v1.5 ('pulse backbones' lists them), or several in "
+        "one pipeline, each with its own data: cascade:base=NAME,upper=NAME",
+        metavar="NAME",
     )
     module: str | None = flag(
         "in place of --pulse-backbone: a torch module as it is, or a chain of your own: "
@@ -211,7 +214,7 @@ class PulseOptions:
     )
     data: str | None = flag(
         "what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
-        "texts), or latents:PATH (see 'pulse data')",
+        "texts), or latents:PATH (see 'pulse data'); of a cascade base=SPEC,upper=SPEC",
         metavar="SPEC",
         marks=[Mark.STEPS],
     )
@@ -256,6 +259,14 @@ class PulseOptions:
         0.1,
         metavar="P",
         within=BELOW_ONE,
+        marks=[Mark.STEPS],
+    )
+    self_conditioning: float | None = flag(
+        "share of the steps in which the backbone is given its own prediction behind the noisy "
+        "sample, of a forward pass before (elsewhere zeros): for those whose first layer takes "
+        "twice the channels that they predict (default: what the plan was made for, else none)",
+        metavar="P",
+        within=SHARE,
         marks=[Mark.STEPS],
     )
     ema_decay: float = flag(

@@ -18,13 +18,17 @@ from model_specs import in_dtype, is_module, load_backbone, load_recorded
 def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> PulseOptions:
     """Fill ``args`` and ``options`` with what ``plan`` decides.
 
-    Flags that say otherwise are ``contradictions``. A module keeps the name that was given: it
+    Flags that say otherwise are ``contradictions``; that of self-conditioning, which changes no
+    layout, is obeyed where it is given. A module keeps the name that was given: it
     says where its weights are.
     """
     for name, value in _decided(plan).items():
         setattr(args, name, value)
+    own = options.self_conditioning or plan.self_conditioning or None
+    args.pulse_self_conditioning = own
     return replace(
         options,
+        self_conditioning=own,
         backbone=options.backbone if is_module(options.backbone or "") else plan.backbone["name"],
         options=dict(plan.backbone["options"]),
         train=patterns_of(plan.backbone)[0],

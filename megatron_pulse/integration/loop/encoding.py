@@ -30,13 +30,13 @@ class EncodedBatches:
         """The microbatches of a step that begins."""
         count = schedule.num_microbatches
         if not training:
-            return iter(self._in_front(_taken(batches, count), []))
+            return iter(self._in_front(taken(batches, count), []))
         self._filled = frozenset(filler.name for filler in schedule.fillers)
-        now = self._next if self._next is not None else _taken(batches, count)
+        now = self._next if self._next is not None else taken(batches, count)
         ready = self._in_front(now, self._results if self._next is not None else [])
         self._next = None
         if self._filled:
-            self._next = _taken(batches, count)
+            self._next = taken(batches, count)
             self._encoding.fill(schedule, self._next)
         return iter(ready)
 
@@ -57,5 +57,6 @@ class EncodedBatches:
         ]
 
 
-def _taken(batches: Iterator[Batch], count: int) -> list[Batch]:
+def taken(batches: Iterator[Batch], count: int) -> list[Batch]:
+    """The next ``count`` microbatches."""
     return [next(batches) for _ in range(count)]  # Megatron's iterators have nothing but next

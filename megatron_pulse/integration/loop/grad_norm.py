@@ -34,6 +34,12 @@ def get_grad_norm(
     return total.sqrt().float().item()
 
 
+def clip_apart(chains: tuple[str, ...]) -> None:
+    """Let Megatron clip the gradients of these chains of a cascade each by a norm of its own; the
+    first chain's is the one that is logged."""
+    optimizer.SEPARATE_GRAD_NORM_GROUPS = (*optimizer.SEPARATE_GRAD_NORM_GROUPS, *chains)
+
+
 def use_layout_independent_grad_norm() -> None:
     """Make Megatron's optimizers call ``get_grad_norm``."""
     optimizer.get_grad_norm_fp32 = get_grad_norm

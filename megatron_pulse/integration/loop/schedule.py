@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,20 @@ from torch import Tensor, nn
 
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.integration.encoding import Encoders
-from megatron_pulse.integration.loop.encoding import EncodedBatches
+from megatron_pulse.integration.loop.encoding import EncodedBatches, taken
+from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.encoding.encoding import Encoding
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
-from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.measure.busy import BusyMeter, StepTime
 from megatron_pulse.runtime.measure.tracer import Traced, Tracer
+from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.pipeline import replicate
-from megatron_pulse.runtime.settings import LossFunction, RunSettings
+from megatron_pulse.runtime.self_conditioning import Predictions, joined
+from megatron_pulse.runtime.settings import Batch, LossFunction, RunSettings
 
 
 @dataclass(frozen=True)
@@ -42,19 +44,22 @@ class PulseSchedule:
     """Runs ``plan`` in the place of Megatron's pipeline schedules.
 
     Called with the keyword arguments of ``megatron.core.pipeline_parallel`` schedules; returns
-    one ``{"loss": tensor}`` per microbatch on every rank, averaged over data-parallel replicas.
+    one ``{"loss": tensor}`` per microbatch on every rank, averaged over data-parallel replicas; of
+    a cascade one ``{"base loss": tensor, "upper loss": tensor}``, by its chains.
     ``encoders(device)`` loads those of a pipeline device where samples are encoded in the loop.
+    Where ``self_conditioning`` has it, a step runs forward once before; evaluation never does.
     With ``tracing`` the first pipeline (of data- and tensor-parallel rank 0) is traced.
     """
 
     def __init__(
         self,
         plan: Plan,
-        loss: LossFunction,
+        loss: LossFunction | Mapping[str, LossFunction],
         board: FailureBoard,
         timeout_s: float,
         encoders: Callable[[int], Encoders] | None = None,
         tracing: TraceOptions | None = None,
+        self_conditioning: SelfConditioning | None = None,
     ) -> None:
         self._plan = plan
         self._loss = loss
@@ -65,7 +70,9 @@ class PulseSchedule:
         self._encoded: EncodedBatches | None = None
         self._tracing = tracing
         self._tracer: Tracer | None = None
-        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._self_conditioning = self_conditioning
+        self._predictions: Predictions | None = None
+        self._executors: dict[tuple[int, bool, bool], Executor] = {}
         self._links: Links | None = None
         self._replicas: Replicas | None = None
         self._settings: RunSettings | None = None
@@ -102,6 +109,13 @@ class PulseSchedule:
         if self._encoded is not None:
             step = self._plan.step(num_microbatches, forward_only=forward_only)
             batches = self._encoded.begin(batches, step.schedule, training=not forward_only)
+        if (own := self._self_conditioning) is not None:
+            if not forward_only and own.is_now:
+                predicting = self._executor(chunks, config, groups.pp, num_microbatches, True, True)
+                batches = self._predicted(predicting, taken(batches, num_microbatches), settings)
+            else:
+                given = batches  # Megatron's iterators have nothing but next
+                batches = (joined(next(given)) for _ in range(num_microbatches))
         recorder = meter = None
         if self._tracing is not None and not forward_only:
             if self._tracer is None:
@@ -138,6 +152,18 @@ class PulseSchedule:
         if self._tracer is not None:
             self._tracer.close()
 
+    def _predicted(
+        self, executor: Executor, batches: list[Batch], settings: RunSettings
+    ) -> Iterator[Batch]:
+        """``batches`` with what a forward pass makes of them behind their samples."""
+        assert self._predictions is not None  # its carrier
+        executor.run(
+            self._predictions.of(batches),
+            replace(settings, loss=self._predictions.keep),
+            forward_only=True,
+        )
+        return self._predictions.joined()
+
     def _make_tracer(
         self, groups: Any, num_microbatches: int, device: torch.device, run: dict[str, str]
     ) -> Tracer | None:
@@ -165,11 +191,12 @@ class PulseSchedule:
         pipeline: dist.ProcessGroup,
         num_microbatches: int,
         forward_only: bool,
+        predicts: bool = False,
     ) -> Executor:
-        key = (num_microbatches, forward_only)
+        key = (num_microbatches, forward_only, predicts)
         if key not in self._executors:
             plan, device = self._plan, pipeline.rank()
-            step = plan.step(num_microbatches, forward_only=forward_only)
+            step = plan.step(num_microbatches, forward_only=forward_only, predicts=predicts)
             stages = dict(zip(plan.placement.stages_of_device(device), chunks, strict=True))
             if self._links is None and pipeline.size() > 1:
                 # NCCL makes the group's communicator in its first call, which all must join.
@@ -183,6 +210,13 @@ class PulseSchedule:
                 encoders, where = self._encoders(device), self._settings_or_fail().device
                 self._encoding = Encoding(encoders.components, where, device, self._links)
                 self._encoded = EncodedBatches(encoders, self._encoding)
+            if predicts and self._predictions is None:
+                assert self._self_conditioning is not None
+                self._predictions = Predictions(
+                    plan.backbone, self._self_conditioning.estimate, self._settings_or_fail()
+                )
+            if self._links is not None:
+                self._links.connect(step.communication)
             self._executors[key] = Executor(
                 plan.backbone,
                 plan.routes,
@@ -195,7 +229,7 @@ class PulseSchedule:
                 _no_sync(config.no_sync_func, stages),
                 self._replicas,
                 self._encoding.workloads(step.schedule) if self._encoding is not None else (),
-                self._encoding,
+                self._predictions if predicts else self._encoding,
             )
         return self._executors[key]
 
@@ -225,20 +259,28 @@ class PulseSchedule:
         self, losses: list[Tensor], num_microbatches: int, groups: Any, device: torch.device
     ) -> list[dict[str, Tensor]]:
         """Average over replicas, tell the whole pipeline: Megatron reads them on its last rank."""
-        owner = self._plan.placement.device_of_stage[-1]
-        values = torch.zeros(num_microbatches, dtype=torch.float64, device=device)
-        if groups.pp.rank() == owner:
-            values = torch.stack(losses).double()
-            dist.all_reduce(values, group=groups.dp_cp)
-            values /= groups.dp_cp.size()
+        placement = self._plan.placement
+        owners = [placement.device_of_stage[stage] for stage in placement.ends]
+        shape = len(owners), num_microbatches
+        values = torch.zeros(shape, dtype=torch.float64, device=device)
+        mine = [chain for chain, owner in enumerate(owners) if owner == groups.pp.rank()]
+        if mine:
+            own = torch.stack(losses).double()
+            dist.all_reduce(own, group=groups.dp_cp)
+            values[mine] = own.view(len(mine), num_microbatches) / groups.dp_cp.size()
         if groups.pp.size() > 1:
-            dist.broadcast(values, src=dist.get_global_rank(groups.pp, owner), group=groups.pp)
-        if not math.isfinite(values.sum().item()):
-            raise PulseError(
-                f"the loss is not finite ({values.tolist()}): lower --lr, check the data, or "
-                "use --bf16 instead of --fp16"
-            )
-        return [{"loss": value} for value in values.float()]
+            for chain, owner in enumerate(owners):
+                source = dist.get_global_rank(groups.pp, owner)
+                dist.broadcast(values[chain], src=source, group=groups.pp)
+        names = [f"{chain} loss" for chain in self._plan.backbone.parts] or ["loss"]
+        for name, of_chain in zip(names, values, strict=True):
+            if not math.isfinite(of_chain.sum().item()):
+                raise PulseError(
+                    f"the {name} is not finite ({of_chain.tolist()}): lower --lr, check the data, "
+                    "or use --bf16 instead of --fp16"
+                )
+        columns = values.float().unbind(1)
+        return [dict(zip(names, column.unbind(), strict=True)) for column in columns]
 
 
 def _no_sync(

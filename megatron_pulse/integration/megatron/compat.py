@@ -1,7 +1,7 @@
 """Lets the released Megatron run unmodified on CPU with gloo, and mends what its wheel breaks.
 
 ``install()`` must run before the first ``import megatron``: it replaces the ``torch.cuda``
-functions that Megatron calls unconditionally, and redirects tensors that name a CUDA device to
+functions that Megatron calls unconditionally, and puts tensors that are made on a CUDA device on
 the CPU. With a CUDA device present it only imports Megatron. ``patch_megatron()`` runs after
 ``import megatron.training``; most of its patches are for GPUs as well.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch.optim._functional import adam as functional_adam
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 TESTED_MEGATRON = ("0.19.",)
@@ -47,28 +47,38 @@ def _names_cuda(device: object) -> bool:
     return isinstance(device, str) and device.split(":")[0] == "cuda"
 
 
-_OF_DEVICES = {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type}
+def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """``make``, which makes a tensor, on the CPU where it is told a CUDA device."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if _names_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return make(*args, **kwargs)
+
+    return made
 
 
-class _CudaToCpu(TorchFunctionMode):
-    """Redirects every torch call that names a CUDA device to the CPU."""
+def _replace_what_names_cuda() -> None:
+    """What Megatron asks of a CUDA device, of the CPU: new tensors, and names of their types.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if "device" in kwargs and _names_cuda(kwargs["device"]):
-            kwargs = {**kwargs, "device": CPU}
-        if func not in _OF_DEVICES:
-            return func(*args, **kwargs)
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron's optimizers compare with 'torch.cuda.FloatTensor' and the like.
-            return func(*args).replace("torch.", "torch.cuda.")
-        return func(*args, **kwargs)
+    These few names, and no ``TorchFunctionMode``: that is asked at every call of torch, which takes
+    a tenth of a small step.
+    """
+    constructors = _device_constructors()
+    for name, make in list(vars(torch).items()):
+        if callable(make) and make in constructors:
+            setattr(torch, name, _on_cpu(make))
+    type_of = torch.Tensor.type
+
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's optimizers compare with 'torch.cuda.FloatTensor' and the like."""
+        found = type_of(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+    torch.Tensor.type = cuda_type
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
 
 
 class _NullStream:
@@ -143,15 +153,15 @@ def _identity_compile(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
     return fn if fn is not None else (lambda inner: inner)
 
 
-_redirect: _CudaToCpu | None = None
+_stands_in = False
 _patched = False
 
 
 def install() -> None:
     """Import Megatron; where no CUDA is available, make that and its runs possible before."""
-    global _redirect
+    global _stands_in
     require_tested_megatron()
-    if _redirect is not None:
+    if _stands_in:
         return
     if torch.cuda.is_available():
         _import_without_wandb()
@@ -163,8 +173,8 @@ def install() -> None:
     _replace_torch_cuda()
     torch.compile = _identity_compile
     torch.nn.Module.cuda = lambda self, device=None: self
-    _redirect = _CudaToCpu()
-    _redirect.__enter__()
+    _replace_what_names_cuda()
+    _stands_in = True
     _import_without_wandb()
 
 
@@ -270,7 +280,7 @@ def patch_megatron() -> None:
     training.ft_integration.setup = lambda: None
     _use_fused_adam()
     wait_for_weight_gradients()
-    if _redirect is None:
+    if not _stands_in:
         return
     import megatron.core.tensor_parallel.random as parallel_random
 

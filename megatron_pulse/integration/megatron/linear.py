@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from megatron_pulse.runtime.parameters.linear_maps import LinearMap, put_off_linear
 from megatron_pulse.runtime.parameters.weight_gradients import Split, put_off, waiting_weights
 
 _Fused = layers.LinearWithGradAccumulationAndAsyncCommunication
@@ -31,15 +32,14 @@ def wait_for_weight_gradients() -> None:
     if getattr(fused, "waits", False):
         return
 
-    signature = inspect.signature(fused)
+    parameters = inspect.signature(fused).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
 
     @functools.wraps(fused, updated=())
     def product(*args: Any, **kwargs: Any) -> Tensor:
         if (later := waiting_weights()) is None:
             return fused(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
         tokens, weight, bias = given["input"], given["weight"], given["bias"]
         does_more = given["gradient_accumulation_fusion"] or given["gtp_remat_size"] > 1
         if does_more or not later.takes(tokens, weight):
@@ -50,11 +50,23 @@ def wait_for_weight_gradients() -> None:
             )
         elif given["allreduce_dgrad"]:
             tokens = copy_to_tensor_model_parallel_region(tokens, group=given["tp_group"])
+        result = put_off_linear(_FUSED, tokens, weight, bias, later)
+        if result is not None:
+            return result
         return put_off(_FusedSplit(weight, bias, given["tp_group"]), tokens, bias, later)
 
     product.waits = True  # type: ignore[attr-defined]
     product.warned = True  # type: ignore[attr-defined]
     layers.linear_with_grad_accumulation_and_async_allreduce = product
+
+
+def _fused(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = torch.matmul(given, weight.t())
+    return product if bias is None else product + bias
+
+
+_FUSED = LinearMap(_fused, torch.matmul)
+"""Megatron's node as it multiplies where there is nothing to reduce or to fuse."""
 
 
 class _FusedSplit(Split):

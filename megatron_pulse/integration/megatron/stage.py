@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,11 +41,15 @@ class MegatronStage(Stage, MegatronModule):
         self.ema: ExponentialMovingAverage | None = None
         # What Megatron's training loop reads from every model chunk.
         self.pg_collection = pg_collection
-        self.pre_process = stage == 0
-        self.post_process = stage == routes.partition.placement.num_stages - 1
+        self.pre_process = routes.partition.placement.before[stage] is None
+        self.post_process = routes.partition.placement.after[stage] is None
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
         super().__init__(backbone, routes, stage, seed, context, recompute, config=config)
+        chain = backbone.layers[routes.partition.cuts[stage]].chain
+        if chain in tuple(backbone.parts)[1:]:
+            for parameter in self.parameters():
+                setattr(parameter, GRAD_NORM_GROUP_ATTR, chain)
 
     @property
     def trained_names(self) -> list[str]:

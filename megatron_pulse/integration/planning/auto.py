@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.flag_fields import flag_name
-from megatron_pulse.integration.encoding import in_loop
+from megatron_pulse.integration.encoding import InLoop, in_loop
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.planning.encoder_costs import encoder_costs
@@ -22,7 +22,7 @@ from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.plans.filling import fill_plan
+from megatron_pulse.planner.tune.plans.policies import Policy, encode_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import UntunableError, tune
@@ -32,8 +32,6 @@ from megatron_pulse.runtime.measure.leaving import leaving_weights
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 from model_specs import load_recorded
 
-SOONER = 0.999
-"""Of the time in front, from which idle time is not sooner."""
 FILLING_S = 4.0
 """For how long a filling is searched."""
 SIZES = (1, 4)
@@ -58,14 +56,32 @@ def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFi
     if not path.exists():
         return None
     plan = load_checked(path)
-    record = load_here(args, options).record
+    backbone = load_here(args, options)
+    record = backbone.record
     if plan.world_size != args.world_size or load_recorded(plan.backbone).record != record:
         raise ValueError(
             f"--pulse-auto: {path} is the plan of another job ({plan.backbone['name']} on "
             f"{plan.world_size} ranks): move it away, or use another --save"
         )
+    if fault := _other_encoders(plan, options, backbone):
+        raise ValueError(f"--pulse-auto: {path} {fault}: move it away, or use another --save")
     print(f"plan: {path}, from an earlier start", flush=True)
     return plan
+
+
+def _other_encoders(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> str:
+    """Why a plan was not made for the encoders that this run uses itself; empty if it was."""
+    tuned = sorted(policy["name"] for policy in plan.policies or ())
+    decided = sorted(_decided(in_loop(options, backbone)))
+    if not tuned or tuned == decided:
+        return ""
+    here = ", ".join(decided) or "nothing"
+    return f"decides when {', '.join(tuned)} runs in the loop, and this run leaves {here} to it"
+
+
+def _decided(loop: InLoop | None) -> list[str]:
+    """The encoders of which a plan decides when they run."""
+    return [] if loop is None else [n for n, p in loop.policies.items() if p != Policy.FRONT]
 
 
 def _cluster(args: argparse.Namespace) -> Cluster | None:
@@ -95,7 +111,9 @@ def _tune(
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
     profile = _measure(args, backbone)
     divided = backbone.divides_sequences
-    evaluator = Evaluator(profile, cluster, args.global_batch_size, divided, backbone.num_heads)
+    of = profile, cluster, args.global_batch_size
+    own = options.self_conditioning or 0.0
+    evaluator = Evaluator(*of, divided, backbone.num_heads, own)
     try:
         found = tune(
             evaluator, _choices(line), finish_s=options.solver_seconds, solver=options.solver
@@ -111,21 +129,17 @@ def _tune(
 
 
 def _filled(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> PlanFile:
-    """``plan`` with the encoders of the loop in its idle time, where that is sooner than in front
-    of the step."""
+    """``plan`` with each encoder of the loop in its idle time where that is sooner than in front of
+    the step, or where a flag says so."""
     loop = in_loop(options, backbone)
-    wanted = [] if loop is None else [n for n, p in loop.policies.items() if p != "front"]
+    wanted = _decided(loop)
     if loop is None or not wanted:
         return plan
     dtype = loop.dtype or torch.float32
     costs = encoder_costs(loop.folder, options.backbone, backbone, dtype, wanted=wanted)
-    found = fill_plan(plan, costs["components"], FILLING_S)
-    made = found.schedule.certificate
-    said = ", ".join(wanted)
-    if made.makespan > SOONER * found.schedule.front_s and "fill" not in loop.policies.values():
-        print(f"{said}: sooner in front of the step than in idle time", flush=True)
-        return plan
-    print(f"{said}: in idle time, {made}; in front {found.schedule.front_s:.4g} s", flush=True)
+    fixed = {name: p for name, p in loop.policies.items() if p == Policy.FILL}
+    found = encode_plan(plan, costs["components"], FILLING_S, fixed)
+    print("\n".join(map(str, found.choices)), flush=True)
     return recomputed(found.plan)
 
 

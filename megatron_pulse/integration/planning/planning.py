@@ -163,7 +163,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         options.schedule if placement.num_stages > 1 else "auto",
         options.activation_cap,
         Goal(
-            collocate=placement.kind.mirrored and options.partition == "exact",
+            collocate=placement.kind.keeps_skips and options.partition == "exact",
             link=Link(options.link_us * 1e-6, options.link_gbs * 1e9),
             memory=_memory(args, options, count),
         ),
@@ -243,10 +243,20 @@ def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
 
 
 def _this_device() -> Device:
-    """The preset of the GPU here; what a CPU core does, roughly, where there is none."""
+    """The preset of the GPU here; what a CPU core does, roughly, where there is none.
+
+    Raises ValueError for a GPU whose peaks are not known.
+    """
     if not torch.cuda.is_available():
         return custom_device(peak_tflops=0.1, bandwidth_gbs=20, memory_gb=0)
-    return known_device(torch.cuda.get_device_name()) or PRESETS["A100-80GB"]
+    name = torch.cuda.get_device_name()
+    if (known := known_device(name)) is None:
+        raise ValueError(
+            f"no peaks of {name} are known, by which layers' times would be worked out: measure "
+            "them with 'pulse profile --backbone NAME -o FILE' and give --pulse-profile FILE, or "
+            f"name a device that is like it (--pulse-profile {', '.join(PRESETS)})"
+        )
+    return known
 
 
 def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> ChainCosts:
@@ -264,7 +274,7 @@ def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> Ch
         split_forward_s=tuple(t / parts for t in costs.split_forward_s),
         split_backward_s=tuple(t / parts for t in costs.split_backward_s),
         saved_bytes=tuple(b // parts if args.sequence_parallel else b for b in costs.saved_bytes),
-        boundary_bytes=tuple(size * layer.boundary_bytes for layer in chain),
+        boundary_bytes=tuple(0 if layer.begins else size * layer.boundary_bytes for layer in chain),
         skips=tuple(SkipCost(s.source, s.destination, size * s.num_bytes, s.wants) for s in skips),
     )
 

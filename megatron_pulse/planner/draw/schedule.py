@@ -275,7 +275,7 @@ class _Drawing:
         placement = self.problem.placement
         arrows = self.typical >= _POINTED
         for operation in timeline.end:
-            source = dependency(operation, placement.num_stages)
+            source = dependency(operation, placement)
             if source is None:
                 continue
             one, other = (placement.device_of_stage[o.stage] for o in (source, operation))

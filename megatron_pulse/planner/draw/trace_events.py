@@ -126,7 +126,7 @@ def _flows(
 ) -> Iterator[dict[str, Any]]:
     placement = problem.placement
     for number, operation in enumerate(timeline.end):
-        source = dependency(operation, placement.num_stages)
+        source = dependency(operation, placement)
         if source is None:
             continue
         one, other = (placement.device_of_stage[o.stage] for o in (source, operation))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pulse.faults import Faults, unknown
@@ -77,9 +77,14 @@ class FilledSchedule:
             f"{known.solver}, filled by {made.solver}",
             known.seconds + made.seconds,
         )
-        share = -(-problem.num_samples // problem.num_devices)
-        front = made.without + sum(c.least_s(share) for c in problem.components)
-        return cls(Synthesis(schedule, certificate), made, front)
+        front = front_s(problem.components, problem.num_samples, problem.num_devices)
+        return cls(Synthesis(schedule, certificate), made, made.without + front)
+
+
+def front_s(components: Iterable[Component], num_samples: int, num_devices: int) -> float:
+    """Seconds of components in front of a step, samples divided over all devices."""
+    share = -(-num_samples // num_devices)
+    return sum(c.least_s(share) for c in components)
 
 
 def unfilled(schedule: Schedule) -> Schedule:

@@ -28,6 +28,9 @@ FACTORS = (0.85, 1.15)
 """So many times as long as planned components may take in fact."""
 ALLOWED, FRAGILE = 0.03, 3.0
 """How far above the bound a step may then be, as a share, and what more than that weighs."""
+MOVED = 0.2
+"""What a second that states travel between devices weighs, over the seconds of all devices: they
+get into the way of the step's own messages, which its times do not know."""
 MARGINS = (0.0, 0.05, 0.15)
 PATIENCE = 40
 """Changes in vain after which the search starts again."""
@@ -53,7 +56,8 @@ class Filling:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A draft's step; ``cost`` is its makespan over the bound, and more where it is fragile."""
+    """A draft's step; ``cost`` is its makespan over the bound, and more where it is fragile or much
+    travels."""
 
     draft: Draft
     step: FilledStep
@@ -239,7 +243,10 @@ class _Search:
         over = makespan / self.bound
         spread = {f: step.run(f).makespan / bound for f, bound in self.bounds.items()}
         fragile = max(0.0, max(spread.values(), default=0.0) - max(over, 1 + ALLOWED))
-        return _Tried(draft, step, over + FRAGILE * fragile, spread, timeline)
+        moved = sum(lag for needs in step.needs.values() for _, lag in needs)
+        moved /= self.problem.num_devices * makespan
+        cost = over + FRAGILE * fragile + MOVED * moved
+        return _Tried(draft, step, cost, spread, timeline)
 
     def _draft(self, counts: Sequence[int], margin: float, moving: bool) -> Draft:
         jobs = num_jobs(self.problem, tuple(counts))

@@ -65,7 +65,7 @@ class FilledStep:
             yield from self.needs[item]
         else:
             step = self.problem.step
-            required = dependency(item, step.placement.num_stages)
+            required = dependency(item, step.placement)
             if required is not None:
                 yield required, step.lag(required.stage, item.stage)
 

@@ -78,10 +78,11 @@ def crossings(costs: ChainCosts, partition: Partition) -> Iterator[Crossing]:
     """
     home = partition.placement.device_of_stage
     for stage in range(1, len(home)):
-        if home[stage - 1] != home[stage]:
+        before = partition.placement.before[stage]
+        if before is not None and home[before] != home[stage]:
             cut = partition.cuts[stage]
             wants = costs.wants_gradient(cut)
-            yield Crossing(stage - 1, stage, costs.boundary_bytes[cut], wants=wants)
+            yield Crossing(before, stage, costs.boundary_bytes[cut], wants=wants)
     for skip in costs.skips:
         source, destination, carrier = carried(skip, partition)
         if home[source] != home[destination]:

@@ -17,6 +17,7 @@ from enum import StrEnum
 from megatron_pulse.planner.layout.placement import (
     FOLD,
     INTERLEAVED,
+    OPPOSITE,
     PLACEMENTS,
     SEQUENTIAL,
     Placement,
@@ -107,6 +108,9 @@ def layout_of(kind: str) -> Layout:
     return Layout(kind, PLACEMENTS[kind], PLACEMENTS[kind].least_chunks)
 
 
-def best_known(has_skips: bool) -> Layout:
-    """What suits a chain with, or without, skips."""
+def best_known(has_skips: bool, num_chains: int = 1) -> Layout:
+    """What suits a chain with, or without, skips, or a cascade of so many."""
+    if num_chains > 1:
+        skips = Skips.HOME if has_skips else Skips.DIRECT
+        return Layout(OPPOSITE.name, OPPOSITE, OPPOSITE.of_chain * num_chains, skips)
     return FOLD_SOFT if has_skips else ROW

@@ -7,6 +7,7 @@ sequential     0 1 2                       s
 interleaved    0 1 2 0 1 2                 s mod P
 fold (W = 1)   0 1 2 2 1 0                 s, then mirrored (PULSE, section IV)
 fold (W = 2)   0 1 2 2 1 0 0 1 2 2 1 0     the same, once per wave
+opposite       0 1 2 2 1 0|2 1 0 0 1 2     a fold of each of a cascade's chains
 =============  ==========================  ====================================
 
 What each kind of placement means is a row of ``PLACEMENTS``, which everything else reads.
@@ -15,9 +16,9 @@ What each kind of placement means is a row of ``PLACEMENTS``, which everything e
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class PlacementKind:
     mirror S-1-s on one device, so that nested skips can stay at home; cuts are then searched in
     pairs of stages (``partition/fold``), otherwise stage by stage (``partition/row``). ``classics``
     are the classic schedules that fit, beside gpipe, which fits all; ``auto`` is what a schedule
-    called so is. ``help`` is for those who choose.
+    called so is. Of a cascade's kind each chain has ``of_chain`` stages on every device (0: there
+    is one chain, which has all). ``help`` is for those who choose.
     """
 
     name: str
@@ -40,6 +42,7 @@ class PlacementKind:
     mirrored: bool = field(default=False, compare=False, repr=False)
     classics: tuple[str, ...] = field(default=(), compare=False, repr=False)
     auto: str = field(default="wave", compare=False, repr=False)
+    of_chain: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.name
@@ -54,6 +57,11 @@ class PlacementKind:
         """The numbers of stages that a device may host: "1", or for example "2, 4, ..."."""
         least, step = self.least_chunks, self.chunk_step
         return f"{least}, {least + step}, ..." if step else str(least)
+
+    @property
+    def keeps_skips(self) -> bool:
+        """Whether both ends of nested skips can be on one device."""
+        return self.mirrored or self.of_chain > 1
 
     def most_chunks(self, num_chunks: int) -> int:
         """The most stages on a device up to ``num_chunks``, or the least there are."""
@@ -72,16 +80,23 @@ class PlacementKind:
             raise ValueError(
                 f"a device of {self.name} hosts {self.chunks} stage(s); got {num_chunks}"
             )
-        return Placement(self, num_devices, self.homes(num_devices, num_chunks))
+        homes = self.homes(num_devices, num_chunks)
+        step = num_devices * self.of_chain or len(homes)
+        return Placement(self, num_devices, homes, tuple(range(0, len(homes), step)))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``device_of_stage[s]`` is the pipeline device that hosts stage ``s``."""
+    """``device_of_stage[s]`` is the pipeline device that hosts stage ``s``.
+
+    ``starts`` are the stages where a chain begins: one, or those of each chain of a cascade, which
+    share the devices and hand each other nothing.
+    """
 
     kind: PlacementKind
     num_devices: int
     device_of_stage: tuple[int, ...]
+    starts: tuple[int, ...] = (0,)
 
     @property
     def num_stages(self) -> int:
@@ -92,6 +107,25 @@ class Placement:
     def num_chunks(self) -> int:
         """Stages per device (Megatron's virtual pipeline size)."""
         return len(self.stages_of_device(0))
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """The stages where a chain ends, as ``starts``."""
+        return tuple(stage - 1 for stage in (*self.starts[1:], self.num_stages))
+
+    @cached_property
+    def before(self) -> Mapping[int, int | None]:
+        """For each stage the one whose output it takes; None where a chain begins."""
+        return {s: None if s in self.starts else s - 1 for s in range(self.num_stages)}
+
+    @cached_property
+    def after(self) -> Mapping[int, int | None]:
+        """For each stage the one that takes its output; None where a chain ends."""
+        return {s: None if s in self.ends else s + 1 for s in range(self.num_stages)}
+
+    def chain_of(self, stage: int) -> int:
+        """The number of the chain that ``stage`` belongs to."""
+        return bisect_right(self.starts, stage) - 1
 
     def over(self, num_devices: int) -> Placement:
         """The same kind with as many stages on each of ``num_devices``."""
@@ -142,6 +176,13 @@ def _there_and_back(num_devices: int, num_chunks: int) -> tuple[int, ...]:
     return (*there, *reversed(there)) * (num_chunks // 2)
 
 
+def _in_both_directions(num_devices: int, num_chunks: int) -> tuple[int, ...]:
+    there = tuple(range(num_devices))
+    back = there[::-1]
+    turns = ((*there, *back), (*back, *there))
+    return tuple(home for chain in range(num_chunks // 2) for home in turns[chain % 2])
+
+
 SEQUENTIAL = PlacementKind(
     "sequential",
     "one stage on each device",
@@ -167,8 +208,18 @@ FOLD = PlacementKind(
     mirrored=True,
     classics=("zb-v", "dualpipe-v", "hanayo"),
 )
+OPPOSITE = PlacementKind(
+    "opposite",
+    "a cascade's chains, each folded, by turns in opposite directions",
+    _in_both_directions,
+    least_chunks=4,
+    chunk_step=2,
+    of_chain=2,
+)
 
-PLACEMENTS: dict[str, PlacementKind] = {kind.name: kind for kind in (SEQUENTIAL, INTERLEAVED, FOLD)}
+PLACEMENTS: dict[str, PlacementKind] = {
+    kind.name: kind for kind in (SEQUENTIAL, INTERLEAVED, FOLD, OPPOSITE)
+}
 """All kinds of placements by name."""
 
 
@@ -187,12 +238,18 @@ def fold(num_devices: int, num_waves: int = 1) -> Placement:
     return FOLD.place(num_devices, 2 * num_waves)
 
 
+def opposite(num_devices: int, num_chains: int = 2) -> Placement:
+    """A cascade's chains, each folded over all devices, by turns in opposite directions."""
+    return make_placement(OPPOSITE.name, num_devices, 2 * num_chains)
+
+
 def make_placement(kind: str, num_devices: int, num_chunks: int = 2) -> Placement:
     """The placement of that name with up to ``num_chunks`` stages on each device.
 
-    One device always hosts the whole chain as one stage.
+    One device always hosts a whole chain as one stage.
     """
     meant = PLACEMENTS[kind]
     if num_devices == 1:
-        return Placement(meant, 1, (0,))
+        chains = meant.most_chunks(num_chunks) // meant.of_chain if meant.of_chain else 1
+        return Placement(meant, 1, (0,) * chains, tuple(range(chains)))
     return meant.place(num_devices, meant.most_chunks(num_chunks))

@@ -33,6 +33,13 @@ class Payload(StrEnum):
     CONDITIONING = "conditioning"
     ENCODED = "encoded"
     """What slices of a frozen component leave for each other, and what the next step reads."""
+    PREDICTION = "prediction"
+    """What a forward pass makes of a microbatch, for the input of the pass that follows."""
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether no stage gives or takes it: the executor's carrier does."""
+        return self in (Payload.ENCODED, Payload.PREDICTION)
 
 
 class Delivery(NamedTuple):
@@ -101,9 +108,11 @@ class Routes:
 
         A device's stages share a conditioning, which comes to the first of them.
         """
+        placement = self.partition.placement
         found = [
-            Delivery(Payload.BOUNDARY, str(index), stage - 1, stage, self.wants[stage][index])
-            for stage in range(1, len(self.boundaries))
+            Delivery(Payload.BOUNDARY, str(index), before, stage, self.wants[stage][index])
+            for stage in range(len(self.boundaries))
+            if (before := placement.before[stage]) is not None
             for index in range(len(self.boundaries[stage]))
         ]
         for skip in self.skips:
@@ -111,7 +120,7 @@ class Routes:
                 ends = skip.source_stage, skip.destination_stage
                 found.append(Delivery(Payload.SKIP, skip.name, *ends, skip.wants))
         for edge in self.conditioning:
-            for device in range(self.partition.placement.num_devices):
+            for device in range(placement.num_devices):
                 first = edge.first_stage_on(self.partition, device)
                 if first is not None:
                     ends = edge.source_stage, first

@@ -48,7 +48,7 @@ def best_of_each(
     outcomes: dict[Layout, BestPartition | PartitionError] = {}
     for known in modes().values():
         layout = known.with_chunks(num_chunks)
-        for tried in (layout,) if layout.kind.mirrored else (layout.relayed(), layout):
+        for tried in (layout,) if layout.kind.keeps_skips else (layout.relayed(), layout):
             try:
                 outcomes[tried] = best(tried, costs, num_devices, goal)
             except PartitionError as error:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.faults import UserError
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.placement import PLACEMENTS, Partition, Placement
+from megatron_pulse.planner.layout.placement import OPPOSITE, PLACEMENTS, Partition, Placement
 from megatron_pulse.planner.partition.closed import closed_cuts, largest_fold
 from megatron_pulse.planner.partition.evaluate import Evaluation, MemoryRule, evaluate
 from megatron_pulse.planner.partition.fold import optimal_fold
+from megatron_pulse.planner.partition.joint import Joint
 from megatron_pulse.planner.partition.pair_costs import PairCosts
 from megatron_pulse.planner.partition.row import optimal_row
 from megatron_pulse.planner.partition.several.many import ManyCuts
@@ -69,19 +70,30 @@ def find_partition(
 
     Optimal with one stage per device and on a fold of one wave. With more stages per device about
     ``work`` partial and moved cuts are looked at (see ``several``): all that could be better where
-    devices and layers are few, else the most promising; the same each time, on any machine.
+    devices and layers are few, else the most promising; the same each time, on any machine. Of a
+    cascade each chain's cuts are the best beside the other chains' (see ``joint``).
 
     Raises PartitionError when no cut is legal and fits, or none was found, which it then says; it
     names what would do (searching for that takes longer than for the cut, and is left out without
     ``explain``).
     """
     goal = goal or Goal()
-    folded = placement.kind.mirrored and placement.num_stages > 1
+    if len(costs.starts) != len(placement.starts):
+        raise PartitionError(
+            f"{len(costs.starts)} chain(s) over {placement.kind}, which has "
+            f"{len(placement.starts)}: a cascade takes {OPPOSITE}, and nothing else does"
+        )
+    folded = placement.kind.keeps_skips
     if goal.collocate and not folded and placement.num_stages > 1:
         homes = " or ".join(kind.name for kind in PLACEMENTS.values() if kind.mirrored)
         raise PartitionError(
             f"to keep both ends of every skip on one device takes a {homes}; the placement is "
             f"{placement.kind}: use a {homes}, or let skips travel"
+        )
+    each = placement.num_stages // len(placement.starts)
+    if len(costs.starts) > 1 and (least := min(map(len, costs.chains))) < each:
+        raise PartitionError(
+            f"a chain of {least} layers is too short for {each} stages: use fewer devices"
         )
     if len(costs.names) < placement.num_stages:
         raise PartitionError(
@@ -97,6 +109,10 @@ def find_partition(
 
 
 def _search(costs: ChainCosts, placement: Placement, goal: Goal, work: int) -> Sought:
+    if len(placement.starts) > 1:
+        rule = goal.memory(placement) if goal.memory is not None else None
+        joint = Joint(costs, placement, goal.link, goal.lam, rule)
+        return Sought(joint.cuts(goal.order, goal.collocate, goal.slack), proved=False)
     folded = placement.kind.mirrored and placement.num_stages > 1
     rule = goal.memory(placement) if goal.memory is not None else None
     closed = closed_cuts(len(costs.names), costs.skips) if folded and costs.skips else None

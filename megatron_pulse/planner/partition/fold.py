@@ -80,14 +80,17 @@ def _largest(pairs: PairCosts, measure: str, cuts: tuple[int, ...]) -> float:
     """``measure`` of the largest pair."""
     half = pairs.num_pairs + 1
     ahead, behind = np.array(cuts[:half]), np.array(cuts[: -half - 1 : -1])
-    values = getattr(pairs, measure)(ahead[:-1], ahead[1:], behind[1:], behind[:-1])
+    which = np.arange(pairs.num_pairs)
+    values = getattr(pairs, measure)(which, ahead[:-1], ahead[1:], behind[1:], behind[:-1])
     return float(values.max())
 
 
 def _widening(pairs: PairCosts, measure: str) -> list[float]:
     """Bounds to try: from what an even spread would give to none."""
     even = {
-        "load": pairs.compute[-1] / pairs.num_pairs,
+        "load": max(
+            (pairs.compute[-1] + pairs.beside_s.sum()) / pairs.num_pairs, pairs.beside_s.max()
+        ),
         "stage": pairs.forward[-1] / (2 * pairs.num_pairs),
     }
     if measure not in even or even[measure] == 0:
@@ -144,9 +147,9 @@ def _next_level(
         state, a2, b2 = _where(pairs.fits(pair, a, a2, b2, b), state, a2, b2)
         for name in ("load", "stage"):
             if caps.get(name, np.inf) < np.inf:
-                values = getattr(pairs, name)(level.a[state], a2, b2, level.b[state])
+                values = getattr(pairs, name)(pair, level.a[state], a2, b2, level.b[state])
                 state, a2, b2 = _where(values <= caps[name] * SLACK, state, a2, b2)
-        values = getattr(pairs, measure)(level.a[state], a2, b2, level.b[state])
+        values = getattr(pairs, measure)(pair, level.a[state], a2, b2, level.b[state])
         before = level.value[state]
         total = before + values if measure == "bytes" else np.maximum(before, values)
         found.append(_best(a2, b2, total, state))
@@ -177,7 +180,7 @@ def _portions(
     load_cap, stage_cap = caps.get("load", np.inf), caps.get("stage", np.inf)
     compute, forward = pairs.compute, pairs.forward
     a, b = level.a, level.b
-    room = load_cap * SLACK - 2 * (pairs.send[a] + pairs.send[b])
+    room = load_cap * SLACK - pairs.beside_s[pair] - 2 * (pairs.send[a] + pairs.send[b])
     end = np.minimum(
         np.searchsorted(compute, compute[a] + room, "right"),
         np.searchsorted(forward, forward[a] + stage_cap * SLACK, "right"),
@@ -192,8 +195,9 @@ def _portions(
         np.searchsorted(forward, forward[b] - stage_cap * SLACK, "left"),
     )
     low = np.maximum(low, a2 + 2 * left)
+    within = left * load_cap * SLACK - pairs.beside_s[pair + 1 :].sum()
     high = np.minimum(
-        np.searchsorted(compute, compute[a2] + left * load_cap * SLACK, "right"),
+        np.searchsorted(compute, compute[a2] + within, "right"),
         np.searchsorted(forward, forward[a2] + 2 * left * stage_cap * SLACK, "right"),
     )
     high = np.minimum(high, b)

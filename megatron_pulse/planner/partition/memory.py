@@ -62,10 +62,10 @@ def in_flight(placement: Placement, num_microbatches: int) -> tuple[int, ...]:
     At full rate and with backwards of twice a forward, a microbatch spends (S - s)/V of its
     device's periods between stage s and back (S stages, V on each device): what 1F1B holds. With
     several stages on a device no schedule keeps the rate with so little, and half as much again
-    is counted (equal stages need 6, 12, 22 in all at P = 4, 8, 16).
+    is counted (equal stages need 6, 12, 22 in all at P = 4, 8, 16). So it is with each chain of a
+    cascade.
     """
-    num, chunks = placement.num_stages, placement.num_chunks
+    chunks = placement.num_chunks // len(placement.starts)
     slack = 1.0 if chunks == 1 else 1.5
-    return tuple(
-        min(num_microbatches, math.ceil(slack * (num - stage) / chunks)) for stage in range(num)
-    )
+    rest = [placement.ends[placement.chain_of(s)] + 1 - s for s in range(placement.num_stages)]
+    return tuple(min(num_microbatches, math.ceil(slack * left / chunks)) for left in rest)

@@ -19,13 +19,19 @@ SLACK = 1 + 1e-12  # sums in another order must not make an optimum illegal
 
 @dataclass
 class PairCosts:
-    """Costs of the pair of stages [a, a2) and [b2, b) on device k, for arrays of such pairs."""
+    """Costs of the pair of stages [a, a2) and [b2, b) on device k, for arrays of such pairs.
+
+    ``beside_s[k]`` and ``beside_bytes[k]`` are what the device of pair k has to do and to hold for
+    others (default: nothing).
+    """
 
     costs: ChainCosts
     link: Link
     lam: float
     memory: MemoryRule | None
     num_pairs: int
+    beside_s: Floats = field(default_factory=lambda: np.zeros(0))
+    beside_bytes: Floats = field(default_factory=lambda: np.zeros(0))
     forward: Floats = field(init=False)
     compute: Floats = field(init=False)
 
@@ -33,6 +39,10 @@ class PairCosts:
         costs, num = self.costs, len(self.costs.names)
         self.forward = running_sum(costs.forward_s)
         self.compute = running_sum(np.add(costs.forward_s, costs.backward_s).tolist())
+        if not len(self.beside_s):
+            self.beside_s = np.zeros(self.num_pairs)
+        if not len(self.beside_bytes):
+            self.beside_bytes = np.zeros(self.num_pairs)
         rule = self.memory
         self._parameters = running_sum(costs.parameters if rule is None else rule.weighed(costs))
         self._saved = running_sum(costs.saved_bytes)
@@ -42,22 +52,23 @@ class PairCosts:
         self._skip_s = _SkipSums(costs, [self.link.time_s(s.num_bytes) for s in costs.skips], num)
         self._skip_bytes = _SkipSums(costs, [s.num_bytes for s in costs.skips], num)
 
-    def load(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
-        """Forward and backward time of both stages, and of all messages of the device."""
+    def load(self, pair: int | Ints, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+        """Forward and backward time of both stages, and of all messages of the device, beside what
+        it does for others."""
         compute = self.compute[a2] - self.compute[a] + self.compute[b] - self.compute[b2]
         inner = np.where(a2 == b2, 0.0, self.send[a2] + self.send[b2])
         sent = self.send[a] + self.send[b] + inner + self._skip_s.single_ends(a, a2, b2, b)
-        result: Floats = compute + 2 * sent
+        result: Floats = compute + 2 * sent + self.beside_s[pair]
         return result
 
-    def stage(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+    def stage(self, pair: int | Ints, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
         """The larger of both stages by equation 1 of the paper."""
         left = self.forward[a2] - self.forward[a] + self.lam * self.send[a2] * (a2 != b2)
         right = self.forward[b] - self.forward[b2] + self.lam * self.send[b]
         result: Floats = np.maximum(left, right)
         return result
 
-    def bytes(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
+    def bytes(self, pair: int | Ints, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
         """Forward bytes of the inner boundaries, and half of each skip with one end here."""
         inner = np.where(a2 == b2, 0.0, self._bytes[a2] + self._bytes[b2])
         result: Floats = inner + self._skip_bytes.single_ends(a, a2, b2, b) / 2
@@ -93,6 +104,7 @@ class PairCosts:
         held = rule.bytes_per_parameter * (
             self._parameters[a2] - self._parameters[a] + self._parameters[b] - self._parameters[b2]
         )
+        held += self.beside_bytes[pair]
         held += rule.in_flight[pair] * (self._saved[a2] - self._saved[a])
         held += rule.in_flight[2 * self.num_pairs - 1 - pair] * (self._saved[b] - self._saved[b2])
         result: Bools = held <= rule.limit_bytes * SLACK

@@ -48,7 +48,9 @@ class PlanFile:
     devices. ``predicted`` and ``provenance`` are for people; they and the times are what
     ``profile``, of this microbatch size alone, makes of the rest (see ``tune.plans.recompute``).
     ``encoders`` are the frozen components (as ``fill.table`` has them) whose pieces the schedule's
-    fillers are.
+    fillers are, ``in_front`` those that run before the step, ``policies`` what was decided of each
+    and why (see ``tune.plans.policies``). ``self_conditioning`` is the share of steps that run all
+    forwards once before.
     """
 
     backbone: Mapping[str, Any]
@@ -71,6 +73,9 @@ class PlanFile:
     provenance: Mapping[str, Any]
     profile: Profile
     encoders: tuple[Mapping[str, Any], ...] | None = None
+    in_front: tuple[Mapping[str, Any], ...] | None = None
+    policies: tuple[Mapping[str, Any], ...] | None = None
+    self_conditioning: float = 0.0
 
     @property
     def heading(self) -> str:
@@ -90,6 +95,11 @@ class PlanFile:
     def num_microbatches(self) -> int:
         """Microbatches of a step on one pipeline."""
         return self.global_batch_size // (self.data * self.micro_batch_size)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of a step of one pipeline."""
+        return self.num_microbatches * self.micro_batch_size
 
     @property
     def placement(self) -> Placement:
@@ -167,9 +177,12 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                 }
             case "edges":
                 pass
-            case "encoders":
-                if plan.encoders is not None:
-                    record["encoders"] = list(plan.encoders)
+            case "encoders" | "in_front" | "policies" as name:
+                if (given := getattr(plan, name)) is not None:
+                    record[name] = list(given)
+            case "self_conditioning":
+                if plan.self_conditioning:
+                    record["self_conditioning"] = plan.self_conditioning
             case "stages":
                 record["placement"] = str(plan.placement.kind)
                 record["num_chunks"] = plan.placement.num_chunks
@@ -219,7 +232,8 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     given = {field.name: record[field.name] for field in fields(PlanFile) if field.name in record}
     given["stages"] = tuple(map(tuple, record["stages"]))
     given["schedule"], given["profile"] = schedule, profile
-    if "encoders" in given:
-        given["encoders"] = tuple(given["encoders"])
+    for name in ("encoders", "in_front", "policies"):
+        if name in given:
+            given[name] = tuple(given[name])
     plan = PlanFile(**given, problem=problem, edges=edges)
     return plan, faults + [f"schedule: {fault}" for fault in faults_for(problem, schedule)]

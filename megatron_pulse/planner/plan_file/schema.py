@@ -84,6 +84,19 @@ _FILLER = record(
     },
     readers=list_of(NATURAL, "devices that read the results", least=0),
 )
+_STEP_S: dict[str, Any] = {
+    "anyOf": [{"type": "null"}, _TIME],
+    "description": "seconds of a pipeline's step, or null",
+}
+_POLICY = record(
+    "what was decided of an encoder: name, policy, fill_s, front_s, stored_s, stored_bytes",
+    name=TEXT,
+    policy=one_of(["fill", "front"]),
+    fill_s=_STEP_S,
+    front_s=_STEP_S,
+    stored_s=_STEP_S,
+    stored_bytes=number("bytes of a sample", minimum=0, maximum=_MOST_BYTES),
+)
 _PREDICTED = (
     "step_s",
     "samples_per_s",
@@ -164,7 +177,15 @@ _PARTS: dict[str, Any] = dict(
     ),
     profile={**OBJECT, "description": "what each layer costs, as 'pulse profile' writes it"},
 )
-SCHEMA = record("a plan as 'pulse tune' writes it", list(_PARTS), **_PARTS, encoders=COMPONENTS)
+SCHEMA = record(
+    "a plan as 'pulse tune' writes it",
+    list(_PARTS),
+    **_PARTS,
+    encoders=COMPONENTS,
+    in_front=COMPONENTS,
+    policies=list_of(_POLICY, "what was decided of each encoder"),
+    self_conditioning=number("a number above 0, at most 1", exclusiveMinimum=0, maximum=1),
+)
 
 
 def plan_faults(content: Any) -> list[str]:

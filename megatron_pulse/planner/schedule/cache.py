@@ -102,6 +102,7 @@ def key(problem: ScheduleProblem, solver: str) -> str:
         solver,
         problem.placement.kind.name,
         problem.placement.device_of_stage,
+        problem.placement.starts,
         problem.num_microbatches,
         [[round(math.log(t / longest) / math.log(1.01)) for t in column] for column in columns],
         [round(100 * link / longest) for link in links],

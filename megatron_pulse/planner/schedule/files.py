@@ -187,7 +187,9 @@ def _known(home: tuple[int, ...]) -> Iterator[Placement]:
     num_devices = max(home, default=0) + 1
     chunks = len(home) // num_devices
     for kind in PLACEMENTS.values():
-        if home == (0,):
-            yield make_placement(kind.name, 1)
+        if num_devices == 1:
+            placement = make_placement(kind.name, 1, 2 * chunks)
+            if placement.device_of_stage == home:
+                yield placement
         elif kind.allows(chunks) and kind.homes(num_devices, chunks) == home:
             yield kind.place(num_devices, chunks)

@@ -47,6 +47,26 @@ class ScheduleProblem:
             return (Kind.FORWARD, Kind.BACKWARD)
         return (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
+    def chain(self, number: int) -> ScheduleProblem:
+        """One chain of a cascade alone on the devices."""
+        placement = self.placement
+        first, last = placement.starts[number], placement.ends[number]
+
+        def own[T](values: tuple[T, ...]) -> tuple[T, ...]:
+            return values[first : last + 1]
+
+        return replace(
+            self,
+            placement=Placement(
+                placement.kind, placement.num_devices, own(placement.device_of_stage)
+            ),
+            forward=own(self.forward),
+            backward=own(self.backward),
+            weight_grad=None if self.weight_grad is None else own(self.weight_grad),
+            link=self.link[first:last] if isinstance(self.link, tuple) else self.link,
+            activation=None if self.activation is None else own(self.activation),
+        )
+
     def duration(self, kind: Kind, stage: int) -> float:
         """Time of an operation."""
         if kind is Kind.FORWARD:
@@ -57,9 +77,10 @@ class ScheduleProblem:
         return self.backward[stage]
 
     def lag(self, stage: int, other: int) -> float:
-        """Time of the boundary between two neighbouring stages; none on one device."""
+        """Time of the boundary between two neighbouring stages; none on one device, nor between
+        two chains."""
         home = self.placement.device_of_stage
-        if home[stage] == home[other]:
+        if home[stage] == home[other] or max(stage, other) in self.placement.starts:
             return 0.0
         return self.link[min(stage, other)] if isinstance(self.link, tuple) else self.link
 

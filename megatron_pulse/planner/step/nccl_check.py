@@ -1,9 +1,24 @@
 """Static check of communication under NCCL's rules, before any process starts.
 
-The rules: messages carry no tags, so the n-th send of a pair and direction meets the n-th receive
-(first in, first out); a device starts its groups in order, and the next one only after the last
-has finished; a group finishes when every one of its operations has met its peer, and two
-operations meet only while both their groups are started.
+Each ordered pair of devices has a channel, a communicator of its own. The rules: messages carry no
+tags, so the n-th send of a channel meets the n-th receive; a transfer begins when both ends have
+issued it, what the device computed before has ended, and the channel is free.
+
+NCCL asks more of communicators that are used at one time: that all devices issue what they do in
+one total order, for where kernels share a hardware queue, the first that waits for its peer holds
+up the others. The check therefore lets each device move one message at a time, in the order in
+which they were issued, whichever channel they take::
+
+    device 0: send on 0>1, then receive on 2>0       device 1: receive on 0>1 ...      passes
+    device 2: receive on 1>2, then send on 2>0       device 1: ... send on 1>2 first   refused:
+                                                     0 waits for 1, 1 for 2, 2 for 0
+
+What completes so completes where channels are independent as well, for no wait is removed. Before
+two peers are connected their first operation on a channel holds up the host too, until the other's
+host is there (``connected``). Collectives of the pipeline's devices take their place in the order.
+
+Those of data-parallel replicas need no look: replicas run the same programs, so each state that
+one can reach all reach, and a collective that one has issued is the next that all issue.
 """
 
 from __future__ import annotations
@@ -13,170 +28,216 @@ from collections.abc import Sequence
 
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Operation
-from megatron_pulse.planner.step.program import Event, Issue, Run, Wait
+from megatron_pulse.planner.step.program import Event, Receive, Run, Send, Together, Wait
 
-type Slot = tuple[int, int, int]
-"""The n-th message of a channel: (source, destination, n)."""
+type Channel = tuple[int, int]
+"""(source, destination)"""
 
 
-def check_events(events: Sequence[Sequence[Event]]) -> list[str]:
+def check_events(events: Sequence[Sequence[Event]], connected: bool = True) -> list[str]:
     """Faults of programs; ``events[d]`` is what device d does, in order.
 
-    ``Issue`` starts a group and does not block, ``Wait`` blocks until the message's group has
-    finished, ``Run`` takes no time. Besides NCCL's rules: a send is issued only after its producer
-    ran, and an operation runs only after its messages were waited for.
+    ``Send`` and ``Receive`` do not block, ``Wait`` and ``Together`` do, ``Run`` takes no time.
+    Besides NCCL's rules: a send is issued only after its producer ran, and an operation runs only
+    after its messages were waited for. Unless peers are ``connected``, channels connect when they
+    are first used.
     """
-    machine = _Machine(events)
-    return [*_causality_faults(events), *machine.check()]
+    machine = _Machine(events, connected)
+    return [*_causality_faults(events), *_channel_faults(events), *machine.check()]
 
 
 def _causality_faults(events: Sequence[Sequence[Event]]) -> list[str]:
     faults = []
-    inputs: dict[tuple[int, Operation], list[Message]] = defaultdict(list)
     for device, mine in enumerate(events):
+        inputs: defaultdict[Operation, list[Message]] = defaultdict(list)
         for event in mine:
-            for is_send, message in event.ops if isinstance(event, Issue) else ():
-                if not is_send:
-                    inputs[device, message.consumer].append(message)
-                named = message.source if is_send else message.destination
-                if named != device:
-                    role = "sends" if is_send else "receives"
-                    faults.append(f"device {device} {role} {message}, which is not its own")
-    for device, mine in enumerate(events):
+            if isinstance(event, Receive):
+                inputs[event.message.consumer].append(event.message)
+            if isinstance(event, Send | Receive) and device != _own_end(event):
+                role = "sends" if isinstance(event, Send) else "receives"
+                faults.append(f"device {device} {role} {event.message}, which is not its own")
         ran: set[Operation] = set()
         waited: set[Message] = set()
         issued: set[Message] = set()
+        sent: set[Message] = set()
         for event in mine:
             match event:
-                case Issue(ops):
-                    issued.update(message for _, message in ops)
-                    faults.extend(
-                        f"device {device} sends {message} before {message.producer} ran"
-                        for is_send, message in ops
-                        if is_send and message.producer not in ran
-                    )
-                case Wait(message):
+                case Send(message):
+                    sent.add(message)
+                    if message.producer not in ran:
+                        faults.append(
+                            f"device {device} sends {message} before {message.producer} ran"
+                        )
+                case Receive(message):
+                    issued.add(message)
+                case Wait(message, lets_go):
                     waited.add(message)
                     if message not in issued:
                         faults.append(f"device {device} waits for {message} before issuing it")
+                    faults.extend(
+                        f"device {device} lets {early} go before sending it"
+                        for early in lets_go
+                        if early not in sent
+                    )
                 case Run(operation):
                     ran.add(operation)
                     faults.extend(
                         f"device {device} runs {operation} without waiting for {message}"
-                        for message in inputs[device, operation]
+                        for message in inputs[operation]
                         if message not in waited
                     )
         faults.extend(
             f"device {device} ends its step without waiting for {message}"
-            for message in inputs[device, STEP_END]
+            for message in inputs[STEP_END]
             if message not in waited
         )
     return faults
 
 
-class _Machine:
-    """Runs the programs of all devices under NCCL's rules until nothing moves."""
+def _own_end(event: Send | Receive) -> int:
+    return event.message.source if isinstance(event, Send) else event.message.destination
 
-    def __init__(self, events: Sequence[Sequence[Event]]) -> None:
+
+def _channel_faults(events: Sequence[Sequence[Event]]) -> list[str]:
+    """Channels whose two ends do not name the same messages in the same order."""
+    sent: defaultdict[Channel, list[Message]] = defaultdict(list)
+    received: defaultdict[Channel, list[Message]] = defaultdict(list)
+    for device, mine in enumerate(events):
+        for event in mine:
+            if isinstance(event, Send) and event.message.source == device:
+                sent[_channel(event.message)].append(event.message)
+            elif isinstance(event, Receive) and event.message.destination == device:
+                received[_channel(event.message)].append(event.message)
+    faults = []
+    for channel in sorted(sent.keys() | received.keys()):
+        source, destination = channel
+        there, here = sent[channel], received[channel]
+        way = f"from device {source} to device {destination}"
+        faults += [
+            f"first in, first out mismatch: message number {n} {way} is sent as {a}, received as "
+            f"{b}"
+            for n, (a, b) in enumerate(zip(there, here, strict=False))
+            if a != b
+        ]
+        both = min(len(there), len(here))
+        faults += [
+            f"device {source} sends {message}, but device {destination} never receives a message "
+            f"number {n} {way}"
+            for n, message in enumerate(there[both:], both)
+        ]
+        faults += [
+            f"device {destination} receives {message}, but device {source} never sends a message "
+            f"number {n} {way}"
+            for n, message in enumerate(here[both:], both)
+        ]
+    return faults
+
+
+def _channel(message: Message) -> Channel:
+    return message.source, message.destination
+
+
+type _Issued = tuple[bool, Channel, int, Message] | Together
+"""A message under way, with its number on its channel, at the end that sends it or not."""
+
+
+class _Machine:
+    """Runs the programs of all devices, each moving one message at a time, until nothing moves."""
+
+    def __init__(self, events: Sequence[Sequence[Event]], connected: bool) -> None:
         self.events = [list(mine) for mine in events]
         self.at = [0] * len(self.events)
-        self.queue: list[list[dict[tuple[bool, Slot], Message]]] = [[] for _ in self.events]
-        self.finished: list[set[Message]] = [set() for _ in self.events]
-        self.ends: list[dict[tuple[bool, Slot], Message]] = [{} for _ in self.events]
-        self.count: Counter[tuple[int, bool, int]] = Counter()
-        self.groups = [
-            {i: self._slots(d, event) for i, event in enumerate(mine) if isinstance(event, Issue)}
-            for d, mine in enumerate(self.events)
-        ]
-
-    def _slots(self, device: int, issue: Issue) -> dict[tuple[bool, Slot], Message]:
-        """Positions in their channels of a group's operations, by program order."""
-        slots = {}
-        for is_send, message in issue.ops:
-            peer = message.destination if is_send else message.source
-            n = self.count[device, is_send, peer]
-            self.count[device, is_send, peer] += 1
-            slot = (device, peer, n) if is_send else (peer, device, n)
-            slots[is_send, slot] = message
-        self.ends[device].update(slots)
-        return slots
+        self.queue: list[list[_Issued]] = [[] for _ in self.events]
+        self.arrived: list[set[Message]] = [set() for _ in self.events]
+        self.count: Counter[tuple[bool, Channel]] = Counter()
+        self.met = {
+            _channel(event.message)
+            for mine in (self.events if connected else ())
+            for event in mine
+            if isinstance(event, Send | Receive)
+        }
 
     def check(self) -> list[str]:
-        while self._advance() | self._match():
+        while self._advance() | self._move():
             pass
-        return [*self._fifo_faults(), *self._stuck_faults()]
+        return self._stuck_faults()
 
     def _advance(self) -> bool:
         """Let every device go on to the next event that blocks it."""
         moved = False
         for device, mine in enumerate(self.events):
-            while self.at[device] < len(mine):
-                event = mine[self.at[device]]
-                if isinstance(event, Wait) and event.message not in self.finished[device]:
-                    break
-                if isinstance(event, Issue):
-                    self.queue[device].append(dict(self.groups[device][self.at[device]]))
+            while self.at[device] < len(mine) and self._passes(device, mine[self.at[device]]):
                 self.at[device] += 1
                 moved = True
         return moved
 
-    def _match(self) -> bool:
-        """Let the operations at the heads of the queues meet, and finished groups leave."""
+    def _passes(self, device: int, event: Event) -> bool:
+        match event:
+            case Wait(message):
+                return message in self.arrived[device]
+            case Together():
+                if event not in self.queue[device]:
+                    self.queue[device].append(event)
+                return False  # until all have moved on from it
+            case Send(message) | Receive(message):
+                channel, sends = _channel(message), isinstance(event, Send)
+                if not self._meets(device, channel):
+                    return False
+                number = self.count[sends, channel]
+                self.count[sends, channel] += 1
+                self.queue[device].append((sends, channel, number, message))
+        return True
+
+    def _meets(self, device: int, channel: Channel) -> bool:
+        """Whether both ends of a channel have come to its first use."""
+        if channel not in self.met and all(self._is_at(end, channel) for end in channel):
+            self.met.add(channel)
+        return channel in self.met
+
+    def _is_at(self, device: int, channel: Channel) -> bool:
+        at = self.at[device]
+        event = self.events[device][at] if at < len(self.events[device]) else None
+        return isinstance(event, Send | Receive) and _channel(event.message) == channel
+
+    def _move(self) -> bool:
+        """Let what both ends have come to arrive, and collectives that all have come to end."""
         moved = False
         for device, queue in enumerate(self.queue):
-            for is_send, slot in list(queue[0]) if queue else ():
-                peer = slot[1] if is_send else slot[0]
-                head = (
-                    self.queue[peer][0] if 0 <= peer < len(self.queue) and self.queue[peer] else {}
-                )
-                if (not is_send, slot) in head and peer != device:
-                    del queue[0][is_send, slot], head[not is_send, slot]
+            if not queue:
+                continue
+            if isinstance(head := queue[0], Together):
+                if all(other and other[0] == head for other in self.queue):
+                    for number, other in enumerate(self.queue):
+                        other.pop(0)
+                        self.at[number] += 1
                     moved = True
-        for device, queue in enumerate(self.queue):
-            while queue and not queue[0]:
+                continue
+            sends, channel, number, _ = head
+            peer = channel[1] if sends else channel[0]
+            theirs = self.queue[peer] if 0 <= peer < len(self.queue) and peer != device else []
+            if not theirs or isinstance(met := theirs[0], Together):
+                continue
+            if met[:3] == (not sends, channel, number):
                 queue.pop(0)
-                self._finish(device)
+                theirs.pop(0)
+                source, destination = channel
+                self.arrived[destination].add(met[3] if sends else head[3])
                 moved = True
         return moved
-
-    def _finish(self, device: int) -> None:
-        """Mark the messages of the device's earliest unfinished group as arrived."""
-        first = next(iter(self.groups[device]))
-        self.finished[device].update(self.groups[device].pop(first).values())
-
-    def _fifo_faults(self) -> list[str]:
-        faults = []
-        for device, ends in enumerate(self.ends):
-            for (is_send, slot), message in ends.items():
-                source, destination, n = slot
-                peer = destination if is_send else source
-                others = self.ends[peer] if 0 <= peer < len(self.ends) else {}
-                other = others.get((not is_send, slot))
-                verb = "sends" if is_send else "receives"
-                if other is None:
-                    missing = "receives" if is_send else "sends"
-                    faults.append(
-                        f"device {device} {verb} {message}, but device {peer} never {missing} a "
-                        f"message number {n} from device {source} to device {destination}"
-                    )
-                elif is_send and other != message:
-                    faults.append(
-                        f"first in, first out mismatch: message number {n} from device {source} "
-                        f"to device {destination} is sent as {message}, received as {other}"
-                    )
-        return faults
 
     def _stuck_faults(self) -> list[str]:
         lines = []
         for device, queue in enumerate(self.queue):
             if self.at[device] < len(self.events[device]):
-                event = self.events[device][self.at[device]]
-                if isinstance(event, Wait):
-                    lines.append(f"device {device} waits for {event.message}")
-            if queue:
-                ops = ", ".join(
-                    f"{'send' if is_send else 'receive'} of {message}"
-                    for (is_send, _), message in queue[0].items()
+                match self.events[device][self.at[device]]:
+                    case Wait(message):
+                        lines.append(f"device {device} waits for {message}")
+                    case Together(what):
+                        lines.append(f"device {device} is at the collective of {what.value}")
+                    case Send(message) | Receive(message):
+                        lines.append(f"device {device} connects for {message}")
+            if queue and not isinstance(head := queue[0], Together):
+                lines.append(
+                    f"device {device} is at the {'send' if head[0] else 'receive'} of {head[3]}"
                 )
-                lines.append(f"device {device} has an unfinished group: {ops}")
         return ["deadlock: " + "; ".join(lines)] if lines else []

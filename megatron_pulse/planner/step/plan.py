@@ -81,6 +81,12 @@ class Plan:
             )
         if len(cuts) != num_stages + 1:
             raise PlanError(f"cuts {cuts} make {len(cuts) - 1} stages, the placement {num_stages}")
+        starts = tuple(cuts[stage] for stage in self.placement.starts)
+        if starts != self.backbone.starts:
+            raise PlanError(
+                f"cuts {cuts}: chains begin at the layers {starts}, those of "
+                f"{self.backbone.name} at {self.backbone.starts}"
+            )
 
     @cached_property
     def routes(self) -> Routes:
@@ -93,9 +99,15 @@ class Plan:
         """The placement of the stages."""
         return self.partition.placement
 
-    def step(self, num_microbatches: int, *, forward_only: bool = False) -> StepPlan:
-        """The compiled and proven step for that many microbatches."""
-        return _compile_step(self, num_microbatches, forward_only)
+    def step(
+        self, num_microbatches: int, *, forward_only: bool = False, predicts: bool = False
+    ) -> StepPlan:
+        """The compiled and proven step for that many microbatches.
+
+        One that ``predicts`` is the pass before a step of training that conditions itself: forwards
+        alone, whose predictions go to the first stage's device.
+        """
+        return _compile_step(self, num_microbatches, forward_only or predicts, predicts)
 
     @property
     def is_synthesized(self) -> bool:
@@ -174,14 +186,14 @@ def make_plan(
 ) -> Plan:
     """Partition ``backbone`` by its ``costs`` and choose its schedule.
 
-    Without a ``goal`` a mirrored placement keeps every skip on one device, and the largest load is
+    Without a ``goal`` a fold keeps every skip on one device, and the largest load is
     minimised. Raises PlanError for arguments of other kinds and for costs of another chain.
     """
     _require_kinds(backbone, costs, placement, schedule_name, cap, goal)
     require_valid(backbone)
     _require_costs_of(backbone, costs)
     if goal is None:
-        goal = Goal(collocate=placement.kind.mirrored)
+        goal = Goal(collocate=placement.kind.keeps_skips)
     partition = find_partition(costs, placement, goal)
     schedules: tuple[Schedule, ...] = ()
     split = splits(schedule_name)
@@ -334,13 +346,18 @@ def _read_schedule(path: Path, placement: Placement) -> Schedule:
 
 
 @lru_cache(maxsize=64)
-def _compile_step(plan: Plan, num_microbatches: int, forward_only: bool) -> StepPlan:
+def _compile_step(
+    plan: Plan, num_microbatches: int, forward_only: bool, predicts: bool
+) -> StepPlan:
     schedule = _schedule(plan, num_microbatches)
     if forward_only:
         schedule = schedule.forward_only()
-    communication = compile_communication(plan.routes, schedule)
+    problem = plan.problem_of(num_microbatches)
+    communication = compile_communication(plan.routes, schedule, problem, predicts)
+    replicated = bool(plan.routes.replicated)
     programs = tuple(
-        compile_program(schedule, communication, d) for d in range(plan.placement.num_devices)
+        compile_program(schedule, communication, d, replicated)
+        for d in range(plan.placement.num_devices)
     )
     faults = [
         *validate(schedule, plan.partition, communication.messages),

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from enum import Enum
 
-from megatron_pulse.planner.schedule.check.simulate import logical_times
 from megatron_pulse.planner.schedule.message import STEP_END, Message
-from megatron_pulse.planner.schedule.operations import Operation, Schedule
-from megatron_pulse.planner.step.communication import CommunicationPlan, round_times
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.step.communication import CommunicationPlan
 
 
 @dataclass(frozen=True)
-class Issue:
-    """Start these messages as one group: ``(is_send, message)`` in canonical order."""
+class Send:
+    """Start sending a message, whose producer has run; nothing waits here."""
 
-    ops: tuple[tuple[bool, Message], ...]
+    message: Message
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Have a buffer ready for a message; nothing waits here."""
+
+    message: Message
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait until a message that was issued before has arrived."""
+    """Wait until a message for which a buffer is ready has arrived.
+
+    ``sent`` are messages of this device that have certainly arrived then: they are let go.
+    """
 
     message: Message
+    sent: tuple[Message, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -31,49 +43,75 @@ class Run:
     operation: Operation
 
 
-Event = Issue | Wait | Run
+class Collective(Enum):
+    """What all devices of the pipeline do together for replicated embedders."""
+
+    REFRESH = "their parameters"
+    RETURN = "their gradients"
 
 
-def compile_program(schedule: Schedule, plan: CommunicationPlan, device: int) -> tuple[Event, ...]:
-    """What ``device`` does, event by event, in one step.
+@dataclass(frozen=True)
+class Together:
+    """Join all devices of the pipeline in a collective."""
 
-    Before an operation, the device issues every round of its own that is produced elsewhere
-    earlier in logical time, so receives are posted before a long computation and transfers hide
-    behind it; after it, the round that carries its results. By induction over logical time this
-    cannot deadlock, and ``nccl_check`` proves it per plan. What is only read in the next step is
-    waited for at the end.
+    what: Collective
+
+
+Event = Send | Receive | Wait | Run | Together
+
+
+def compile_program(
+    schedule: Schedule, plan: CommunicationPlan, device: int, replicated: bool = False
+) -> tuple[Event, ...]:
+    """What ``device`` does, event by event, in one step; with ``replicated`` embedders.
+
+    A receive is posted before the operation that runs, by the plan's times, when its message is
+    made::
+
+        device 0   [  F0:0  ][  F0:1  ] ...            F0:0 sends at its end, a;
+        device 1         [ ... R F1:.. ] W [ F1:0 ]    R is before what runs at a, W before F1:0
+
+    so what is sent can travel while both ends compute. All devices issue their messages in the
+    plan's order, and before a device waits for a message, by that order, it has issued all that
+    came before it. Of the messages that have not arrived the first has therefore been issued at
+    its destination, and its producer waits for none: nothing can wait for ever, not even where a
+    device moves one message at a time (``nccl_check`` proves it for each plan).
     """
-    times, time_of = logical_times(schedule), round_times(schedule)
-    mine = [
-        (time_of(round_[0]), issue)
-        for round_ in plan.rounds
-        if (issue := _issue(round_, device)).ops
-    ]
-    inputs: dict[Operation, list[Message]] = {}
+    order = schedule.order[device]
+    before: list[list[Event]] = [[] for _ in range(len(order) + 1)]
+    inputs: defaultdict[Operation, list[Message]] = defaultdict(list)
     for message in plan.messages:
+        if device not in (message.source, message.destination):
+            continue
         if message.destination == device:
-            inputs.setdefault(message.consumer, []).append(message)
-    events: list[Event] = []
-    issued = 0
-    for operation in schedule.order[device]:
-        while issued < len(mine) and mine[issued][0] < times[operation]:
-            events.append(mine[issued][1])
-            issued += 1
-        events.extend(Wait(message) for message in inputs.get(operation, ()))
+            inputs[message.consumer].append(message)
+        issue = Send(message) if message.source == device else Receive(message)
+        before[plan.moments.place(device, plan.moments.made(message))].append(issue)
+    waits = _Waits(schedule, plan, device)
+    events: list[Event] = [Together(Collective.REFRESH)] if replicated else []
+    for issued, operation in zip(before, order, strict=False):
+        events += issued
+        events += (waits.wait(message) for message in inputs[operation])
         events.append(Run(operation))
-        while issued < len(mine) and mine[issued][0] == times[operation]:
-            events.append(mine[issued][1])
-            issued += 1
-    events.extend(issue for _, issue in mine[issued:])
-    events.extend(Wait(message) for message in inputs.get(STEP_END, ()))
+    events += before[-1]
+    events += (waits.wait(message) for message in inputs[STEP_END])
+    if replicated and schedule.kinds != (Kind.FORWARD,):
+        events.append(Together(Collective.RETURN))
     return tuple(events)
 
 
-def _issue(round_: tuple[Message, ...], device: int) -> Issue:
-    return Issue(
-        tuple(
-            (message.source == device, message)
-            for message in round_
-            if device in (message.source, message.destination)
-        )
-    )
+class _Waits:
+    """What waits of a device let go: what its sender had before it made what has arrived."""
+
+    def __init__(self, schedule: Schedule, plan: CommunicationPlan, device: int) -> None:
+        self.at = {op: i for line in schedule.order for i, op in enumerate(line)}
+        self.kept: defaultdict[int, list[Message]] = defaultdict(list)
+        for message in plan.messages:
+            if message.source == device and message.consumer in self.at:
+                self.kept[message.destination].append(message)
+
+    def wait(self, message: Message) -> Wait:
+        reached, kept = self.at[message.producer], self.kept[message.source]
+        sent = tuple(m for m in kept if self.at[m.consumer] <= reached)
+        self.kept[message.source] = [m for m in kept if self.at[m.consumer] > reached]
+        return Wait(message, sent)

@@ -53,7 +53,8 @@ def memory_bytes_per_s(profile: Profile, cluster: Cluster) -> float:
 class Estimator(Chain):
     """A chain whose configs are bounded and estimated, without and with their partition.
 
-    Raises ClusterError where the optimizer's time is not known.
+    ``self_conditioning`` is the share of the steps that run all forwards once before: times are the
+    mean of steps with and without. Raises ClusterError where the optimizer's time is not known.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Estimator(Chain):
         global_batch_size: int,
         sequence_parallel: bool = False,
         num_heads: tuple[int, ...] = (),
+        self_conditioning: float = 0.0,
     ) -> None:
+        self.self_conditioning = self_conditioning
         super().__init__(profile, cluster, global_batch_size, sequence_parallel, num_heads)
         self._spreads: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._reductions: dict[tuple[object, ...], float] = {}
@@ -95,7 +98,15 @@ class Estimator(Chain):
             if (share := totals.forward_share if config.split else 1.0) > 0:
                 fit = (1 - (1 - share / count) ** num) / share
                 least = max(least, work / fit)
-        return max(least, reduced) + self.optimizer_s(config, totals.trained / num)
+        least = max(least, reduced) + self.optimizer_s(config, totals.trained / num)
+        return least + self._forwards_s(config)
+
+    def _forwards_s(self, config: Config) -> float:
+        """Seconds of the forwards before a step, spread evenly, in the mean of all steps."""
+        if not self.self_conditioning:
+            return 0.0
+        count = config.num_microbatches(self.global_batch_size)
+        return self.self_conditioning * count * self.totals(config).forward_s / config.pipeline
 
     def _least_reduction(self, config: Config) -> float:
         """Seconds that all devices together sum gradients and gather parameters, at the least."""
@@ -147,7 +158,7 @@ class Estimator(Chain):
         least = max(device_bound(problem, path), memory_bound(problem, path))
         least = max(least, link_bound(problem, stages.edges))
         least = max(least, self._reduced(config, stages, problem))
-        return least + self.optimizer_s(config, most)
+        return least + self.optimizer_s(config, most) + self._forwards_s(config)
 
     def estimate(self, config: Config) -> float:
         """About what a step takes, from cuts that spread the work evenly."""
@@ -179,7 +190,8 @@ class Estimator(Chain):
         if config.distributed_optimizer:
             reduce_s += ranks.gather_s(0, held * PARAMETER_BYTES[self.profile.dtype])
         steps = config.num_microbatches(self.global_batch_size) + share * (config.pipeline - 1)
-        return steps * work + delay + reduce_s + self.optimizer_s(config, held)
+        updated_s = reduce_s + self.optimizer_s(config, held)
+        return steps * work + delay + updated_s + self._forwards_s(config)
 
     def _spread(self, config: Config) -> tuple[float, float, float]:
         """The work of a device, the delay of links, and what a device sends, of a microbatch.

@@ -36,8 +36,9 @@ class Outcome:
     """A config that can run, and what it would take; bytes are of one sample, sent by all ranks.
 
     ``step_s`` is the makespan of the pipeline, the part of the reduction of gradients that nothing
-    hides, and the optimizer. ``timeline`` is of ``problem``, which has fewer microbatches than the
-    step where ``extrapolated``.
+    hides, the optimizer, and what ``self_conditioning`` (the share of the steps that run all
+    forwards once before) adds in the mean, ``self_conditioning_s``. ``timeline`` is of ``problem``,
+    which has fewer microbatches than the step where ``extrapolated``.
     """
 
     config: Config
@@ -55,6 +56,8 @@ class Outcome:
     pipeline_bytes: float
     data_bytes: float
     extrapolated: bool
+    self_conditioning: float = 0.0
+    self_conditioning_s: float = 0.0
 
     @property
     def throughput(self) -> float:
@@ -63,7 +66,9 @@ class Outcome:
 
     def figures(self) -> dict[str, float | list[float]]:
         """What is predicted, as plans and reports keep it."""
+        own = {"self_conditioning_s": self.self_conditioning_s} if self.self_conditioning else {}
         return {
+            **own,
             "step_s": self.step_s,
             "samples_per_s": self.throughput,
             "pipeline_s": self.pipeline_s,
@@ -95,7 +100,7 @@ class Evaluator(Estimator):
     def on(self, cluster: Cluster) -> Evaluator:
         """The same backbone and batch on another cluster."""
         of = self.profile, cluster, self.global_batch_size
-        return Evaluator(*of, self.sequence_parallel, self.num_heads)
+        return Evaluator(*of, self.sequence_parallel, self.num_heads, self.self_conditioning)
 
     def candidates(self, choices: Choices) -> list[Config]:
         """Every config of ``choices`` that uses all devices and divides the batch."""
@@ -141,6 +146,11 @@ class Evaluator(Estimator):
         if count > core:
             pipeline_s += (count - core) * self._pace(config, stages, timeline, effort)
         reduce_s = self._exposed_reduction(config, stages, timeline)
+        own_s = 0.0
+        if self.self_conditioning:
+            forwards = replay(problem, found.schedule.forward_only(), stages.edges).timeline
+            more_s = (count - core) * max(forwards.busy) / core
+            own_s = self.self_conditioning * (forwards.makespan + more_s)
         held = stages.per_device(stages.trained)
         optimizer_s = self.optimizer_s(config, max(held))
         busy = sum(timeline.busy) / core * count / config.pipeline
@@ -157,7 +167,7 @@ class Evaluator(Estimator):
             synthesis=found,
             timeline=timeline,
             global_batch_size=self.global_batch_size,
-            step_s=max(pipeline_s + reduce_s + optimizer_s, self.bound(config, stages)),
+            step_s=max(pipeline_s + reduce_s + optimizer_s + own_s, self.bound(config, stages)),
             pipeline_s=pipeline_s,
             reduce_s=reduce_s,
             optimizer_s=optimizer_s,
@@ -166,6 +176,8 @@ class Evaluator(Estimator):
             pipeline_bytes=moved / config.micro_batch_size,
             data_bytes=reduced / self.global_batch_size,
             extrapolated=count > core,
+            self_conditioning=self.self_conditioning,
+            self_conditioning_s=own_s,
         )
 
     def _simulate(

@@ -144,8 +144,8 @@ def make_call(
     return LayerCall(
         module,
         tuple(map(make, layer.inputs, wanted.boundaries[index])),
-        {name: make(spec, wanted.skips[name]) for name, spec in layer.pops.items()},
-        {**fields, **given},
+        {layer.own(name): make(spec, wanted.skips[name]) for name, spec in layer.pops.items()},
+        {layer.own(name): tensor for name, tensor in {**fields, **given}.items()},
         tuple(fields.values()),
         declared(layer, micro_batch_size, compute),
     )
@@ -184,8 +184,11 @@ def describe_chain(
                 held.sums,
                 frozen_parameters=held.frozen,
                 wants=any(wants),
+                begins=i > 0 and i in backbone.starts,
             )
-            for layer, held, wants in zip(backbone.layers, sizes, wanted.boundaries, strict=True)
+            for i, (layer, held, wants) in enumerate(
+                zip(backbone.layers, sizes, wanted.boundaries, strict=True)
+            )
         ),
         tuple(
             ProfiledSkip(

@@ -25,7 +25,7 @@ from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Schedule
 from megatron_pulse.runtime.encoding.packing import Layout
 from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.settings import Batch
 
 type Encoded = dict[str, dict[str, Tensor]]

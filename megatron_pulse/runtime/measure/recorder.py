@@ -12,7 +12,7 @@ import torch
 
 from megatron_pulse.planner.observe.trace import DeviceStep, TimedOperation, TimedWait, Traffic
 from megatron_pulse.planner.step.program import Event, Run, Wait
-from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.messages.links import Links
 
 
 class StepRecorder:

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron_pulse.planner.observe.trace import DeviceStep, Trace, merge_step, save_trace
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.profile.measuring.machine import device_name, num_threads
-from megatron_pulse.runtime.links import Links
 from megatron_pulse.runtime.measure.clock import SharedClock, share_clock
 from megatron_pulse.runtime.measure.recorder import StepRecorder
+from megatron_pulse.runtime.messages.links import Links
 
 FILE = "trace.json"
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.chain import Backbone, Layer
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.planner.layout.routes import Routes
-from megatron_pulse.runtime.links import Links
+from megatron_pulse.runtime.messages.links import Links
 
 
 class Replicas:

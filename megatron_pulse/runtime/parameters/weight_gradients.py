@@ -7,9 +7,10 @@ at once, as do weights of layers whose input wants none, weights that are comput
 under autocast or in a checkpoint of the layer's own, and weights that another operation uses too,
 as far as the layer says so (``undivided``).
 
-Nothing here is a second formula: an operation is run as it would be, and its own backward is asked
-for some of its gradients at a time. So no operation is computed twice, and the numbers are those
-of the whole backward pass to the last bit.
+But for plain linear maps, whose two products are autograd's, nothing here is a second formula: an
+operation is run as it would be, and its own backward is asked for some of its gradients at a time.
+So no operation is computed twice, and the numbers are those of the whole backward pass to the last
+bit.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+
+from megatron_pulse.runtime.parameters.linear_maps import TORCH, put_off_linear
 
 Gradients = Callable[[], tuple[Tensor, ...]]
 
@@ -83,10 +86,14 @@ class Later:
 
         What a parameter gets from several uses is summed first, in the order of that pass.
         """
+        self._work.reverse()
         to_come = Counter(p for parameters, _ in self._work for p in parameters)
         sums: dict[nn.Parameter, Tensor] = {}
         while self._work:
-            parameters, gradients = self._work.pop(0)
+            parameters, gradients = self._work.pop()
+            if all(to_come[p] == 1 and p not in sums for p in parameters):
+                torch.autograd.backward(parameters, gradients())
+                continue
             for parameter, gradient in zip(parameters, gradients(), strict=True):
                 before = sums.get(parameter)
                 sums[parameter] = gradient if before is None else before + gradient
@@ -201,6 +208,10 @@ class _Interception(TorchFunctionMode):
         given, weight, bias = named["input"], named["weight"], named.get("bias")
         if not self._later.takes(given, weight):
             return func(*args, **kwargs)
+        if func is F.linear:
+            result = put_off_linear(TORCH, given, weight, bias, self._later)
+            if result is not None:
+                return result
         more = args[3:]  # all of args would keep the input alive
 
         def operation(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

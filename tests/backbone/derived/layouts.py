@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, product
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,10 +101,9 @@ def train_all(
     """The subject ``name`` in all layouts, and the losses of its module itself by dtype.
 
     Layouts of one dtype, and of one number of devices in it, follow each other; the reference of
-    each is among them. The chains are derived once, by a process that the ranks are forked from.
+    each is among them. Every rank derives the chains by itself.
     """
-    (ranks,) = run_ranks(1, _derive_and_train, name, layouts, num_ranks, steps, timeout_s,
-                         timeout_s=2 * timeout_s)  # fmt: skip
+    ranks = run_ranks(num_ranks, _derive_and_train, name, layouts, steps, timeout_s=timeout_s)
     merged = {
         layout: merge([outcomes[layout] for outcomes, _ in ranks if layout in outcomes])
         for layout in layouts
@@ -115,22 +113,19 @@ def train_all(
 
 
 def _derive_and_train(
-    name: str, layouts: Sequence[Layout], num_ranks: int, steps: int, timeout_s: float
-) -> list[Any]:
+    name: str, layouts: Sequence[Layout], steps: int
+) -> tuple[dict[Layout, Outcome], dict[str, list[float]]]:
     torch.set_num_threads(1)
     dtypes = dict.fromkeys(layout.dtype for layout in layouts)
-    with kernels_of(name):  # of the ranks too, which are forked
+    with kernels_of(name):
         subjects = {dtype: Subject(name, dtype) for dtype in dtypes}
-        return run_ranks(
-            num_ranks, _train_here, subjects, layouts, steps, timeout_s=timeout_s, shared=True
-        )
+        return _train_here(subjects, layouts, steps)
 
 
 def _train_here(
     subjects: Mapping[str, Subject], layouts: Sequence[Layout], steps: int
 ) -> tuple[dict[Layout, Outcome], dict[str, list[float]]]:
     """This rank's part of all: layouts of fewer devices are shared out among the ranks."""
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_pulse.faults import Faults
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.fill import search
 from megatron_pulse.planner.fill.bound import lower_bound
 from megatron_pulse.planner.fill.check import faults_of, peak_bytes, sent_bytes
 from megatron_pulse.planner.fill.components import Component, FrozenLayer, Piece
@@ -259,3 +260,18 @@ def test_components_that_cannot_be() -> None:
         "component 'text'",
         "component 'text' names device 7 of 4",
     ]
+
+
+def test_states_do_not_travel_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps of about the same time the one that moves less is found."""
+    problem = one_f_one_b((TEXT, IMAGE), link=Link(0.0, 20.0))
+
+    def found(weight: float) -> tuple[float, float]:
+        monkeypatch.setattr(search, "MOVED", weight)
+        step = FilledStep(problem, fill(problem, 60.0, 1, most=200).filled)
+        lags = sum(lag for needs in step.needs.values() for _, lag in needs)
+        return step.run().makespan, lags
+
+    weight = search.MOVED
+    (least, travels), (takes, less) = found(0.0), found(weight)
+    assert takes <= 1.01 * least and less < 0.5 * travels

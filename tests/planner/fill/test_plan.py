@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.fill.components import Component, FrozenLayer
+from megatron_pulse.planner.fill.search import FillError
 from megatron_pulse.planner.fill.table import TableError, read_table, table_of_components
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, read_plan, save_plan
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.tune.plans import policies
 from megatron_pulse.planner.tune.plans.filling import fill_plan
+from megatron_pulse.planner.tune.plans.policies import SOONER, EncodedPlan, Policy, encode_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from tests.plans import small_plan, small_profile
 
@@ -191,3 +195,71 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "text",
         "pooled",
     ]
+
+
+def steady(name: str, layers: int, each: float) -> Component:
+    made = tuple(FrozenLayer(f"layers.{i}", {1: each}, 1e3, 1e2, 1e2) for i in range(layers))
+    return Component(name, made, (), 1e2, (0, 1))
+
+
+def encoded(plan: PlanFile, *given: Component, **fixed: str) -> EncodedPlan:
+    records = json.loads(json.dumps(table_of_components(given)))["components"]
+    return encode_plan(plan, records, 0.5, fixed)
+
+
+def test_each_encoder_runs_where_a_step_is_shortest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Small layers fit into idle time; one layer that is longer than any of it does not, and is
+    shared out in front, where after the flush devices wait for it."""
+    plan = small_plan(split=True)
+    idle, samples = sum(plan.replay().timeline.bubble), plan.num_samples
+    text = steady("text", 12, 0.4 * idle / samples / 12)
+    found = encoded(plan, text, steady("vae", 1, 3 * max(plan.problem.forward)))
+    assert {c.name: c.policy for c in found.choices} == {"text": "fill", "vae": "front"}
+    assert [f.name for f in found.plan.schedule.fillers] == ["text"]
+    assert [one["name"] for one in found.plan.in_front or ()] == ["vae"]
+    both = {c.name: c for c in found.choices}
+    for choice in found.choices:
+        steps = [s for s in (choice.fill_s, choice.front_s) if s is not None]
+        assert found.pipeline_s <= min(steps) / SOONER
+        assert choice.stored_s is not None and choice.stored_s <= found.pipeline_s
+    share = -(-samples // plan.pipeline) * 3 * max(plan.problem.forward)
+    assert found.in_front_s == pytest.approx(share)
+    assert both["vae"].stored_s == pytest.approx(found.pipeline_s - share)
+    file = tmp_path / "plan.json"
+    save_plan(recomputed(found.plan), file)
+    assert load_checked(file).policies == found.plan.policies
+    assert main(["show", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "in idle time" in out and "in front" in out and "MB a sample stored" in out
+    record = json.loads(file.read_text())
+    record["policies"][0]["policy"] = "front"
+    file.write_text(json.dumps(record))
+    with pytest.raises(PlanFileError, match="the plan does"):
+        load_checked(file)
+
+
+def test_policies_that_are_given_are_obeyed() -> None:
+    plan = small_plan(split=True)
+    idle = sum(plan.replay().timeline.bubble)
+    text = steady("text", 12, 0.4 * idle / plan.num_samples / 12)
+    assert encoded(plan, text, text=Policy.FRONT).plan.encoders is None
+    long = steady("vae", 1, 3 * max(plan.problem.forward))
+    assert [f.name for f in encoded(plan, long, vae=Policy.FILL).plan.schedule.fillers] == ["vae"]
+
+
+def test_who_takes_results_is_not_in_idle_time_alone() -> None:
+    """Of components that wait for each other, and of many, not every set is tried."""
+    text, pooled = components(small_plan())
+    assert {frozenset(), frozenset({"text"}), frozenset({"text", "pooled"})} == {
+        *policies._sets([text, pooled])
+    }
+    many = [steady(f"x{i}", 1, 1.0 + i) for i in range(7)]
+    assert len(list(policies._sets(many))) == 2**policies.MOST
+
+
+def test_encoders_without_memory_anywhere_are_refused() -> None:
+    large = replace(steady("text", 1, 1e-6).layers[0], parameter_bytes=1e13)
+    with pytest.raises(FillError, match="bytes"):
+        encoded(small_plan(), Component("text", (large,), (), 1.0, (0,)))

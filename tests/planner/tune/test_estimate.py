@@ -10,11 +10,13 @@ import pytest
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.step.replay import replay
 from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.profile.profile import ProfiledConditioning, ShardSums
-from tests.planner.tune.problems import cluster, profile
+from tests.planner.tune.problems import cluster, profile, random_evaluator
 
 CHAIN = profile(random.Random(0), 4, 1)
 MEASURED = replace(cluster(), device="profile.json")
@@ -137,3 +139,29 @@ def test_tensor_parallel_ranks_divide_a_share_of_the_time_and_all_with_their_seq
     assert totals(0.0, 4) == pytest.approx(alone)
     assert totals(1.0, 4) == pytest.approx(alone / 4)
     assert totals(0.25, 4, sequences=True) == pytest.approx(alone / 4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_forwards_before_a_share_of_the_steps_lengthen_their_mean(seed: int) -> None:
+    plain, found = random_evaluator(seed)
+    of = plain.profile, plain.cluster, plain.global_batch_size, plain.sequence_parallel
+    often = Evaluator(*of, self_conditioning=0.5).on(plain.cluster)
+    often.effort = plain.effort
+    fitting = 0
+    for config in found[:: max(1, len(found) // 12)]:
+        try:
+            without = plain.evaluate(config)
+        except UnfitError:
+            continue
+        fitting += 1
+        outcome = often.evaluate(config)
+        schedule = outcome.synthesis.schedule.forward_only()
+        forwards = replay(outcome.problem, schedule, outcome.stages.edges).timeline
+        if not outcome.extrapolated:
+            assert outcome.self_conditioning_s == pytest.approx(0.5 * forwards.makespan)
+        parts = outcome.pipeline_s + outcome.reduce_s + outcome.optimizer_s
+        assert outcome.step_s >= parts + outcome.self_conditioning_s
+        assert outcome.step_s >= without.step_s + 0.5 * max(forwards.busy)
+        assert often.quick_bound(config) <= outcome.step_s * (1 + 1e-9)
+        assert often.estimate(config) > plain.estimate(config)
+    assert fitting

@@ -1,4 +1,7 @@
-"""Cuts are moved, one or several at once, while that betters the first measure that it changes."""
+"""Cuts are moved, one or several at once, while that betters the first measure that it changes.
+
+Those between the chains of a cascade stay where they are.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,8 @@ def improved(
     score, best = ranking.best(cuts[None, :])
     while work > 0:
         candidates = neighbours(best, far)
+        if pinned := list(ranking.many.placement.starts[1:]):
+            candidates = candidates[(candidates[:, pinned] == best[pinned]).all(axis=1)]
         work -= len(candidates)
         if not len(candidates):
             break
@@ -91,7 +96,7 @@ def shaken(ranking: Ranking, cuts: Ints, work: int) -> tuple[tuple[float, ...], 
         work -= _SHAKEN
         steps = rng.integers(-_FAR, _FAR + 1, (_SHAKEN, len(best)))
         steps[rng.random(steps.shape) > _SHARE] = 0
-        steps[:, [0, -1]] = 0
+        steps[:, [*ranking.many.placement.starts, -1]] = 0
         starts = best + steps
         starts = starts[(np.diff(starts, axis=1) > 0).all(axis=1)]
         if not len(starts):

@@ -7,12 +7,15 @@ one_machine...   the same per operation: starts no earlier than what must run be
 memory_bound     memory times time is at least what the activations' shortest lives need (Little)
 order_bound      per operation too, in the best order that keeps the device's memory
 ===============  ===========================================================================
+
+Of a cascade each chain has these bounds alone, and a device's order is of all chains' operations.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,6 +29,10 @@ def lower_bound(
 ) -> float:
     """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work`` or
     ``until`` (of ``time.monotonic``)."""
+    if (chains := len(problem.placement.starts)) > 1:
+        alone = [problem.chain(number) for number in range(chains)]
+        together = _preemptive(list(map(MicrobatchPath, alone)))
+        return max(together, *(lower_bound(chain, work / chains, until) for chain in alone))
     path = MicrobatchPath(problem)
     bounds = (device_bound, one_machine_bound, memory_bound)
     quick = max(bound(problem, path) for bound in bounds)
@@ -70,13 +77,20 @@ def last_gradients(problem: ScheduleProblem) -> tuple[float, ...]:
 
 def one_machine_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:
     """max over devices of the shortest preemptive order under heads and tails of each operation."""
-    path = path or MicrobatchPath(problem)
+    return _preemptive([path or MicrobatchPath(problem)])
+
+
+def _preemptive(paths: Sequence[MicrobatchPath]) -> float:
+    """``one_machine_bound`` of the microbatches of every path together."""
     bound = 0.0
-    for device in range(problem.placement.num_devices):
-        classes = classes_of(path, device)
-        time = np.broadcast_to(classes.time[:, None], classes.head.shape)
-        jobs = np.stack((classes.head, time, classes.tail), axis=-1).reshape(-1, 3)
-        bound = max(bound, jackson([(h, p, t) for h, p, t in jobs.tolist()]))
+    for device in range(paths[0].problem.placement.num_devices):
+        jobs: list[tuple[float, float, float]] = []
+        for path in paths:
+            classes = classes_of(path, device)
+            time = np.broadcast_to(classes.time[:, None], classes.head.shape)
+            rows = np.stack((classes.head, time, classes.tail), axis=-1).reshape(-1, 3)
+            jobs += [(h, p, t) for h, p, t in rows.tolist()]
+        bound = max(bound, jackson(jobs))
     return bound
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
@@ -33,8 +34,8 @@ class Timeline:
         return sum(self.bubble) / (len(self.bubble) * self.makespan) if self.makespan else 0.0
 
 
-def dependency(operation: Operation, num_stages: int) -> Operation | None:
-    """The operation whose result ``operation`` takes: the chain forward, then back.
+def dependency(operation: Operation, placement: Placement) -> Operation | None:
+    """The operation whose result ``operation`` takes: its chain forward, then back.
 
     A weight gradient takes its stage's input gradient, which passes gradients on as a whole
     backward does. What a filler takes its schedule says (``Schedule.slices_before``).
@@ -45,10 +46,12 @@ def dependency(operation: Operation, num_stages: int) -> Operation | None:
     if kind is Kind.WEIGHT_GRAD:
         return Operation(Kind.INPUT_GRAD, stage, microbatch)
     if kind is Kind.FORWARD:
-        return Operation(kind, stage - 1, microbatch) if stage else None
-    if stage == num_stages - 1:
+        before = placement.before.get(stage)  # of a stage that there is not, none
+        return None if before is None else Operation(kind, before, microbatch)
+    after = placement.after.get(stage)
+    if after is None:
         return Operation(Kind.FORWARD, stage, microbatch)
-    return Operation(kind, stage + 1, microbatch)
+    return Operation(kind, after, microbatch)
 
 
 @dataclass(frozen=True)
@@ -162,14 +165,13 @@ def _play_all(
     slice_lag: Callable[[float], float],
 ) -> tuple[dict[Operation, float], dict[Operation, float]]:
     """Starts and ends with the dependencies of chain and slices; raises DeadlockError."""
-    num_stages = schedule.placement.num_stages
 
     def before(operation: Operation) -> Iterator[tuple[Operation, float]]:
         if operation.kind is Kind.FILLER:
             for source, seconds in schedule.slices_before(operation):
                 yield source, slice_lag(seconds)
         else:
-            required = dependency(operation, num_stages)
+            required = dependency(operation, schedule.placement)
             if required is not None:
                 yield required, lag(required, operation)
 

@@ -253,7 +253,7 @@ def _deadlock_faults(schedule: Schedule, messages: list[Message]) -> Iterator[st
             arrivals.setdefault(message.consumer, set()).add(message.producer)
 
     def needs(operation: Operation) -> list[Operation]:
-        first = dependency(operation, schedule.placement.num_stages)
+        first = dependency(operation, schedule.placement)
         required = arrivals.get(operation, set()) | ({first} if first is not None else set())
         required |= {source for source, _ in schedule.slices_before(operation)}
         return sorted(required & present)

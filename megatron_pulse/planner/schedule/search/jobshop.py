@@ -148,7 +148,7 @@ def job_shop(problem: ScheduleProblem, ticks: int = TICKS) -> JobShop:
     for index, kind in enumerate(kinds):
         for stage in range(num):
             own = index * num + stage
-            source, lag = _source(own, kinds, num, lag_ticks)
+            source, lag = _source(own, kinds, placement, lag_ticks)
             for m in range(count):
                 edges = [] if source is None else [(source * count + m, lag)]
                 if m:
@@ -170,14 +170,15 @@ def job_shop(problem: ScheduleProblem, ticks: int = TICKS) -> JobShop:
 
 
 def _source(
-    own: int, kinds: tuple[Kind, ...], num: int, lags: Sequence[int]
+    own: int, kinds: tuple[Kind, ...], placement: Placement, lags: Sequence[int]
 ) -> tuple[int | None, int]:
     """The class whose result a class takes, and the time until it arrives."""
+    num = placement.num_stages
     index, stage = divmod(own, num)
-    if kinds[index] is Kind.WEIGHT_GRAD or (index == 1 and stage == num - 1):
+    upstream = placement.before[stage] if index == 0 else placement.after[stage]
+    if kinds[index] is Kind.WEIGHT_GRAD or (index == 1 and upstream is None):
         return own - num, 0
-    upstream = stage - 1 if index == 0 else stage + 1
-    if upstream < 0:
+    if upstream is None:
         return None, 0
     return index * num + upstream, lags[min(stage, upstream)]
 

@@ -12,8 +12,8 @@ from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 
 def list_schedule(shop: JobShop, date: Sequence[float], release: Sequence[int]) -> list[int]:
-    """Start times; operation i is due at ``date[i]``, and microbatch m enters the first stage at
-    ``release[m]`` or later.
+    """Start times; operation i is due at ``date[i]``, and microbatch m enters a chain's first stage
+    at ``release[m]`` or later.
 
     A forward is admitted only if afterwards the unfinished microbatches, the oldest first, can
     each still get all the memory that they need on the device from what is spare and what the
@@ -75,9 +75,11 @@ def _listed(
     for i in range(len(date)):
         start[i] = end[i] = -1
     # A device that may go on at a time: time * devices + device, the least of all first.
-    events = zeros(1 + count + 3 * len(date))
-    for t in release:
-        _push(events, t * devices + home[0])
+    events = zeros(1 + 4 * len(date))
+    for k in range(len(home)):
+        if source[k, 0] < 0:
+            for t in release:
+                _push(events, t * devices + home[k])
     while events[0]:
         event = _pop(events)
         now, d = event // devices, event % devices

@@ -270,7 +270,8 @@ class _Search:
         if self.proved or budget.spent:
             return
         sweeps = None
-        if most_open(self.shop) <= OPEN:
+        one_chain = len(self.problem.placement.starts) == 1
+        if one_chain and most_open(self.shop) <= OPEN:
             sweeps = Widening(self.problem, self.shop)
             self.sweep(sweeps, budget.share(FEW_SHARE))
         count = CORE * self.problem.placement.num_devices

@@ -13,7 +13,7 @@ from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.fill.check import faults_of
 from megatron_pulse.planner.fill.fillers import FilledSchedule, filled_of, filled_schedule, unfilled
 from megatron_pulse.planner.fill.problem import FillProblem
-from megatron_pulse.planner.fill.search import fill
+from megatron_pulse.planner.fill.search import Filling, fill
 from megatron_pulse.planner.fill.table import components_of
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import run
@@ -28,23 +28,6 @@ class FilledPlan:
     plan: PlanFile
     schedule: FilledSchedule
 
-    def figures(self) -> dict[str, Any]:
-        """Seconds of a pipeline's step, and bytes, as JSON-able values."""
-        assert self.plan.encoders is not None
-        made = self.schedule.certificate
-        return {
-            "filled_s": made.makespan,
-            "front_s": self.schedule.front_s,
-            "without_s": made.without,
-            "lower_bound_s": made.lower_bound,
-            "after_flush": made.spill_share,
-            "spread": {str(factor): over for factor, over in made.spread.items()},
-            "homes": {f.name: list(f.devices or ()) for f in self.plan.schedule.fillers},
-            "stored_bytes_per_sample": {
-                one["name"]: one["result_bytes"] for one in self.plan.encoders
-            },
-        }
-
 
 def fill_problem(plan: PlanFile) -> FillProblem:
     """What ``plan.encoders`` has to fill: the plan's schedule, memory and links.
@@ -52,18 +35,25 @@ def fill_problem(plan: PlanFile) -> FillProblem:
     Every rank of a device of several (tensor parallelism) runs the same pieces. Raises Faults.
     """
     assert plan.encoders is not None
-    cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
     schedule = unfilled(plan.schedule)
     components = components_of(plan.encoders, plan.placement)
-    free = tuple(max(0.0, cluster.usable_bytes - size) for size in plan.predicted["memory_bytes"])
     return FillProblem(
         plan.problem,
         schedule,
         components,
-        plan.num_microbatches * plan.micro_batch_size,
-        free,
+        plan.num_samples,
+        tuple(max(0.0, free) for free in free_bytes(plan)),
         _left_of_links(plan),
     )
+
+
+def free_bytes(plan: PlanFile) -> list[float]:
+    """Per device what is left beside the step and what is encoded in front of it, whose weights
+    and results are on all devices; below 0 where that does not fit. Raises Faults."""
+    cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
+    in_front = components_of(plan.in_front or (), plan.placement)
+    taken = sum(c.parameter_bytes + plan.num_samples * c.result_bytes for c in in_front)
+    return [cluster.usable_bytes - size - taken for size in plan.predicted["memory_bytes"]]
 
 
 def fill_plan(plan: PlanFile, encoders: Sequence[Mapping[str, Any]], seconds: float) -> FilledPlan:
@@ -73,7 +63,12 @@ def fill_plan(plan: PlanFile, encoders: Sequence[Mapping[str, Any]], seconds: fl
     """
     wanted = replace(plan, encoders=tuple(encoders))
     problem = fill_problem(wanted)
-    said = plan.provenance["schedule"]
+    return filled_plan(wanted, problem, fill(problem, seconds))
+
+
+def filled_plan(wanted: PlanFile, problem: FillProblem, filling: Filling) -> FilledPlan:
+    """``wanted`` with the ``filling`` of its ``problem``."""
+    said = wanted.provenance["schedule"]
     known = Certificate(
         said["makespan"],
         said["lower_bound"],
@@ -81,15 +76,17 @@ def fill_plan(plan: PlanFile, encoders: Sequence[Mapping[str, Any]], seconds: fl
         said["solver"],
         said.get("seconds", 0.0),
     )
-    found = FilledSchedule.of(problem, fill(problem, seconds), known)
+    found = FilledSchedule.of(problem, filling, known)
     made = found.synthesis.certificate
-    provenance = {**plan.provenance, "schedule": {**said, **asdict(made), "gap": made.gap}}
+    provenance = {**wanted.provenance, "schedule": {**said, **asdict(made), "gap": made.gap}}
     filled = replace(wanted, schedule=found.synthesis.schedule, provenance=provenance)
     return FilledPlan(filled, found)
 
 
 def filling_faults(plan: PlanFile) -> list[str]:
     """What is wrong with the fillers of a plan, by the costs of its encoders."""
+    if faults := policy_faults(plan):
+        return faults
     if plan.encoders is None:
         return [
             f"schedule: filler {filler.name!r} is of no component: encoders are missing"
@@ -114,6 +111,22 @@ def filling_faults(plan: PlanFile) -> list[str]:
                     f"schedule.fillers.{number}.{name} is not what the costs of encoders make it"
                 )
     return faults
+
+
+def policy_faults(plan: PlanFile) -> list[str]:
+    """Where what a plan says was decided of encoders is not what it does."""
+    try:
+        components_of(plan.in_front or (), plan.placement)
+    except Faults as error:
+        return [f"in_front: {fault}" for fault in error.faults]
+    done = {one["name"]: "fill" for one in plan.encoders or ()}
+    if both := [one["name"] for one in plan.in_front or () if one["name"] in done]:
+        return [f"in_front: {name} is in idle time too" for name in both]
+    done |= {one["name"]: "front" for one in plan.in_front or ()}
+    said = {one["name"]: one["policy"] for one in plan.policies or ()}
+    if plan.policies is not None and said != done:
+        return [f"policies are {said}, the plan does {done}"]
+    return []
 
 
 def _left_of_links(plan: PlanFile) -> Link:

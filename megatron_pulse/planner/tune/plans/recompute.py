@@ -74,7 +74,8 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
     """
     cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
     of = plan.profile, cluster, plan.global_batch_size, plan.sequence_parallel
-    evaluator, config, count = Evaluator(*of), _config(plan), plan.num_microbatches
+    evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning)
+    config, count = _config(plan), plan.num_microbatches
     evaluator.refuse(config)
     stages = evaluator.cut(config, plan.partition)
     if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):
@@ -89,7 +90,7 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
     )
     outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate), stages=stages)
     made = plan_of(outcome, plan.profile, evaluator.cluster, plan.sequence_parallel)
-    return replace(made, encoders=plan.encoders)
+    return replace(made, encoders=plan.encoders, in_front=plan.in_front, policies=plan.policies)
 
 
 def _other_costs(plan: PlanFile) -> Iterator[str]:

@@ -56,6 +56,7 @@ def plan_of(
             "versions": {name: _version(name) for name in ("megatron-pulse", "megatron-core")},
         },
         profile=costs,
+        self_conditioning=outcome.self_conditioning,
     )
 
 

@@ -1,57 +1,31 @@
 """What operations take and give: tensors that wait on their device, and messages to others.
 
 A result goes to every stage that takes it: into the store where that stage is on this device, into
-the messages that the plan's next round sends where it is not.
+a message of the plan where it is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from megatron_pulse.backbone.chain import COMPUTE, TensorSpec
 from megatron_pulse.planner.layout.routes import Payload, Routes
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.step.program import Wait
 from megatron_pulse.runtime.failures import PulseError
-from megatron_pulse.runtime.links import Links
-from megatron_pulse.runtime.skips import TensorStore
+from megatron_pulse.runtime.messages.links import Links
+from megatron_pulse.runtime.messages.skips import TensorStore
 from megatron_pulse.runtime.stage import summed
-
-
-def message_spec(routes: Routes, message: Message) -> TensorSpec:
-    """Shape and dtype of what ``message`` carries.
-
-    A gradient has its tensor's, except conditioning's, a sum in fp64 (see Stage) where it is one.
-    """
-    match message.payload:
-        case Payload.BOUNDARY:
-            later = max(message.producer.stage, message.consumer.stage)
-            return routes.boundaries[later][int(message.name)]
-        case Payload.SKIP:
-            return next(r.spec for r in routes.skips if r.name == message.name)
-        case Payload.CONDITIONING:
-            spec = next(c.spec for c in routes.conditioning if c.name == message.name)
-            is_gradient = message.producer.kind is not Kind.FORWARD
-            is_sum = spec.dtype == COMPUTE or getattr(torch, spec.dtype).is_floating_point
-            return replace(spec, dtype="float64") if is_gradient and is_sum else spec
-        case Payload.ENCODED:
-            raise PulseError(f"{message} is no part of the chain: its component knows its size")
-
 
 type Tensors = dict[tuple[Payload, str], Tensor]
 """What crosses into a stage, or leaves it, by what it is and its name (see ``Delivery``)."""
 
 
 class Exchange:
-    """Inputs and outputs of the operations of one device in ``schedule``."""
+    """Inputs and outputs of one device's operations."""
 
-    def __init__(
-        self, routes: Routes, schedule: Schedule, device: int, links: Links | None
-    ) -> None:
+    def __init__(self, routes: Routes, device: int, links: Links | None) -> None:
         placement = routes.partition.placement
         self._device = device
         self._links = links
@@ -73,7 +47,6 @@ class Exchange:
             self._takers.setdefault(key, []).append(delivery.destination)
         self._wanted = {(d.source, d.payload, d.name) for d in given if d.wants}
         self._inputs = {s: _inputs(routes, s) for s in own}
-        self._position = {op: i for order in schedule.order for i, op in enumerate(order)}
         self._store = TensorStore()
         self._conditioning_gradients: dict[tuple[str, int], Tensor] = {}
         self._outgoing: dict[Message, Tensor] = {}
@@ -134,33 +107,29 @@ class Exchange:
                     continue
             self._deliver_to(op, source, payload, name, total)
 
-    def issue(
-        self, ops: Sequence[tuple[bool, Message]], make_buffer: Callable[[Message], Tensor]
-    ) -> None:
-        """Start one round of messages (see Links)."""
-        self._links_or_fail().issue(ops, self._outgoing, make_buffer)
+    def send(self, message: Message) -> None:
+        """Start sending what was given for ``message``."""
+        self._links_or_fail().send(message, self._outgoing.pop(message))
+
+    def expect(self, message: Message, buffer: Tensor) -> None:
+        """Have ``message`` arrive in ``buffer``."""
+        self._links_or_fail().receive(message, buffer)
 
     def offer(self, message: Message, tensor: Tensor) -> None:
-        """Have ``tensor`` sent as ``message`` with its round."""
+        """Have ``tensor`` sent as ``message``."""
         self._outgoing[message] = tensor
 
-    def receive(self, message: Message) -> None:
-        """Wait for ``message`` and put it where its taker finds it."""
-        tensor = self.arrived(message)
-        self._hand_over(message.consumer, message.payload, message.name, tensor, message.source)
-
-    def arrived(self, message: Message) -> Tensor:
-        """Wait for ``message``."""
+    def arrived(self, wait: Wait) -> Tensor:
+        """Wait for a message, and let go what has arrived elsewhere then."""
         links = self._links_or_fail()
-        tensor = links.wait(message)
-        # What the sender consumed before it produced this has certainly arrived there.
-        reached, never = self._position[message.producer], len(self._position)
-        links.release(
-            lambda m: (
-                m.destination == message.source and self._position.get(m.consumer, never) < reached
-            )
-        )
+        tensor = links.wait(wait.message)
+        links.let_go(wait.sent)
         return tensor
+
+    def receive(self, wait: Wait) -> None:
+        """Wait for a message and put it where its taker finds it."""
+        message, tensor = wait.message, self.arrived(wait)
+        self._hand_over(message.consumer, message.payload, message.name, tensor, message.source)
 
     def drain(self) -> None:
         """Wait, within the links' limit, for all transfers."""

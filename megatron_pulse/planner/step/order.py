@@ -1,0 +1,126 @@
+"""When what of a step happens, by its simulated times, which every device knows."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_pulse.planner.layout.routes import Payload
+from megatron_pulse.planner.schedule.check.simulate import (
+    dependency,
+    duration_of,
+    logical_times,
+    play,
+)
+from megatron_pulse.planner.schedule.message import STEP_END, Message
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+
+type Moment = tuple[float, int]
+"""A simulated time; among equal ones, which operation must come first."""
+
+_LAST: Moment = (float("inf"), 0)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """When each operation of ``schedule`` begins and ends.
+
+    What depends on an operation, or follows it on its device, begins later than that ends, be its
+    time zero: ``end[a] < start[b]``.
+    """
+
+    schedule: Schedule
+    start: dict[Operation, Moment]
+    end: dict[Operation, Moment]
+
+    def made(self, message: Message) -> Moment:
+        """When ``message`` is ready to be sent; after all else what the next step reads of slices,
+        which nothing waits for."""
+        if message.payload is Payload.ENCODED and message.consumer == STEP_END:
+            return _LAST
+        return self.end[message.producer]
+
+    def needed(self, message: Message) -> Moment:
+        """When its consumer begins."""
+        return self.start.get(message.consumer, _LAST)
+
+    def place(self, device: int, made: Moment) -> int:
+        """Before which of its operations ``device`` issues a message, one way or the other: the
+        first that has not ended when it is ``made``. Their number: behind the last."""
+        return bisect_right(self._ends[device], made)
+
+    @cached_property
+    def _ends(self) -> list[list[Moment]]:
+        return [[self.end[operation] for operation in order] for order in self.schedule.order]
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What ``producer`` makes on device ``source`` travels ``seconds`` to another for
+    ``consumer``."""
+
+    producer: Operation
+    consumer: Operation
+    source: int
+    destination: int
+    seconds: float
+
+
+def moments(
+    schedule: Schedule, problem: ScheduleProblem | None = None, travels: Iterable[Travel] = ()
+) -> Moments:
+    """The times of ``schedule`` by ``problem``'s durations, where what ``travels`` from a device to
+    another does so one after the other, as it is made::
+
+        device 0     [  F0:0  ][  F0:1  ]
+        0 to 1                 [a][ skip ][b]
+        device 1                  [  F1:0  ][  F1:1  ]
+
+    All operations take one unit, and nothing time to travel, where there is no problem, or one that
+    knows no weight gradients for a schedule that has them. Raises DeadlockError.
+    """
+    slots = logical_times(schedule)
+    splits = Kind.WEIGHT_GRAD in schedule.kinds
+    if problem is None or (splits and problem.weight_grad is None):
+        ends = {op: (float(slot), slot) for op, slot in slots.items()}
+        return Moments(schedule, {op: (t - 1.0, slot) for op, (t, slot) in ends.items()}, ends)
+    start, end = _played(schedule, duration_of(problem, schedule), travels)
+    return Moments(
+        schedule,
+        {op: (start[op], slot) for op, slot in slots.items()},
+        {op: (end[op], slot) for op, slot in slots.items()},
+    )
+
+
+def _played(
+    schedule: Schedule, duration: Callable[[Operation], float], travels: Iterable[Travel]
+) -> tuple[dict[Operation | Travel, float], dict[Operation | Travel, float]]:
+    """Starts and ends of operations, and of what travels, each way a device of its own."""
+    position = {op: i for order in schedule.order for i, op in enumerate(order)}
+    ways: defaultdict[tuple[int, int], list[Travel]] = defaultdict(list)
+    taken: defaultdict[Operation, list[Travel]] = defaultdict(list)
+    for travel in travels:
+        ways[travel.source, travel.destination].append(travel)
+        taken[travel.consumer].append(travel)
+    for way in ways.values():
+        way.sort(key=lambda travel: position[travel.producer])
+
+    def before(item: Operation | Travel) -> Iterator[tuple[Operation | Travel, float]]:
+        if isinstance(item, Travel):
+            yield item.producer, 0.0
+            return
+        if (required := dependency(item, schedule.placement)) is not None:
+            yield required, 0.0
+        yield from schedule.slices_before(item)
+        yield from ((travel, 0.0) for travel in taken[item])
+
+    def lasts(item: Operation | Travel) -> float:
+        return item.seconds if isinstance(item, Travel) else duration(item)
+
+    lines: list[Sequence[Operation | Travel]] = [*schedule.order, *ways.values()]
+    start, end, _ = play(lines, before, lasts)
+    return start, end

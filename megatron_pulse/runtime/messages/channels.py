@@ -1,0 +1,134 @@
+"""Channels: what carries messages from one pipeline device to another, first in, first out.
+
+On gloo they share the pipeline's process group, whose messages between two ranks stay in order. On
+NCCL each ordered pair of devices has a process group of its own, so that no message waits for one
+of other devices, nor for one of the other direction: a single ``isend`` or ``irecv`` at a time,
+on a stream of its own, never in a group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = 10.0
+"""How many times as long as a device waits a group of NCCL does, whose watchdog ends the process
+without a word of what was waited for and counts from when an operation was enqueued."""
+
+_THREAD_BLOCKS = 4
+"""What a transfer takes of a GPU at most: it runs beside the computing."""
+
+
+class Work(Protocol):
+    """A transfer under way, as torch.distributed has it."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Wait for it, on gloo; on NCCL have the current stream wait. Raises RuntimeError."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, one way or the other."""
+        ...
+
+
+class Channel(Protocol):
+    """One end of the way from one device to another."""
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        """Start sending; at the source."""
+        ...
+
+    def receive(self, buffer: torch.Tensor) -> Work:
+        """Start receiving; at the destination."""
+        ...
+
+
+type Opener = Callable[[dist.ProcessGroup, int, int, float], Channel]
+"""Makes a channel of the pipeline's group between two of its ranks, source and destination; its
+devices wait so many seconds at most. Both ends call it, all others do not."""
+
+
+class PlainChannel:
+    """A channel that shares the pipeline's group."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, source: int, destination: int, timeout_s: float
+    ) -> None:
+        self._group = group
+        self._peer = _peer(group, source, destination)
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        """See ``Channel``."""
+        work: Work = dist.isend(tensor, self._peer, self._group)
+        return work
+
+    def receive(self, buffer: torch.Tensor) -> Work:
+        """See ``Channel``."""
+        work: Work = dist.irecv(buffer, self._peer, self._group)
+        return work
+
+
+class OwnChannel:
+    """A channel with a process group of two ranks of its own, connected when it is made.
+
+    The group is no ``dist.new_group``: that has all processes of the job make it, or, synchronized
+    among its members alone, names it by how many groups each of them has, which differs.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, source: int, destination: int, timeout_s: float
+    ) -> None:
+        sends = group.rank() == source
+        own = dist.ProcessGroupNCCL(
+            store_of(group, source, destination), 0 if sends else 1, 2, _options(timeout_s)
+        )
+        self._group, self._peer = own, 1 if sends else 0
+        # A communicator's first call connects its ends, and holds up both hosts.
+        first = torch.zeros(1, device="cuda")
+        work = self.send(first) if sends else self.receive(first)
+        work.wait()
+        torch.cuda.synchronize()
+
+    def send(self, tensor: torch.Tensor) -> Work:
+        """See ``Channel``."""
+        work: Work = self._group.send([tensor], self._peer, 0)
+        return work
+
+    def receive(self, buffer: torch.Tensor) -> Work:
+        """See ``Channel``."""
+        work: Work = self._group.recv([buffer], self._peer, 0)
+        return work
+
+
+_stores: Counter[tuple[int, int]] = Counter()
+
+
+def store_of(group: dist.ProcessGroup, source: int, destination: int) -> dist.Store:
+    """A part of the job's store for one channel: both ends have made as many from one to the
+    other."""
+    ends = dist.get_global_rank(group, source), dist.get_global_rank(group, destination)
+    _stores[ends] += 1
+    name = f"megatron_pulse/channel/{ends[0]}-{ends[1]}/{_stores[ends]}"
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def _options(timeout_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options.config.max_ctas = _THREAD_BLOCKS
+    options._timeout = timedelta(seconds=GROUP_TIMEOUT * timeout_s)
+    return options
+
+
+def _peer(group: dist.ProcessGroup, source: int, destination: int) -> int:
+    rank: int = dist.get_global_rank(group, destination if group.rank() == source else source)
+    return rank
+
+
+OPENERS: dict[str, Opener] = {"gloo": PlainChannel, "nccl": OwnChannel}
+"""By the backend of the pipeline's group."""

@@ -1,0 +1,271 @@
+"""Point-to-point transfers between pipeline devices, in the plan's order and with bounded waits.
+
+The order of messages is the plan's, so nothing is tagged and no shape travels. On gloo a wait
+blocks the host and is bounded there; on NCCL it orders streams, and the host waits once, for the
+end of a step's transfers, as long as within the limit another of them ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from megatron_pulse.planner.layout.routes import Payload
+from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.step.communication import CommunicationPlan
+from megatron_pulse.runtime.failures import FailureBoard, PulseError
+from megatron_pulse.runtime.messages.channels import OPENERS, Channel, Work
+
+_LOOK_S = 1.0
+"""How often a host that waits asks the job's store whether another rank has failed."""
+
+_CLOSED = (
+    "onnection closed",
+    "onnection reset",
+    "roken pipe",
+    "remote process exited",
+    "closed by",
+)
+"""What gloo and NCCL say where the other end is gone."""
+
+
+@dataclass
+class _Transfer:
+    """A message under way, or a collective ``what``."""
+
+    work: Work
+    what: Message | str
+    tensor: torch.Tensor
+
+
+@dataclass
+class LinkCounts:
+    """What a device has sent: bytes of messages (those of forwards, of gradients and of frozen
+    components apart), and beside them those of replicated embedders and of encoding in front of
+    steps; and the bytes of the messages that it was sent."""
+
+    forward_bytes: int = 0
+    gradient_bytes: int = 0
+    encoded_bytes: int = 0
+    skip_bytes: int = 0
+    replica_bytes: int = 0
+    num_messages: int = 0
+    received_bytes: int = 0
+
+
+class Links:
+    """All transfers of one pipeline device.
+
+    ``group`` is the pipeline's process group, whose rank i is pipeline device i.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, board: FailureBoard, timeout_s: float) -> None:
+        self._group = group
+        self._board = board
+        self._timeout_s = timeout_s
+        self._blocking = dist.get_backend(group) == "gloo"
+        self._channels: dict[tuple[int, int], Channel] = {}
+        self._sends: dict[Message, _Transfer] = {}
+        self._receives: dict[Message, _Transfer] = {}
+        self._ending: list[tuple[Work, Message | str]] = []
+        self.traffic = LinkCounts()
+
+    def connect(self, plan: CommunicationPlan) -> None:
+        """Open what channels ``plan`` needs and are not there yet. Collective.
+
+        All devices open theirs in one order: both ends of the first that is not open have come to
+        it, so none waits for ever. Raises PulseError where devices have compiled different plans,
+        whose messages would meet in the wrong order.
+        """
+        text = "\n".join(map(str, plan.messages))
+        own, devices = hashlib.sha256(text.encode()).hexdigest(), [""] * self._group.size()
+        dist.all_gather_object(devices, own, self._group)
+        if others := [d for d, digest in enumerate(devices) if digest != devices[0]]:
+            raise PulseError(
+                f"pipeline devices {', '.join(map(str, others))} order a step's messages otherwise "
+                "than device 0: give all the same plan, profile and version"
+            )
+        opener, device = OPENERS[dist.get_backend(self._group)], self._group.rank()
+        for pair in plan.channels:
+            if device in pair and pair not in self._channels:
+                self._channels[pair] = opener(self._group, *pair, self._timeout_s)
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        """Start sending ``tensor``, which is kept until the message is let go."""
+        tensor = tensor.contiguous()
+        self._count(message, tensor)
+        start = self._channels[message.source, message.destination].send
+        self._sends[message] = self._started(message, tensor, start)
+
+    def receive(self, message: Message, buffer: torch.Tensor) -> None:
+        """Have ``message`` arrive in ``buffer``."""
+        self.traffic.received_bytes += buffer.nbytes
+        start = self._channels[message.source, message.destination].receive
+        self._receives[message] = self._started(message, buffer, start)
+
+    def wait(self, message: Message) -> torch.Tensor:
+        """The received tensor of ``message``."""
+        transfer = self._receives.pop(message)
+        self._wait(transfer)
+        return transfer.tensor
+
+    def let_go(self, messages: Iterable[Message]) -> None:
+        """Forget sends that the plan proves complete: their wait returns at once."""
+        for message in messages:
+            self._wait(self._sends.pop(message))
+
+    def drain(self) -> None:
+        """Wait, within the time limit, for everything that is still under way."""
+        for transfer in (*self._sends.values(), *self._receives.values()):
+            self._wait(transfer)
+        self._finish()
+        self._sends.clear()
+        self._receives.clear()
+
+    def abandon(self) -> None:
+        """Forget everything under way (after an error)."""
+        self._sends.clear()
+        self._receives.clear()
+        self._ending.clear()
+
+    def broadcast(self, tensor: torch.Tensor, device: int, what: str) -> None:
+        """Make ``tensor`` on all devices what it is on ``device``, in place."""
+        source = dist.get_global_rank(self._group, device)
+        self._together(
+            lambda: dist.broadcast(tensor, source, self._group, async_op=True),
+            tensor,
+            f"broadcasting {what} from pipeline device {device} (rank {source})",
+        )
+        if self._group.rank() == device:
+            self.traffic.replica_bytes += tensor.nbytes * (self._group.size() - 1)
+
+    def tell[T](self, value: T, device: int, what: str) -> T:
+        """What ``value`` is on ``device``, on all devices; a small one that can be pickled. The
+        host waits for it."""
+        content = pickle.dumps(value) if self._group.rank() == device else b""
+        where = torch.device("cpu" if self._blocking else "cuda")
+        size = torch.tensor([len(content)], device=where)
+        self.broadcast(size, device, what)
+        self._finish()
+        if self._group.rank() == device:
+            buffer = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(where)
+        else:
+            buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=where)
+        self.broadcast(buffer, device, what)
+        self._finish()
+        found: T = pickle.loads(buffer.cpu().numpy().tobytes())
+        return found
+
+    def reduce(self, tensor: torch.Tensor, device: int, what: str) -> None:
+        """Sum ``tensor`` over all devices into that of ``device`` (others: undefined)."""
+        target = dist.get_global_rank(self._group, device)
+        self._together(
+            lambda: dist.reduce(tensor, target, group=self._group, async_op=True),
+            tensor,
+            f"adding up {what} on pipeline device {device} (rank {target})",
+        )
+        if self._group.rank() != device:
+            self.traffic.replica_bytes += tensor.nbytes
+
+    def _started(
+        self, message: Message, tensor: torch.Tensor, start: Callable[[torch.Tensor], Work]
+    ) -> _Transfer:
+        try:
+            work = start(tensor)
+        except RuntimeError as error:
+            self._fail("starting", message, error)
+        return _Transfer(work, message, tensor)
+
+    def _together(self, start: Callable[[], Work], tensor: torch.Tensor, what: str) -> None:
+        try:
+            work = start()
+        except RuntimeError as error:
+            self._fail("", what, error)
+        self._wait(_Transfer(work, what, tensor))
+
+    def _count(self, message: Message, tensor: torch.Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if message.payload is Payload.ENCODED:
+            self.traffic.encoded_bytes += size
+        elif message.producer.kind is Kind.FORWARD:
+            self.traffic.forward_bytes += size
+        else:
+            self.traffic.gradient_bytes += size
+        if message.payload.value == "skip":
+            self.traffic.skip_bytes += size
+        self.traffic.num_messages += 1
+
+    def _wait(self, transfer: _Transfer) -> None:
+        """Wait; on NCCL the stream does, and the host at the end of the step."""
+        try:
+            if self._blocking:
+                transfer.work.wait(timedelta(seconds=self._timeout_s))
+            else:
+                transfer.work.wait()
+                self._ending.append((transfer.work, transfer.what))  # not the tensor's memory
+        except RuntimeError as error:
+            self._fail("", transfer.what, error)
+
+    def _finish(self) -> None:
+        """Have the host wait for all whose ends streams wait for, as long as some come to theirs.
+
+        A transfer that has failed has ended too: only its wait says so.
+        """
+        began = looked = time.monotonic()
+        for work, what in self._ending:
+            while not work.is_completed():
+                now = time.monotonic()
+                if now > began + self._timeout_s:
+                    self._fail("", what, RuntimeError("Timed out"))
+                if now > looked + _LOOK_S:
+                    looked = now
+                    if failure := self._board.first_failure():
+                        raise PulseError(f"stopped, because another rank failed: {failure}")
+                time.sleep(0.001)
+            began = time.monotonic()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._fail("", what, error)
+        self._ending.clear()
+
+    def _fail(self, doing: str, what: Message | str, error: RuntimeError) -> NoReturn:
+        where, peer = (what, "a device") if isinstance(what, str) else self._ends(doing, what)
+        text = str(error)
+        if "imed out" in text or "imeout" in text:
+            of_all = " from every device" if isinstance(what, str) else ""
+            reason = f"no answer{of_all} within {self._timeout_s:g} s"
+        elif any(words in text for words in _CLOSED):
+            reason = f"{peer} closed the connection (it died or failed): {text[:200]}"
+        else:
+            reason = f"{type(error).__name__}: {text[:200]}"
+        # A peer that failed reports before it exits, so its own words come first.
+        cause = self._board.first_failure(wait_s=0.5) or self._board.report(f"{where}: {reason}")
+        raise PulseError(f"{where}: {reason}\nfirst failure in this job: {cause}") from error
+
+    def _ends(self, doing: str, message: Message) -> tuple[str, str]:
+        """A transfer in words, and its peer."""
+        sending = message.source == self._group.rank()
+        peer = message.destination if sending else message.source
+        peer_rank = dist.get_global_rank(self._group, peer)
+        ends = f"{'to' if sending else 'from'} pipeline device {peer} (rank {peer_rank})"
+        op = message.producer if sending else message.consumer
+        verb = "sending" if sending else "receiving"
+        doing = f"{doing} {verb}".strip()
+        if message.payload.is_carried:
+            return f"{doing} {message} {ends}", f"rank {peer_rank}"
+        where = (
+            f"{doing} {message.payload.value} {message.name} "
+            f"({message.producer} to {message.consumer}; operation {op}, stage {op.stage}, "
+            f"microbatch {op.microbatch}) {ends}"
+        )
+        return where, f"rank {peer_rank}"

@@ -1,0 +1,89 @@
+"""Linear maps whose weight gradients wait: one node, and autograd's two products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Later(Protocol):
+    """Where gradients are left."""
+
+    def add(
+        self, parameters: tuple[nn.Parameter, ...], gradients: Callable[[], tuple[Tensor, ...]]
+    ) -> None:
+        """``gradients()`` will give those of ``parameters``."""
+        ...
+
+
+class LinearMap(NamedTuple):
+    """How a linear map multiplies: ``result(given, weight, bias)`` and the input's gradient,
+    ``back(gradient, weight)``; its weight's is that of torch's autograd."""
+
+    result: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    back: Callable[[Tensor, Tensor], Tensor]
+
+
+def put_off_linear(
+    kind: LinearMap,
+    given: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    later: Later,
+) -> Tensor | None:
+    """The result of a linear map, whose weights' gradients are left to ``later``; None where a
+    whole backward pass would multiply other operands, or with other strides, than rows of the
+    input by the weight."""
+    if not (
+        given.requires_grad
+        and given.dim() in ((2, 3) if bias is not None else (2, 3, 4))
+        and given.is_contiguous()
+        and weight.is_contiguous()
+        and min(weight.shape) > 1
+        and given.numel() > given.shape[-1]
+        and given.dtype == weight.dtype
+        and (bias is None or (isinstance(bias, nn.Parameter) and bias.dtype == weight.dtype))
+    ):
+        return None
+    result: Tensor = _Linear.apply(given, (kind, weight, bias), later)
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """The same products as a whole backward pass, without a graph of their own; parameters come in
+    a tuple, so that none leads to them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, given: Tensor, held: tuple[LinearMap, nn.Parameter, Any], later: Later
+    ) -> Tensor:
+        kind, weight, bias = ctx.held = held
+        ctx.later = later
+        ctx.save_for_backward(given)
+        return kind.result(given, weight, bias).detach()  # it may be a view, and changed in place
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (given,) = ctx.saved_tensors
+        kind, weight, bias = ctx.held
+        waits = bias is not None and bias.requires_grad
+
+        def weight_gradients() -> tuple[Tensor, ...]:
+            rows = gradient.reshape(-1, weight.shape[0])
+            of_weight = rows.t().mm(given.view(-1, weight.shape[1]))
+            return (of_weight, rows.sum(0)) if waits else (of_weight,)
+
+        ctx.later.add((weight, bias) if waits else (weight,), weight_gradients)
+        return kind.back(gradient, weight), None, None
+
+
+def _back(gradient: Tensor, weight: Tensor) -> Tensor:
+    product = gradient.reshape(-1, weight.shape[0]).mm(weight)
+    return product.view(*gradient.shape[:-1], weight.shape[1])
+
+
+TORCH = LinearMap(F.linear, _back)

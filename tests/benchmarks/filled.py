@@ -1,0 +1,420 @@
+"""Encoders beside the alternatives: who fills idle time with them, and what that gives.
+
+    .venv/bin/python -m tests.benchmarks.filled --json filled.json          # as root
+    .venv/bin/python -m tests.benchmarks.filled --quick
+
+Real processes and transfers over links of a limited rate, computing sleeps (as ``claim``): analytic
+A100 times in bfloat16 of SD 2.1 and SDXL with their encoders (``fill_encoders``), which our runtime
+runs on one sample at a time. All contestants of a cell run in turn in the same processes.
+
+====================  =============================================================================
+ours, filled          what ``pulse tune --encoders`` picks among pipelines: schedule and filling
+ours, in front        the fastest without encoders, and encoders before it, shared by all devices
+ours, stored          that without encoders: a floor
+1F1B, greedy          Megatron's 1F1B, relayed skips, filled by DiffusionPipe's greedy, on our
+                      executor
+1F1B, in front        Megatron's own, encoders before it, shared by all devices
+Megatron DDP          each replica encodes its own samples before the step
+15 %                  ours, filled, where encoders take 1.15 and 0.85 times as long as planned, over
+                      what ours makes of those times when it knows them (the first rate only)
+bound                 of filling 1F1B: (1F1B + encoders / P) over max(1F1B, all work / P)
+====================  =============================================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.cli.plan.tune import best_encoded
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
+from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.fill.components import Component, FrozenLayer
+from megatron_pulse.planner.fill.fillers import filled_schedule, front_s
+from megatron_pulse.planner.fill.greedy import greedy
+from megatron_pulse.planner.fill.problem import FillProblem
+from megatron_pulse.planner.fill.simulate import FilledStep
+from megatron_pulse.planner.fill.table import components_of, table_of_components
+from megatron_pulse.planner.layout.placement import Placement, sequential
+from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.step.replay import edges_of, replay
+from megatron_pulse.planner.tune.config import Choices
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.policies import EncodedPlan, encode_plan
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.searching.search import search
+from tests.benchmarks import fill
+from tests.benchmarks.cell import Result, run_cell
+from tests.benchmarks.contestant import Contestant, Encoders, Engine
+from tests.benchmarks.contestants import Planner
+from tests.benchmarks.emulation import MODEL_S, Emulation, relaying, slowed
+from tests.benchmarks.fill_encoders import A100
+from tests.benchmarks.network import unavailable
+
+RATES = (10.0, 2.5, 1.25)
+"""GB/s of a device's link."""
+MODELS = {model.name: model for model in fill.MODELS if model.name in ("sd-v2.1", "sdxl")}
+MEMORY_GB, USABLE = 80.0, 0.9
+KEPT = 3
+"""Plans that encoders are tried in, as ``pulse tune`` does."""
+FILLED, FRONT, STORED = "ours, filled", "ours, in front", "ours, stored"
+GREEDY, FRONT_1F1B, REPLICAS = "1F1B, greedy", "1F1B, in front", "Megatron DDP"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on ``ranks`` devices, ``microbatches`` a step, links of ``rate`` GB/s."""
+
+    model: fill.Model
+    rate: float
+    microbatches: int
+    ranks: int = 4
+
+    @property
+    def num_samples(self) -> int:
+        """Of a step."""
+        return self.microbatches * self.model.micro_batch_size
+
+    def __str__(self) -> str:
+        return f"{self.model.name}, {self.rate:g} GB/s, M = {self.microbatches}"
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The contestants of a case, what the tuner picks among all ways, and what limits 1F1B.
+
+    ``ideal_s`` is the greedy's step if nothing of it had to travel; emulated seconds.
+    """
+
+    contestants: list[Contestant]
+    emulation: Emulation
+    link: Link
+    pick: str
+    policies: dict[str, str]
+    bound: float
+    idle_1f1b: float
+    ideal_s: float
+
+
+@cache
+def emulated(name: str, model_s: float) -> Emulation:
+    """A model of ``fill`` on the slow scale."""
+    from megatron_pulse.profile.analytic import analyse
+    from model_specs import load_backbone
+
+    model = MODELS[name]
+    backbone = load_backbone(name, dict(model.options))
+    profile = analyse(backbone, [model.micro_batch_size], A100)
+    return slowed(name, backbone, profile, model.micro_batch_size, model_s)
+
+
+def records_of(model: fill.Model, factor: float = 1.0) -> list[dict[str, Any]]:
+    """The model's encoders as ``pulse profile --encoders`` has them: seconds of one sample."""
+
+    def alone(layer: FrozenLayer) -> FrozenLayer:
+        return replace(layer, seconds={1: factor * layer.time_s(1)})
+
+    made = [replace(c, layers=tuple(map(alone, c.layers))) for c in model.components()]
+    records: list[dict[str, Any]] = table_of_components(made)["components"]
+    for record in records:
+        record["readers"] = "ends" if record["name"] == "vae" else "all"
+    return records
+
+
+def slow_encoders(emulation: Emulation, components: Sequence[Component], samples: int) -> Encoders:
+    """Emulated seconds and bytes; parameters do not travel."""
+    scale, divisor = emulation.time_scale, emulation.byte_divisor
+
+    def slow(layer: FrozenLayer) -> FrozenLayer:
+        seconds = {n: scale * s for n, s in layer.seconds.items()}
+        return FrozenLayer(layer.name, seconds, output_bytes=layer.output_bytes / divisor)
+
+    return Encoders(
+        tuple(
+            replace(c, layers=tuple(map(slow, c.layers)), result_bytes=c.result_bytes / divisor)
+            for c in components
+        ),
+        samples,
+    )
+
+
+def plans_of(case: Case, emulation: Emulation, pipeline: int) -> list[PlanFile]:
+    """The tuner's best plans without encoders, of this pipeline degree."""
+    link = ClusterLink("other", case.rate, 10.0, Shared.DEVICE)
+    cluster = Cluster(
+        "filled", case.ranks, 1, MEMORY_GB, "A100-80GB", link, link, usable_memory=USABLE
+    )
+    evaluator = Evaluator(emulation.profile, cluster, case.num_samples)
+    choices = Choices(
+        pipeline=(pipeline,),
+        tensor=(1,),
+        micro_batch_size=(case.model.micro_batch_size,),
+        recompute=(False,),
+    )
+    found = search(evaluator, evaluator.candidates(choices), keep=KEPT)
+    return [
+        plan_of(outcome, emulation.profile, cluster, False)
+        for outcome in found.outcomes
+        if not outcome.extrapolated
+    ]
+
+
+def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) -> Entered:
+    """The contestants of ``case``; each filling is searched for ``seconds``."""
+    emulation = emulated(case.model.name, model_s)
+    link = emulation.link(case.rate * 1e9)
+    planner = Planner(emulation, link, case.ranks, case.microbatches, 0.0)
+    records = records_of(case.model)
+    plans = plans_of(case, emulation, case.ranks)
+    chosen = best_encoded(plans, records, KEPT * seconds)
+    entered = [_ours(planner, case, FILLED, chosen.plan, records, chosen.in_front_s)]
+    for factor in factors:
+        other = records_of(case.model, factor)
+        slower = f"encoders {factor:g}"
+        entered.append(_late(entered[0], f"{slower}, planned 1", factor))
+        known = _knowing(chosen, other, seconds)
+        name = f"{slower}, planned {factor:g}"
+        entered.append(_ours(planner, case, name, known.plan, other, known.in_front_s))
+    front = _front_s(case, records, plans[0].placement)
+    entered.append(_ours(planner, case, FRONT, plans[0], records, front))
+    entered.append(replace(_ours(planner, case, STORED, plans[0], records, 0.0), encoders=None))
+    row = planner.cut(planner.relayed, sequential(case.ranks))
+    assert row is not None
+    encoders = slow_encoders(emulation, components_of(records, row.placement), case.num_samples)
+    problem = planner.problem(planner.relayed, row, False)
+    order = make_schedule("1f1b", row.placement, case.microbatches)
+    filling = FillProblem(problem, order, encoders.components, case.num_samples, None, link)
+    ideal = replace(filling, link=Link())
+    schedule = filled_schedule(filling, greedy(filling))
+    edges = edges_of(planner.relayed, row, lambda a, b: link)
+    entered.append(
+        replace(
+            planner.make(GREEDY, Engine.OURS, planner.relayed, row, problem),
+            schedule=schedule,
+            predicted_s=replay(problem, schedule, edges).timeline.makespan,
+            encoders=encoders,
+            backbone=relaying(emulation.backbone, planner.relayed),
+        )
+    )
+    slow_front = front_s(encoders.components, case.num_samples, case.ranks)
+    classic = planner.relay(Engine.MEGATRON_1F1B, row)
+    entered.append(_in_front(classic, FRONT_1F1B, encoders, slow_front))
+    for replicas in planner.data_parallel():
+        entered.append(_in_front(replicas, REPLICAS, encoders, slow_front))
+    busy = sum(filling.timeline.busy)
+    work = encoders.compute_s
+    alone = classic.predicted_s
+    return Entered(
+        entered,
+        emulation,
+        link,
+        _pick(case, emulation, records, chosen, seconds),
+        {choice.name: choice.policy for choice in chosen.choices},
+        (alone + work / case.ranks) / max(alone, (busy + work) / case.ranks),
+        1 - busy / case.ranks / alone,
+        FilledStep(ideal, greedy(ideal)).run().makespan,
+    )
+
+
+def _ours(
+    planner: Planner,
+    case: Case,
+    name: str,
+    plan: PlanFile,
+    records: Sequence[Mapping[str, Any]],
+    in_front_s: float,
+) -> Contestant:
+    """A plan's own order on the emulated times; encoders that it does not fill are in front."""
+    partition, emulation = plan.partition, planner.emulation
+    problem = planner.problem(planner.costs, partition, plan.problem.weight_grad is not None)
+    takes = plan.replay().timeline.makespan + in_front_s
+    return replace(
+        planner.make(name, Engine.OURS, planner.costs, partition, problem),
+        schedule=plan.schedule,
+        predicted_s=emulation.time_scale * takes,
+        encoders=slow_encoders(emulation, components_of(records, plan.placement), case.num_samples),
+    )
+
+
+def _late(planned: Contestant, name: str, factor: float) -> Contestant:
+    """Encoders take ``factor`` times as long as ``planned``."""
+    assert planned.encoders is not None
+    return replace(planned, name=name, encoders=replace(planned.encoders, factor=factor))
+
+
+def _in_front(contestant: Contestant, name: str, encoders: Encoders, seconds: float) -> Contestant:
+    takes = contestant.predicted_s + seconds
+    return replace(contestant, name=name, encoders=encoders, predicted_s=takes)
+
+
+def _front_s(case: Case, records: Sequence[Mapping[str, Any]], placement: Placement) -> float:
+    return front_s(components_of(records, placement), case.num_samples, case.ranks)
+
+
+def _knowing(
+    chosen: EncodedPlan, records: Sequence[Mapping[str, Any]], seconds: float
+) -> EncodedPlan:
+    """The same order of the step, filled with encoders of these times, of the same policies."""
+    from megatron_pulse.planner.fill.fillers import unfilled
+
+    plan = replace(chosen.plan, schedule=unfilled(chosen.plan.schedule))
+    fixed = {choice.name: choice.policy for choice in chosen.choices}
+    return encode_plan(plan, records, seconds, fixed)
+
+
+def _pick(
+    case: Case,
+    emulation: Emulation,
+    records: Sequence[Mapping[str, Any]],
+    chosen: EncodedPlan,
+    seconds: float,
+) -> str:
+    """Which of all ways the tuner takes: the pipeline, or data parallelism."""
+    if not (plans := plans_of(case, emulation, 1)):
+        return FILLED
+    replicas = best_encoded(plans[:1], records, seconds)
+    return FILLED if chosen.samples_per_s >= replicas.samples_per_s else REPLICAS
+
+
+def measure(case: Case, args: argparse.Namespace, factors: Sequence[float]) -> dict[str, Any]:
+    """One case: every contestant, in turn."""
+    entered = enter(case, args.model_seconds, args.seconds, factors)
+    emulation, rate = entered.emulation, case.rate * 1e9
+    results = run_cell(
+        emulation.backbone,
+        entered.contestants,
+        case.ranks,
+        emulation.rate_mbit(rate),
+        args.repetitions,
+    )
+    return {
+        "model": case.model.name,
+        "rate_gbs": case.rate,
+        "microbatches": case.microbatches,
+        "num_samples": case.num_samples,
+        "time_scale": emulation.time_scale,
+        "pick": entered.pick,
+        "policies": entered.policies,
+        "bound": entered.bound,
+        "idle_1f1b": entered.idle_1f1b,
+        "ideal_greedy_s": entered.ideal_s,
+        "results": [asdict(result) for result in results],
+        **_ratios(results),
+    }
+
+
+def _ratios(results: Sequence[Result]) -> dict[str, float]:
+    takes = {result.contestant: result.median_s for result in results}
+    return {
+        "over_front": takes[FRONT] / takes[FILLED],
+        "over_ddp": takes[REPLICAS] / takes[FILLED],
+        "over_greedy": takes[GREEDY] / takes[FILLED],
+        "over_1f1b_front": takes[FRONT_1F1B] / takes[FILLED],
+        "greedy_over_front": takes[FRONT_1F1B] / takes[GREEDY],
+        "over_stored": takes[FILLED] / takes[STORED],
+    }
+
+
+def shown(cell: Mapping[str, Any]) -> Iterator[str]:
+    """What a cell has come to."""
+    scale, samples = cell["time_scale"], cell["num_samples"]
+    policies = ", ".join(f"{name} {policy}" for name, policy in cell["policies"].items())
+    yield (
+        f"{cell['model']}, {cell['rate_gbs']:g} GB/s, M = {cell['microbatches']}: the tuner picks "
+        f"{cell['pick']} ({policies}); 1F1B idles {cell['idle_1f1b']:.1%}, bound "
+        f"{cell['bound']:.3f}"
+    )
+    by_name = {result["contestant"]: result for result in cell["results"]}
+    for name, result in by_name.items():
+        takes = sorted(result["seconds"])
+        middle = takes[len(takes) // 2]
+        yield (
+            f"  {name:<32}{samples * scale / middle:8.1f} samples/s  idle {result['bubble']:6.1%}  "
+            f"{middle:.3f} s ({takes[0]:.3f} to {takes[-1]:.3f}), predicted "
+            f"{result['predicted_s']:.3f}, waited {max(result['delays']):.1%}"
+        )
+        if name.endswith("planned 1"):
+            factor = name.split()[1].rstrip(",")
+            known = sorted(by_name[f"encoders {factor}, planned {factor}"]["seconds"])
+            yield f"    not known costs {middle / known[len(known) // 2] - 1:+.1%}"
+    yield (
+        f"  ours, filled over ours in front {cell['over_front']:.3f}, 1F1B in front "
+        f"{cell['over_1f1b_front']:.3f}, 1F1B greedy {cell['over_greedy']:.3f}, DDP "
+        f"{cell['over_ddp']:.3f}; its step over that without encoders {cell['over_stored']:.3f}"
+    )
+    yield (
+        f"  1F1B greedy over 1F1B in front {cell['greedy_over_front']:.3f}; if nothing of the "
+        f"greedy's had to travel its step would be {cell['ideal_greedy_s']:.3f} s"
+    )
+
+
+def table(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """All cells, as the README has them."""
+    names = (FILLED, FRONT, STORED, GREEDY, FRONT_1F1B, REPLICAS)
+    yield "| model | M | GB/s | " + " | ".join(names) + " | gain | of 1F1B (bound) | x DDP |"
+    yield "|---" * (len(names) + 6) + "|"
+    for cell in cells:
+        by_name = {result["contestant"]: result for result in cell["results"]}
+        columns = []
+        for name in names:
+            takes = sorted(by_name[name]["seconds"])
+            rate = cell["num_samples"] * cell["time_scale"] / takes[len(takes) // 2]
+            columns.append(f"{rate:.1f} ({by_name[name]['bubble']:.0%})")
+        yield (
+            f"| {cell['model']} | {cell['microbatches']} | {cell['rate_gbs']:g} | "
+            + " | ".join(columns)
+            + f" | {cell['over_front']:.2f} | {cell['greedy_over_front']:.2f} "
+            f"({cell['bound']:.2f}) | {cell['over_ddp']:.2f} |"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    add("--rates", nargs="+", type=float, default=RATES, help="GB/s of a real A100's link")
+    add("--microbatches", nargs="+", type=int, default=(8, 4), help="multiples of 4")
+    add("--repetitions", type=int, default=5)
+    add("--factors", nargs="*", type=float, default=(1.15, 0.85), help="of encoders' times")
+    add("--model-seconds", type=float, default=MODEL_S, help="the model on a microbatch, emulated")
+    add("--seconds", type=float, default=4.0, help="of each search")
+    add("--quick", action="store_true", help="SD 2.1, one rate, M = 8, 2 repetitions")
+    add("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.models, args.rates, args.microbatches = ["sd-v2.1"], [10.0], [8]
+        args.repetitions, args.factors = 2, []
+    if any(m < 1 or m % 4 for m in args.microbatches) or min(args.rates) <= 0:
+        parser.error("--microbatches must be multiples of 4, and --rates above 0")
+    if args.repetitions < 1 or min((*args.factors, args.model_seconds, args.seconds)) <= 0:
+        parser.error("--repetitions, --factors and seconds must be above 0")
+    # An end from outside must not leave ranks and namespaces behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    if why := unavailable():
+        sys.exit(f"the benchmark needs network namespaces: {why}")
+    cells: list[dict[str, Any]] = []
+    for name in args.models:
+        for count in args.microbatches:
+            for rate in args.rates:
+                factors = args.factors if rate == args.rates[0] else ()
+                cells.append(measure(Case(MODELS[name], rate, count), args, factors))
+                print("\n".join(shown(cells[-1])), flush=True)
+                if args.json:
+                    args.json.write_text(json.dumps(cells, indent=1) + "\n")
+    print("\n".join(table(cells)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

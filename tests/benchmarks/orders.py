@@ -1,0 +1,152 @@
+"""Random plans and broken ones under the rules of channels, beside a machine that plays them.
+
+    .venv/bin/python -m tests.benchmarks.orders --plans 10000 --mutated 1000     # some minutes
+    .venv/bin/python -m tests.benchmarks.orders --plans 200 --seed 7
+
+Plans: random chains with skips and conditioning, cut for sequential, interleaved, folded and
+opposite placements of 2 to 5 devices, their schedules and random times. Each must pass the check
+and come to its end where messages have channels of their own, and where a device moves one at a
+time. Mutated: receives posted elsewhere, neighbours in the order swapped, an event lost. What the
+check accepts must end, with every operation after what it takes has arrived; what it refuses either
+hangs, or runs an operation too early, or is not matched. Exits with 1 if anything is otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron_pulse.planner.layout.placement import fold, interleaved, opposite, sequential
+from megatron_pulse.planner.schedule.message import STEP_END
+from megatron_pulse.planner.schedule.operations import Kind, Schedule
+from megatron_pulse.planner.schedule.problem import equal_stages
+from megatron_pulse.planner.schedule.registry import make_schedule, pick
+from megatron_pulse.planner.step.nccl_check import check_events
+from megatron_pulse.planner.step.program import Receive, Send, Wait
+from tests.planner.channel_times import Rule, play
+from tests.planner.schedules import wave
+from tests.planner.test_channels import shuffled, unit
+from tests.planner.test_nccl import Programs, compiled, programs
+
+
+def drawn(seed: int) -> tuple[Schedule, Programs]:
+    """A random plan's schedule and programs."""
+    rng = random.Random(seed)
+    devices = rng.randint(2, 5)
+    placement = rng.choice(
+        (
+            sequential(devices),
+            interleaved(devices, rng.randint(2, 3)),
+            fold(devices, rng.randint(1, 2)),
+            opposite(devices),
+        )
+    )
+    count, stages = rng.randint(1, 9), placement.num_stages
+    name = rng.choice(("auto", "gpipe", "wave", "wave"))
+    if pick(name, placement) == "wave":
+        times = [[rng.uniform(0.1, 5.0) for _ in range(stages)] for _ in range(2)]
+        schedule = wave(placement, count, forward=times[0], backward=times[1], effort=1)
+    else:
+        schedule = make_schedule(name, placement, count)
+    forward_only = rng.random() < 0.2
+    if forward_only:
+        schedule = schedule.forward_only()
+    problem = replace(
+        equal_stages(placement, count, Kind.WEIGHT_GRAD in schedule.kinds),
+        forward=tuple(rng.uniform(0.1, 5.0) for _ in range(stages)),
+        backward=tuple(rng.uniform(0.1, 5.0) for _ in range(stages)),
+        link=rng.choice((0.0, 0.5, 3.0)),
+    )
+    plan = compiled(schedule, seed, forward_only, None if rng.random() < 0.2 else problem)
+    return schedule, programs(schedule, plan)
+
+
+def mutated(rng: random.Random, good: Programs) -> Programs:
+    """``good`` with something else in its order, or lost."""
+    kind = rng.choice(("posted", "swapped", "lost"))
+    if kind == "posted":
+        return shuffled(rng, good)
+    broken = [list(mine) for mine in good]
+    mine = rng.choice(broken)
+    at = [i for i, event in enumerate(mine) if isinstance(event, Send | Receive | Wait)]
+    if not at:
+        return shuffled(rng, good)
+    i = rng.choice(at)
+    if kind == "lost":
+        del mine[i]
+    elif i:
+        mine[i - 1], mine[i] = mine[i], mine[i - 1]
+    return broken
+
+
+def is_sound(events: Programs) -> bool:
+    """Whether all comes to its end, one message at a time and on channels, each matched, and no
+    operation runs before what it takes is there."""
+    for rule in (Rule.ONE, Rule.APART):
+        step = play(events, unit, unit, rule)
+        if step.makespan is None:
+            return False
+        for message, arrival in step.arrival.items():
+            late = message.consumer != STEP_END and step.start[message.consumer] < arrival
+            if late or step.sent[message] < step.start[message.producer] + 1:
+                return False
+    return _matched(events)
+
+
+def _matched(events: Programs) -> bool:
+    """Whether both ends of each channel name the same messages in the same order, and each that is
+    received is waited for once."""
+    lines: dict[tuple[int, int, bool], list[object]] = {}
+    received: Counter[object] = Counter()
+    for mine in events:
+        for event in mine:
+            if isinstance(event, Send | Receive):
+                m = event.message
+                sends = isinstance(event, Send)
+                lines.setdefault((m.source, m.destination, sends), []).append(m)
+                received[m] += not sends
+            elif isinstance(event, Wait):
+                received[event.message] -= 1
+    same = all(lines.get((a, b, not sends)) == line for (a, b, sends), line in lines.items())
+    return same and not any(received.values())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--plans", type=int, default=10_000)
+    parser.add_argument("--mutated", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    wrong, messages = [], 0
+    for seed in range(options.seed, options.seed + options.plans):
+        schedule, events = drawn(seed)
+        messages += sum(isinstance(event, Send) for mine in events for event in mine)
+        if check_events(events) or check_events(events, connected=False) or not is_sound(events):
+            wrong.append(f"plan {seed} ({schedule.name}) is refused, or hangs")
+    print(f"{options.plans} plans with {messages} messages: {len(wrong)} refused, or hang")
+    verdicts: Counter[tuple[bool, bool]] = Counter()
+    for seed in range(options.seed, options.seed + options.mutated):
+        _, events = drawn(seed)
+        broken = mutated(random.Random(f"mutated {seed}"), events)
+        accepted, sound = not check_events(broken), is_sound(broken)
+        verdicts[accepted, sound] += 1
+        if accepted != sound:
+            wrong.append(f"mutated plan {seed}: accepted {accepted}, sound {sound}")
+    print(
+        f"{options.mutated} mutated: {verdicts[False, False]} refused that hang or are wrong, "
+        f"{verdicts[True, True]} accepted that are sound, {verdicts[False, True]} refused that are "
+        f"sound, {verdicts[True, False]} accepted that are not"
+    )
+    print("\n".join(wrong[:20]))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

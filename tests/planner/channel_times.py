@@ -1,0 +1,118 @@
+"""When a step's events happen by the rules of channels, or what hangs: a machine of its own.
+
+Nothing of it is the check's or the replay's: a program's events are played with times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.operations import Operation
+from megatron_pulse.planner.step.program import Event, Receive, Run, Send, Together, Wait
+
+
+class Rule(Enum):
+    """What a message waits for besides its two ends."""
+
+    FREE = "nothing: it travels when it is made"
+    LINK = "the message before it to the same device"
+    APART = "that, and its receive"
+    ONE = "what its devices issued before it"
+
+
+@dataclass
+class Step:
+    """Seconds of a step; ``makespan`` is None where it hangs."""
+
+    makespan: float | None = None
+    start: dict[Operation, float] = field(default_factory=dict)
+    sent: dict[Message, float] = field(default_factory=dict)
+    arrival: dict[Message, float] = field(default_factory=dict)
+
+
+def play(
+    programs: Sequence[Sequence[Event]],
+    operation_s: Callable[[Operation], float],
+    message_s: Callable[[Message], float],
+    rule: Rule,
+) -> Step:
+    """Play ``programs``, one for each device. A transfer begins when both of its ends have issued
+    it (``FREE``, ``LINK``: when it is sent), and what the device did before has ended."""
+    step = Step()
+    now = [0.0] * len(programs)
+    at = [0] * len(programs)
+    issued: dict[tuple[Message, bool], float] = {}
+    ways: dict[object, list[tuple[Message, bool]]] = {}
+
+    def line(message: Message, sends: bool) -> list[tuple[Message, bool]]:
+        end = message.source if sends else message.destination
+        channel = (message.source, message.destination)
+        return ways.setdefault(end if rule is Rule.ONE else (channel, sends), [])
+
+    def behind(message: Message, sends: bool) -> float | None:
+        """When the way is free for a message at one of its ends; None: nobody knows yet."""
+        if rule is Rule.FREE:
+            return 0.0
+        before = line(message, sends)
+        place = before.index((message, sends))
+        return 0.0 if place == 0 else step.arrival.get(before[place - 1][0])
+
+    def transfer() -> bool:
+        moved = False
+        for message, sends in list(issued):
+            if not sends or message in step.arrival:
+                continue
+            ends = (True,) if rule in (Rule.FREE, Rule.LINK) else (True, False)
+            times = [issued.get((message, end)) for end in ends]
+            if None not in times:
+                times += [behind(message, end) for end in ends]
+            if None in times:
+                continue
+            step.arrival[message] = max(t for t in times if t is not None) + message_s(message)
+            moved = True
+        return moved
+
+    def advance(device: int) -> bool:
+        moved = False
+        events = programs[device]
+        while at[device] < len(events):
+            match events[at[device]]:
+                case Run(operation):
+                    step.start[operation] = now[device]
+                    now[device] += operation_s(operation)
+                case Send(message) | Receive(message):
+                    sends = isinstance(events[at[device]], Send)
+                    issued[message, sends] = now[device]
+                    if sends:
+                        step.sent[message] = now[device]
+                    line(message, sends).append((message, sends))
+                case Wait(message):
+                    if message not in step.arrival:
+                        break
+                    now[device] = max(now[device], step.arrival[message])
+                case Together():
+                    break
+            at[device] += 1
+            moved = True
+        return moved
+
+    def meet() -> bool:
+        heads = {
+            events[i] if i < len(events) else None for events, i in zip(programs, at, strict=True)
+        }
+        if len(heads) > 1 or not isinstance(next(iter(heads)), Together):
+            return False
+        for device in range(len(programs)):
+            now[device] = max(now)
+            at[device] += 1
+        return True
+
+    while any([*map(advance, range(len(programs))), transfer(), meet()]):
+        pass
+    sent = all(message in step.arrival for message, _ in issued)
+    if sent and all(i == len(events) for events, i in zip(programs, at, strict=True)):
+        step.makespan = max(now, default=0.0)
+    return step

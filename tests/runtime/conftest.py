@@ -1,0 +1,19 @@
+"""Ranks of these tests exchange messages as NCCL would (``nccl_double``); others' on plain gloo."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import pytest
+
+from tests.runtime.nccl_double import APART, ONE, VARIABLE
+
+_TIMED = {"test_emulated", "test_probe", "test_trace"}
+"""Files of tests that measure times, which the double's workers would lengthen."""
+
+
+@pytest.fixture(autouse=True)
+def _channels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tests some have a worker for each channel, and some one for all."""
+    if request.path.stem not in _TIMED:
+        monkeypatch.setenv(VARIABLE, (APART, ONE)[crc32(request.node.name.encode()) % 2])
