@@ -87,6 +87,14 @@ def remembering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def unchanged_process() -> Iterator[None]:
-    """Every test leaves the process to the next as it was."""
+    """Every test leaves the process to the next as it was, without groups: a command leaves its
+    own to the end of its process."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    had_groups = dist.is_initialized()
     with unchanged():
         yield
+    if dist.is_initialized() and not had_groups:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

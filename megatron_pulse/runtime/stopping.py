@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from megatron_pulse.processes import end_with_parent, parent_has_ended
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 class StopSignals:

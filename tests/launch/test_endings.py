@@ -34,12 +34,19 @@ def saved(folder: Path) -> int:
 
 
 def importing(run: Session) -> bool:
-    """Whether two ranks catch SIGTERM, as they do before their long imports."""
-    folders = [Path(f"/proc/{pid}") for pid in run.children()]
+    """Whether two ranks catch SIGTERM, the last of the signals that they come to catch before their
+    long imports."""
     own = Path(f"/proc/{run.process.pid}/cmdline").read_bytes()
-    ranks = [folder for folder in folders if (folder / "cmdline").read_bytes() != own]  # not forks
-    masks = [re.findall(r"SigCgt:\s*(\w+)", (rank / "status").read_text()) for rank in ranks]
-    return [int(mask, 16) >> (signal.SIGTERM - 1) & 1 for (mask,) in masks] == [1, 1]
+    num_catching = 0
+    for pid in run.children():
+        try:
+            said = Path(f"/proc/{pid}/cmdline").read_bytes()
+            masks = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        except OSError:  # ended meanwhile
+            return False
+        if said != own:  # no fork that is to become a rank
+            num_catching += any(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
+    return num_catching == 2
 
 
 def assert_stopped_at_the_last_step(run: Session, folder: Path, order: str) -> None:

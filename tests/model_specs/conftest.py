@@ -9,9 +9,6 @@ def one_rank():
     """Megatron's groups in a world of one process."""
     from megatron.core import parallel_state, tensor_parallel
 
-    if torch.distributed.is_initialized():  # left by a command that a test ran in this process
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )

@@ -68,22 +68,21 @@ def stop_at_once(job: Job, number: signal.Signals) -> NoReturn:
         text = f"told to stop ({told}) before the first step: there was nothing to save"
         if STOP.is_deferring:
             text = f"told to stop again ({told}): left in the middle of a step, without saving"
-        if is_orphan and job.has_launcher:  # the store went with it
+        board = None if is_orphan and job.has_launcher else job.board()  # its store went with it
+        if board is None:
             if job.is_first_of_node:
                 print(text, file=sys.stderr, flush=True)
-            return
-        board = job.board(2.0)
-        if board is not None and (failure := board.first_failure()) is not None:
+        elif (failure := board.first_failure()) is not None:
             leave_word(failure, is_first=False)  # torchrun ends us because another rank failed
             return
-        job.say_once(text)
-        if board is not None:
+        else:
+            job.say_once(text)
             board.report(text)
         leave_word(text, is_first=True)
 
     speaker = threading.Thread(target=say, daemon=True)
     speaker.start()
-    speaker.join(4)  # the main thread may hold the store
+    speaker.join(10)  # the main thread may hold the store, or be in a long import
     end_process(128 + number)
 
 
