@@ -13,7 +13,8 @@ done     simulated with these cuts, its own, and cuts that have more even stages
 
 First the best config of every degree and layout becomes quick, the fewest stages first; how far its
 estimate is from that of even work corrects the others'. From then on whatever has the least
-time so far takes its next step, in the end by turns with what differs from the best in one thing.
+time so far takes its next step, in the end by turns with what differs from the best in one thing,
+which is simulated with cuts of its own.
 What is bound to take longer than all that are kept is dropped; what is far from the best by its
 estimate is cut for such a bound before it is simulated.
 """
@@ -107,7 +108,8 @@ class _Search:
         self.known = KnownCuts()
         self.queue: list[Candidate] = []
         self.waiting: dict[Config, Candidate] = {}
-        self.share = SHARE
+        self.is_near = False
+        """What takes its step now differs from the best in one thing, and most of the time is up."""
         self.aside: list[Candidate] = []
         self.unseen = 0
 
@@ -129,9 +131,7 @@ class _Search:
         self.waiting = {candidate.config: candidate for candidate in self.queue}
         while self.queue and not self.ended:
             if (candidate := self.next_near()) is not None:
-                self.share = NEAR_SHARE
                 self.take(candidate)
-                self.share = SHARE
             candidate = heapq.heappop(self.queue)
             if self.waiting.get(candidate.config) is candidate:
                 self.take(candidate)
@@ -151,18 +151,22 @@ class _Search:
     def take(self, candidate: Candidate) -> None:
         """Let a candidate take its next step, or drop it."""
         del self.waiting[candidate.config]
+        self.is_near = candidate.config in self.near()
         if candidate.bound >= self.listed.limit:
             self.refuse(candidate.config, Unfit.SLOWER, str(candidate.config))
         elif (following := self.advance(candidate)) is not None:
             self.waiting[following.config] = following
             heapq.heappush(self.queue, following)
 
-    def next_near(self) -> Candidate | None:
-        """The most promising of the best's neighbours that was not simulated, when most of the time
-        is up."""
+    def near(self) -> list[Config]:
+        """The best's neighbours, when most of the time is up."""
         if not self.listed.best or self.budget.spent < ALONE * self.budget.seconds:
-            return None
-        known = (self.waiting.get(config) for config in neighbours(self.listed.best[0].config))
+            return []
+        return list(neighbours(self.listed.best[0].config))
+
+    def next_near(self) -> Candidate | None:
+        """The most promising of the best's neighbours that was not simulated."""
+        known = (self.waiting.get(config) for config in self.near())
         todo = [one for one in known if one is not None and one.step < Step.QUICK]
         return min(todo, default=None)
 
@@ -226,7 +230,8 @@ class _Search:
     @contextmanager
     def within(self, work: str, size: float) -> Iterator[None]:
         """Do work that does not take too much of what is left of the time."""
-        if self.listed.best and not self.budget.fits(work, size, self.share):
+        share = NEAR_SHARE if self.is_near else SHARE
+        if self.listed.best and not self.budget.fits(work, size, share):
             raise _TooLongError
         with self.budget.timed(work, size):
             yield
@@ -254,8 +259,9 @@ class _Search:
         )
 
     def must_cut(self, candidate: Candidate) -> bool:
-        """Whether no known cuts fit, or a bound is wanted rather than a simulation."""
-        return candidate.stages is None or self.is_far(candidate)
+        """Whether no known cuts fit, a bound is wanted rather than a simulation, or it is near the
+        best, and others' cuts may be all that keeps it from being sooner."""
+        return candidate.stages is None or self.is_far(candidate) or self.is_near
 
     def is_far(self, candidate: Candidate) -> bool:
         """Whether it is not likely to be the best."""
