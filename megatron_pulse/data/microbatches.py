@@ -140,8 +140,11 @@ def noised_here(
 ) -> dict[str, Tensor]:
     """``noisy`` and ``target`` of a microbatch whose images have posteriors of this ``mean`` and
     ``deviation [b, *latent_shape]``, stored or encoded by the step; None where they are exact."""
-    latents = mean if deviation is None else sampled(mean, deviation, batch["posterior"].to(mean))
-    noisy, target = process.noised(latents, batch["noise"].to(mean), batch["timesteps"])
+    latents = mean
+    if deviation is not None:
+        latents = sampled(mean, deviation, batch["posterior"].to(mean, non_blocking=True))
+    noise = batch["noise"].to(mean, non_blocking=True)
+    noisy, target = process.noised(latents, noise, batch["timesteps"])
     return {"noisy": noisy, "target": target}
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import batched
 
 import torch
 from torch import Tensor
 
 from megatron_pulse.faults import told
+
+_TOGETHER = 64
+"""Parameters that one kernel averages on a GPU; no more of them are in fp32 for it at a time."""
 
 
 class ExponentialMovingAverage:
@@ -43,9 +47,10 @@ class ExponentialMovingAverage:
         if values.keys() != self.state.keys():
             raise KeyError(_difference(values.keys(), self.state.keys()))
         weight = 1 - self.decay_at(step)
-        for name, value in values.items():
-            average = self.state[name]
-            average.lerp_(value.detach().to(average.dtype), weight)
+        for names in batched(self.state, _TOGETHER):
+            averages = [self.state[name] for name in names]
+            latest = [values[name].detach().to(torch.float32) for name in names]
+            torch._foreach_lerp_(averages, latest, weight)
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:

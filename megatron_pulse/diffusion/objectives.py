@@ -206,11 +206,13 @@ class DiffusionProcess:
         return u * self.num_timesteps
 
     def noised(self, x0: Tensor, noise: Tensor, timesteps: Tensor) -> tuple[Tensor, Tensor]:
-        """Noisy samples and targets, both ``[b, ...]``, at float32 ``timesteps [b]``."""
+        """Noisy samples and targets, both ``[b, ...]``, at float32 ``timesteps [b]``, which may be
+        on the host where samples are on a GPU."""
+        timesteps = timesteps.to(x0.device, non_blocking=True)
         if self.objective == Objective.FLOW:
             t = (timesteps / self.num_timesteps).view(-1, *[1] * (x0.dim() - 1)).to(x0.dtype)
             return (1 - t) * x0 + t * noise, noise - x0
-        scheduler, steps = _ddpm(self), timesteps.long()
+        scheduler, steps = _ddpm(self, x0.device), timesteps.long()
         noisy = scheduler.add_noise(x0, noise, steps)
         if self.objective == Objective.EPSILON:
             return noisy, noise
@@ -226,10 +228,11 @@ class DiffusionProcess:
         """
         if self.objective == Objective.SAMPLE:
             return prediction
+        timesteps = timesteps.to(noisy.device, non_blocking=True)
         sides = (-1, *[1] * (noisy.dim() - 1))
         if self.objective == Objective.FLOW:
             return noisy - (timesteps / self.num_timesteps).view(sides).to(noisy) * prediction
-        share = _ddpm(self).alphas_cumprod.to(timesteps.device)[timesteps.long()].to(noisy)
+        share = _ddpm(self, noisy.device).alphas_cumprod[timesteps.long()].to(noisy)
         signal, noise = share.sqrt().view(sides), (1 - share).sqrt().view(sides)
         if self.objective == Objective.V:
             return signal * noisy - noise * prediction
@@ -317,8 +320,11 @@ def predicted_mean(prediction: Tensor, num_channels: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _ddpm(process: DiffusionProcess) -> Any:
+def _ddpm(process: DiffusionProcess, device: torch.device) -> Any:
+    """diffusers' scheduler, whose table is on ``device``."""
     from diffusers import DDPMScheduler  # 1.5 s, which flow's ranks do without
 
     with torch.device("cpu"):
-        return DDPMScheduler(**process.scheduler_arguments())
+        scheduler = DDPMScheduler(**process.scheduler_arguments())
+    scheduler.alphas_cumprod = scheduler.alphas_cumprod.to(device)
+    return scheduler

@@ -28,4 +28,4 @@ def beside(noisy: Tensor, estimate: Tensor | None) -> Tensor:
     None stands for zeros.
     """
     other = torch.zeros_like(noisy) if estimate is None else estimate.to(noisy.dtype)
-    return torch.cat([noisy.to(other.device), other], dim=1)
+    return torch.cat([noisy.to(other.device, non_blocking=True), other], dim=1)

@@ -157,7 +157,9 @@ class TextEncoders:
         return {
             name: value
             if value.dtype == torch.int64
-            else value.masked_fill(which.view(-1, *[1] * (value.ndim - 1)).to(value.device), 0)
+            else value.masked_fill(
+                which.view(-1, *[1] * (value.ndim - 1)).to(value.device, non_blocking=True), 0
+            )
             for name, value in fields.items()
         }
 

@@ -151,14 +151,14 @@ class DiffusionData:
         does not count (see predicted_mean).
         """
         mean = predicted_mean(prediction, self._num_channels)
-        return self.process.loss(mean, batch["target"].to(mean.device))
+        return self.process.loss(mean, batch["target"].to(mean.device, non_blocking=True))
 
     def estimate(self, prediction: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         """The clean samples that predictions for a microbatch stand for, in fp32; pixels are kept
         in [-1, 1], as in sampling."""
         mean = predicted_mean(prediction, self._num_channels).float()
-        noisy = batch["noisy"].to(mean.device)[:, : self._num_channels]
-        clean = self.process.clean(noisy, mean, batch["timesteps"].to(mean.device))
+        noisy = batch["noisy"].to(mean.device, non_blocking=True)[:, : self._num_channels]
+        clean = self.process.clean(noisy, mean, batch["timesteps"])
         return clean.clamp(-self._bound, self._bound)
 
     def iterators(

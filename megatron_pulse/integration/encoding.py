@@ -289,10 +289,10 @@ class Encoders:
 def _tokens(place: int, device: torch.device, batch: Batch, row: int) -> States:
     here = slice(row, row + 1)
     return {
-        "ids": batch[ids_name(place)][here].to(device),
-        "mask": batch[mask_name(place)][here].to(device),
+        "ids": batch[ids_name(place)][here].to(device, non_blocking=True),
+        "mask": batch[mask_name(place)][here].to(device, non_blocking=True),
     }
 
 
 def _pixels(device: torch.device, dtype: torch.dtype, batch: Batch, row: int) -> States:
-    return {PIXELS: batch[PIXELS][row : row + 1].to(device, dtype)}
+    return {PIXELS: batch[PIXELS][row : row + 1].to(device, dtype, non_blocking=True)}

@@ -237,7 +237,7 @@ class Executor:
     def _cast(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
         # The host does not wait for a copy to a GPU where loaders pin their batches.
         device, dtype = self._settings.device, self._settings.dtype_of(spec)
-        return tensor.to(device, dtype, non_blocking=device.type == "cuda")
+        return tensor.to(device, dtype, non_blocking=True)
 
     def _field(self, microbatch: int, name: str, spec: TensorSpec) -> Tensor:
         """A field of a microbatch where it is computed: one copy for all of the device's stages."""

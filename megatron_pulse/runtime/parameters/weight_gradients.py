@@ -63,8 +63,9 @@ class Later:
             torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and weight.requires_grad
         ):
             return False
-        can_wait = (
-            not torch.is_autocast_enabled(given.device.type) and _saving_hooks() == self._hooks
+        device = given.device.type
+        can_wait = _saving_hooks() == self._hooks and not (
+            torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         )
         return self._waits.setdefault(weight, can_wait and given.requires_grad) and can_wait
 
