@@ -109,7 +109,7 @@ class _Search:
         self.queue: list[Candidate] = []
         self.waiting: dict[Config, Candidate] = {}
         self.is_near = False
-        """What takes its step now differs from the best in one thing, and most of the time is up."""
+        """Most of the time is up, and what takes its step differs from the best in one thing."""
         self.aside: list[Candidate] = []
         self.unseen = 0
 
