@@ -37,6 +37,7 @@ FIRST = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Processes that share the files of tests out share what their ranks are forked from."""
+    config.addinivalue_line("markers", "gpu: skipped without one; launch/gpu_check.sh runs them")
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         share_server()
 

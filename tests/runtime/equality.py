@@ -31,7 +31,7 @@ SEED = 7
 @dataclass
 class Case:
     """One way to run a backbone; ``dtype`` is torch's name, ``train`` and ``freeze`` are patterns
-    of parameters' names.
+    of parameters' names, ``device`` is torch's.
 
     A name of a ``schedule``, ``cuts`` and ``replicated`` are for several devices.
     """
@@ -48,6 +48,7 @@ class Case:
     replicated: frozenset[str] = frozenset()
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
+    device: str = "cpu"
 
     @property
     def alone(self) -> Case:
@@ -78,14 +79,14 @@ class Outcome:
     replica_bytes: int = 0
 
 
-def join_pipeline() -> tuple[Any, dist.ProcessGroup | None]:
+def join_pipeline(backend: str = "gloo") -> tuple[Any, dist.ProcessGroup | None]:
     """Megatron's groups with all ranks as one pipeline: (a configuration, the group or None)."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     world = dist.get_world_size()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world)
     model_parallel_cuda_manual_seed(1)
@@ -118,7 +119,7 @@ def make_batch(backbone: Backbone, case: Case, step: int, microbatch: int) -> di
 
 def mean_squared_error(prediction: Tensor, batch: Any) -> Tensor:
     """The loss of the equality tests."""
-    return (prediction - batch["target"].to(prediction.dtype)).square().mean()
+    return (prediction - batch["target"].to(prediction)).square().mean()
 
 
 def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
@@ -151,6 +152,7 @@ def make_pipeline(
         case.micro_batch_size,
         seed=SEED,
         dtype=getattr(torch, case.dtype),
+        device=case.device,
         group=group,
         context=None if config is None else LayerContext(config),
         recompute=case.recompute,
@@ -194,7 +196,7 @@ def train(
     for step in range(case.steps):
         optimizer.zero_grad()
         batches = batches_of(step) if batches_of else make_batches(backbone, case, step)
-        recorder = StepRecorder(pipeline.rank, torch.device("cpu"))
+        recorder = StepRecorder(pipeline.rank, torch.device(case.device))
         losses = pipeline.step(batches, recorder=recorder)
         outcome.losses += [loss.item() for loss in losses]
         outcome.num_weight_gradients += sum(
@@ -222,7 +224,8 @@ def leave_zero(model: Pipeline | nn.Module, chains: Collection[str] = ()) -> Non
             if (parts := name.split(".", 1))[0] in chains:
                 name = parts[1]
             generator = torch.Generator().manual_seed(layer_seed(SEED, name))
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter += 0.02 * noise.to(parameter.device)
 
 
 def split(schedule: Schedule, delay: int) -> Schedule:

@@ -86,6 +86,7 @@ def test_clocks_are_compared_by_messages() -> None:
         assert alone == SharedClock(0.0, 0.0, "one process")
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_timed_by_its_own_events() -> None:
     from megatron_pulse.planner.schedule.operations import Operation

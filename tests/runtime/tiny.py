@@ -46,7 +46,8 @@ def run_cases(cases: list[tuple[str, Case]]) -> list[Outcome]:
     """(family, case) after (family, case) on this rank."""
     from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
 
-    config, group = join_pipeline()
+    on_gpu = any(case.device.startswith("cuda") for _, case in cases)
+    config, group = join_pipeline("nccl" if on_gpu else "gloo")
     wait_for_weight_gradients()
     outcomes = [train(backbone(family), case, config, group) for family, case in cases]
     torch.distributed.barrier()

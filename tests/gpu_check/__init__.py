@@ -1,0 +1,1 @@
+"""``launch/gpu_check.sh``: checks of a GPU, each in a process of its own, and one report."""

@@ -1,0 +1,96 @@
+"""The report of checks: JSON for programs, Markdown for people, both written whole each time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.files import replacing
+from tests.gpu_check.check import Machine, Result, Verdict
+
+FORM = "megatron_pulse gpu check 1"
+
+
+def write_report(
+    out: Path, machine: Machine, results: Sequence[Result], waiting: Sequence[str]
+) -> None:
+    """Write ``report.json`` and ``report.md`` into ``out``; ``waiting`` have not been run yet."""
+    record = {
+        "form": FORM,
+        "machine": asdict(machine),
+        "counts": counts(results),
+        "checks": list(map(asdict, results)),
+        "waiting": list(waiting),
+    }
+    for name, text in (
+        ("report.json", json.dumps(record, indent=1, default=str) + "\n"),
+        ("report.md", "\n".join(_pages(machine, results, waiting)) + "\n"),
+    ):
+        with replacing(out / name) as beside:
+            beside.write_text(text)
+
+
+def counts(results: Sequence[Result]) -> dict[str, int]:
+    """How many checks have which verdict."""
+    return dict(Counter(str(result.verdict) for result in results))
+
+
+def in_words(results: Sequence[Result]) -> str:
+    """Their counts."""
+    return ", ".join(f"{number} {verdict}" for verdict, number in counts(results).items())
+
+
+def _pages(machine: Machine, results: Sequence[Result], waiting: Sequence[str]) -> list[str]:
+    where = ", ".join(machine.gpus) or "CPU (torch finds no GPU)"
+    lines = [f"# GPU check: {where}", "", f"{in_words(results) or 'nothing run yet'}."]
+    if waiting:
+        lines += ["", f"Not run yet: {', '.join(waiting)}."]
+    rows = [
+        {"check": r.name, "verdict": r.verdict, "s": r.seconds, "what": r.why, "reason": r.reason}
+        for r in results
+    ]
+    lines += ["", *table(rows), "", "## Machine", ""]
+    lines += table([{"what": k, "is": v} for k, v in machine.versions.items()])
+    for result in results:
+        if result.figures or result.output:
+            lines += ["", f"## {result.name}: {result.verdict}", "", f"{result.why}."]
+        if result.reason and (result.figures or result.output):
+            lines += ["", f"{result.verdict}: {result.reason}"]
+        lines += _figures(result.figures)
+        if result.output and result.verdict is not Verdict.PASSED:
+            fence = "````"
+            lines += ["", "How its output ends:", "", fence, *result.output, fence]
+    return lines
+
+
+def _figures(figures: Mapping[str, Any]) -> list[str]:
+    """Tables of what has rows, then all the rest as one."""
+    lines: list[str] = []
+    single = {name: value for name, value in figures.items() if not _is_rows(value)}
+    if single:
+        lines += ["", *table([{"figure": k, "is": v} for k, v in single.items()])]
+    for name, value in figures.items():
+        if _is_rows(value):
+            lines += ["", f"{name}:", "", *table(value)]
+    return lines
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) for v in value)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Markdown; columns are all keys of all rows."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    lines += [f"| {' | '.join(_cell(row.get(name, '')) for name in names)} |" for row in rows]
+    return lines if rows else []
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
