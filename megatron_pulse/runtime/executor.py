@@ -27,6 +27,7 @@ from megatron_pulse.planner.step.program import (
     Collective,
     Event,
     Receive,
+    Release,
     Run,
     Send,
     Together,
@@ -170,6 +171,8 @@ class Executor:
                     self._carried.take(message, self._exchange.arrived(event))
                 case Wait():
                     self._exchange.receive(event)
+                case Release(sent):
+                    self._exchange.release(sent)
                 case Together(what):
                     self._join(what)
             if recorder is not None:

@@ -11,7 +11,7 @@ from enum import Enum
 
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Operation
-from megatron_pulse.planner.step.program import Event, Receive, Run, Send, Together, Wait
+from megatron_pulse.planner.step.program import Event, Receive, Release, Run, Send, Together, Wait
 
 
 class Rule(Enum):
@@ -93,6 +93,10 @@ def play(
                     if message not in step.arrival:
                         break
                     now[device] = max(now[device], step.arrival[message])
+                case Release(sent):
+                    if any(message not in step.arrival for message in sent):
+                        break
+                    now[device] = max(now[device], *(step.arrival[m] for m in sent))
                 case Together():
                     break
             at[device] += 1

@@ -79,6 +79,8 @@ def forget_workers() -> None:
 class DoubleChannel:
     """See channels.Channel."""
 
+    on_stream = True
+
     def __init__(
         self, group: dist.ProcessGroup, source: int, destination: int, timeout_s: float
     ) -> None:

@@ -136,10 +136,7 @@ def compile_communication(
     """
     of_stages = [m for line in schedule.order for op in line for m in messages_of(routes, op)]
     rate = 0.0 if problem is None else _seconds_per_byte(routes, problem)
-    travels = (
-        Travel(m.producer, m.consumer, m.source, m.destination, rate * _bytes(routes, m))
-        for m in of_stages
-    )
+    travels = (Travel(m, rate * _bytes(routes, m)) for m in of_stages)
     times = moments(schedule, problem, travels)
     predictions = messages_of_predictions(schedule) if predicts else ()
     messages = (*of_stages, *messages_of_slices(schedule), *predictions)

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Operation
-from megatron_pulse.planner.step.program import Event, Receive, Run, Send, Together, Wait
+from megatron_pulse.planner.step.program import Event, Receive, Release, Run, Send, Together, Wait
 
 type Channel = tuple[int, int]
 """(source, destination)"""
@@ -37,7 +37,8 @@ type Channel = tuple[int, int]
 def check_events(events: Sequence[Sequence[Event]], connected: bool = True) -> list[str]:
     """Faults of programs; ``events[d]`` is what device d does, in order.
 
-    ``Send`` and ``Receive`` do not block, ``Wait`` and ``Together`` do, ``Run`` takes no time.
+    ``Send`` and ``Receive`` do not block, ``Wait``, ``Release`` and ``Together`` do, ``Run`` takes
+    no time.
     Besides NCCL's rules: a send is issued only after its producer ran, and an operation runs only
     after its messages were waited for. Unless peers are ``connected``, channels connect when they
     are first used.
@@ -74,6 +75,12 @@ def _causality_faults(events: Sequence[Sequence[Event]]) -> list[str]:
                     waited.add(message)
                     if message not in issued:
                         faults.append(f"device {device} waits for {message} before issuing it")
+                    faults.extend(
+                        f"device {device} lets {early} go before sending it"
+                        for early in lets_go
+                        if early not in sent
+                    )
+                case Release(lets_go):
                     faults.extend(
                         f"device {device} lets {early} go before sending it"
                         for early in lets_go
@@ -175,6 +182,8 @@ class _Machine:
         match event:
             case Wait(message):
                 return message in self.arrived[device]
+            case Release(sent):
+                return all(message in self.arrived[message.destination] for message in sent)
             case Together():
                 if event not in self.queue[device]:
                     self.queue[device].append(event)
@@ -232,6 +241,9 @@ class _Machine:
                 match self.events[device][self.at[device]]:
                     case Wait(message):
                         lines.append(f"device {device} waits for {message}")
+                    case Release(sent):
+                        told = " and ".join(map(str, sent))
+                        lines.append(f"device {device} waits until {told} arrived")
                     case Together(what):
                         lines.append(f"device {device} is at the collective of {what.value}")
                     case Send(message) | Receive(message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +24,9 @@ type Moment = tuple[float, int]
 
 _LAST: Moment = (float("inf"), 0)
 
+_LATE = 1
+"""Operations by which a message may be late before its sender waits for it."""
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -36,6 +39,7 @@ class Moments:
     schedule: Schedule
     start: dict[Operation, Moment]
     end: dict[Operation, Moment]
+    arrival: dict[Message, Moment]
 
     def made(self, message: Message) -> Moment:
         """When ``message`` is ready to be sent; after all else what the next step reads of slices,
@@ -48,10 +52,20 @@ class Moments:
         """When its consumer begins."""
         return self.start.get(message.consumer, _LAST)
 
+    def let_go(self, device: int, message: Message) -> int:
+        """Before which of its operations ``device``, which has sent it, counts on a message to have
+        arrived."""
+        arrived = self.arrival.get(message, self.needed(message))
+        return bisect_left(self._starts[device], arrived) + _LATE
+
     def place(self, device: int, made: Moment) -> int:
         """Before which of its operations ``device`` issues a message, one way or the other: the
         first that has not ended when it is ``made``. Their number: behind the last."""
         return bisect_right(self._ends[device], made)
+
+    @cached_property
+    def _starts(self) -> list[list[Moment]]:
+        return [[self.start[operation] for operation in order] for order in self.schedule.order]
 
     @cached_property
     def _ends(self) -> list[list[Moment]]:
@@ -60,13 +74,9 @@ class Moments:
 
 @dataclass(frozen=True)
 class Travel:
-    """What ``producer`` makes on device ``source`` travels ``seconds`` to another for
-    ``consumer``."""
+    """``message`` travels ``seconds``."""
 
-    producer: Operation
-    consumer: Operation
-    source: int
-    destination: int
+    message: Message
     seconds: float
 
 
@@ -87,12 +97,17 @@ def moments(
     splits = Kind.WEIGHT_GRAD in schedule.kinds
     if problem is None or (splits and problem.weight_grad is None):
         ends = {op: (float(slot), slot) for op, slot in slots.items()}
-        return Moments(schedule, {op: (t - 1.0, slot) for op, (t, slot) in ends.items()}, ends)
+        starts = {op: (t - 1.0, slot) for op, (t, slot) in ends.items()}
+        return Moments(
+            schedule, starts, ends, {t.message: ends[t.message.producer] for t in travels}
+        )
+    travels = list(travels)
     start, end = _played(schedule, duration_of(problem, schedule), travels)
     return Moments(
         schedule,
         {op: (start[op], slot) for op, slot in slots.items()},
         {op: (end[op], slot) for op, slot in slots.items()},
+        {t.message: (end[t], slots[t.message.producer]) for t in travels},
     )
 
 
@@ -104,14 +119,15 @@ def _played(
     ways: defaultdict[tuple[int, int], list[Travel]] = defaultdict(list)
     taken: defaultdict[Operation, list[Travel]] = defaultdict(list)
     for travel in travels:
-        ways[travel.source, travel.destination].append(travel)
-        taken[travel.consumer].append(travel)
+        message = travel.message
+        ways[message.source, message.destination].append(travel)
+        taken[message.consumer].append(travel)
     for way in ways.values():
-        way.sort(key=lambda travel: position[travel.producer])
+        way.sort(key=lambda travel: position[travel.message.producer])
 
     def before(item: Operation | Travel) -> Iterator[tuple[Operation | Travel, float]]:
         if isinstance(item, Travel):
-            yield item.producer, 0.0
+            yield item.message.producer, 0.0
             return
         if (required := dependency(item, schedule.placement)) is not None:
             yield required, 0.0

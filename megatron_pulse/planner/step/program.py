@@ -37,6 +37,14 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Release:
+    """By the plan's times ``sent`` have arrived: where a wait holds up a stream, and not the host,
+    the stream waits for them, for no time if they have, and they are let go."""
+
+    sent: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
 class Run:
     """Run an operation."""
 
@@ -57,7 +65,7 @@ class Together:
     what: Collective
 
 
-Event = Send | Receive | Wait | Run | Together
+Event = Send | Receive | Wait | Release | Run | Together
 
 
 def compile_program(
@@ -76,20 +84,29 @@ def compile_program(
     came before it. Of the messages that have not arrived the first has therefore been issued at
     its destination, and its producer waits for none: nothing can wait for ever, not even where a
     device moves one message at a time (``nccl_check`` proves it for each plan).
+
+    What was sent takes memory until it is let go: when a message of its destination proves that it
+    was used, or, on a stream, an operation later than the plan has it there. Whoever waits for that
+    needs the other end to have issued it, which it does before all that comes later by the plan.
     """
     order = schedule.order[device]
     before: list[list[Event]] = [[] for _ in range(len(order) + 1)]
     inputs: defaultdict[Operation, list[Message]] = defaultdict(list)
+    passed: defaultdict[int, list[Message]] = defaultdict(list)
     for message in plan.messages:
         if device not in (message.source, message.destination):
             continue
         if message.destination == device:
             inputs[message.consumer].append(message)
+        else:
+            passed[plan.moments.let_go(device, message)].append(message)
         issue = Send(message) if message.source == device else Receive(message)
         before[plan.moments.place(device, plan.moments.made(message))].append(issue)
     waits = _Waits(schedule, plan, device)
     events: list[Event] = [Together(Collective.REFRESH)] if replicated else []
-    for issued, operation in zip(before, order, strict=False):
+    for number, (issued, operation) in enumerate(zip(before, order, strict=False)):
+        if left := tuple(m for m in passed[number] if m not in waits.proven):
+            events.append(Release(left))
         events += issued
         events += (waits.wait(message) for message in inputs[operation])
         events.append(Run(operation))
@@ -105,6 +122,7 @@ class _Waits:
 
     def __init__(self, schedule: Schedule, plan: CommunicationPlan, device: int) -> None:
         self.at = {op: i for line in schedule.order for i, op in enumerate(line)}
+        self.proven: set[Message] = set()
         self.kept: defaultdict[int, list[Message]] = defaultdict(list)
         for message in plan.messages:
             if message.source == device and message.consumer in self.at:
@@ -114,4 +132,5 @@ class _Waits:
         reached, kept = self.at[message.producer], self.kept[message.source]
         sent = tuple(m for m in kept if self.at[m.consumer] <= reached)
         self.kept[message.source] = [m for m in kept if self.at[m.consumer] > reached]
+        self.proven.update(sent)
         return Wait(message, sent)

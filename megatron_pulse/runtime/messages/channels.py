@@ -37,7 +37,10 @@ class Work(Protocol):
 
 
 class Channel(Protocol):
-    """One end of the way from one device to another."""
+    """One end of the way from one device to another; ``on_stream`` says that a wait holds up a
+    stream, and not the host."""
+
+    on_stream: bool
 
     def send(self, tensor: torch.Tensor) -> Work:
         """Start sending; at the source."""
@@ -55,6 +58,8 @@ devices wait so many seconds at most. Both ends call it, all others do not."""
 
 class PlainChannel:
     """A channel that shares the pipeline's group."""
+
+    on_stream = False
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, destination: int, timeout_s: float
@@ -79,6 +84,8 @@ class OwnChannel:
     The group is no ``dist.new_group``: that has all processes of the job make it, or, synchronized
     among its members alone, names it by how many groups each of them has, which differs.
     """
+
+    on_stream = True
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, destination: int, timeout_s: float

@@ -6,6 +6,8 @@ a message of the plan where it is not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -125,6 +127,10 @@ class Exchange:
         tensor = links.wait(wait.message)
         links.let_go(wait.sent)
         return tensor
+
+    def release(self, sent: Sequence[Message]) -> None:
+        """Let go what has arrived by the plan's times."""
+        self._links_or_fail().release(sent)
 
     def receive(self, wait: Wait) -> None:
         """Wait for a message and put it where its taker finds it."""

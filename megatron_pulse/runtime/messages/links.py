@@ -121,7 +121,14 @@ class Links:
     def let_go(self, messages: Iterable[Message]) -> None:
         """Forget sends that the plan proves complete: their wait returns at once."""
         for message in messages:
-            self._wait(self._sends.pop(message))
+            if (transfer := self._sends.pop(message, None)) is not None:
+                self._wait(transfer)
+
+    def release(self, messages: Iterable[Message]) -> None:
+        """Forget sends that are complete by the plan's times, where a stream waits for them; a host
+        goes on, and lets them go when the plan proves it."""
+        channels = self._channels
+        self.let_go(m for m in messages if channels[m.source, m.destination].on_stream)
 
     def drain(self) -> None:
         """Wait, within the time limit, for everything that is still under way."""
