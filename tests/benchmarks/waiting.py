@@ -12,6 +12,8 @@ step_ms           ideal transfers: a link from one device to another carries one
 penalty_percent   what the compiled step adds: a message also waits until its receive is posted
 shared_percent    what the ideal step is above one whose links carry any number at full speed
 one_percent       the penalty if each device moved one message at a time, whichever its channel
+held_percent      what buffers of messages take at most on a device, of the most activations
+held_of_counted   for each device, over what the tuner counts (``carried_bytes``)
 ================  =================================================================================
 """
 
@@ -24,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
@@ -33,6 +36,8 @@ from megatron_pulse.planner.layout.embedders import choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Partition, fold, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.partition.memory import carried_bytes
+from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, boundary_s, stage_problem
@@ -46,7 +51,7 @@ from megatron_pulse.planner.step.program import compile_program
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS, Roofline
 from model_specs import load_backbone
-from tests.planner.channel_times import Rule, play
+from tests.planner.channel_times import Rule, held_bytes, play, without_releases
 
 DTYPE = "bfloat16"
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -77,16 +82,22 @@ class Row:
     shared_percent: float
     one_percent: float
     messages: int
+    held_percent: float
+    held_of_counted: list[float]
 
     def __str__(self) -> str:
         return (
             f"{self.model:17s} {self.devices:2d} {self.gb_per_s:5d}  {self.layout:10s} "
             f"{self.backwards:5s} {self.step_ms:8.1f} {self.penalty_percent:8.2f} "
-            f"{self.shared_percent:7.2f} {self.one_percent:8.2f} {self.messages:5d}"
+            f"{self.shared_percent:7.2f} {self.one_percent:8.2f} {self.messages:5d} "
+            f"{self.held_percent:6.2f}"
         )
 
 
-HEAD = "model              P  GB/s  layout     back       ms  penalty %  shared %  one %  messages"
+HEAD = (
+    "model              P  GB/s  layout     back       ms  penalty %  shared %  one %  messages  "
+    "held %"
+)
 
 
 @cache
@@ -145,10 +156,11 @@ def look_at(
     partition, problem, schedule = step_of(name, devices, link, layout, is_split, seconds)
     plan, transfer_s = compiled(name, partition, problem, schedule, link)
     programs = [compile_program(schedule, plan, device) for device in range(devices)]
+    ideals = [without_releases(program) for program in programs]
     makespans = []
     for rule in (Rule.FREE, Rule.LINK, Rule.APART, Rule.ONE):
         makespan = play(
-            programs,
+            ideals if rule in (Rule.FREE, Rule.LINK) else programs,
             lambda op: problem.duration(op.kind, op.stage),
             transfer_s.__getitem__,
             rule,
@@ -157,6 +169,10 @@ def look_at(
             raise RuntimeError(f"{name} on {devices} devices, {layout}: hangs where {rule.value}")
         makespans.append(makespan)
     free, ideal, apart, one = makespans
+    costs, sizes = chain(name)[1], {m: (transfer_s[m] - LATENCY_S) * rate * 1e9 for m in transfer_s}
+    held = [held_bytes(program, sizes.__getitem__) for program in programs]
+    counted = carried_bytes(costs, partition, schedule.num_microbatches)
+    kept = max(peak_activations(schedule, partition.per_stage(costs.saved_bytes)))
     return Row(
         name,
         devices,
@@ -168,6 +184,8 @@ def look_at(
         100 * (ideal / free - 1),
         100 * (one / ideal - 1),
         len(plan.messages),
+        100 * max(held) / kept,
+        [a / b for a, b in zip(held, counted, strict=True)],
     )
 
 
@@ -201,6 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
     worst = max(found, key=lambda row: row.penalty_percent)
+    shares = sorted(share for row in found for share in row.held_of_counted)
+    print(
+        f"of what the tuner counts buffers take {median(shares):.2f} in the median, "
+        f"{shares[len(shares) * 9 // 10]:.2f} or less on nine devices of ten, "
+        f"{shares[-1]:.2f} at most"
+    )
     print(f"{len(found)} steps; at most {worst.penalty_percent:.2f} %: {worst}")
     return int(worst.penalty_percent > 3)
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Operation
+from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.step.program import Event, Receive, Release, Run, Send, Together, Wait
 
 
@@ -31,6 +32,32 @@ class Step:
     start: dict[Operation, float] = field(default_factory=dict)
     sent: dict[Message, float] = field(default_factory=dict)
     arrival: dict[Message, float] = field(default_factory=dict)
+
+
+def without_releases(program: Sequence[Event]) -> list[Event]:
+    """As a host plays it that does not wait for what it has sent."""
+    return [event for event in program if not isinstance(event, Release)]
+
+
+def held_bytes(program: Sequence[Event], size: Callable[[Message], float]) -> float:
+    """The most that buffers of messages take at one time on a device whose waits hold up a stream:
+    posted receives until they are taken, and what was sent until it is let go. Skips that were sent
+    count for nothing: their stage keeps them for its backward."""
+    held, most, sent = 0.0, 0.0, dict[Message, float]()
+    for event in program:
+        match event:
+            case Send(message):
+                is_kept = message.payload is Payload.SKIP and message.producer.kind is Kind.FORWARD
+                sent[message] = 0.0 if is_kept else size(message)
+                held += sent[message]
+            case Receive(message):
+                held += size(message)
+            case Wait(message, gone):
+                held -= size(message) + sum(sent.pop(m, 0.0) for m in gone)
+            case Release(gone):
+                held -= sum(sent.pop(m, 0.0) for m in gone)
+        most = max(most, held)
+    return most
 
 
 def play(

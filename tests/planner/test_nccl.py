@@ -27,6 +27,7 @@ from megatron_pulse.planner.step.program import (
     Collective,
     Event,
     Receive,
+    Release,
     Run,
     Send,
     Together,
@@ -193,6 +194,45 @@ def test_sends_are_let_go_where_something_after_their_use_has_arrived(
                 gone = {m for m in kept if m.destination == peer and m.consumer in until}
                 assert set(event.sent) == gone
                 kept -= gone
+
+
+@given(schedules(), st.integers(0, 10**6))
+def test_on_a_stream_what_was_sent_is_let_go_soon(schedule: Schedule, seed: int) -> None:
+    """Once, after it was sent, and before the second operation that begins when by the plan it has
+    arrived, whatever its end proves."""
+    plan = compiled(schedule, seed)
+    arrival, start = plan.moments.arrival, plan.moments.start
+    for mine in programs(schedule, plan):
+        kept: set[Message] = set()
+        before: Operation | None = None
+        for event in mine:
+            match event:
+                case Send(message):
+                    kept.add(message)
+                case Release(gone):
+                    assert gone and kept >= set(gone)
+                    kept -= set(gone)
+                case Wait(_, gone):
+                    kept -= set(gone)
+                case Run(operation):
+                    assert before is None or all(arrival[m] > start[before] for m in kept)
+                    before = operation
+
+
+def test_waiting_for_what_was_sent_needs_its_receive() -> None:
+    """What comes after it must not be what the other end needs to post that."""
+    sound: Programs = [
+        [Run(A.producer), Send(A), Release((A,)), Run(B.producer), Send(B)],
+        [Receive(A), Receive(B), Wait(A), Wait(B)],
+    ]
+    assert check_events(sound) == []
+    late: Programs = [
+        [Run(A.producer), Send(A), Release((A,)), Run(C.consumer)],
+        [Run(C.producer), Wait(B), Receive(A), Wait(A)],
+    ]
+    assert any(f"device 0 waits until {A} arrived" in fault for fault in check_events(late))
+    early: Programs = [[Run(A.producer), Release((A,)), Send(A)], [Receive(A), Wait(A)]]
+    assert f"device 0 lets {A} go before sending it" in check_events(early)
 
 
 @pytest.mark.parametrize("num_devices", [2, 4])

@@ -10,7 +10,12 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
-from megatron_pulse.planner.partition.memory import frozen_share, in_flight, kept_bytes
+from megatron_pulse.planner.partition.memory import (
+    carried_bytes,
+    frozen_share,
+    in_flight,
+    kept_bytes,
+)
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, stage_problem
 from megatron_pulse.planner.step.replay import Edge, edges_of, lags
 from megatron_pulse.planner.tune.conditioning import (
@@ -217,7 +222,8 @@ class Chain(Costs):
                 parts = config.tensor if self.profile.layers[i].sharded_parameters else 1
                 transient[device] = max(transient[device], max(0, extra) / parts)
         link = self.ranks(config).link
-        travelling = 2 * max(costs.boundary_bytes) if config.pipeline > 1 else 0
+        count = config.num_microbatches(self.global_batch_size)
+        carried = carried_bytes(costs, partition, count)
         stages = Stages(
             partition,
             costs,
@@ -225,7 +231,7 @@ class Chain(Costs):
             kept_bytes(costs, partition),
             tuple(map(float, partition.per_stage(costs.trained_parameters))),
             (),
-            tuple(most + travelling for most in transient),
+            tuple(map(sum, zip(transient, carried, strict=True))),
             sum(self._copying_s(config, embedder) for embedder in copied),
         )
         trained = stages.per_device(stages.trained)
