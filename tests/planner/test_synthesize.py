@@ -194,3 +194,7 @@ def test_every_boundary_has_its_own_link_time() -> None:
     assert found.certificate.makespan == found.certificate.lower_bound == 18 + crossed
     with pytest.raises(ValueError, match="link: need one value, or 5, got 2"):
         ScheduleProblem(fold(3), 1, (1.0,) * 6, (2.0,) * 6, link=(1.0, 1.0))
+    with pytest.raises(ValueError, match="times the longest operation, 2e-05: give both in one"):
+        ScheduleProblem(fold(3), 1, (1e-5,) * 6, (2e-5,) * 6, link=1e9)
+    longest = ScheduleProblem(fold(3), 2, (1e-5,) * 6, (2e-5,) * 6, link=1e7)
+    assert synthesize(longest, effort=1).certificate.makespan >= 4e7

@@ -14,6 +14,9 @@ from megatron_pulse.planner.schedule.operations import Kind, Schedule
 LEAST_S = 1e-12
 """Seconds that an operation takes at the least, where costs say none."""
 
+MOST_LINK = 1e12
+"""Times the longest operation that a message may take: searches count in 64 bits."""
+
 
 @dataclass(frozen=True)
 class ScheduleProblem:
@@ -114,6 +117,12 @@ class ScheduleProblem:
             faults.append(f"link: need one value, or {stages - 1}, got {len(links)}")
         if not all(math.isfinite(time) and time >= 0 for time in links):
             faults.append(f"link: must be finite and not negative, is {self.link}")
+        longest = max((*self.forward, *self.backward), default=0.0)
+        if not faults and max(links, default=0.0) > MOST_LINK * longest:
+            faults.append(
+                f"link: {max(links):g} is more than {MOST_LINK:g} times the longest operation, "
+                f"{longest:g}: give both in one unit"
+            )
         if not faults and self.cap is not None:
             for device, cap in enumerate(self.cap):
                 held = sum(map(self.activation_of, self.placement.stages_of_device(device)))
