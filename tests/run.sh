@@ -17,6 +17,11 @@ mypy=$!
 if ! [ .venv/.imported -nt .venv/.installed-dev ]; then
     .venv/bin/python -c "import tests.preload" && touch .venv/.imported
 fi
+# Transformer Engine's sources, beside what is installed: without its libraries it cannot be imported.
+if ! [ -d .venv/transformer-engine ]; then
+    .venv/bin/uv pip install --quiet --no-deps --target .venv/transformer-engine \
+        transformer-engine==2.20.2 einops==0.8.1 || rm -rf .venv/transformer-engine
+fi
 failed=0
 .venv/bin/python -m pytest --numprocesses 3 --dist loadfile \
     --no-loadscope-reorder "$@" || failed=$?

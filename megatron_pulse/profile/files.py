@@ -27,7 +27,7 @@ _FORMAT = "megatron_pulse profile 1"
 _MOST_SUMS = 1000
 """Over tensor-parallel ranks in a layer, in an older profile."""
 _OLDER: Mapping[type, set[str]] = {
-    Profile: {"threads"},
+    Profile: {"threads", "transformer_impl"},
     ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "wants", "begins"},
     ProfiledSkip: {"wants"},
     ProfiledConditioning: {"wants"},

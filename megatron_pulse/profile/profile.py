@@ -158,12 +158,17 @@ class ProfiledConditioning:
     wants: bool = True
 
 
+LOCAL, TRANSFORMER_ENGINE = TRANSFORMER_IMPLS = ("local", "transformer_engine")
+"""Whose linears and attention a family's layers are made of: Megatron's own, or NVIDIA's."""
+
+
 @dataclass(frozen=True)
 class Profile:
     """Costs of a backbone's layers on one device, whole (without tensor parallelism).
 
     ``backbone`` is the backbone's record, ``method`` says in words how times came about.
     ``threads`` is how many a process on a CPU computed with (0: a GPU, or not known).
+    ``transformer_impl`` is whose linears and attention they are, as Megatron's flag has it.
     ``times`` maps each profiled microbatch size to its layers' times, in chain order. Times and
     bytes are those without recomputation; ``recompute`` is only what ``at`` does by default.
     Raises ProfileError with every fault.
@@ -182,6 +187,7 @@ class Profile:
     conditioning: tuple[ProfiledConditioning, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     threads: int = 0
+    transformer_impl: str = LOCAL
 
     def __post_init__(self) -> None:
         if faults := list(self._faults()):
@@ -315,6 +321,9 @@ class Profile:
     def _faults(self) -> Iterator[str]:
         if self.dtype not in ELEMENT_BYTES:
             yield f"dtype is {self.dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}"
+        if self.transformer_impl not in TRANSFORMER_IMPLS:
+            known = ", ".join(TRANSFORMER_IMPLS)
+            yield f"transformer_impl is {self.transformer_impl!r}; it must be one of {known}"
         yield from _beyond("the profile", self, ("memory_bytes", "threads"))
         if not self.layers:
             yield "there are no layers"

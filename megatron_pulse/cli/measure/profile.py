@@ -59,6 +59,7 @@ _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``profile``."""
     from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS
+    from megatron_pulse.profile.profile import LOCAL, TRANSFORMER_IMPLS
 
     parser = add_parser(
         commands, "profile", "find what each layer costs on a device", _DESCRIPTION, run
@@ -97,6 +98,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         choices=list(ELEMENT_BYTES),
         help="of parameters and activations (default: bfloat16 on GPUs that have it, float16 on "
         "others, float32 on a CPU)",
+    )
+    add(
+        "--transformer-impl",
+        choices=TRANSFORMER_IMPLS,
+        default=LOCAL,
+        help="measured: layers as the run will have them (default local)",
     )
     add(
         "--recompute",
@@ -255,6 +262,8 @@ def _device_faults(args: argparse.Namespace) -> list[str]:
             faults.append(f"name a device: --preset ({', '.join(PRESETS)}) or {flags}")
         if args.once_per_kind or args.seconds_per_layer is not None or args.threads is not None:
             faults.append("--once-per-kind, --seconds-per-layer and --threads are for measuring")
+        if args.transformer_impl != "local":
+            faults.append(f"--transformer-impl {args.transformer_impl} is for measuring")
     else:
         if args.preset or given:
             faults.append(f"--preset and {flags} are for --device analytic, or for a table")
@@ -319,6 +328,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
         progress=True,
         threads=(args.threads or rank_threads()) if device == "cpu" else None,
         leaving=leaving_weights,
+        transformer_impl=args.transformer_impl,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -317,7 +316,6 @@ def add_pulse_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 def _defaults() -> dict[str, Any]:
     """Megatron's defaults are for language models; these are what diffusion backbones need."""
-    has_te = importlib.util.find_spec("transformer_engine") is not None
     defaults: dict[str, Any] = {
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -329,7 +327,7 @@ def _defaults() -> dict[str, Any]:
         "apply_rope_fusion": False,
         "no_persist_layer_norm": True,
         "use_cpu_initialization": True,
-        "transformer_impl": "transformer_engine" if has_te else "local",
+        "transformer_impl": "local",
         "dataloader_type": "external",
         "dist_ckpt_optim_fully_reshardable": True,
         "lr_decay_style": "constant",

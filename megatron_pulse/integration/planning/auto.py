@@ -27,7 +27,7 @@ from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
-from megatron_pulse.profile.profile import Profile, ProfileError
+from megatron_pulse.profile.profile import TRANSFORMER_ENGINE, Profile, ProfileError
 from megatron_pulse.runtime.measure.leaving import leaving_weights
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 from model_specs import load_recorded
@@ -159,6 +159,7 @@ def _choices(line: CommandLine) -> Choices:
         tensor=tensor or choices.tensor,
         micro_batch_size=size,
         recompute=(True,) if args.recompute_granularity == "full" else choices.recompute,
+        split=(False,) if args.transformer_impl == TRANSFORMER_ENGINE else choices.split,
     )
 
 
@@ -168,7 +169,15 @@ def _measure(args: argparse.Namespace, backbone: Backbone) -> Profile:
     sizes = SIZES if args.micro_batch_size is None else (args.micro_batch_size,)
 
     def measured(sizes: tuple[int, ...]) -> Profile:
-        return measure(backbone, sizes, device, dtype, once_per_kind=True, leaving=leaving_weights)
+        return measure(
+            backbone,
+            sizes,
+            device,
+            dtype,
+            once_per_kind=True,
+            leaving=leaving_weights,
+            transformer_impl=args.transformer_impl,
+        )
 
     try:
         return measured(sizes)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.planning.layers import require_own_layers, require_whole_backwards
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.embedders import choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Placement
@@ -63,7 +64,12 @@ def plan_run(
     Every rank comes to it by itself, but for the schedule where that has to be searched for
     (``share_schedules``); ``check_world`` compares what they came to.
     """
-    plan = _by_flags(args, options, backbone) if given is None else _by_file(given, backbone)
+    if given is None:
+        plan = _by_flags(args, options, backbone)
+    else:
+        require_own_layers(args, given.profile, "the profile in --pulse-plan")
+        plan = _by_file(given, backbone)
+    require_whole_backwards(args, plan)
     counts = count_parameters(backbone)
     _require_memory(args, plan, counts)
     compute_bytes = ELEMENT_BYTES[compute_dtype(args)]
@@ -225,6 +231,7 @@ def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
         return analyse(backbone, [args.micro_batch_size], Roofline(PRESETS[options.profile], dtype))
     if options.profile is not None:
         profile = load_profile(options.profile)
+        require_own_layers(args, profile, f"--pulse-profile {options.profile}")
         names = tuple(layer.name for layer in profile.layers)
         if names != tuple(layer.name for layer in backbone.layers):
             kind = "module" if is_module(backbone.name) else "backbone"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.profile.profile import LOCAL
 
 
 class _SingleRank:
@@ -19,7 +20,9 @@ class _SingleRank:
         return 0
 
 
-def meta_context(dtype: str = "float32", tensor: int = 1) -> LayerContext:
+def meta_context(
+    dtype: str = "float32", tensor: int = 1, transformer_impl: str = LOCAL
+) -> LayerContext:
     """A context in which layers build whole (no tensor parallelism) and without initialisation.
 
     Use under ``torch.device("meta")``, or fill the parameters before use. Needs no process group,
@@ -43,7 +46,7 @@ def meta_context(dtype: str = "float32", tensor: int = 1) -> LayerContext:
         tensor_model_parallel_size=tensor,
         use_cpu_initialization=True,
         perform_initialization=False,
-        transformer_impl="local",
+        transformer_impl=transformer_impl,
         params_dtype=getattr(torch, dtype),
     )
     return LayerContext(config, groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,7 +42,7 @@ from megatron_pulse.profile.measuring.sizes import (
     sharded_time,
 )
 from megatron_pulse.profile.parameters import count_parameters
-from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
+from megatron_pulse.profile.profile import LOCAL, LayerTimes, Profile, ProfileError, Source
 from megatron_pulse.profile.shapes import over_shapes
 
 _DEFAULT_PATIENCE = Patience()
@@ -58,6 +59,7 @@ def measure(
     progress: bool = False,
     threads: int | None = None,
     leaving: LeavingWeights | None = None,
+    transformer_impl: str = LOCAL,
 ) -> Profile:
     """The profile of ``backbone`` on this machine's ``device``, "cpu" or "cuda".
 
@@ -69,9 +71,10 @@ def measure(
     With ``leaving``, the runtime's ``leaving_weights``, each layer is also measured as with split
     backwards.
     A chain of several shapes is measured at each (see ``over_shapes``).
-    Layers are Megatron's local ones, not Transformer Engine's. On a CPU they run with ``threads``
-    (default: as many as this process has).
-    Raises ProfileError if a layer does not fit into the device's memory.
+    Layers are Megatron's local ones, or as ``transformer_impl`` says. On a CPU they run with
+    ``threads`` (default: as many as this process has).
+    Raises ProfileError if a layer does not fit into the device's memory, or for Transformer Engine
+    where it cannot run.
     """
     require_valid(backbone)
     if (
@@ -88,12 +91,13 @@ def measure(
             backbone,
             lambda one: measure(
                 one, micro_batch_sizes, device, dtype, recompute, patience, once_per_kind,
-                progress, threads, leaving,
+                progress, threads, leaving, transformer_impl,
             ),
         )  # fmt: skip
     place = torch.device(device)
     _require_memory(backbone, place, dtype)
-    context, halved = meta_context(dtype), meta_context(dtype, tensor=2)
+    _require_implementation(transformer_impl, place)
+    context, halved = (meta_context(dtype, tensor, transformer_impl) for tensor in (1, 2))
     sizes: list[ModuleSizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
     known: dict[str, LayerMeasure] = {}
@@ -173,7 +177,21 @@ def measure(
         conditioning=conditioning,
         versions=_versions(place),
         threads=used_threads,
+        transformer_impl=transformer_impl,
     )
+
+
+def _require_implementation(transformer_impl: str, place: torch.device) -> None:
+    """Raise ProfileError where layers of that kind cannot run."""
+    if transformer_impl == LOCAL:
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ProfileError(
+            "Transformer Engine is not installed: pip install 'transformer-engine[pytorch]', or "
+            f"measure {LOCAL} layers"
+        )
+    if place.type != "cuda":
+        raise ProfileError(f"Transformer Engine runs on GPUs alone: measure {LOCAL} layers")
 
 
 def _require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None:
