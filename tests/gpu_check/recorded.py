@@ -3,7 +3,7 @@
     pulse run --nproc-per-node 2 -m tests.gpu_check.recorded FOLDER FLAG...
 
 What it found goes to ``FOLDER/rankN``. With PULSE_CHECK_SYNCS=1 it counts where the host waits for
-the GPU in the last step.
+the GPU in the last step; with PULSE_CHECK_KILL=R rank R is killed in the second one.
 """
 
 from __future__ import annotations
@@ -82,11 +82,13 @@ def main() -> None:
     compat.install()
     take_gpu()
     from megatron_pulse.integration.loop.throughput import peak_memory
-    from tests.integration.runs import train
+    from tests.integration.runs import Kill, train
 
     seen: dict[str, Any] = {"step_s": [], "syncs": Counter()}
     watch_steps(seen, os.environ.get("PULSE_CHECK_SYNCS") == "1")
-    found = {**on_cpu(train(flags)), **seen, "peak_bytes": peak_memory()[0]}
+    killed = os.environ.get("PULSE_CHECK_KILL")
+    kill = None if killed is None else Kill(int(killed), 2)
+    found = {**on_cpu(train(flags, kill)), **seen, "peak_bytes": peak_memory()[0]}
     Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
 
 

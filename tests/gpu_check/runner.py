@@ -37,7 +37,8 @@ def _run(check: Check, machine: Machine, folder: Path, limit_s: float) -> Result
     began = time.monotonic()
     command = [sys.executable, "-m", "tests.gpu_check.one", check.function, folder]
     left: list[int] = []
-    with session(command, PULSE_CHECK_MACHINE=machine_text(machine)) as run:
+    environment = {"PULSE_CHECK_MACHINE": machine_text(machine), "PYTHONWARNINGS": "ignore"}
+    with session(command, **environment) as run:
         try:
             run.process.wait(limit_s)
             status: int | None = run.process.returncode

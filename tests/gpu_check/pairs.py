@@ -1,0 +1,96 @@
+"""What two ranks measure together:
+
+    pulse run --nproc-per-node 2 -m tests.gpu_check.pairs all_reduce FILE
+
+Rank 0 writes what was found to FILE, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_pulse.processes import end_with_parent
+from tests.gpu_check.alone import timed
+from tests.gpu_check.recorded import take_gpu
+
+
+def all_reduce() -> list[dict[str, Any]]:
+    """Sums of tensors on all ranks: what they are, and how long they take."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device(take_gpu())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rows, world = [], dist.get_world_size()
+    for power in range(10, 27 if device.type == "cuda" else 23, 4):
+        tensor = torch.full((1 << power,), float(dist.get_rank() + 1), device=device)
+        dist.all_reduce(tensor)
+        assert tensor.eq(world * (world + 1) / 2).all(), f"{4 << power} bytes add up wrongly"
+        took = []
+        for _ in range(5):
+            dist.barrier()
+            took.append(timed(lambda t=tensor: dist.all_reduce(t), device)[1])
+        seconds = median(took)
+        moved = 2 * (world - 1) / world * (4 << power)
+        rows.append({"bytes": 4 << power, "us": 1e6 * seconds, "GB/s": moved / seconds / 1e9})
+    return rows
+
+
+def channels() -> list[dict[str, Any]]:
+    """Steps of a fold whose messages have channels of their own, and one group for all."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_pulse.integration.megatron import compat
+
+    compat.install()
+    device = take_gpu()
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    from megatron_pulse.runtime.messages import channels as module
+    from model_specs import load_backbone
+    from tests.runtime.equality import Case, join_pipeline, make_batches, make_pipeline
+
+    config, group = join_pipeline("nccl")
+    wait_for_weight_gradients()
+    torch.use_deterministic_algorithms(False)
+    backbone = load_backbone("uvit-l", {})
+    case = Case("fold", 8, "wave", dtype="bfloat16", micro_batch_size=8, device=device)
+    rows = []
+    ways = {"a channel for each direction": module.OwnChannel, "one group": module.PlainChannel}
+    for name, opener in ways.items():
+        module.OPENERS["nccl"] = opener
+        pipeline = make_pipeline(backbone, case, config, group)
+        batches = make_batches(backbone, case, 0)
+        took = []
+        for _ in range(8):
+            dist.barrier()
+            took.append(timed(lambda p=pipeline, b=batches: p.step(b), torch.device(device))[1])
+        rows.append({"messages go over": name, "step ms": 1e3 * median(took[3:])})
+        if dist.get_rank() == 0:
+            print(rows[-1], flush=True)
+        del pipeline
+    return rows
+
+
+def main() -> None:
+    """Measure and write."""
+    end_with_parent(signal.SIGTERM)
+    warnings.filterwarnings("ignore")
+    rows = {"all_reduce": all_reduce, "channels": channels}[sys.argv[1]]()
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[2]).write_text(json.dumps(rows))
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
