@@ -12,27 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.processes import ending_with_us
-from tests.gpu_check.check import Figures, Machine, Skipped
+from tests.gpu_check.check import Figures, Machine
 from tests.launch.sessions import BIN, ROOT
 
 
 @dataclass
 class Bench:
-    """Where a check runs: ``folder`` is its own, ``figures`` what it has found so far."""
+    """Where a check runs: ``folder`` is its own, ``figures`` what it has found so far, and
+    ``last_seen`` what each rank of the newest training has."""
 
     folder: Path
     machine: Machine
     figures: Figures = field(default_factory=dict)
+    last_seen: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def on_gpu(self) -> bool:
         """Whether there is one."""
         return self.machine.device == "cuda"
-
-    def require_ranks(self, number: int) -> None:
-        """Raise Skipped where there cannot be so many."""
-        if number > self.machine.most_ranks():
-            raise Skipped(f"needs {number} ranks, there can be {self.machine.most_ranks()}")
 
     def call(self, *words: str | Path, status: int = 0, **environment: str) -> str:
         """Run a command in the repository's root and show what it says; returns that.

@@ -21,14 +21,23 @@ from typing import Any
 from megatron_pulse.processes import end_with_parent
 
 
+def share_gpus() -> None:
+    """Where there are fewer GPUs than ranks, have ranks share them; CUDA is not started."""
+    import torch
+
+    if number := torch.cuda.device_count():
+        os.environ["LOCAL_RANK"] = str(int(os.environ.get("LOCAL_RANK", "0")) % number)
+
+
 def take_gpu() -> str:
-    """The device of this rank: where there are fewer GPUs than ranks, they share them."""
+    """The device of this rank, where CUDA has as many hardware queues as in a run."""
     import torch
 
     if not torch.cuda.is_available():
         return "cpu"
-    local = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    os.environ["LOCAL_RANK"] = str(local)
+    share_gpus()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # as leave_connections has it
+    local = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(local)
     return f"cuda:{local}"
 
@@ -64,7 +73,7 @@ def watch_steps(seen: dict[str, Any], counts_syncs: bool) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         seen["step_s"].append(time.perf_counter() - began)
-        waits = [w for w in said if "synchronizing" in str(w.message)]
+        waits = [w for w in said if "called a synchronizing" in str(w.message)]
         seen["syncs"] = Counter(f"{Path(w.filename).name}:{w.lineno}" for w in waits)
         return result
 
@@ -80,7 +89,7 @@ def main() -> None:
     from megatron_pulse.integration.megatron import compat
 
     compat.install()
-    take_gpu()
+    share_gpus()
     from megatron_pulse.integration.loop.throughput import peak_memory
     from tests.integration.runs import Kill, train
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu_check import runner
 from tests.gpu_check.__main__ import main
+from tests.gpu_check.bench import Bench
 from tests.gpu_check.check import Check, Machine, Need
-from tests.gpu_check.checks import CHECKS
+from tests.gpu_check.checks import CHECKS, numbers, ranks
 from tests.gpu_check.report import table
 from tests.launch.sessions import ROOT, session
+from tests.runtime.equality import Outcome
 
 BROKEN = "tests.gpu_check.broken"
 
@@ -128,9 +134,65 @@ def test_what_a_machine_lacks(machine: Machine, need: Need, words: str) -> None:
     assert words in lacks and bool(lacks) == bool(words)
 
 
+class Pretended(Bench):
+    """Trainings that say what they are told to have found."""
+
+    found: Iterator[tuple[Any, list[dict[str, Any]]]]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        run, self.last_seen = next(self.found)
+        return run
+
+
+def pretended(folder: Path, *found: tuple[Any, list[dict[str, Any]]]) -> Pretended:
+    bench = Pretended(folder, Machine())
+    bench.found = iter(found)
+    return bench
+
+
+def test_a_wait_for_each_microbatch_is_a_failure(tmp_path: Path) -> None:
+    few, many = Counter({"a.py:1": 3}), Counter({"a.py:1": 3, "b.py:2": 6})
+    bench = pretended(tmp_path, (None, [{"syncs": few}]), (None, [{"syncs": few}]))
+    assert numbers.synchronisations(bench)["waits that a microbatch adds"] == 0
+    bench = pretended(tmp_path, (None, [{"syncs": few}]), (None, [{"syncs": many}]))
+    with pytest.raises(AssertionError, match="every microbatch, at b.py:2"):
+        numbers.synchronisations(bench)
+    assert bench.figures["waits that a microbatch adds"] == 1.5
+
+
+def test_ranks_that_share_nothing_are_a_failure(tmp_path: Path) -> None:
+    """Though their numbers are right."""
+    run = SimpleNamespace(losses=[1.0], grad_norms=[2.0])
+
+    def seen(count: int) -> dict[str, Any]:
+        return {"weights": [("w", (count,), 0, torch.zeros(count))]}
+
+    bench = pretended(tmp_path, (run, [seen(8)]), (run, [seen(4)] * 2))
+    assert ranks.tensor_parallel(bench)["relative difference of losses"] == 0
+    bench = pretended(tmp_path, (run, [seen(8)]), (run, [seen(8)] * 2))
+    with pytest.raises(AssertionError, match="nothing is shared"):
+        ranks.tensor_parallel(bench)
+    far = SimpleNamespace(losses=[1.01], grad_norms=[2.0])
+    bench = pretended(tmp_path, (run, [seen(8)]), (far, [seen(4)] * 2))
+    with pytest.raises(AssertionError, match="losses differ by 1.0e-02"):
+        ranks.tensor_parallel(bench)
+
+
+def test_other_bits_are_a_failure(tmp_path: Path) -> None:
+    """All cases that differ are named, with what differs."""
+    one = Outcome([1.0], {"w": torch.ones(1)}, {"w": torch.ones(1)})
+    other = Outcome([1.0], {"w": torch.ones(1) * 2}, {"w": torch.ones(1)})
+    bench = pretended(tmp_path)
+    with pytest.raises(AssertionError, match="1 of 2 cases differ: unet whole"):
+        numbers.compared(bench, [("uvit", "whole"), ("unet", "whole")], [one, other], [one, one])
+    assert [row["differ"] for row in bench.figures["cases"]] == ["nothing", "weights"]
+    with pytest.raises(AssertionError, match="0 weight gradients apart"):
+        numbers.compared(bench, [("uvit", "split")], [one], [one])
+
+
 def test_every_check_is_there() -> None:
     """Each has a function, a name of its own, a reason and a limit."""
-    assert len({check.name for check in CHECKS}) == len(CHECKS) >= 10
+    assert len({check.name for check in CHECKS}) == len(CHECKS) >= 30
     for check in CHECKS:
         module, _, function = check.function.partition(":")
         source = (ROOT / f"{module.replace('.', '/')}.py").read_text()

@@ -146,7 +146,12 @@ def compared(
             "weights": bool(differences(mine.parameters, theirs.parameters)),
         }
         different = ", ".join(kind for kind, is_so in found.items() if is_so)
-        rows.append({"family": family, "case": what, "differ": different or "nothing"})
+        apart = mine.num_weight_gradients
+        rows.append(
+            {"family": family, "case": what, "differ": different or "nothing",
+             "weight gradients apart": apart}
+        )  # fmt: skip
+        assert bool(apart) == ("split" in what), f"{family} {what}: {apart} weight gradients apart"
     wrong = [f"{row['family']} {row['case']}" for row in rows if row["differ"] != "nothing"]
     assert not wrong, f"{len(wrong)} of {len(rows)} cases differ: {', '.join(wrong)}"
     return bench.figures

@@ -4,7 +4,6 @@ that dies, a run beside its plan."""
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from tests.gpu_check.bench import Bench
 from tests.gpu_check.check import Figures
@@ -62,6 +61,7 @@ def schedules(bench: Bench) -> Figures:
 
     counts = [count for count in (2, 4) if count <= bench.machine.most_ranks()]
     names, got, alone = [], [], []
+    left: dict[str, str] = {}
     for count in counts:
         cases: list[tuple[str, Case]] = []
         own = []
@@ -72,22 +72,25 @@ def schedules(bench: Bench) -> Figures:
                     case = Case(placement, 2 * count, schedule, dtype="float32", steps=2)
                     try:
                         found = plan_of(chain, case, count).step(2 * count).schedule
-                    except ValueError:  # of another placement, or the chain is too short
+                    except ValueError as why:
+                        left[f"{schedule} on {placement}"] = str(why)
                         continue
                     cases.append((family, case))
-                    own.append((family, f"P={count} {placement} {schedule}"))
+                    splits = ", split" if Kind.WEIGHT_GRAD in found.kinds else ""
+                    own.append((family, f"P={count} {placement} {schedule}{splits}"))
                     if Kind.BACKWARD in found.kinds:
                         cases.append((family, replace(case, schedule=split(found, 2))))
-                        own.append((family, f"P={count} {placement} {schedule}, split"))
+                        own.append((family, f"P={count} {placement} {schedule}, then split"))
         assert len(cases) > 20, f"only {len(cases)} layouts on {count} ranks"
         got += bench.cases(count, cases, f"P{count}")
-        expected: dict[str, Any] = {}
         references = {family: (family, case.alone) for family, case in cases}
         found_alone = bench.cases(1, list(references.values()), f"P{count}-alone")
         expected = dict(zip(references, found_alone, strict=True))
         alone += [expected[family] for family, _ in cases]
         names += own
-    return compared(bench, names, got, alone)
+    compared(bench, names, got, alone)
+    bench.figures["left out"] = [{"layout": what, "because": why} for what, why in left.items()]
+    return bench.figures
 
 
 def _beside_one(bench: Bench, limit: float, held: str, *flags: str) -> Figures:
