@@ -15,7 +15,7 @@ from tests.gpu_check.check import Check, Result, Verdict
 from tests.gpu_check.checks import CHECKS
 from tests.gpu_check.machine import ask
 from tests.gpu_check.report import in_words, write_report
-from tests.gpu_check.runner import run_checks
+from tests.gpu_check.runner import foreign, run_checks
 
 _DESCRIPTION = """\
 Checks a GPU with everything here: whether it runs, gives the right numbers, and how fast.
@@ -94,6 +94,8 @@ def _parse(argv: Sequence[str] | None, checks: Sequence[Check]) -> argparse.Name
         faults.append(f"--seconds-scale must be above 0, is {args.seconds_scale:g}")
     if why := unwritable(args.out, "--out "):
         faults.append(why)
+    if not args.list:
+        faults += foreign([c for c in checks if not args.only or c.name in args.only], args.out)
     if faults:
         parser.exit(2, f"error: {told('gpu check', faults)}\n")
     args.out = args.out.resolve()

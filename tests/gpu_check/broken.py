@@ -41,6 +41,13 @@ def leaves(bench: Bench) -> Figures:
     return {"done": True}
 
 
+def writes(bench: Bench) -> Figures:
+    """A file, beside those that were there."""
+    there = [path.name for path in bench.folder.iterdir() if path.name.startswith("made")]
+    (bench.folder / "made").write_text("")
+    return {"there": there}
+
+
 def declines(bench: Bench) -> Figures:
     """Says why it cannot be run."""
     raise Skipped("needs a Tuesday")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 from tests.gpu_check.check import Check, Machine, Result, Verdict
 from tests.launch.sessions import session
 
+MARKER = ".gpu_check"
+"""A file in each folder of a check: what is in it was written here, and goes when it runs again."""
 TAIL = 30
 """Lines of output that are kept of what did not pass."""
 _LET_GO_S = 10.0
@@ -30,10 +33,24 @@ def run_checks(
             yield _run(check, machine, out / check.name, scale * check.limit_s)
 
 
+def foreign(checks: Sequence[Check], out: Path) -> list[str]:
+    """Faults: folders of checks that hold what was not written here."""
+    folders = [out / check.name for check in checks]
+    return [
+        f"{folder} holds other files: give --out another folder"
+        for folder in folders
+        if folder.exists()
+        and not (folder / MARKER).exists()
+        and (not folder.is_dir() or any(folder.iterdir()))
+    ]
+
+
 def _run(check: Check, machine: Machine, folder: Path, limit_s: float) -> Result:
+    if (folder / MARKER).exists():  # checkpoints and profiles of an earlier run are not of this one
+        shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).touch()
     found, log = folder / "result.json", folder / "output.txt"
-    found.unlink(missing_ok=True)
     began = time.monotonic()
     command = [sys.executable, "-m", "tests.gpu_check.one", check.function, folder]
     left: list[int] = []

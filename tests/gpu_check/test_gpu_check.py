@@ -107,6 +107,25 @@ def test_a_report_of_what_was_done_stays(tmp_path: Path, monkeypatch: pytest.Mon
     assert "Not run yet: hangs." in (tmp_path / "report.md").read_text()
 
 
+def test_what_an_earlier_run_wrote_is_not_taken_for_this_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its files are gone; those of others stay, and are not written beside."""
+    monkeypatch.setattr("tests.gpu_check.__main__.ask", lambda: Machine())
+    (tmp_path / "mine").write_text("")
+    for _ in range(2):
+        assert main(["--out", str(tmp_path)], [broken("writes")]) == 0
+        assert read(tmp_path)["writes"]["figures"] == {"there": []}
+    assert (tmp_path / "writes/made").exists() and (tmp_path / "mine").exists()
+    (tmp_path / "fails").mkdir()
+    (tmp_path / "fails/mine").write_text("")
+    with pytest.raises(SystemExit) as end:
+        main(["--out", str(tmp_path)], [broken("fails"), broken("writes")])
+    assert end.value.code == 2
+    assert f"{tmp_path}/fails holds other files" in capsys.readouterr().err
+    assert (tmp_path / "fails/mine").exists() and (tmp_path / "writes/made").exists()
+
+
 def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     bad = ["--only", "no", "--seconds-scale", "0", "--out", str(tmp_path / "file")]
