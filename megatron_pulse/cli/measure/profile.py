@@ -219,8 +219,10 @@ def _encoder_faults(args: argparse.Namespace) -> list[str]:
     faults = no_pipeline(args.encoders)
     if args.from_table:
         faults.append("--encoders: name the --backbone or --module that reads what they make")
-    if args.recompute or args.once_per_kind:
-        faults.append("--recompute and --once-per-kind are for a backbone's layers")
+    if args.recompute or args.once_per_kind or args.transformer_impl != "local":
+        faults.append(
+            "--recompute, --once-per-kind and --transformer-impl are for a backbone's layers"
+        )
     return faults
 
 
