@@ -201,6 +201,13 @@ def in_loop(options: PulseOptions, backbone: Backbone) -> InLoop | None:
         )
     used = [*(there if texts else ()), *([VAE] if autoencodes else [])]
     faults += weight_faults(folder, used)
+    if autoencodes and not faults:
+        made = Autoencoder(folder / VAE, weighs=False).latent_channels
+        if made != channels:
+            faults.append(
+                f"--pulse-encoders {folder}: {VAE}/ makes latents of {made} channels, "
+                f"{backbone.name} takes {channels}"
+            )
     if faults:
         raise Faults(faults)
     shapes = (

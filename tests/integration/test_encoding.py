@@ -216,6 +216,8 @@ def test_folders_that_cannot_encode_are_refused_before_anything_is_built(
     def faults(*more: str) -> str:
         return "\n".join(refuse(monkeypatch, 1, [*given, *more], [*TINY["unet"], *BASE]))
 
+    four = ["--pulse-option", "in_channels=4", "--pulse-option", "out_channels=4"]
+    assert "makes latents of 2 channels" in faults(*four)
     weights = spoilt / "vae/diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     (spoilt / "text_encoder/model.safetensors").unlink()
@@ -227,7 +229,6 @@ def test_folders_that_cannot_encode_are_refused_before_anything_is_built(
     (spoilt / "text_encoder/model.safetensors").write_bytes(
         (folder / "text_encoder/model.safetensors").read_bytes()
     )
-    four = ["--pulse-option", "in_channels=4", "--pulse-option", "out_channels=4"]
     assert "takes latents of 4 channels" in faults(*four)
     at = given.index("--pulse-encoders")
     del given[at : at + 2]
