@@ -88,6 +88,15 @@ def by_kind(configs: Iterable[Config]) -> list[list[Config]]:
     return sorted(kinds.values(), key=lambda alike: num_stages(alike[0]))
 
 
+def by_ranks(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
+    """Those of each tensor degree and way to share nodes, between which links differ."""
+    alike: dict[tuple[int, bool], list[Candidate]] = {}
+    for candidate in candidates:
+        config = candidate.config
+        alike.setdefault((config.tensor, config.pipeline_inside), []).append(candidate)
+    return list(alike.values())
+
+
 def neighbours(config: Config) -> Iterator[Config]:
     """Those that differ in one thing: microbatches twice or half as large, or one way to run."""
     for size in (2 * config.micro_batch_size, config.micro_batch_size // 2):

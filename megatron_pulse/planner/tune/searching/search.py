@@ -11,10 +11,11 @@ done     simulated with these cuts, its own, and cuts that have more even stages
          with schedules that were searched for
 =======  ==========================================================================================
 
-First the best config of every degree and layout becomes quick, the fewest stages first; how far its
-estimate is from that of even work corrects the others'. From then on whatever has the least
-time so far takes its next step, in the end by turns with what differs from the best in one thing,
-which is simulated with cuts of its own.
+First the best config of every degree and layout becomes quick, unless its estimate from cuts is far
+from the best, the fewest stages first; how far that is from its estimate of even work corrects the
+others', for each tensor degree. From then on whatever has the least time so far takes its next
+step, in the end by turns with what differs from the best in one thing, which is simulated with cuts
+of its own.
 What is bound to take longer than all that are kept is dropped; what is far from the best by its
 estimate is cut for such a bound before it is simulated.
 """
@@ -38,6 +39,7 @@ from megatron_pulse.planner.tune.searching.candidates import (
     KnownCuts,
     Step,
     by_kind,
+    by_ranks,
     has_several,
     neighbours,
     num_stages,
@@ -190,21 +192,35 @@ class _Search:
 
     def scouted(self, candidates: list[Candidate]) -> list[Candidate]:
         """Candidates of one kind, the most promising simulated, and the others' estimates
-        corrected by what its cuts say."""
+        corrected by what its cuts say of one of each way to share nodes."""
         if not candidates:
             return []
         scout = min(candidates)
         rest = [candidate for candidate in candidates if candidate is not scout]
         following: Candidate | None = scout
         while following is not None and following.step < Step.QUICK:
-            if self.ended or self.is_far(following):
+            if self.ended or (following.step > Step.EVEN and self.is_far(following)):
                 break
             following = self.advance(following)
-            if following is not None and following.step is Step.LIKE:
-                factor = following.seconds / scout.seconds
-                for candidate in rest:
-                    candidate.seconds *= factor
+        if self.known.of(scout.kind):
+            rest = [one for group in by_ranks(rest) for one in self.corrected(group)]
         return rest if following is None else [*rest, following]
+
+    def corrected(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Candidates of one kind whose ranks share nodes alike; the most promising estimated from
+        known cuts and its own, and the others' estimates corrected by what that says."""
+        first = min(candidates)
+        rest = [candidate for candidate in candidates if candidate is not first]
+        if not self.ended and not self.is_far(first):
+            with suppress(UnfitError, _TooLongError):
+                own = self.found_by(self.evaluator.cheap_cuts, first.config)
+                self.known.learn(first.kind, own)
+        if self.ended or (following := self.advance(first)) is None:
+            return rest
+        factor = following.seconds / first.seconds
+        for candidate in rest:
+            candidate.seconds *= factor
+        return [*rest, following]
 
     def advance(self, candidate: Candidate) -> Candidate | None:
         """The candidate after its next step; None if there is none, or no time for it."""
