@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from megatron_pulse.planner.layout.layouts import Layout
+from megatron_pulse.planner.layout.layouts import LAYOUTS, Layout
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.stages import Stages
@@ -98,7 +98,8 @@ def by_ranks(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
 
 
 def neighbours(config: Config) -> Iterator[Config]:
-    """Those that differ in one thing: microbatches twice or half as large, or one way to run."""
+    """Those that differ in one thing: microbatches twice or half as large, one way to run, or what
+    carries skips."""
     for size in (2 * config.micro_batch_size, config.micro_batch_size // 2):
         yield replace(config, micro_batch_size=size)
     yield replace(config, split=not config.split)
@@ -106,6 +107,12 @@ def neighbours(config: Config) -> Iterator[Config]:
     yield replace(config, recompute=not config.recompute)
     yield replace(config, distributed_optimizer=not config.distributed_optimizer)
     yield replace(config, pipeline_inside=not config.pipeline_inside)
+    for layout in LAYOUTS.values():
+        if layout != config.layout and (layout.kind, layout.num_chunks) == (
+            config.layout.kind,
+            config.layout.num_chunks,
+        ):
+            yield replace(config, layout=layout)
 
 
 def has_several(config: Config) -> bool:
