@@ -43,8 +43,17 @@ class Budget:
         return share * self.left > self.estimate(kind, size)
 
     def estimate(self, kind: str, size: float) -> float:
-        """Seconds that work of that size will take; 0 where none of its kind was done."""
-        return self._took[kind] / self._sizes[kind] * size if self._sizes[kind] else 0.0
+        """Seconds that work of that size will take; where none of its kind was done, what the
+        slowest says that is called alike before a comma, or 0."""
+        if self._sizes[kind]:
+            return self._took[kind] / self._sizes[kind] * size
+        name = kind.partition(",")[0]
+        rates = [
+            self._took[done] / size_done
+            for done, size_done in self._sizes.items()
+            if size_done and done.partition(",")[0] == name
+        ]
+        return max(rates, default=0.0) * size
 
     @contextmanager
     def timed(self, kind: str, size: float) -> Iterator[None]:
