@@ -88,14 +88,19 @@ def remembering(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def unchanged_process() -> Iterator[None]:
-    """Every test leaves the process to the next as it was, without groups: a command leaves its
-    own to the end of its process."""
+    """Every test leaves the process to the next as it was."""
+    with unchanged():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_groups() -> Iterator[None]:
+    """A file of tests leaves no process group to the next: commands leave theirs to the end of
+    their process, fixtures' too."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    had_groups = dist.is_initialized()
-    with unchanged():
-        yield
-    if dist.is_initialized() and not had_groups:
+    yield
+    if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
