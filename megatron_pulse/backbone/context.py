@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 
+LOCAL, TRANSFORMER_ENGINE = TRANSFORMER_IMPLS = ("local", "transformer_engine")
+"""Whose linears and attention a family's layers are made of: Megatron's own, or NVIDIA's."""
+
+
 @dataclass(frozen=True)
 class LayerContext:
     """Argument of ``Layer.build``.

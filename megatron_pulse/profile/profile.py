@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from megatron_pulse.backbone.context import LOCAL, TRANSFORMER_IMPLS
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.faults import UserError, told
 from megatron_pulse.profile.devices import ELEMENT_BYTES
@@ -156,10 +157,6 @@ class ProfiledConditioning:
     num_bytes: int
     embedder: bool
     wants: bool = True
-
-
-LOCAL, TRANSFORMER_ENGINE = TRANSFORMER_IMPLS = ("local", "transformer_engine")
-"""Whose linears and attention a family's layers are made of: Megatron's own, or NVIDIA's."""
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ def test_sizes_of_another_model_are_refused_before_anything_is_built(
     source = sharded(folder, tmp_path / "unet", **sizes)
     begin = time.process_time()
     refused(importing(source, tmp_path, *EPSILON), *words)
-    assert time.process_time() - begin < 10
+    assert time.process_time() - begin < 60  # to build one takes minutes
 
 
 def test_null_classes_are_for_models_with_classes(folder, tmp_path, refused):

@@ -58,8 +58,8 @@ _FIGURES = ("peak_tflops", "bandwidth_gbs", "memory_gb")
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``profile``."""
+    from megatron_pulse.backbone.context import LOCAL, TRANSFORMER_IMPLS
     from megatron_pulse.profile.devices import ELEMENT_BYTES, PRESETS
-    from megatron_pulse.profile.profile import LOCAL, TRANSFORMER_IMPLS
 
     parser = add_parser(
         commands, "profile", "find what each layer costs on a device", _DESCRIPTION, run

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.context import TRANSFORMER_ENGINE
 from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.encoding import InLoop, in_loop
 from megatron_pulse.integration.flags.arguments import PulseOptions
@@ -27,7 +28,7 @@ from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
-from megatron_pulse.profile.profile import TRANSFORMER_ENGINE, Profile, ProfileError
+from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.runtime.measure.leaving import leaving_weights
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
 from model_specs import load_recorded

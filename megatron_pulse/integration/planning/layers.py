@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from megatron_pulse.backbone.context import TRANSFORMER_ENGINE
 from megatron_pulse.planner.schedule.registry import splits
 from megatron_pulse.planner.step.plan import Plan, PlanError
-from megatron_pulse.profile.profile import TRANSFORMER_ENGINE, Profile, ProfileError, Source
+from megatron_pulse.profile.profile import Profile, ProfileError, Source
 
 
 def require_own_layers(args: argparse.Namespace, profile: Profile, given: str) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.profile.profile import LOCAL
+from megatron_pulse.backbone.context import LOCAL, LayerContext
 
 
 class _SingleRank:

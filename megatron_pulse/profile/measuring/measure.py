@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
-from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.context import LOCAL, LayerContext
 from megatron_pulse.faults import told
 from megatron_pulse.profile.measuring.building import (
     meta_context,
@@ -42,7 +42,7 @@ from megatron_pulse.profile.measuring.sizes import (
     sharded_time,
 )
 from megatron_pulse.profile.parameters import count_parameters
-from megatron_pulse.profile.profile import LOCAL, LayerTimes, Profile, ProfileError, Source
+from megatron_pulse.profile.profile import LayerTimes, Profile, ProfileError, Source
 from megatron_pulse.profile.shapes import over_shapes
 
 _DEFAULT_PATIENCE = Patience()
