@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume import Wanted, describe
 from megatron_pulse.integration.checkpoint.start import finished, folders_read, lock_for_job
 from megatron_pulse.integration.checkpoint.verify import require_whole
+from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.checks import check_world, refusing
 from megatron_pulse.integration.loop.ending import (
     end,
@@ -25,6 +27,7 @@ from megatron_pulse.integration.loop.ending import (
     parser_speaks_once,
     pass_over_full_disks,
     stop_at_once,
+    watch_over,
 )
 from megatron_pulse.integration.loop.log import quiet
 from megatron_pulse.integration.preparing import (
@@ -54,10 +57,11 @@ def main() -> None:
         with parser_speaks_once(job):
             line, options, given = read_command_line()
         args = line.args
+        job.watch = watch_over(job, args, options)
         with suppress(CheckpointError):  # refused below, with all else that is wrong
             found = newest(args.save)
         if options.auto:
-            lock = _connect(args, job, found)
+            lock = _connect(args, options, job, found)
             given, options = tune_here(line, options)
         plan, data, start = prepare(line, options, given)
         if said := finished(start, args):
@@ -65,7 +69,7 @@ def main() -> None:
                 print(said, flush=True)
             raise SystemExit(0)
         if not options.auto:
-            lock = _connect(args, job, found)
+            lock = _connect(args, options, job, found)
         check_world(args, plan.digest())
         if start is not None:
             with refusing(CheckpointError, where=f"{start.given}: "):
@@ -102,13 +106,18 @@ def leave_connections(tensor_parallel: int) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if tensor_parallel > 1 else "32")
 
 
-def _connect(args: argparse.Namespace, job: Job, found: str | None) -> FolderLock | None:
+def _connect(
+    args: argparse.Namespace, options: PulseOptions, job: Job, found: str | None
+) -> FolderLock | None:
     """Join the job's process group before Megatron does, so that flags can be compared first.
 
     From then on ``--save`` is held against other runs; ``found`` is what was seen in it.
     """
     leave_connections(args.tensor_model_parallel_size)
     backend = args.distributed_backend
+    # What process groups bound is bounded by the watch before, which says who stands still.
+    minutes = math.ceil(options.backstop_s / 60)
+    args.distributed_timeout_minutes = max(args.distributed_timeout_minutes, minutes)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     device_id = None
     if torch.cuda.is_available():
@@ -117,7 +126,7 @@ def _connect(args: argparse.Namespace, job: Job, found: str | None) -> FolderLoc
         device_id = torch.device("cuda", local_rank)
     dist.init_process_group(
         backend,
-        store=job.assemble(timeout.total_seconds()),
+        store=job.assemble(options.timeout_s),
         rank=job.rank,
         world_size=job.world_size,
         timeout=timeout,

@@ -72,7 +72,7 @@ def train(
         encoders = data.encoders
     if isinstance(data, DiffusionData) and (share := options.self_conditioning) is not None:
         own = SelfConditioning(share, args.seed, lambda: args.curr_iteration, data.estimate)
-    schedule = PulseSchedule(plan, data.loss, board, options.timeout_s, encoders, tracing, own)
+    schedule = PulseSchedule(plan, data.loss, board, options.backstop_s, encoders, tracing, own)
     whole = load_recorded(plan.backbone.record)
     idle = plan.idle_share(num_microbatches(args))
     work = describe_work(args, whole, compute_dtype(args), idle)

@@ -41,6 +41,8 @@ from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.parameters.weight_gradients import Later
 from megatron_pulse.runtime.settings import Batch, RunSettings
+from megatron_pulse.runtime.watch.place import HERE
+from megatron_pulse.runtime.watch.words import of_operation
 
 
 @dataclass
@@ -140,11 +142,14 @@ class Executor:
                     for stage, make_context in self._no_sync.items():
                         self._syncing[stage].enter_context(make_context())
                 self._play(recorder)
+                HERE.event = "waiting until all messages of the step have ended"
                 self._exchange.drain()
             self._exchange.require_empty()
         except BaseException as error:
             self._give_up(error)
             raise
+        finally:
+            HERE.event = None
         return [loss for losses in self._losses.values() for loss in losses]
 
     @property
@@ -154,6 +159,8 @@ class Executor:
 
     def _play(self, recorder: Recorder | None) -> None:
         for event in self._program:
+            HERE.event = event
+            HERE.moves += 1
             if recorder is not None:
                 recorder.begin(event)
             match event:
@@ -199,7 +206,7 @@ class Executor:
         self._copied.clear()
         if isinstance(error, PulseError):
             return
-        where = "between operations" if self._current is None else _describe(self._current)
+        where = "between operations" if self._current is None else of_operation(self._current)
         layer = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
         error.add_note(f"pipeline device {self._device}, {where}")
         if self._board is not None:
@@ -366,12 +373,6 @@ def _loss(value: object) -> Tensor:
     if value.numel() != 1:
         raise ValueError(f"the loss must be one number, has the shape {tuple(value.shape)}")
     return value
-
-
-def _describe(op: Operation) -> str:
-    if op.kind is Kind.FILLER:
-        return f"in {op} (filler {op.stage}, slice {op.microbatch})"
-    return f"in {op} (stage {op.stage}, microbatch {op.microbatch})"
 
 
 def _require_carrier(program: Sequence[Event], carrier: Carrier | None) -> None:

@@ -7,8 +7,14 @@ is its consequence.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
+
+from megatron_pulse.runtime.watch.bounded import within
+
+ANSWER_S = 3.0
+"""How long the store may take to answer; its host may be stopped, or gone."""
 
 _KEY = "megatron_pulse/first_failure"
 
@@ -23,13 +29,12 @@ class FailureBoard:
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store = store
         self._rank = rank
+        self._is_there = True
 
     def report(self, text: str) -> str:
         """Record ``text`` unless another rank was first; returns the first failure."""
-        try:
-            return str(self._store.compare_set(_KEY, "", f"rank {self._rank}: {text}").decode())
-        except (RuntimeError, dist.DistStoreError):
-            return f"rank {self._rank}: {text}"  # the store died with the rank that hosted it
+        mine = f"rank {self._rank}: {text}"
+        return self._asked(lambda: self._store.compare_set(_KEY, "", mine).decode(), mine)
 
     def is_first(self, text: str) -> tuple[bool, str]:
         """Whether this rank failed first, after reporting ``text``; and the first failure."""
@@ -40,14 +45,22 @@ class FailureBoard:
         """The first failure of the job, waiting up to ``wait_s`` seconds for one."""
         deadline = time.monotonic() + wait_s
         while True:
-            try:
-                if self._store.check([_KEY]):
-                    return str(self._store.get(_KEY).decode())
-            except (RuntimeError, dist.DistStoreError):
+            if self._asked(lambda: self._store.check([_KEY]), False):
+                return self._asked(lambda: str(self._store.get(_KEY).decode()), None)
+            if not self._is_there:
                 return None
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.05)
+
+    def _asked[T](self, call: Callable[[], T], otherwise: T) -> T:
+        """What the store says; ``otherwise``, and from then on at once, where it does not answer:
+        it has died, or stands still, with the rank that hosts it."""
+        if not self._is_there:
+            return otherwise
+        answer = within(ANSWER_S, lambda: (call(),))
+        self._is_there = answer is not None
+        return otherwise if answer is None else answer[0]
 
 
 def default_board() -> FailureBoard:

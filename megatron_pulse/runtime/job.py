@@ -12,7 +12,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_pulse.processes import port_is_taken
-from megatron_pulse.runtime.failures import FailureBoard, PulseError
+from megatron_pulse.runtime.failures import ANSWER_S, FailureBoard, PulseError
+from megatron_pulse.runtime.watch.bounded import within
+from megatron_pulse.runtime.watch.watchdog import Watchdog
 
 _HERE, _LEFT, _PORT, _SAID = (f"megatron_pulse/{key}" for key in ("here", "left", "port", "said"))
 STORE_ERRORS = (RuntimeError, ValueError, OSError)
@@ -32,6 +34,8 @@ class Job:
         self._meeting: dist.Store | None = None
         self._store: dist.Store | None = None
         self._unmet = ""
+        self.watch: Watchdog | None = None
+        """Sees to it that this rank does not stand still, once its flags are read."""
 
     @property
     def has_launcher(self) -> bool:
@@ -69,6 +73,7 @@ class Job:
                 f"{os.environ.get('MASTER_PORT')} within {limit_s:g} s{self._unmet}"
             )
         deadline = time.monotonic() + limit_s
+        self._meeting.set(f"{_HERE}/{self.rank}", "")
         num_here = self._meeting.add(_HERE, 1)
         while num_here < self.world_size:
             if failure := board.first_failure():
@@ -76,11 +81,23 @@ class Job:
             if time.monotonic() > deadline:
                 raise PulseError(
                     f"only {num_here} of {self.world_size} ranks came within {limit_s:g} s"
+                    f" (--pulse-timeout-s); missing: {self._missing()}"
                 )
             time.sleep(0.02)
             num_here = self._meeting.add(_HERE, 0)
         self._store = self._own_store(self._meeting, limit_s)
+        if self.watch is not None:
+            master = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+            self.watch.meet(self._store, self.world_size, master)
         return self._store
+
+    def _missing(self) -> str:
+        """The ranks that have not come, in words."""
+        assert self._meeting is not None
+        store = self._meeting
+        ranks = [r for r in range(self.world_size) if not store.check([f"{_HERE}/{r}"])]
+        more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+        return ", ".join(map(str, ranks[:16])) + more
 
     def _own_store(self, meeting: dist.Store, limit_s: float) -> dist.Store:
         if self.world_size == 1 or not _is_the_agents():
@@ -100,11 +117,8 @@ class Job:
     def _claims(self, text: str) -> bool:
         if self.board() is None or self._meeting is None:
             return True
-        try:
-            key = f"{_SAID}/{hashlib.sha256(text.encode()).hexdigest()}"
-            return int(self._meeting.add(key, 1)) == 1
-        except STORE_ERRORS:
-            return True
+        meeting, key = self._meeting, f"{_SAID}/{hashlib.sha256(text.encode()).hexdigest()}"
+        return within(ANSWER_S, lambda: int(meeting.add(key, 1)) == 1, True)
 
     def part(self, limit_s: float) -> None:
         """Say goodbye; the host of the store waits until all have, at most that long."""
@@ -112,13 +126,11 @@ class Job:
         if store is None:
             return
         deadline = time.monotonic() + limit_s
-        try:
-            num_left = store.add(_LEFT, 1)
-            while self.rank == 0 and num_left < self.world_size and time.monotonic() < deadline:
-                time.sleep(0.02)
-                num_left = store.add(_LEFT, 0)
-        except STORE_ERRORS:
-            pass  # the host could not wait for us
+        # Where the host could not wait for us, it does not answer.
+        num_left = within(ANSWER_S, lambda: store.add(_LEFT, 1), self.world_size)
+        while self.rank == 0 and num_left < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_left = within(ANSWER_S, lambda: store.add(_LEFT, 0), self.world_size)
 
 
 def _is_the_agents() -> bool:

@@ -22,6 +22,7 @@ from megatron_pulse.integration.checkpoint.resume import has_averages_of
 from megatron_pulse.integration.checkpoint.start import Start, steps_left
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.watch.place import HERE
 
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What a parameter group knows of the schedules of learning rate and weight decay."""
@@ -40,7 +41,7 @@ def wrap_load_checkpoint(
         model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         if optimizer is None:  # --skip-train
-            with _unreadable(start):
+            with _unreadable(start), HERE.during("loading", patient=True):
                 return load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
         given = [
             {name: value for name, value in group.items() if name not in _STATE}
@@ -51,7 +52,11 @@ def wrap_load_checkpoint(
         if averages_begin:
             for stage in stages:
                 stage.ema = None
-        with _groups_of_any_rate(), _unreadable(start):
+        with (
+            _groups_of_any_rate(),
+            _unreadable(start),
+            HERE.during("loading", patient=True),
+        ):
             result = load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
         if averages_begin:
             for stage in stages:

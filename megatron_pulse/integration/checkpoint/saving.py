@@ -20,6 +20,7 @@ from megatron_pulse.full_disk import why_full
 from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
 from megatron_pulse.integration.checkpoint.integrity import METADATA, FileHash, hash_written, sealed
 from megatron_pulse.runtime.failures import PulseError
+from megatron_pulse.runtime.watch.place import HERE
 
 
 @functools.cache
@@ -60,7 +61,8 @@ def wrap_save(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save_checkpoint)
     def save(iteration: int, *args: Any, **kwargs: Any) -> Any:
         try:
-            return save_checkpoint(iteration, *args, **kwargs)
+            with HERE.during(f"saving step {iteration}", patient=True):
+                return save_checkpoint(iteration, *args, **kwargs)
         except (Exception, CheckpointException) as error:  # which is no Exception
             folder = Path(get_args().save)
             # Megatron's writers drop what the system said.

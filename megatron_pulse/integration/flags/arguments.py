@@ -205,8 +205,9 @@ class PulseOptions:
         within=ABOVE_ZERO,
     )
     timeout_s: float = flag(
-        "longest wait for a message of another device before the run stops with a message that "
-        "names it (default 600)",
+        "longest time for which nothing may move (messages, Megatron's collectives, saving, "
+        "loading, the start) before the run stops and says which rank stands still, and where each "
+        "other is; longer than the longest operation (default 600)",
         600.0,
         metavar="SECONDS",
         within=ABOVE_ZERO,
@@ -297,6 +298,11 @@ class PulseOptions:
     def make_placement(self, num_devices: int) -> Placement:
         """The placement on ``num_devices`` pipeline devices."""
         return make_placement(self.placement, num_devices, self.num_chunks)
+
+    @property
+    def backstop_s(self) -> float:
+        """What waits are bounded by apart from ``timeout_s``, before which the watch says more."""
+        return 2 * self.timeout_s + 10
 
 
 def pulse_flags(mark: Mark) -> list[str]:

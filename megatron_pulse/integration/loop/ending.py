@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import re
 import signal
 import sys
@@ -19,19 +20,38 @@ import torch.distributed as dist
 
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.full_disk import why_full
+from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.checks import FlagError
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.job import Job, leave_word
 from megatron_pulse.runtime.stopping import STOP, end_process, order
+from megatron_pulse.runtime.watch.watchdog import Watchdog
 
 FAILURES = "failures"
 """Under ``--save``: the tracebacks of a failed run, one file for each rank that met something."""
+_LOST = re.compile(r"onnection (reset|closed) by peer|Broken pipe|closed the connection")
+"""What is said where another rank is gone."""
 LAST_RANK_S = 10.0
 """How long rank 0, which hosts the others' store, waits for them to leave."""
 
 
+_SEEN_S = 1.0
+"""How long a rank that has lost another stays, so that others see that it is not the lost one."""
+
+
 class UsageError(SystemExit):
     """What was given is no flag, or no value of one; the process ends with status 2."""
+
+
+def watch_over(job: Job, args: argparse.Namespace, options: PulseOptions) -> Watchdog | None:
+    """A thread that sees to it that this rank does not stand still for ``--pulse-timeout-s``; None
+    where that is no time."""
+    if not 0 < options.timeout_s < math.inf:
+        return None
+    stacks = None if args.save is None else Path(args.save) / FAILURES / f"stacks{job.rank}.txt"
+    watch = Watchdog(job.rank, options.timeout_s, stacks, leave_word)
+    watch.start()
+    return watch
 
 
 def end(job: Job) -> None:
@@ -115,6 +135,8 @@ def _fail(error: BaseException, job: Job, args: argparse.Namespace | None) -> No
     """Only the first rank that fails prints why: what others meet is its consequence."""
     written = [getattr(args, name, None) for name in ("save", "tensorboard_dir", "pulse_trace")]
     in_short, is_clear = _in_short(error, written)
+    if is_lost := _LOST.search(str(error)) is not None and job.watch is not None:
+        in_short = "; ".join([*job.watch.missing(), in_short])
     save = written[0]
     is_first, first = True, f"rank {job.rank}: {in_short}"
     if (board := job.board()) is not None:
@@ -127,6 +149,8 @@ def _fail(error: BaseException, job: Job, args: argparse.Namespace | None) -> No
             said.append(f"tracebacks of all ranks: {save}/{FAILURES}\n")
         print("".join(said), end="", file=sys.stderr, flush=True)
     leave_word(first, is_first)
+    if is_lost:
+        time.sleep(_SEEN_S)
     job.part(1.0)
     end_process(1)
 
@@ -138,7 +162,7 @@ def _in_short(error: BaseException, written: Sequence[str | None]) -> tuple[str,
         return text, True
     if (reason := why_full(error, written)) is not None:
         return reason, True
-    if re.search(r"onnection (reset|closed) by peer|Broken pipe", text):
+    if _LOST.search(text):
         return f"another rank was gone, killed or failed ({text.partition('. ')[0]})", True
     return f"{type(error).__name__}: {text}", False
 

@@ -30,6 +30,7 @@ from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.pipeline import replicate
 from megatron_pulse.runtime.self_conditioning import Predictions, joined
 from megatron_pulse.runtime.settings import Batch, LossFunction, RunSettings
+from megatron_pulse.runtime.watch.place import HERE
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,9 @@ class PulseSchedule:
                 if plan.routes.replicated:
                     self._replicas = self._replicate(stages, device)
             if self._encoding is None and self._encoders is not None:
-                encoders, where = self._encoders(device), self._settings_or_fail().device
+                with HERE.during("loading encoders", patient=True):
+                    encoders = self._encoders(device)
+                where = self._settings_or_fail().device
                 self._encoding = Encoding(encoders.components, where, device, self._links)
                 self._encoded = EncodedBatches(encoders, self._encoding)
             if predicts and self._predictions is None:

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.megatron.model import unwrap
+from megatron_pulse.runtime.watch.place import HERE
 
 
 def wrap_train_step(
@@ -25,7 +26,8 @@ def wrap_train_step(
         forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         nonlocal bar
-        result = train_step(forward_step_func, data_iterator, model, *rest, **kwargs)
+        with HERE.during(f"step {args.curr_iteration + 1}"):
+            result = train_step(forward_step_func, data_iterator, model, *rest, **kwargs)
         losses, skipped = result[0], result[1]
         done = args.curr_iteration + 1
         if options.ema_decay and not skipped:

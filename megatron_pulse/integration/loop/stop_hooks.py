@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron_pulse.runtime.stopping import STOP, order
+from megatron_pulse.runtime.watch.place import HERE
 
 
 class EvaluationCut(Exception):
@@ -77,7 +78,8 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         reruns = get_rerun_state_machine()
         mode = reruns.get_mode()
         try:
-            evaluate(prefix, *rest, **kwargs)
+            with HERE.during("evaluating"):
+                evaluate(prefix, *rest, **kwargs)
         except EvaluationCut:
             reruns.set_mode(mode)
             _say(f"told to stop: no evaluation at {prefix}")

@@ -31,6 +31,7 @@ from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.runtime.measure.leaving import leaving_weights
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
+from megatron_pulse.runtime.watch.place import HERE
 from model_specs import load_recorded
 
 FILLING_S = 4.0
@@ -115,10 +116,10 @@ def _tune(
     of = profile, cluster, args.global_batch_size
     own = options.self_conditioning or 0.0
     evaluator = Evaluator(*of, divided, backbone.num_heads, own)
+    seconds = options.solver_seconds
     try:
-        found = tune(
-            evaluator, _choices(line), finish_s=options.solver_seconds, solver=options.solver
-        )
+        with HERE.during("tuning", patient=True, grants_s=seconds):
+            found = tune(evaluator, _choices(line), finish_s=seconds, solver=options.solver)
     except UntunableError as error:
         raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
     best = found.outcomes[0]

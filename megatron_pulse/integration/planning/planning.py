@@ -50,6 +50,7 @@ from megatron_pulse.profile.trained import (
     shown_patterns,
     trained_as,
 )
+from megatron_pulse.runtime.watch.place import HERE
 from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
 
@@ -119,7 +120,9 @@ def share_schedules(plan: Plan, args: argparse.Namespace, options: PulseOptions)
         return plan
 
     def find() -> list[Any]:
-        solved, found = find_schedules(plan, counts, options.solver_seconds, options.solver)
+        seconds = options.solver_seconds
+        with HERE.during("looking for a schedule", patient=True, grants_s=seconds):
+            solved, found = find_schedules(plan, counts, seconds, options.solver)
         for certificate in found:
             print(f"schedule: {certificate}", flush=True)
         return [to_json(schedule) for schedule in solved.schedules]

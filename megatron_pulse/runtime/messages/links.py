@@ -24,6 +24,8 @@ from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.step.communication import CommunicationPlan
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.channels import OPENERS, Channel, Work
+from megatron_pulse.runtime.watch.place import HERE
+from megatron_pulse.runtime.watch.words import of_message
 
 _LOOK_S = 1.0
 """How often a host that waits asks the job's store whether another rank has failed."""
@@ -94,6 +96,10 @@ class Links:
                 f"pipeline devices {', '.join(map(str, others))} order a step's messages otherwise "
                 "than device 0: give all the same plan, profile and version"
             )
+        HERE.device, HERE.ranks = (
+            self._group.rank(),
+            tuple(dist.get_process_group_ranks(self._group)),
+        )
         opener, device = OPENERS[dist.get_backend(self._group)], self._group.rank()
         for pair in plan.channels:
             if device in pair and pair not in self._channels:
@@ -261,18 +267,6 @@ class Links:
 
     def _ends(self, doing: str, message: Message) -> tuple[str, str]:
         """A transfer in words, and its peer."""
-        sending = message.source == self._group.rank()
-        peer = message.destination if sending else message.source
-        peer_rank = dist.get_global_rank(self._group, peer)
-        ends = f"{'to' if sending else 'from'} pipeline device {peer} (rank {peer_rank})"
-        op = message.producer if sending else message.consumer
-        verb = "sending" if sending else "receiving"
-        doing = f"{doing} {verb}".strip()
-        if message.payload.is_carried:
-            return f"{doing} {message} {ends}", f"rank {peer_rank}"
-        where = (
-            f"{doing} {message.payload.value} {message.name} "
-            f"({message.producer} to {message.consumer}; operation {op}, stage {op.stage}, "
-            f"microbatch {op.microbatch}) {ends}"
-        )
-        return where, f"rank {peer_rank}"
+        device, ranks = self._group.rank(), dist.get_process_group_ranks(self._group)
+        peer = message.destination if message.source == device else message.source
+        return of_message(doing, message, device, ranks), f"rank {ranks[peer]}"

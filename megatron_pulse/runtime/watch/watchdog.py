@@ -1,0 +1,211 @@
+"""A thread that sees to it that nothing stands still for longer than a limit.
+
+It looks at the main thread once in a while. One that has not moved for the limit asks all ranks
+where they are; if none moves, or some do not answer, the job has failed: it says who keeps whom
+waiting, and all ranks end. It waits for no store, no disk and no peer longer than seconds::
+
+    main thread     F0:0 | wait for rank 1 .........................................
+    watchdog                  . . . . . . limit: "where are you?" to all    "end" to all
+    rank 1           (stopped)                     no answer in 3 s
+    rank 2          wait for rank 0 ..............: "waiting for ..."       ends too
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron_pulse.runtime.stopping import STOP, end_process
+from megatron_pulse.runtime.watch.asking import Address, Answer, Listener, NoAnswer, ask, own_host
+from megatron_pulse.runtime.watch.bounded import start_and_leave, within
+from megatron_pulse.runtime.watch.place import HERE, Place
+from megatron_pulse.runtime.watch.verdict import Said, Verdict, judge, moving_for
+
+ANSWER_S = 3.0
+"""How long a rank may take to answer."""
+_TAKES_S = 2.0
+"""How long a disk or a terminal may take to get what is said at the end."""
+_PATIENCE = 10.0
+"""Limits for which a rank that computes, in a patient phase, need not be seen to move."""
+_COMPUTES = 0.02
+"""Part of the time that a process computes that does."""
+_SECRET, _ADDRESS = "megatron_pulse/watch/secret", "megatron_pulse/watch"
+
+
+class Watchdog:
+    """Watches the main thread of this rank; ``limit_s`` is how long it may stand still.
+
+    ``stacks`` is the file that gets the stacks of all threads (None: none is written), ``word`` is
+    called with the failure and whether this rank found it, when the process ends. ``meet`` tells it
+    of the other ranks; until then it knows only its own.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        limit_s: float,
+        stacks: Path | None = None,
+        word: Callable[[str, bool], None] = lambda text, is_first: None,
+        place: Place = HERE,
+    ) -> None:
+        self._rank = rank
+        self._limit_s = limit_s
+        self._stacks = stacks
+        self._word = word
+        self._place = place
+        self._tick_s = min(1.0, limit_s / 20)
+        # Where all stand still, the lowest rank asks first.
+        self._asks_after_s = limit_s + min(0.25 * rank, 2.0)
+        self._quiet_s = self._computed_s = 0.0
+        self._listener: Listener | None = None
+        self._secret = ""
+        self._others: dict[int, Address] = {}
+        self._processes = {rank: _this_process()}
+        self._asked_by_lower = -limit_s
+        self._stopped = threading.Event()
+        self._ending = threading.Lock()
+
+    def start(self) -> None:
+        """Watch from now on."""
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def meet(self, store: dist.Store, world_size: int, master: Address) -> None:
+        """Get to know the other ranks through ``store``; all ranks call it."""
+        if world_size == 1:
+            return
+        if self._rank == 0:
+            store.set(_SECRET, secrets.token_hex(16))
+        self._secret = store.get(_SECRET).decode()
+        self._listener = Listener(self._secret, self._answer)
+        mine = f"{own_host(*master)} {self._listener.port} {_this_process()}"
+        store.set(f"{_ADDRESS}/{self._rank}", mine)
+        others = [rank for rank in range(world_size) if rank != self._rank]
+        for rank, told in zip(
+            others, store.multi_get([f"{_ADDRESS}/{rank}" for rank in others]), strict=True
+        ):
+            host, port, process = told.decode().split(" ", 2)
+            self._others[rank] = host or master[0], int(port)
+            self._processes[rank] = process
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._stopped.set()
+
+    def missing(self) -> list[str]:
+        """The other ranks whose processes have ended, or that do not answer, in words."""
+        said = ask(self._others, self._secret, {"ask": self._rank}, ANSWER_S)
+        return [
+            f"rank {rank} ({self._processes[rank]}): {one.value}"
+            for rank, one in said.items()
+            if isinstance(one, NoAnswer)
+        ]
+
+    def _watch(self) -> None:
+        signature, looked, asks_at_s = self._place.signature(), time.monotonic(), self._asks_after_s
+        while not self._stopped.wait(self._tick_s):
+            # A process that was stopped, or a node that slept, has not stood still meanwhile.
+            now = time.monotonic()
+            passed_s, looked = min(now - looked, 2 * self._tick_s), now
+            computes = self._computes(passed_s)
+            if signature != (signature := self._place.signature()):
+                self._quiet_s, asks_at_s = 0.0, self._asks_after_s
+            elif computes:
+                self._quiet_s += passed_s / _PATIENCE
+            else:
+                self._quiet_s += passed_s
+            if self._still_s >= asks_at_s:
+                asks_at_s = self._still_s + self._inquire()
+
+    @property
+    def _still_s(self) -> float:
+        """For how long the main thread has not moved where it should have."""
+        return max(0.0, self._quiet_s - self._place.phase.grants_s)
+
+    def _computes(self, passed_s: float) -> bool:
+        """Whether this process computes, in a phase where that is enough."""
+        before, self._computed_s = self._computed_s, time.process_time() - time.thread_time()
+        used_s = self._computed_s - before
+        return self._place.phase.is_patient and used_s > _COMPUTES * passed_s
+
+    def _inquire(self) -> float:
+        """Ask all; ends the job, or says for how many seconds more nothing needs to be done."""
+        if time.monotonic() - self._asked_by_lower < 3 * ANSWER_S:
+            return 2 * ANSWER_S  # a lower rank asks already
+        asked = ask(self._others, self._secret, {"ask": self._rank}, ANSWER_S)
+        said = {self._rank: self._said()} | {
+            rank: one if isinstance(one, NoAnswer) else _said(one) for rank, one in asked.items()
+        }
+        said = dict(sorted(said.items()))
+        if (left_s := moving_for(said, self._limit_s)) is not None:
+            return min(max(left_s, 1.0), self._limit_s)
+        self._end_all(judge(said, self._processes, self._limit_s))
+        return self._limit_s
+
+    def _end_all(self, verdict: Verdict) -> None:
+        if not self._ending.acquire(blocking=False):
+            return
+        lines = [
+            *verdict.places,
+            f"rank {self._rank} stops; first failure in this job: {verdict.reason}",
+        ]
+        if self._stacks is not None:
+            lines.append(f"stacks of all ranks: {self._stacks.parent}")
+        if not STOP.is_leaving:
+            within(_TAKES_S, lambda: print("\n".join(lines), file=sys.stderr, flush=True))
+        question = {"end": verdict.reason, "from": self._rank}
+        start_and_leave(lambda: ask(self._others, self._secret, question, ANSWER_S))
+        self._leave(verdict.reason, is_first=True)
+
+    def _leave(self, reason: str, is_first: bool) -> None:
+        within(_TAKES_S, lambda: self._keep_stacks(reason))
+        within(_TAKES_S, lambda: self._word(reason, is_first))
+        status = 0 if STOP.is_leaving else 1
+        start_and_leave(lambda: _exit_later(status))  # a terminal may not take what is left
+        end_process(status)
+
+    def _keep_stacks(self, reason: str) -> None:
+        if self._stacks is None:
+            return
+        self._stacks.parent.mkdir(parents=True, exist_ok=True)
+        with self._stacks.open("w") as file:
+            print(f"{reason}\nthis rank: {self._place.look().words}\n", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _said(self) -> Said:
+        sight = self._place.look()
+        return Said(sight.words, self._still_s, sight.waits)
+
+    def _answer(self, question: Answer) -> Answer:
+        if "end" in question:
+            if self._ending.acquire(blocking=False):
+                start_and_leave(lambda: self._leave(str(question["end"]), is_first=False))
+            return {}
+        if question.get("ask", self._rank) < self._rank and self._still_s >= self._limit_s / 2:
+            self._asked_by_lower = time.monotonic()
+        said = within(ANSWER_S / 2, self._said, Said(self._place.phase.name, self._still_s, True))
+        return {"words": said.words, "quiet_s": said.quiet_s, "waits": said.waits}
+
+
+def _said(answer: Answer) -> Said:
+    return Said(
+        str(answer.get("words", "")), float(answer.get("quiet_s", 0.0)), bool(answer.get("waits"))
+    )
+
+
+def _exit_later(status: int) -> NoReturn:
+    time.sleep(_TAKES_S)
+    os._exit(status)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
