@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import random
 import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -123,6 +125,29 @@ def test_a_rank_killed_after_a_save(tmp_path: Path) -> None:
         assert said.count("pulse run: rank 1 was ended by SIGKILL") == 1
         assert "Traceback" not in said
         assert saved(tmp_path) >= 3
+
+
+def test_a_stopped_rank_is_named_though_it_hosts_the_store(tmp_path: Path) -> None:
+    """No launcher, two replicas: the other rank waits in a collective of Megatron's, and the store
+    in which ranks say what failed stands still as well."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    command = [sys.executable, *TRAINING, *pipeline(1)]
+    command += ["--save", tmp_path, "--pulse-timeout-s", "8"]
+    with (
+        session(command, **job, RANK="0", LOCAL_RANK="0") as host,
+        session(command, **job, RANK="1", LOCAL_RANK="1") as other,
+    ):
+        other.wait_for("iteration        4/")
+        os.kill(host.process.pid, signal.SIGSTOP)
+        assert other.ended() == 1
+        pid = host.process.pid
+    said = other.said()
+    assert "nothing has moved for 8 s (--pulse-timeout-s); rank 0 (process " in said
+    assert f"(process {pid} on {platform.node()}): no answer" in said
+    assert re.search(r"rank 1: step \d+, in Megatron's \S+ ", said) and "Traceback" not in said
+    assert "this rank: step " in (tmp_path / "failures" / "stacks1.txt").read_text()
 
 
 FORKS = """

@@ -135,8 +135,10 @@ def _fail(error: BaseException, job: Job, args: argparse.Namespace | None) -> No
     """Only the first rank that fails prints why: what others meet is its consequence."""
     written = [getattr(args, name, None) for name in ("save", "tensorboard_dir", "pulse_trace")]
     in_short, is_clear = _in_short(error, written)
-    if is_lost := _LOST.search(str(error)) is not None and job.watch is not None:
-        in_short = "; ".join([*job.watch.missing(), in_short])
+    missing: dict[int, str] = {}
+    if job.watch is not None and _LOST.search(str(error)):
+        missing = job.watch.missing()
+        in_short = "; ".join([*missing.values(), in_short])
     save = written[0]
     is_first, first = True, f"rank {job.rank}: {in_short}"
     if (board := job.board()) is not None:
@@ -149,9 +151,10 @@ def _fail(error: BaseException, job: Job, args: argparse.Namespace | None) -> No
             said.append(f"tracebacks of all ranks: {save}/{FAILURES}\n")
         print("".join(said), end="", file=sys.stderr, flush=True)
     leave_word(first, is_first)
-    if is_lost:
+    if missing:
         time.sleep(_SEEN_S)
-    job.part(1.0)
+    if 0 not in missing:  # else the store went with it
+        job.part(1.0)
     end_process(1)
 
 

@@ -114,7 +114,7 @@ def _listen() -> socket.socket:
 
 
 def _line(content: Answer) -> bytes:
-    return json.dumps(content).encode()[: _MOST_BYTES - 1] + b"\n"
+    return json.dumps(content).encode() + b"\n"
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:

@@ -39,6 +39,8 @@ _PATIENCE = 10.0
 """Limits for which a rank that computes, in a patient phase, need not be seen to move."""
 _COMPUTES = 0.02
 """Part of the time that a process computes that does."""
+_MOST_WORDS = 2000
+"""Characters in which a rank says where it is."""
 _SECRET, _ADDRESS = "megatron_pulse/watch/secret", "megatron_pulse/watch"
 
 
@@ -101,14 +103,14 @@ class Watchdog:
         """Watch no more."""
         self._stopped.set()
 
-    def missing(self) -> list[str]:
+    def missing(self) -> dict[int, str]:
         """The other ranks whose processes have ended, or that do not answer, in words."""
         said = ask(self._others, self._secret, {"ask": self._rank}, ANSWER_S)
-        return [
-            f"rank {rank} ({self._processes[rank]}): {one.value}"
+        return {
+            rank: f"rank {rank} ({self._processes[rank]}): {one.value}"
             for rank, one in said.items()
             if isinstance(one, NoAnswer)
-        ]
+        }
 
     def _watch(self) -> None:
         signature, looked, asks_at_s = self._place.signature(), time.monotonic(), self._asks_after_s
@@ -183,7 +185,7 @@ class Watchdog:
 
     def _said(self) -> Said:
         sight = self._place.look()
-        return Said(sight.words, self._still_s, sight.waits)
+        return Said(sight.words[:_MOST_WORDS], self._still_s, sight.waits)
 
     def _answer(self, question: Answer) -> Answer:
         if "end" in question:

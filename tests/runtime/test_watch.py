@@ -1,0 +1,207 @@
+"""The watchdog: what it takes for standing still, whom it asks, and whom it blames."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.layout.routes import Payload
+from megatron_pulse.planner.schedule.message import Message
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.step.program import Run, Wait
+from megatron_pulse.runtime.watch.asking import Listener, NoAnswer, ask
+from megatron_pulse.runtime.watch.bounded import within
+from megatron_pulse.runtime.watch.place import Place, Sight
+from megatron_pulse.runtime.watch.verdict import Said, judge, moving_for
+
+LIMIT_S = 20.0
+PROCESSES = {rank: f"process {100 + rank} on node{rank // 2}" for rank in range(8)}
+WAITS = Said("step 3, receiving boundary 0", 20.0, True)
+WORKS = Said("step 3, in F1:2 (stage 1, microbatch 2)", 21.0, False)
+GONE, SILENT = NoAnswer.GONE, NoAnswer.SILENT
+
+
+@pytest.mark.parametrize(
+    "said, blamed, spared",
+    [
+        ({0: WAITS, 1: SILENT, 2: WAITS}, ["rank 1 (process 101 on node0): no answer"], ["rank 0"]),
+        ({0: WAITS, 1: WORKS, 2: GONE}, ["rank 2 (process 102 on node1): ended"], ["rank 1:"]),
+        ({0: WAITS, 1: WORKS}, ["rank 1: step 3, in F1:2 (stage 1, microbatch 2), for 21 s"], []),
+        ({0: WAITS, 1: WAITS}, ["all ranks wait for each other"], ["rank"]),
+        ({0: GONE, 1: WAITS, 2: SILENT}, ["rank 0 (", "rank 2 ("], ["rank 1"]),
+    ],
+)  # fmt: skip
+def test_who_keeps_the_others_waiting(
+    said: dict[int, Said | NoAnswer], blamed: list[str], spared: list[str]
+) -> None:
+    verdict = judge(said, PROCESSES, LIMIT_S)
+    blame = verdict.reason.partition("; ")[2]
+    assert all(text in blame for text in blamed)
+    assert not any(text in blame.replace("all ranks wait", "all wait") for text in spared)
+    for rank, one in said.items():
+        assert isinstance(one, NoAnswer) or any(
+            str(rank) in line.partition(":")[0] and one.words in line for line in verdict.places
+        )
+
+
+@given(st.lists(st.floats(0, 40), min_size=1, max_size=8))
+def test_nobody_is_judged_while_somebody_moves(quiet: list[float]) -> None:
+    said: dict[int, Said | NoAnswer] = {
+        rank: Said("", quiet_s, True) for rank, quiet_s in enumerate(quiet)
+    }
+    left_s = moving_for(said, LIMIT_S)
+    assert (left_s is None) == all(quiet_s >= 0.9 * LIMIT_S for quiet_s in quiet)
+    assert left_s is None or left_s == LIMIT_S - min(quiet)
+    assert moving_for({**said, 99: SILENT}, LIMIT_S) is None
+
+
+def test_thousands_of_ranks_take_a_few_lines() -> None:
+    said: dict[int, Said | NoAnswer] = {rank: WAITS for rank in range(4096)}
+    said[77] = SILENT
+    verdict = judge(said, {}, LIMIT_S)
+    assert verdict.places == (
+        "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4087 more: step 3, receiving boundary 0, for 20 s",
+    )
+
+
+def test_ranks_answer_those_who_know_the_secret() -> None:
+    def echo(question: object) -> dict[str, object]:
+        return {"asked": question}
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as deaf,
+        socket.create_server(("127.0.0.1", 0)) as s,
+    ):
+        listener, closed = Listener("secret", echo), s.getsockname()[1]
+        s.close()
+        at = {
+            rank: ("127.0.0.1", port)
+            for rank, port in enumerate((listener.port, closed, deaf.getsockname()[1]))
+        }
+        began = time.monotonic()
+        said = ask(at, "secret", {"ask": 3}, 0.5)
+        assert said == {0: {"asked": {"ask": 3}}, 1: GONE, 2: SILENT}
+        assert time.monotonic() - began < 5
+        assert ask({0: at[0]}, "Secret", {"ask": 3}, 0.5) == {0: SILENT}
+        for garbage in (b"", b"\n", b"[1]\n", b"\xff\n", b"x" * 100_000, b'{"secret": 1}\n'):
+            with socket.create_connection(at[0], 5) as stranger:
+                stranger.settimeout(5)
+                try:
+                    stranger.sendall(garbage)
+                    stranger.shutdown(socket.SHUT_WR)
+                    assert stranger.recv(1) == b""
+                except ConnectionError:  # it has heard enough
+                    pass
+        assert ask({0: at[0]}, "secret", {}, 0.5) == {0: {"asked": {}}}
+        listener.close()
+
+
+def test_what_blocks_is_left_behind() -> None:
+    never = threading.Event()
+    began = time.monotonic()
+    assert within(0.1, never.wait, "nothing") == "nothing"
+    assert time.monotonic() - began < 5
+    assert within(5, lambda: 7, 0) == 7 and within(5, lambda: 1 // 0, 0) == 0
+
+
+def seen_while(main: Callable[[], object], place: Place) -> list[tuple[int, Sight]]:
+    """What another thread sees, twice, of the main thread in ``main``."""
+    found: list[tuple[int, Sight]] = []
+
+    def look() -> None:
+        for _ in range(2):
+            time.sleep(0.1)
+            found.append((place.signature(), place.look()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    main()
+    thread.join()
+    return found
+
+
+def test_where_the_main_thread_is() -> None:
+    place = Place()
+    (first, sight), (second, _) = seen_while(lambda: time.sleep(0.5), place)
+    assert first == second and not sight.waits
+    assert sight.words.startswith("starting, at ") and "time.sleep(0.5)" in sight.words
+    with place.during("saving step 7", patient=True):
+        waiting: queue.Queue[int] = queue.Queue()
+        threading.Timer(0.5, waiting.put, [1]).start()
+        (third, sight), _ = seen_while(waiting.get, place)
+        assert third != first and sight.words.startswith("saving step 7, at ")
+        place.device, place.ranks = 1, (4, 6)
+        message = Message(
+            Operation(Kind.FORWARD, 0, 2),
+            Operation(Kind.FORWARD, 1, 2),
+            Payload.BOUNDARY,
+            "0",
+            0,
+            1,
+        )
+        place.event = Wait(message)
+        assert place.look().words == (
+            "saving step 7, receiving boundary 0 (F0:2 to F1:2; operation F1:2, stage 1, "
+            "microbatch 2) from pipeline device 0 (rank 4)"
+        )
+        place.event = Run(Operation(Kind.BACKWARD, 3, 1))
+        assert place.look().words == "saving step 7, in B3:1 (stage 3, microbatch 1)"
+    assert place.phase.name == "starting"
+
+
+WATCHED = """
+import sys, time
+from pathlib import Path
+from megatron_pulse.runtime.watch.place import HERE
+from megatron_pulse.runtime.watch.watchdog import Watchdog
+folder = Path(sys.argv[1])
+def word(text, is_first):
+    (folder / "word").write_text(f"{is_first} {text}")
+Watchdog(0, 1.0, folder / "failures" / "stacks0.txt", word).start()
+began = time.monotonic()
+while time.monotonic() < began + 2:  # it computes, while nothing else is to be done
+    pass
+for _ in range(8):
+    time.sleep(0.25)
+    HERE.moves += 1
+with HERE.during("solving", grants_s=60):
+    time.sleep(2)
+print("stands still", flush=True)
+with HERE.during("step 4"):
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_stands_still_is_ended_and_says_where(tmp_path: Path) -> None:
+    began = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WATCHED, str(tmp_path)],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert run.returncode == 1 and run.stdout == "stands still\n" and time.monotonic() < began + 55
+    reason = "nothing has moved for 1 s (--pulse-timeout-s); rank 0: step 4, at "
+    assert reason in run.stderr and "Traceback" not in run.stderr
+    assert (tmp_path / "word").read_text().startswith(f"True {reason}")
+    stacks = (tmp_path / "failures" / "stacks0.txt").read_text()
+    assert "this rank: step 4" in stacks and 'File "<string>"' in stacks
+
+
+def test_what_is_said_is_a_line_of_json() -> None:
+    """However long a place is: it may not cut the line in two."""
+    listener = Listener("s", lambda question: {"words": "x" * 30_000})
+    answer = ask({0: ("127.0.0.1", listener.port)}, "s", {}, 5)[0]
+    assert not isinstance(answer, NoAnswer) and json.dumps(answer) == json.dumps(
+        {"words": "x" * 30_000}
+    )
+    listener.close()
