@@ -66,11 +66,15 @@ class Job:
 
         Raises PulseError if one of them fails before, or if they are not there in time.
         """
+        master = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+        where = f"{master[0]}:{master[1]}, where {'torchrun' if _is_the_agents() else 'rank 0'}"
+        if self.watch is not None and self.world_size > 1:
+            self.watch.expect(f"{where} is to listen")
         board = self.board(limit_s)
         if board is None or self._meeting is None:
             raise PulseError(
-                f"rank {self.rank} does not reach the others at {os.environ.get('MASTER_ADDR')}:"
-                f"{os.environ.get('MASTER_PORT')} within {limit_s:g} s{self._unmet}"
+                f"rank {self.rank} does not reach the others at {where} is to listen, within "
+                f"{limit_s:g} s{self._unmet}"
             )
         deadline = time.monotonic() + limit_s
         self._meeting.set(f"{_HERE}/{self.rank}", "")
@@ -87,7 +91,6 @@ class Job:
             num_here = self._meeting.add(_HERE, 0)
         self._store = self._own_store(self._meeting, limit_s)
         if self.watch is not None:
-            master = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
             self.watch.meet(self._store, self.world_size, master)
         return self._store
 

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -70,7 +71,7 @@ class Watchdog:
         self._asks_after_s = limit_s + min(0.25 * rank, 2.0)
         self._quiet_s = self._computed_s = 0.0
         self._listener: Listener | None = None
-        self._secret = ""
+        self._secret = self._unmet = ""
         self._others: dict[int, Address] = {}
         self._processes = {rank: _this_process()}
         self._asked_by_lower = -limit_s
@@ -80,6 +81,10 @@ class Watchdog:
     def start(self) -> None:
         """Watch from now on."""
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def expect(self, where: str) -> None:
+        """Others are to be met ``where``: what is said if that never happens."""
+        self._unmet = where
 
     def meet(self, store: dist.Store, world_size: int, master: Address) -> None:
         """Get to know the other ranks through ``store``; all ranks call it."""
@@ -150,7 +155,11 @@ class Watchdog:
         said = dict(sorted(said.items()))
         if (left_s := moving_for(said, self._limit_s)) is not None:
             return min(max(left_s, 1.0), self._limit_s)
-        self._end_all(judge(said, self._processes, self._limit_s))
+        verdict = judge(said, self._processes, self._limit_s)
+        if self._unmet and not self._others:
+            alone = f"rank {self._rank} has not met the others: {self._unmet}"
+            verdict = replace(verdict, reason=verdict.reason.partition("; ")[0] + f"; {alone}")
+        self._end_all(verdict)
         return self._limit_s
 
     def _end_all(self, verdict: Verdict) -> None:
@@ -165,7 +174,7 @@ class Watchdog:
         if not STOP.is_leaving:
             within(_TAKES_S, lambda: print("\n".join(lines), file=sys.stderr, flush=True))
         question = {"end": verdict.reason, "from": self._rank}
-        start_and_leave(lambda: ask(self._others, self._secret, question, ANSWER_S))
+        within(_TAKES_S, lambda: ask(self._others, self._secret, question, ANSWER_S))
         self._leave(verdict.reason, is_first=True)
 
     def _leave(self, reason: str, is_first: bool) -> None:

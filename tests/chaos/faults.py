@@ -1,0 +1,144 @@
+"""What happens to runs, from outside (signals, links, files) and from inside (code, disks, clocks).
+
+What a fault does inside a rank is an instance of a ``Sabotage``: it is sent there before the run
+begins. What it does from outside is a function that is called at a random moment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.network import INTERFACE, Node
+
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "told to end": signal.SIGTERM}
+"""Faults that are a signal."""
+LINKS = ("link cut", "link slow")
+INSIDE = ("raises", "never ends", "never joins", "no room", "slow disk", "clock steps")
+FILES = ("bits flipped", "file cut")
+"""Faults that a checkpoint suffers after the run was killed."""
+KINDS = (*SIGNALS, *INSIDE, *FILES, *LINKS)
+
+ENDS_WELL = {"slow disk", "clock steps", "link slow"}
+"""After which a run ends as if nothing had been."""
+NAMES_NOBODY = {"told to end", "no room", *FILES}
+"""Of which no rank is to be named."""
+WORDS = "the chaos test raised this"
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """What happens inside ``rank`` of a run: ``kind``, at the ``count``-th chance.
+
+    ``nodes`` are the nodes that ranks run on where links are disturbed.
+    """
+
+    kind: str
+    rank: int
+    count: int
+    folder: str
+    nodes: tuple[Node, ...] = ()
+
+    def __call__(self, rank: int) -> None:
+        if self.nodes:
+            self.nodes[rank].enter()
+            os.environ["MASTER_ADDR"] = self.nodes[0].address
+        if rank != self.rank:
+            return
+        match self.kind:
+            case "raises":
+                self._before_operation(self._raise)
+            case "never ends":
+                self._before_operation(lambda: time.sleep(3600))
+            case "never joins":
+                self._before_step(lambda: time.sleep(3600))
+            case "no room":
+                self._before_step(self._fill)
+            case "slow disk":
+                self._slow_down()
+            case "clock steps":
+                self._before_step(self._step_clock)
+
+    def _raise(self) -> None:
+        raise RuntimeError(WORDS)
+
+    def _before_operation(self, act: Any) -> None:
+        from megatron_pulse.runtime.executor import Executor
+
+        self._before(Executor, "_run", act)
+
+    def _before_step(self, act: Any) -> None:
+        import megatron.training.training as training
+
+        self._before(training, "train_step", act, self.count % 4 + 1)
+
+    def _before(self, owner: Any, name: str, act: Any, count: int | None = None) -> None:
+        original, calls = getattr(owner, name), 0
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == (self.count if count is None else count):
+                act()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, wrapper)
+
+    def _fill(self) -> None:
+        """Leave room for less than a checkpoint on the small disk of the run's folder."""
+        left = (os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize) % (1 << 16)
+        with open(Path(self.folder) / "filler", "wb", buffering=0) as file:
+            try:
+                while file.write(bytes(1 << 20)):
+                    pass
+            except OSError:
+                pass
+            if self.count % 2:
+                file.truncate(max(0, file.tell() - left))
+
+    def _slow_down(self) -> None:
+        """Each flush of a file to disk takes up to half a second."""
+        rng, sync = random.Random(self.count), os.fsync
+
+        def fsync(file: Any) -> None:
+            time.sleep(rng.random() / 2)
+            sync(file)
+
+        os.fsync = fsync  # type: ignore[assignment]
+
+    def _step_clock(self) -> None:
+        """The wall's clock goes wrong by hours."""
+        step, clock = (1 - 2 * (self.count % 2)) * 3600.0 * (1 + self.count), time.time
+        time.time = lambda: clock() + step
+
+
+def disturb_link(kind: str, node: Node) -> None:
+    """Cut the link of ``node``, or leave it 2 Mbit/s and 20 ms."""
+    where = ["ip", "-n", node.name, "link", "set", INTERFACE, "down"]
+    if kind == "link slow":
+        where = ["tc", "-n", node.name, "qdisc", "replace", "dev", INTERFACE, "root", "netem"]
+        where += ["delay", "20ms", "rate", "2mbit"]
+    subprocess.run(where, check=True, capture_output=True, timeout=30)
+
+
+def damage(rng: random.Random, kind: str, folder: Path) -> str:
+    """Damage a file of the newest checkpoint in ``folder``; which, and how ("" if there is none)."""
+    steps = sorted(path for path in folder.glob("iter_*") if path.is_dir())
+    if not steps:
+        return ""
+    files = sorted(path for path in steps[-1].iterdir() if path.stat().st_size)
+    file = rng.choice(files)
+    content = bytearray(file.read_bytes())
+    at = rng.randrange(len(content))
+    if kind == "file cut":
+        file.write_bytes(content[:at])
+    else:
+        content[at] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
+    return f"{steps[-1].name}/{file.name} at byte {at:,} of {len(content):,}"
