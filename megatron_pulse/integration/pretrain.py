@@ -7,18 +7,16 @@ import math
 import os
 import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest
+from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest_named
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume import Wanted, describe
-from megatron_pulse.integration.checkpoint.start import finished, folders_read, lock_for_job
-from megatron_pulse.integration.checkpoint.verify import require_whole
+from megatron_pulse.integration.checkpoint.start import enter, finished, lock_for_job, whole_start
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.checks import check_world, refusing
 from megatron_pulse.integration.loop.ending import (
@@ -58,8 +56,7 @@ def main() -> None:
             line, options, given = read_command_line()
         args = line.args
         job.watch = watch_over(job, args, options)
-        with suppress(CheckpointError):  # refused below, with all else that is wrong
-            found = newest(args.save)
+        found = newest_named(args.save)
         if options.auto:
             lock = _connect(args, options, job, found)
             given, options = tune_here(line, options)
@@ -73,8 +70,8 @@ def main() -> None:
         check_world(args, plan.digest())
         if start is not None:
             with refusing(CheckpointError, where=f"{start.given}: "):
-                for folder in folders_read(start, args):
-                    require_whole(folder)
+                start = whole_start(start, args, holds=lock is not None)
+            enter(args, start)
         if start is not None and args.rank == 0:
             print(describe(start, Wanted(args, options, args.pulse_record)), flush=True)
         elif args.rank == 0 and (weights := describe_weights(options.backbone or "")):

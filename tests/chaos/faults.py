@@ -119,16 +119,16 @@ class Sabotage:
 
 
 def disturb_link(kind: str, node: Node) -> None:
-    """Cut the link of ``node``, or leave it 2 Mbit/s and 20 ms."""
+    """Cut the link of ``node``, or leave it 2 Mbit/s."""
     where = ["ip", "-n", node.name, "link", "set", INTERFACE, "down"]
     if kind == "link slow":
-        where = ["tc", "-n", node.name, "qdisc", "replace", "dev", INTERFACE, "root", "netem"]
-        where += ["delay", "20ms", "rate", "2mbit"]
+        where = ["tc", "-n", node.name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf"]
+        where += ["rate", "2mbit", "burst", "20kb", "limit", "64mb"]
     subprocess.run(where, check=True, capture_output=True, timeout=30)
 
 
 def damage(rng: random.Random, kind: str, folder: Path) -> str:
-    """Damage a file of the newest checkpoint in ``folder``; which, and how ("" if there is none)."""
+    """Damage a file of the newest checkpoint in ``folder``; which, and how ("": there is none)."""
     steps = sorted(path for path in folder.glob("iter_*") if path.is_dir())
     if not steps:
         return ""

@@ -19,6 +19,7 @@ from megatron_pulse.faults import told
 from megatron_pulse.integration.checkpoint.folders import (
     RELEASE,
     CheckpointError,
+    DamagedError,
     checkpoint_folder,
 )
 from megatron_pulse.integration.checkpoint.process import saved_process
@@ -122,15 +123,15 @@ class SavedRun:
 def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
     """What the latest checkpoint (or that of ``iteration``) below ``load`` is.
 
-    Raises CheckpointError if there is none, it is not complete or damaged as far as this reads it
-    (``require_whole`` reads all), or another program wrote it.
+    Raises CheckpointError if there is none, or another program wrote it, DamagedError if it is not
+    complete or damaged as far as this reads it (``require_whole`` reads all).
     """
     folder = checkpoint_folder(load, iteration)
     require_readable(folder)
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        raise CheckpointError(f"{folder} cannot be read: {last_line(error)}") from error
+        raise DamagedError(f"{folder} cannot be read: {last_line(error)}") from error
     args = common.get("args")
     if args is None or not hasattr(args, "pulse_record"):
         raise CheckpointError(f"{folder} was not written by megatron_pulse")
@@ -140,7 +141,7 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
             setattr(args, name, value)
     saved = SavedRun(folder, args)
     if not saved.released and common.get("iteration", saved.iteration) != saved.iteration:
-        raise CheckpointError(f"{folder} holds step {common['iteration']}: it was moved there")
+        raise DamagedError(f"{folder} holds step {common['iteration']}: it was moved there")
     return saved
 
 

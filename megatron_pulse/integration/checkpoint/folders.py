@@ -23,6 +23,14 @@ class CheckpointError(UserError):
     """A checkpoint that cannot be used; the message says why and what to do."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was saved; ``reason`` says in a line what of it is not."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        super().__init__(text)
+        self.reason = reason or text
+
+
 def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
     """The folder of the latest checkpoint (or of ``iteration``) below ``load``."""
     load = Path(load)
@@ -43,7 +51,8 @@ def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
         )
     folder = load / (RELEASE if latest == RELEASE else step_folder(int(latest)))
     if not (folder / METADATA).exists():
-        raise CheckpointError(f"{folder} is not a complete torch_dist checkpoint{others}")
+        reason = f"{folder} is not a complete torch_dist checkpoint"
+        raise DamagedError(reason + others, reason)
     return folder
 
 
@@ -55,17 +64,25 @@ def step_folder(iteration: int) -> str:
 def newest(load: str | Path | None) -> str | None:
     """What ``load`` names as its latest checkpoint, ``release`` or an iteration, if anything.
 
-    Raises CheckpointError if the file that names it says something else.
+    Raises DamagedError if the file that names it says something else.
     """
     if load is None or not os.path.lexists(path := Path(load) / LATEST):
         return None
     try:
         latest = read_text(path, FileKind.LATEST).strip()
     except FileError as error:
-        raise CheckpointError(str(error)) from error
+        raise DamagedError(str(error)) from error
     if latest != RELEASE and not _ITERATION.fullmatch(latest):
-        raise CheckpointError(f"{path} does not name an iteration: {ascii(latest[:40])}")
+        raise DamagedError(f"{path} does not name an iteration: {ascii(latest[:40])}")
     return latest
+
+
+def newest_named(load: str | Path | None) -> str | None:
+    """``newest``; None also where the file that names it is damaged."""
+    try:
+        return newest(load)
+    except DamagedError:
+        return None
 
 
 def is_published(folder: Path) -> bool:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, read_saved_run
+from megatron_pulse.integration.checkpoint.falling_back import (
+    Passed,
+    describe_passed,
+    newest_whole,
+    read_newest,
+    set_aside,
+)
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,
@@ -18,8 +26,10 @@ from megatron_pulse.integration.checkpoint.folders import (
     complete_checkpoints,
     is_published,
     newest,
+    newest_named,
 )
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
+from megatron_pulse.integration.checkpoint.verify import require_whole
 
 
 @dataclass(frozen=True)
@@ -29,13 +39,16 @@ class Start:
     ``given`` is what asked for it, such as ``--load runs/a``, for messages. A run that is
     ``continued`` goes on with its iteration, optimizer, schedule, random states and place in the
     data; else its weights and their averages alone are taken, and steps count from 0. ``named``
-    is false where --save alone found it, which continues nothing but the same run.
+    is false where --save alone found it, which continues nothing but the same run. One that is the
+    ``newest`` there, and not one that was asked for by number, ``passed`` over what is damaged.
     """
 
     saved: SavedRun
     given: str
     continued: bool
     named: bool = True
+    newest: bool = False
+    passed: tuple[Passed, ...] = ()
 
 
 def find_start(args: argparse.Namespace) -> Start | None:
@@ -86,7 +99,7 @@ def _named(args: argparse.Namespace) -> Start:
         raise CheckpointError(
             f"{error}; to begin a run there, and to continue it later, give --save alone"
         ) from error
-    if args.save is not None and newest(args.save) is not None:
+    if args.save is not None and _holds_a_run(Path(args.save)):
         if Path(args.load).resolve() != Path(args.save).resolve():
             raise CheckpointError(
                 f"--save {args.save} holds a run already, which --load {args.load} would begin "
@@ -103,22 +116,43 @@ def _start(
     flag: str, folder: str, iteration: int | None, continued: bool, named: bool = True
 ) -> Start:
     """What ``flag`` asks for; published weights have nothing but themselves to continue."""
+    by_itself = continued and iteration is None
+    passed: tuple[Passed, ...] = ()
     try:
-        saved = read_saved_run(folder, iteration)
+        if by_itself:
+            saved, passed = read_newest(folder)
+        else:
+            saved = read_saved_run(folder, iteration)
     except CheckpointError as error:
         raise CheckpointError(f"{flag}: {error}") from error
-    return Start(saved, f"{flag} {folder}", continued and not saved.released, named)
+    continued = continued and not saved.released
+    return Start(saved, f"{flag} {folder}", continued, named, by_itself and continued, passed)
+
+
+def whole_start(start: Start, args: argparse.Namespace, holds: bool) -> Start:
+    """``start`` with every byte verified, or an older step of its run (collective).
+
+    What is damaged is said, and set aside where this process ``holds`` --save. Raises
+    CheckpointError where nothing is whole, or a damaged one was asked for.
+    """
+    folder, *others = folders_read(start, args)
+    if start.newest and not others:
+        saved, passed = newest_whole(start.saved)
+        start = replace(start, saved=saved, passed=(*start.passed, *passed))
+    else:
+        for one in (folder, *others):
+            require_whole(one)
+    if start.passed and args.rank == 0:
+        print("\n".join(describe_passed(start.passed, start.saved)), flush=True)
+        if holds:
+            set_aside(start.passed, start.saved, args)
+    return start
 
 
 def _holds_a_run(save: Path) -> bool:
-    """Whether there is a checkpoint; raises CheckpointError where only its tracker is lost."""
-    if newest(save) is not None:
+    """Whether there is a checkpoint, though the file that names the newest may be lost."""
+    if os.path.lexists(save / LATEST) or complete_checkpoints(save):
         return True
-    if complete := complete_checkpoints(save):
-        raise CheckpointError(
-            f"--save {save} holds checkpoints ({', '.join(map(str, complete))}) but no {LATEST}: "
-            "write the one to go on from into that file, or name another folder"
-        )
     if is_published(save):
         raise CheckpointError(
             f"--save {save} holds published weights and no run: name another --save; 'pulse "
@@ -201,8 +235,8 @@ def steps_left(args: argparse.Namespace, num_samples: int) -> int:
 def lock_for_job(save: str | None, found: str | None) -> FolderLock | None:
     """Let rank 0 hold ``save`` for the whole job (collective); None where there is nothing to hold.
 
-    ``found`` is what this rank saw of the folder before, its ``newest``. Raises FolderInUse on
-    every rank if another run writes there, wrote there meanwhile, or ranks saw different folders.
+    ``found`` is what this rank saw of the folder before, its ``newest_named``. Raises FolderInUse
+    on every rank if another run writes there, has just written, or ranks saw different folders.
     """
     if save is None:
         return None
@@ -210,7 +244,7 @@ def lock_for_job(save: str | None, found: str | None) -> FolderLock | None:
     if rank == 0:
         try:
             lock = FolderLock(Path(save))
-            if (now := newest(save)) != found:
+            if (now := newest_named(save)) != found:
                 fault = f"another run has just saved {now} in {save}: start this one again"
         except FolderInUse as error:
             fault = str(error)

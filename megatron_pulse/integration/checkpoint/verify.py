@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_pulse.faults import Faults, told
 from megatron_pulse.integration.checkpoint.folders import (
-    CheckpointError,
+    DamagedError,
     complete_checkpoints,
     step_folder,
 )
@@ -32,7 +32,7 @@ _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
 
 
 def require_readable(folder: Path) -> None:
-    """Raise CheckpointError unless sizes are as saved, and so is what holds the run's flags.
+    """Raise DamagedError unless sizes are as saved, and so is what holds the run's flags.
 
     That reads little, so every rank does it alone, before the ranks have met.
     """
@@ -47,30 +47,53 @@ def require_readable(folder: Path) -> None:
             None,
         )
         remedy = "" if sound is None else f"step {sound} there has its sizes: {_use(sound)}"
-        raise CheckpointError(told(f"{folder} is damaged", faults, remedy))
+        raise damaged(folder, faults, remedy)
+
+
+def damaged(folder: Path, faults: Sequence[str], remedy: str = "") -> DamagedError:
+    """What to raise of a checkpoint with these faults."""
+    more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
+    text = told(f"{folder} is damaged", faults, remedy)
+    return DamagedError(text, f"{folder} is damaged ({faults[0]}{more})")
 
 
 def require_whole(folder: Path) -> None:
-    """Raise CheckpointError unless every file is as it was saved.
+    """Raise DamagedError unless every file is as it was saved.
 
     Collective where ranks have met: each reads its share of the bytes, and all raise alike. The
     message names the damaged files and the newest other step that is whole. One that was saved
     without hashes is accepted, and rank 0 says so.
     """
-    if not (faults := _shared_faults(folder)):
-        if _rank() == 0 and read_hashes(folder) is None:
-            print(
-                f"warning: {folder} was saved without hashes of its files, so whether they are "
-                "damaged cannot be verified",
-                flush=True,
-            )
+    if not (faults := find_damage(folder)):
         return
-    steps = _gathered(_other_steps(folder))[0]
-    whole = next((step for step in steps if _is_whole(_sibling(folder, step))), None)
+    whole = next(whole_steps(folder), None)
     remedy = "no other step there is whole"
     if whole is not None:
         remedy = f"step {whole} there is whole: {_use(whole)}"
-    raise CheckpointError(told(f"{folder} is damaged", faults, remedy))
+    raise damaged(folder, faults, remedy)
+
+
+def find_damage(folder: Path) -> list[str]:
+    """What is not as it was saved, found by all ranks together, each its share (collective).
+
+    Of one that was saved without hashes nothing is, and rank 0 says so.
+    """
+    faults = _shared_faults(folder)
+    if not faults and _rank() == 0 and read_hashes(folder) is None:
+        print(
+            f"warning: {folder} was saved without hashes of its files, so whether they are "
+            "damaged cannot be verified",
+            flush=True,
+        )
+    return faults
+
+
+def whole_steps(folder: Path, below: int | None = None) -> Iterator[int]:
+    """Other steps beside ``folder`` that are known to be whole, newest first; those ``below`` one
+    (collective, each step of the iteration)."""
+    for step in gathered(_other_steps(folder))[0]:
+        if (below is None or step < below) and _is_whole(_sibling(folder, step)):
+            yield step
 
 
 def _use(step: int) -> str:
@@ -116,12 +139,12 @@ def _shared_faults(folder: Path) -> list[str]:
             faults = list(find_hash_faults(folder, hashes, share))
     except Faults as error:
         faults = error.faults
-    return list(dict.fromkeys(fault for part in _gathered(faults) for fault in part))
+    return list(dict.fromkeys(fault for part in gathered(faults) for fault in part))
 
 
 def _is_whole(folder: Path) -> bool:
     """Whether it is known that nothing is damaged (collective)."""
-    return not any(_gathered(bool(_size_faults(folder)))) and not _shared_faults(folder)
+    return not any(gathered(bool(_size_faults(folder)))) and not _shared_faults(folder)
 
 
 def _other_steps(folder: Path) -> list[int]:
@@ -134,7 +157,7 @@ def _sibling(folder: Path, step: int) -> Path:
     return folder.parent / step_folder(step)
 
 
-def _gathered[T](value: T) -> list[T]:
+def gathered[T](value: T) -> list[T]:
     """What each rank has, in rank order (collective)."""
     values = [value] * _world_size()
     if dist.is_initialized():

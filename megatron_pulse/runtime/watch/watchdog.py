@@ -38,8 +38,9 @@ _TAKES_S = 2.0
 """How long a disk or a terminal may take to get what is said at the end."""
 _PATIENCE = 10.0
 """Limits for which a rank that computes, in a patient phase, need not be seen to move."""
-_COMPUTES = 0.02
-"""Part of the time that a process computes that does."""
+_COMPUTES, _WRITES = 0.5, 1e5
+"""Part of the time, and bytes a second read and written, of a process that works. Where it waits,
+gloo's threads still look for messages a hundred times a second."""
 _MOST_WORDS = 2000
 """Characters in which a rank says where it is."""
 _SECRET, _ADDRESS = "megatron_pulse/watch/secret", "megatron_pulse/watch"
@@ -70,6 +71,7 @@ class Watchdog:
         # Where all stand still, the lowest rank asks first.
         self._asks_after_s = limit_s + min(0.25 * rank, 2.0)
         self._quiet_s = self._computed_s = 0.0
+        self._moved = 0
         self._listener: Listener | None = None
         self._secret = self._unmet = ""
         self._others: dict[int, Address] = {}
@@ -123,10 +125,10 @@ class Watchdog:
             # A process that was stopped, or a node that slept, has not stood still meanwhile.
             now = time.monotonic()
             passed_s, looked = min(now - looked, 2 * self._tick_s), now
-            computes = self._computes(passed_s)
+            works = self._works(passed_s)
             if signature != (signature := self._place.signature()):
                 self._quiet_s, asks_at_s = 0.0, self._asks_after_s
-            elif computes:
+            elif works:
                 self._quiet_s += passed_s / _PATIENCE
             else:
                 self._quiet_s += passed_s
@@ -138,11 +140,16 @@ class Watchdog:
         """For how long the main thread has not moved where it should have."""
         return max(0.0, self._quiet_s - self._place.phase.grants_s)
 
-    def _computes(self, passed_s: float) -> bool:
-        """Whether this process computes, in a phase where that is enough."""
-        before, self._computed_s = self._computed_s, time.process_time() - time.thread_time()
-        used_s = self._computed_s - before
-        return self._place.phase.is_patient and used_s > _COMPUTES * passed_s
+    def _works(self, passed_s: float) -> bool:
+        """Whether this process computes, reads or writes, in a phase where that is enough."""
+        if not self._place.phase.is_patient:
+            return False
+        before_s, self._computed_s = self._computed_s, time.process_time() - time.thread_time()
+        before, self._moved = self._moved, _moved_bytes()
+        return (
+            self._computed_s - before_s > _COMPUTES * passed_s
+            or self._moved - before > _WRITES * passed_s
+        )
 
     def _inquire(self) -> float:
         """Ask all; ends the job, or says for how many seconds more nothing needs to be done."""
@@ -211,6 +218,15 @@ def _said(answer: Answer) -> Said:
     return Said(
         str(answer.get("words", "")), float(answer.get("quiet_s", 0.0)), bool(answer.get("waits"))
     )
+
+
+def _moved_bytes() -> int:
+    """What this process has read and written, where the kernel says it."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar")))
 
 
 def _exit_later(status: int) -> NoReturn:

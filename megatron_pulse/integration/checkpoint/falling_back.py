@@ -1,0 +1,126 @@
+"""Where the newest checkpoint of a run is damaged, the run goes on from the newest whole one.
+
+::
+
+    each rank alone    sizes, the index, the flags     -> read_newest: the newest that can be read
+    all ranks          every byte, each its share      -> whole_start: the newest that is whole
+    rank 0, with the   iter_0000060 -> iter_0000060.damaged, and the name of the newest is written
+    lock of --save     anew; nothing is deleted
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_pulse.files import replacing
+from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, read_saved_run
+from megatron_pulse.integration.checkpoint.folders import (
+    LATEST,
+    CheckpointError,
+    DamagedError,
+    complete_checkpoints,
+    newest,
+    step_folder,
+)
+from megatron_pulse.integration.checkpoint.verify import (
+    damaged,
+    find_damage,
+    gathered,
+    whole_steps,
+)
+
+DAMAGED = ".damaged"
+"""The end of the name of a folder that was set aside."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What was not gone on from: its ``reason``, its step (None: not known)."""
+
+    reason: str
+    step: int | None = None
+
+
+def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
+    """The newest run below ``load`` that can be read, and what was passed over for it.
+
+    Where the file that names the newest is lost or says nothing, it is the last step that was
+    written to its end. Raises CheckpointError, of the first that was tried, if none can be read.
+    """
+    load = Path(load)
+    named, passed, first = None, [], None
+    complete = complete_checkpoints(load)
+    try:
+        latest = newest(load)
+        if latest is None and complete:
+            raise DamagedError(f"{load} has no {LATEST}")
+        named = int(latest) if latest is not None and latest.isdigit() else None
+        return read_saved_run(load), ()
+    except DamagedError as error:
+        passed.append(Passed(error.reason, named))
+        first = error
+    for step in reversed(complete):
+        if named is not None and step >= named:
+            continue
+        try:
+            return read_saved_run(load, step), tuple(passed)
+        except DamagedError as error:
+            passed.append(Passed(error.reason, step))
+    raise first
+
+
+def newest_whole(saved: SavedRun) -> tuple[SavedRun, tuple[Passed, ...]]:
+    """``saved``, or the newest step before it of which every byte is as it was saved (collective).
+
+    Raises DamagedError if there is none, CheckpointError if ranks have read different ones.
+    """
+    chosen = gathered(str(saved.folder))
+    if len(set(chosen)) > 1:
+        raise CheckpointError(
+            f"ranks go on from different checkpoints ({', '.join(sorted(set(chosen)))}): the "
+            "folder must be on storage that all ranks see alike; start again"
+        )
+    if not (faults := find_damage(saved.folder)):
+        return saved, ()
+    for step in whole_steps(saved.folder, saved.iteration):
+        try:
+            older = read_saved_run(saved.folder.parent, step)
+        except CheckpointError:  # whole, and of another program
+            continue
+        if older.record == saved.record:
+            error = damaged(saved.folder, faults)
+            return older, (Passed(error.reason, saved.iteration),)
+    raise damaged(saved.folder, faults, "no other step there is whole")
+
+
+def describe_passed(passed: tuple[Passed, ...], saved: SavedRun) -> list[str]:
+    """Warnings: what was passed over, and which steps are lost."""
+    lines = [f"warning: {one.reason}" for one in passed]
+    lost = max((one.step for one in passed if one.step is not None), default=0)
+    again = f"; steps {saved.iteration + 1} to {lost} are lost and trained again" if lost else ""
+    return [
+        *lines,
+        f"warning: going on from step {saved.iteration}, the newest that is whole{again}",
+    ]
+
+
+def set_aside(passed: tuple[Passed, ...], saved: SavedRun, args: argparse.Namespace) -> None:
+    """Rename what was passed over in ``--save``, which this process holds, so that the next save
+    of that step finds no files; and name ``saved`` the newest."""
+    folder = saved.folder.parent
+    if args.save is None or Path(args.save).resolve() != folder.resolve():
+        return
+    for one in passed:
+        there = None if one.step is None else folder / step_folder(one.step)
+        if there is not None and there.is_dir():
+            aside, number = there.with_name(there.name + DAMAGED), 2
+            while os.path.lexists(aside):
+                aside = there.with_name(f"{there.name}{DAMAGED}.{number}")
+                number += 1
+            there.rename(aside)
+            print(f"set aside: {aside}", flush=True)
+    with replacing(folder / LATEST) as beside:
+        beside.write_text(str(saved.iteration))
