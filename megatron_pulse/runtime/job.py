@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_pulse.processes import port_is_taken
 from megatron_pulse.runtime.failures import ANSWER_S, FailureBoard, PulseError
-from megatron_pulse.runtime.watch.bounded import within
+from megatron_pulse.runtime.watch.bounded import backstop_s, within
 from megatron_pulse.runtime.watch.watchdog import Watchdog
 
 _HERE, _LEFT, _PORT, _SAID = (f"megatron_pulse/{key}" for key in ("here", "left", "port", "said"))
@@ -70,13 +70,16 @@ class Job:
         where = f"{master[0]}:{master[1]}, where {'torchrun' if _is_the_agents() else 'rank 0'}"
         if self.watch is not None and self.world_size > 1:
             self.watch.expect(f"{where} is to listen")
-        board = self.board(limit_s)
+        waits_s = limit_s if self.watch is None else backstop_s(limit_s)
+        board = self.board(waits_s)
         if board is None or self._meeting is None:
             raise PulseError(
                 f"rank {self.rank} does not reach the others at {where} is to listen, within "
                 f"{limit_s:g} s{self._unmet}"
             )
         deadline = time.monotonic() + limit_s
+        if self.watch is not None and self.world_size > 1:
+            self.watch.announce(self._meeting, master)
         self._meeting.set(f"{_HERE}/{self.rank}", "")
         num_here = self._meeting.add(_HERE, 1)
         while num_here < self.world_size:
@@ -89,9 +92,9 @@ class Job:
                 )
             time.sleep(0.02)
             num_here = self._meeting.add(_HERE, 0)
-        self._store = self._own_store(self._meeting, limit_s)
-        if self.watch is not None:
-            self.watch.meet(self._store, self.world_size, master)
+        if self.watch is not None and self.world_size > 1:
+            self.watch.meet(self._meeting, self.world_size, master)
+        self._store = self._own_store(self._meeting, waits_s)
         return self._store
 
     def _missing(self) -> str:

@@ -133,6 +133,8 @@ def damage(rng: random.Random, kind: str, folder: Path) -> str:
     if not steps:
         return ""
     files = sorted(path for path in steps[-1].iterdir() if path.stat().st_size)
+    if not files:
+        return ""
     file = rng.choice(files)
     content = bytearray(file.read_bytes())
     at = rng.randrange(len(content))

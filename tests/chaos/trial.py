@@ -151,7 +151,7 @@ def _disturb(trial: Trial, ranks: Ranks, nodes: tuple[Node, ...]) -> float:
         ranks.wait(lambda: "saving checkpoint at iteration" in ranks.said(), END_S)
         time.sleep(0.5 * trial.fraction)
     else:
-        step = max(trial.step, INTERVAL + 1) if trial.kind in FILES else trial.step
+        step = max(trial.step, 2 * INTERVAL + 1) if trial.kind in FILES else trial.step
         ranks.wait(lambda: f"iteration        {step}/" in ranks.said(), END_S)
         time.sleep(0.3 * trial.fraction)
     if trial.kind in LINKS:

@@ -63,16 +63,19 @@ def test_killed_in_mid_step_resumes_with_the_same_curve(tmp_path: Path) -> None:
     assert resumed.losses == uninterrupted.losses[2:]
     assert resumed.validation == uninterrupted.validation
     _damaged_is_refused_by_all_ranks(tmp_path, flags)
+    again = run(2, *flags, "--train-iters", "5")
+    assert again.losses[:2] == uninterrupted.losses[2:] and len(again.losses) == 3
+    assert (tmp_path / "iter_0000004.damaged").is_dir() and (tmp_path / "iter_0000004").is_dir()
 
 
 def _damaged_is_refused_by_all_ranks(folder: Path, flags: list[str]) -> None:
-    """One bit that only one rank reads; what is whole is named."""
+    """One bit that only one rank reads; what is whole is named where a step was asked for."""
     file = folder / "iter_0000004" / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(RanksFailed) as refused:
-        run(2, *flags, "--train-iters", "5")
+        run(2, *flags, "--train-iters", "5", "--load", str(folder), "--ckpt-step", "4")
     for text in (
         f"{file.parent} is damaged: __1_0.distcp: its content is not what was saved",
         "step 2 there is whole: name it (--ckpt-step 2 beside --load",

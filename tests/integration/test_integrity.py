@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pickle
@@ -15,12 +16,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_pulse.integration.checkpoint import integrity
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError
-from megatron_pulse.integration.checkpoint.integrity import METADATA
+from megatron_pulse.integration.checkpoint.integrity import hashes as integrity
+from megatron_pulse.integration.checkpoint.integrity.falling_back import (
+    describe_passed,
+    read_newest,
+    set_aside,
+)
+from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
+from megatron_pulse.integration.checkpoint.integrity.verify import require_readable, require_whole
 from megatron_pulse.integration.checkpoint.unpickling import patch_reading
-from megatron_pulse.integration.checkpoint.verify import require_readable, require_whole
 from tests.integration.test_bad_input import refuse
 
 STEP, OTHER = "iter_0000006", "iter_0000003"
@@ -114,9 +120,12 @@ def test_what_is_read_first_is_verified_first(copy: Path, monkeypatch: pytest.Mo
     (copy / STEP / "__0_0.distcp").write_bytes(
         (copy / STEP / "__0_0.distcp").read_bytes().replace(b"uvit-tiny", b"uvit-tinz")
     )
-    (fault,) = refuse(monkeypatch, 1, ["--seed", "5", "--load", str(copy)])
+    asked = ["--load", str(copy), "--ckpt-step", "6"]
+    (fault,) = refuse(monkeypatch, 1, ["--seed", "5", *asked])
     assert fault.startswith(f"--load: {copy / STEP} is damaged: __0_0.distcp: its content")
     assert "step 3 there has its sizes" in fault
+    saved, (passed,) = read_newest(copy)
+    assert saved.iteration == 3 and passed.step == 6 and "(__0_0.distcp: its" in passed.reason
     shutil.rmtree(copy / STEP)
     (copy / OTHER).rename(copy / STEP)
     with pytest.raises(CheckpointError, match="holds step 3: it was moved there"):
@@ -160,17 +169,40 @@ def directory(path: Path) -> None:
         (wide_digit, "does not name an iteration: '\\uff16'"),
     ],
 )
-@pytest.mark.parametrize("door", ["--load", "--save", "--pretrained-checkpoint"])
 def test_the_name_of_the_newest(
-    door: str,
-    damage: Callable[[Path], None],
-    reason: str,
-    copy: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[Path], None], reason: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where it is damaged, a run goes on from its last step, and writes it anew."""
     damage(copy / LATEST)
-    (fault,) = refuse(monkeypatch, 1, ["--seed", "5", door, str(copy)])
+    (fault,) = refuse(monkeypatch, 1, ["--seed", "5", "--pretrained-checkpoint", str(copy)])
     assert LATEST in fault and reason in fault and "\n" not in fault
+    saved, passed = read_newest(copy)
+    assert saved.iteration == 6 and LATEST in passed[0].reason and passed[0].step is None
+    set_aside(passed, saved, argparse.Namespace(save=str(copy)))
+    assert (copy / LATEST).read_text() == "6" and read_newest(copy)[1] == ()
+
+
+def test_every_step_that_can_be_read_counts(copy: Path, tmp_path: Path) -> None:
+    """The newest is half-written, its name lost, the next set aside; nothing is left in the end."""
+    args = argparse.Namespace(save=str(copy))
+    cut(copy / STEP / METADATA)
+    saved, passed = read_newest(copy)
+    assert saved.iteration == 3 and [one.step for one in passed] == [6]
+    words = describe_passed(passed, saved)
+    assert f"{copy / STEP} is damaged" in words[0] and "steps 4 to 6 are lost" in words[-1]
+    set_aside(passed, saved, argparse.Namespace(save=str(tmp_path / "another")))
+    assert (copy / STEP).is_dir()
+    for aside in (f"{STEP}.damaged", f"{STEP}.damaged.2"):
+        set_aside(passed, saved, args)
+        assert (copy / aside).is_dir() and not (copy / STEP).exists()
+        assert (copy / LATEST).read_text() == "3"
+        shutil.copytree(copy / aside, copy / STEP)
+    (copy / LATEST).unlink()
+    saved, passed = read_newest(copy)
+    assert saved.iteration == 3 and [one.step for one in passed] == [None, 6]
+    cut(copy / OTHER / METADATA)
+    with pytest.raises(CheckpointError, match=LATEST):
+        read_newest(copy)
 
 
 class Code:

@@ -196,7 +196,7 @@ def test_a_named_folder_holds_something(
     missing = refused(copy, "--ckpt-step", "5")
     assert "iter_0000005 is not a complete torch_dist checkpoint; complete are 3, 6" in missing
     (copy / "iter_0000006" / "metadata.json").unlink()
-    assert "iter_0000006 is not a complete" in refused(copy)
+    assert "iter_0000006 is not a complete" in refused(copy, "--ckpt-step", "6")
     (copy / "iter_0000003" / "common.pt").write_bytes(b"")
     assert "common.pt: it was not saved with the others" in refused(copy, "--ckpt-step", "3")
 
@@ -230,10 +230,6 @@ def test_contradictions(
     latest.write_text("release")
     (fault,) = refuse(monkeypatch, 1, [*SEED, "--save", there])
     assert "holds published weights and no run" in fault
-    (copy / "release").rename(copy / "iter_0000003")
-    latest.unlink()
-    (fault,) = refuse(monkeypatch, 1, [*SEED, "--save", there])
-    assert "holds checkpoints (3, 6) but no latest" in fault
     assert not Path(new).exists()
 
 

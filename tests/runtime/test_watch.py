@@ -83,7 +83,7 @@ def test_ranks_answer_those_who_know_the_secret() -> None:
         socket.create_server(("127.0.0.1", 0)) as deaf,
         socket.create_server(("127.0.0.1", 0)) as s,
     ):
-        listener, closed = Listener("secret", echo), s.getsockname()[1]
+        listener, closed = Listener(echo, "secret"), s.getsockname()[1]
         s.close()
         at = {
             rank: ("127.0.0.1", port)
@@ -199,7 +199,7 @@ def test_a_process_that_stands_still_is_ended_and_says_where(tmp_path: Path) -> 
 
 def test_what_is_said_is_a_line_of_json() -> None:
     """However long a place is: it may not cut the line in two."""
-    listener = Listener("s", lambda question: {"words": "x" * 30_000})
+    listener = Listener(lambda question: {"words": "x" * 30_000}, "s")
     answer = ask({0: ("127.0.0.1", listener.port)}, "s", {}, 5)[0]
     assert not isinstance(answer, NoAnswer) and json.dumps(answer) == json.dumps(
         {"words": "x" * 30_000}

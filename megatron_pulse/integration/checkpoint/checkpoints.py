@@ -22,8 +22,8 @@ from megatron_pulse.integration.checkpoint.folders import (
     DamagedError,
     checkpoint_folder,
 )
+from megatron_pulse.integration.checkpoint.integrity.verify import require_readable
 from megatron_pulse.integration.checkpoint.process import saved_process
-from megatron_pulse.integration.checkpoint.verify import require_readable
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from model_specs import DTYPE, compare_models, continue_model, in_dtype, is_cascade, part_record

@@ -11,7 +11,7 @@ from megatron_pulse.diffusion.published import find_component
 from megatron_pulse.faults import UserError
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_text
-from megatron_pulse.integration.checkpoint.integrity import METADATA
+from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
 
 LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

@@ -18,7 +18,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_pulse.files import replacing
 from megatron_pulse.full_disk import why_full
 from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
-from megatron_pulse.integration.checkpoint.integrity import METADATA, FileHash, hash_written, sealed
+from megatron_pulse.integration.checkpoint.integrity.hashes import (
+    METADATA,
+    FileHash,
+    hash_written,
+    sealed,
+)
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.watch.place import HERE
 

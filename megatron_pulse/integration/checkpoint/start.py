@@ -11,13 +11,6 @@ import torch.distributed as dist
 
 from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, read_saved_run
-from megatron_pulse.integration.checkpoint.falling_back import (
-    Passed,
-    describe_passed,
-    newest_whole,
-    read_newest,
-    set_aside,
-)
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,
@@ -28,8 +21,15 @@ from megatron_pulse.integration.checkpoint.folders import (
     newest,
     newest_named,
 )
+from megatron_pulse.integration.checkpoint.integrity.falling_back import (
+    Passed,
+    describe_passed,
+    newest_whole,
+    read_newest,
+    set_aside,
+)
+from megatron_pulse.integration.checkpoint.integrity.verify import require_whole
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
-from megatron_pulse.integration.checkpoint.verify import require_whole
 
 
 @dataclass(frozen=True)

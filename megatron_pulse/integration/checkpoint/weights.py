@@ -32,8 +32,8 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.files import replacing
 from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, load_weights
 from megatron_pulse.integration.checkpoint.folders import LATEST, RELEASE, CheckpointError
+from megatron_pulse.integration.checkpoint.integrity.verify import require_whole
 from megatron_pulse.integration.checkpoint.saving import patch_saving
-from megatron_pulse.integration.checkpoint.verify import require_whole
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.megatron.compat import patch_megatron
 from megatron_pulse.integration.megatron.sharded_state import like_parameters

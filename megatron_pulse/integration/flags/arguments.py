@@ -27,6 +27,7 @@ from megatron_pulse.planner.layout.embedders import Policy
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement, make_placement
 from megatron_pulse.planner.schedule.registry import SCHEDULES
 from megatron_pulse.profile.devices import PRESETS
+from megatron_pulse.runtime.watch.bounded import backstop_s
 
 PREFIX = "pulse-"
 ENCODE = ("auto", "store", "fill", "front")
@@ -302,7 +303,7 @@ class PulseOptions:
     @property
     def backstop_s(self) -> float:
         """What waits are bounded by apart from ``timeout_s``, before which the watch says more."""
-        return 2 * self.timeout_s + 10
+        return backstop_s(self.timeout_s)
 
 
 def pulse_flags(mark: Mark) -> list[str]:

@@ -29,7 +29,10 @@ from megatron_pulse.runtime.watch.watchdog import Watchdog
 
 FAILURES = "failures"
 """Under ``--save``: the tracebacks of a failed run, one file for each rank that met something."""
-_LOST = re.compile(r"onnection (reset|closed) by peer|Broken pipe|closed the connection")
+_LOST = re.compile(
+    r"onnection (reset|closed|refused)|Connection was likely closed|Broken pipe|"
+    r"closed the connection|wait timeout after|Timed out|timed out"
+)
 """What is said where another rank is gone."""
 LAST_RANK_S = 10.0
 """How long rank 0, which hosts the others' store, waits for them to leave."""

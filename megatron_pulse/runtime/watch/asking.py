@@ -31,10 +31,11 @@ Address = tuple[str, int]
 
 
 class Listener:
-    """Answers what other ranks ask, at ``port``, as ``answer(question)`` says."""
+    """Answers what other ranks ask, at ``port``, as ``answer(question)`` says; nobody before it has
+    the ``secret``."""
 
-    def __init__(self, secret: str, answer: Callable[[Answer], Answer]) -> None:
-        self._secret = secret
+    def __init__(self, answer: Callable[[Answer], Answer], secret: str = "") -> None:
+        self.secret = secret
         self._answer = answer
         self._socket = _listen()
         self.port: int = self._socket.getsockname()[1]
@@ -57,7 +58,8 @@ class Listener:
             with connection:
                 connection.settimeout(5.0)
                 question = _read(connection)
-                if hmac.compare_digest(str(question.pop("secret", "")), self._secret):
+                given = str(question.pop("secret", ""))
+                if self.secret and hmac.compare_digest(given.encode(), self.secret.encode()):
                     connection.sendall(_line(self._answer(question)))
         except (OSError, ValueError, AttributeError):
             pass  # who asked has gone, or is none of ours

@@ -34,3 +34,8 @@ def start_and_leave(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     return thread
+
+
+def backstop_s(limit_s: float) -> float:
+    """The limit of waits of which the watch, before, says more than they could."""
+    return 2 * limit_s + 10

@@ -88,16 +88,18 @@ class Watchdog:
         """Others are to be met ``where``: what is said if that never happens."""
         self._unmet = where
 
-    def meet(self, store: dist.Store, world_size: int, master: Address) -> None:
-        """Get to know the other ranks through ``store``; all ranks call it."""
-        if world_size == 1:
-            return
+    def announce(self, store: dist.Store, master: Address) -> None:
+        """Say in ``store`` where this rank answers; before it counts as one that has come."""
         if self._rank == 0:
             store.set(_SECRET, secrets.token_hex(16))
-        self._secret = store.get(_SECRET).decode()
-        self._listener = Listener(self._secret, self._answer)
+        self._listener = Listener(self._answer)
         mine = f"{own_host(*master)} {self._listener.port} {_this_process()}"
         store.set(f"{_ADDRESS}/{self._rank}", mine)
+
+    def meet(self, store: dist.Store, world_size: int, master: Address) -> None:
+        """Get to know the other ranks, all of which have announced themselves."""
+        assert self._listener is not None
+        self._secret = self._listener.secret = store.get(_SECRET).decode()
         others = [rank for rank in range(world_size) if rank != self._rank]
         for rank, told in zip(
             others, store.multi_get([f"{_ADDRESS}/{rank}" for rank in others]), strict=True

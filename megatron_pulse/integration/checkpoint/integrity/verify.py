@@ -15,7 +15,7 @@ from megatron_pulse.integration.checkpoint.folders import (
     complete_checkpoints,
     step_folder,
 )
-from megatron_pulse.integration.checkpoint.integrity import (
+from megatron_pulse.integration.checkpoint.integrity.hashes import (
     INDEX,
     Chunk,
     FileHash,

@@ -25,7 +25,7 @@ from megatron_pulse.integration.checkpoint.folders import (
     newest,
     step_folder,
 )
-from megatron_pulse.integration.checkpoint.verify import (
+from megatron_pulse.integration.checkpoint.integrity.verify import (
     damaged,
     find_damage,
     gathered,
@@ -116,11 +116,15 @@ def set_aside(passed: tuple[Passed, ...], saved: SavedRun, args: argparse.Namesp
     for one in passed:
         there = None if one.step is None else folder / step_folder(one.step)
         if there is not None and there.is_dir():
-            aside, number = there.with_name(there.name + DAMAGED), 2
-            while os.path.lexists(aside):
-                aside = there.with_name(f"{there.name}{DAMAGED}.{number}")
-                number += 1
-            there.rename(aside)
+            aside = there.rename(_free(there.with_name(there.name + DAMAGED)))
             print(f"set aside: {aside}", flush=True)
+    if (folder / LATEST).is_dir():
+        (folder / LATEST).rename(_free(folder / (LATEST + DAMAGED)))
     with replacing(folder / LATEST) as beside:
         beside.write_text(str(saved.iteration))
+
+
+def _free(path: Path) -> Path:
+    """``path``, or with a number behind it, where nothing is yet."""
+    paths = (path, *(path.with_name(f"{path.name}.{number}") for number in range(2, 1000)))
+    return next(path for path in paths if not os.path.lexists(path))
