@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_pulse.cli import flags, run
 from megatron_pulse.cli.measure import compare, probe, profile
-from megatron_pulse.cli.models import backbones, curve, data, module, sample, weights
+from megatron_pulse.cli.models import backbones, checkpoint, curve, data, module, sample, weights
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, tune
 from megatron_pulse.faults import UserError, unknown
 from megatron_pulse.full_disk import why_full
@@ -35,6 +35,7 @@ Training is started with 'pulse run' and launch/pretrain_diffusion.py. A first t
   pulse flags optimizer                                which of Megatron's flags work in training
   pulse data info mnist                                what a dataset holds
   pulse curve --tensorboard-dir runs/quickstart/tensorboard -o loss.png
+  pulse checkpoint list runs/quickstart/checkpoints    what was saved, and whether it is whole
   pulse sample --load runs/quickstart/checkpoints -o digits.png --score mnist
 
 'pulse COMMAND --help' explains a command and shows examples.
@@ -86,6 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
         run,
         sample,
         curve,
+        checkpoint,
         data,
         flags,
         weights,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron_pulse.integration.checkpoint import lock
 from megatron_pulse.integration.checkpoint.lock import LOCK, FolderInUse, FolderLock
 from tests.integration.test_bad_input import GOOD
 from tests.ranks import RanksFailed, run_ranks
@@ -70,6 +74,27 @@ def test_a_stale_file_is_nothing(tmp_path: Path) -> None:
     for text in ("", "{", "[]", '{"host": "elsewhere", "pid": "1"}'):
         (tmp_path / LOCK).write_text(text)
         FolderLock(tmp_path, wait_s=0).release()
+
+
+def test_storage_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is held as long as its holder touches it, by the storage's own clock."""
+
+    def no_locks(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    held = FolderLock(tmp_path, wait_s=0)
+    long_ago = time.time() - 2 * lock.STALE_S
+    os.utime(tmp_path / LOCK, (long_ago, long_ago))
+    time.sleep(0.5)
+    with pytest.raises(FolderInUse, match=rf"process {os.getpid()}"):
+        FolderLock(tmp_path, wait_s=0)
+    held._released.set()  # its process dies
+    time.sleep(0.2)
+    os.utime(tmp_path / LOCK, (long_ago, long_ago))
+    FolderLock(tmp_path, wait_s=0).release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_requeued_job_does_not_wait_for_its_predecessor(

@@ -4,7 +4,9 @@ It is a POSIX record lock (``fcntl``). The kernel lets go of it when the process
 ends, and no child inherits it; what the file says tells only who holds it. It works between
 nodes on storage whose mount has locks (NFS 4; NFS 3 with lockd; Lustre mounted with ``flock``). On
 NFS a node that dies keeps it until its lease ends (about 90 s; NFS 3: until the node is up again).
-Where a mount has no locks, the run says so and goes on without one.
+
+Where a mount has no locks, the file is one by its heart: its holder touches it every ``BEAT_S``, and
+one that has not been touched for ``STALE_S``, by the storage's own clock, is nobody's.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 LOCK = ".run.lock"
+BEAT_S, STALE_S = 10.0, 60.0
+_SETTLES_S = 0.5
 _LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _LABELS: Mapping[str, str] = MappingProxyType(
     {"host": "on", "pid": "process", "since": "since", "job": "Slurm job"}
@@ -40,6 +46,7 @@ class FolderLock:
     def __init__(self, folder: Path, wait_s: float = 5.0) -> None:
         self._path = folder / LOCK
         self._file: int | None = None
+        self._released = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + wait_s
         while (held_by := self._try()) is not None:
@@ -55,6 +62,7 @@ class FolderLock:
 
     def release(self) -> None:
         """Let go, and leave no file behind."""
+        self._released.set()
         if self._file is not None:
             self._path.unlink(missing_ok=True)
             os.close(self._file)
@@ -68,23 +76,46 @@ class FolderLock:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 held_by = _read(file)
-                os.close(file)
                 if error.errno in _LOCKLESS:
-                    print(
-                        f"warning: {self._path.parent} is on storage without file locks: nothing "
-                        "keeps a second run out of it",
-                        flush=True,
-                    )
+                    if held_by and self._beats(file):
+                        os.close(file)
+                        return held_by
+                    mine = self._hold(file)
+                    time.sleep(_SETTLES_S)
+                    if (held_by := _read(file)) != mine:  # who began at the same moment was later
+                        self._file = None
+                        os.close(file)
+                        return held_by
+                    threading.Thread(target=self._beat, name="lock", daemon=True).start()
                     return None
+                os.close(file)
                 if error.errno in (errno.EACCES, errno.EAGAIN):
                     return held_by
                 raise
             if _is_file(file, self._path):
-                os.truncate(file, 0)
-                os.write(file, json.dumps(_this_process()).encode())
-                self._file = file
+                self._hold(file)
                 return None
             os.close(file)  # released, and its file removed, since it was opened
+
+    def _hold(self, file: int) -> dict[str, str]:
+        mine = _this_process()
+        os.truncate(file, 0)
+        os.pwrite(file, json.dumps(mine).encode(), 0)
+        self._file = file
+        return mine
+
+    def _beats(self, file: int) -> bool:
+        """Whether its holder has touched the file lately: the time there is that of a new file."""
+        with tempfile.NamedTemporaryFile(dir=self._path.parent, prefix=".clock.") as now:
+            age_s = os.fstat(now.fileno()).st_mtime - os.fstat(file).st_mtime
+        return age_s < STALE_S
+
+    def _beat(self) -> None:
+        while not self._released.wait(BEAT_S):
+            try:
+                os.utime(self._path)
+            except OSError:
+                pass  # storage that is away for a moment
 
 
 def _is_file(file: int, path: Path) -> bool:
@@ -122,7 +153,7 @@ def _is_predecessor(held_by: Mapping[str, str]) -> bool:
 def _read(file: int) -> dict[str, str]:
     """What the holder wrote about itself; nothing if it has not yet."""
     try:
-        held_by = json.loads(os.read(file, 4096))
+        held_by = json.loads(os.pread(file, 4096, 0))
         return {str(key): str(value) for key, value in held_by.items()}
     except (OSError, ValueError, AttributeError):
         return {}

@@ -1,0 +1,188 @@
+"""``pulse checkpoint``: which checkpoints are in a folder, whether they are whole, and which go."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.cli.errors import add_parser, mending, require
+from megatron_pulse.cli.output import add_json, answer, json_faults, table
+
+if TYPE_CHECKING:
+    from megatron_pulse.integration.checkpoint.stored import Stored
+
+_DESCRIPTION = """\
+Looks after the checkpoints in a folder that training was given as --save.
+
+'list' shows each step with its size and age, and whether its files have the sizes that were saved.
+'verify' reads every byte and compares it with the hashes that were saved with it; it ends with
+status 1 if anything is damaged. A run that finds its newest checkpoint damaged goes on from the
+newest whole one by itself, and sets the damaged one aside.
+'prune' removes old steps: all but the --keep newest, those divisible by --every, and the one that a
+run would go on from. With --damaged also what is half-written, damaged or set aside. It refuses a
+folder that a run writes into.
+
+examples:
+  pulse checkpoint list runs/a
+  pulse checkpoint verify runs/a
+  pulse checkpoint verify runs/a --step 4000 --json
+  pulse checkpoint prune runs/a --keep 3 --every 10000 --dry-run
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``checkpoint``."""
+    parser = add_parser(
+        commands, "checkpoint", "list, verify and prune a run's checkpoints", _DESCRIPTION, run
+    )
+    parser.add_argument("action", choices=["list", "verify", "prune"], help="what to do")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what --save named")
+    parser.add_argument("--step", type=int, nargs="+", metavar="N", help="verify these steps alone")
+    parser.add_argument("--keep", type=int, metavar="N", help="prune: keep so many of the newest")
+    parser.add_argument(
+        "--every", type=int, metavar="K", help="prune: keep also the steps divisible by K"
+    )
+    parser.add_argument(
+        "--damaged",
+        action="store_true",
+        help="prune: remove also what is half-written, damaged by its sizes, or set aside",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="prune: say what would be removed, and remove nothing",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Do what was asked for."""
+    require([*_faults(args), *json_faults(args)])
+    from megatron_pulse.integration.checkpoint.folders import CheckpointError
+    from megatron_pulse.integration.checkpoint.lock import FolderInUse
+    from megatron_pulse.integration.checkpoint.stored import stored_in
+
+    with mending(FolderInUse, CheckpointError, OSError):
+        stored = stored_in(args.folder)
+        match args.action:
+            case "list":
+                answer(args, _listed(stored), lambda: [_record(one) for one in stored])
+            case "verify":
+                _verify(args, stored)
+            case _:
+                _prune(args, stored)
+
+
+def _faults(args: argparse.Namespace) -> list[str]:
+    given = {
+        "--keep": args.keep is not None,
+        "--every": args.every is not None,
+        "--damaged": args.damaged,
+        "--dry-run": args.dry_run,
+    }
+    faults = []
+    if args.action == "prune":
+        if args.keep is None:
+            faults.append("prune needs --keep: how many of the newest steps stay")
+        elif args.keep < 1:
+            faults.append(f"--keep {args.keep} must be at least 1")
+        if args.every is not None and args.every < 1:
+            faults.append(f"--every {args.every} must be at least 1")
+    elif said := [flag for flag, is_given in given.items() if is_given]:
+        faults.append(f"{', '.join(said)}: only 'prune' takes that")
+    if args.step is not None and args.action != "verify":
+        faults.append("--step: only 'verify' takes that")
+    return faults
+
+
+def _listed(stored: Sequence[Stored]) -> list[str]:
+    rows = [["step", "size", "age", "state"]]
+    rows += [[_name(one), _size(one.num_bytes), _age(one.written), _state(one)] for one in stored]
+    return table(rows, left=[-1])
+
+
+def _name(one: Stored) -> str:
+    return str(one.step) if one.step is not None else one.folder.name
+
+
+def _state(one: Stored) -> str:
+    said = list(one.faults[:1]) or ["sizes as saved" if one.is_hashed else "saved without hashes"]
+    said += [f"and {len(one.faults) - 1} more"] * (len(one.faults) > 1)
+    return ", ".join([*said, *["the newest"] * one.is_newest, *["a link"] * one.is_link])
+
+
+def _size(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
+
+
+def _age(written: float) -> str:
+    seconds = max(0.0, time.time() - written)
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _record(one: Stored) -> dict[str, Any]:
+    return {
+        "folder": str(one.folder),
+        "step": one.step,
+        "bytes": one.num_bytes,
+        "written": one.written,
+        "newest": one.is_newest,
+        "faults": list(one.faults),
+    }
+
+
+def _verify(args: argparse.Namespace, stored: Sequence[Stored]) -> None:
+    from tqdm import tqdm
+
+    chosen = [one for one in stored if one.step is not None or not one.faults]
+    if args.step is not None:
+        chosen = [one for one in stored if one.step in args.step]
+        there = {one.step for one in chosen}
+        require(
+            [f"--step {n}: {args.folder} has no such step" for n in args.step if n not in there]
+        )
+    found: dict[str, list[str]] = {}
+    total = sum(one.num_bytes for one in chosen)
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="verifying", delay=2,
+        disable=not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        for one in chosen:
+            found[_name(one)] = one.damage(bar.update)
+    lines = [
+        f"step {_name(one)}: "
+        + ("; ".join(found[_name(one)]) or ("whole" if one.is_hashed else "saved without hashes"))
+        for one in chosen
+    ]
+    record = [{**_record(one), "faults": found[_name(one)]} for one in chosen]
+    answer(args, lines, lambda: record)
+    if any(found.values()):
+        raise SystemExit(1)
+
+
+def _prune(args: argparse.Namespace, stored: list[Stored]) -> None:
+    from megatron_pulse.integration.checkpoint.stored import remove, to_remove
+
+    chosen = to_remove(stored, args.keep, args.every, args.damaged)
+    gone = chosen if args.dry_run else list(remove(args.folder, chosen))
+    verb = "would be removed" if args.dry_run else "removed"
+    lines = [f"{verb}: {one.folder.name} ({_size(one.num_bytes)})" for one in gone]
+    left = len(stored) - len(gone)
+    freed = _size(sum(one.num_bytes for one in gone))
+    lines.append(f"{len(gone)} {verb}, {freed}; {left} {'would stay' if args.dry_run else 'stay'}")
+    if spared := [one for one in stored if one.faults and one not in chosen and not args.damaged]:
+        lines.append(f"{len(spared)} damaged or half-written stay: --damaged removes them too")
+    record = {"removed": [_record(one) for one in gone], "dry_run": args.dry_run}
+    answer(args, lines, lambda: record)

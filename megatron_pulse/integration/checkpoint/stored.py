@@ -1,0 +1,160 @@
+"""The checkpoints in a folder: what each is worth, and which can go."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_pulse.faults import Faults
+from megatron_pulse.integration.checkpoint.folders import (
+    LATEST,
+    RELEASE,
+    CheckpointError,
+    newest_named,
+    step_folder,
+)
+from megatron_pulse.integration.checkpoint.integrity.falling_back import DAMAGED
+from megatron_pulse.integration.checkpoint.integrity.hashes import (
+    METADATA,
+    all_chunks,
+    find_hash_faults,
+    find_size_faults,
+    read_hashes,
+)
+from megatron_pulse.integration.checkpoint.lock import FolderLock
+
+REMOVED = ".removed"
+"""The end of the name of a folder whose removal has begun."""
+_STEP = re.compile(r"iter_([0-9]{1,18})")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A folder of one checkpoint.
+
+    ``step`` is None of imported weights and of what was set aside or half removed; ``faults`` are
+    what can be seen without reading files: of one with none, sizes are as they were saved.
+    """
+
+    folder: Path
+    step: int | None
+    num_bytes: int
+    written: float
+    """Seconds since 1970."""
+    faults: tuple[str, ...]
+    is_newest: bool
+
+    @property
+    def is_hashed(self) -> bool:
+        """Whether its files' hashes were kept, so that it can be verified."""
+        return not self.faults and read_hashes(self.folder) is not None
+
+    @property
+    def is_link(self) -> bool:
+        """Whether it lies elsewhere: it is then not ours to remove."""
+        return self.folder.is_symlink()
+
+    def damage(self, progress: Callable[[int], object] = lambda num_bytes: None) -> list[str]:
+        """What is not as it was saved, every byte read; ``progress`` is told of bytes."""
+        if self.faults:
+            return list(self.faults)
+        hashes = read_hashes(self.folder)
+        if hashes is None:
+            return []
+        found: list[str] = []
+        for chunk in all_chunks(hashes):
+            found += find_hash_faults(self.folder, hashes, [chunk])
+            whole = hashes[chunk.name].num_bytes
+            progress(whole // max(1, len(hashes[chunk.name].chunks)))
+        return list(dict.fromkeys(found))
+
+
+def stored_in(folder: Path) -> list[Stored]:
+    """The checkpoints below ``folder``, oldest first, with what was set aside or half removed.
+
+    Raises CheckpointError where there is none.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such folder")
+    newest = newest_named(folder)
+    found = []
+    for path in sorted(folder.iterdir()):
+        match = _STEP.fullmatch(path.name.split(".")[0])
+        if not path.is_dir() or (match is None and path.name != RELEASE):
+            continue
+        step = int(match[1]) if match and path.name == match[0] else None
+        is_newest = newest is not None and path.name == (
+            RELEASE if newest == RELEASE else step_folder(int(newest))
+        )
+        found.append(_look_at(path, step, is_newest))
+    if not found:
+        hint = "; give the folder that --save named" if (folder / METADATA).exists() else ""
+        raise CheckpointError(f"{folder} holds no checkpoint{hint}")
+    return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.folder.name))
+
+
+def _look_at(path: Path, step: int | None, is_newest: bool) -> Stored:
+    files = [file for file in path.rglob("*") if file.is_file()]
+    faults: tuple[str, ...] = ()
+    if path.name.endswith(REMOVED):
+        faults = ("half removed",)
+    elif DAMAGED in path.name:
+        faults = ("set aside, as damaged",)
+    elif not (path / METADATA).exists():
+        faults = ("half-written",)
+    else:
+        try:
+            faults = tuple(find_size_faults(path, read_hashes(path)))
+        except Faults as error:
+            faults = tuple(error.faults)
+    written = max((file.stat().st_mtime for file in files), default=path.stat().st_mtime)
+    return Stored(
+        path, step, sum(file.stat().st_size for file in files), written, faults, is_newest
+    )
+
+
+def to_remove(
+    stored: list[Stored], keep: int, every: int | None = None, damaged: bool = False
+) -> list[Stored]:
+    """Which can go: all but the ``keep`` newest steps whose sizes are as saved, those divisible by
+    ``every``, and the one that is named the newest; with ``damaged`` also what is half-written, set
+    aside, or has other sizes. What is half removed goes in any case; links and imported weights
+    stay."""
+    sound = [one for one in stored if one.step is not None and not one.faults]
+    kept = {one.folder for one in sound[-keep:]}
+    found = []
+    for one in stored:
+        if one.is_link or one.is_newest or one.folder.name == RELEASE or one.folder in kept:
+            continue
+        if one.folder.name.endswith(REMOVED):
+            found.append(one)
+        elif one.faults:
+            found += [one] * damaged
+        elif every is None or one.step is None or one.step % every:
+            found.append(one)
+    return found
+
+
+def remove(folder: Path, chosen: list[Stored]) -> Iterator[Stored]:
+    """Remove ``chosen`` from ``folder``, one after the other; each when it is gone.
+
+    Each gets another name first, so that what is half removed is nobody's checkpoint. Raises
+    FolderInUse where a run writes there.
+    """
+    lock = FolderLock(folder, wait_s=0)
+    try:
+        if newest_named(folder) is None and (folder / LATEST).exists():
+            raise CheckpointError(
+                f"{folder / LATEST} is damaged: nothing is removed; name the newest there first"
+            )
+        for one in chosen:
+            path = one.folder
+            if not path.name.endswith(REMOVED):
+                path = path.rename(path.with_name(path.name + REMOVED))
+            shutil.rmtree(path)
+            yield one
+    finally:
+        lock.release()

@@ -1,0 +1,141 @@
+"""``pulse checkpoint``: what is in a run's folder, whether it is whole, and what may go."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_pulse.cli.main import main
+from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
+from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
+from megatron_pulse.integration.checkpoint.lock import FolderLock
+from megatron_pulse.integration.checkpoint.stored import REMOVED, stored_in, to_remove
+from tests.integration.test_integrity import DAMAGES
+from tests.launch.sessions import BIN
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
+    """The status of a command, and all that it said."""
+    try:
+        status = main(["checkpoint", *map(str, words)])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    shown = capsys.readouterr()
+    return status, shown.out + shown.err
+
+
+@pytest.fixture
+def steps(copy: Path) -> Path:
+    """Steps 1, 2, 3 and 6, of which the first two are links' worth of copies, and leftovers."""
+    for step in (1, 2):
+        shutil.copytree(copy / step_folder(3), copy / step_folder(step))
+    (copy / "iter_0000004").mkdir()
+    (copy / "iter_0000004" / "__0_0.distcp").write_bytes(b"half")
+    shutil.copytree(copy / step_folder(3), copy / "iter_0000005.damaged")
+    (copy / f"iter_0000007{REMOVED}").mkdir()
+    (copy / "failures").mkdir()
+    return copy
+
+
+def test_all_is_listed(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = said(capsys, "list", steps)
+    assert status == 0
+    rows = [line.split()[0] for line in text.splitlines()]
+    assert rows == [
+        "step", "1", "2", "3", "4", "6", "iter_0000005.damaged", f"iter_0000007{REMOVED}"
+    ]  # fmt: skip
+    assert "half-written" in text and "set aside" in text and "half removed" in text
+    assert [line for line in text.splitlines() if "the newest" in line][0].split()[0] == "6"
+    _, text = said(capsys, "list", steps, "--json")
+    assert [one["step"] for one in json.loads(text)] == [1, 2, 3, 4, 6, None, None]
+
+
+@pytest.mark.parametrize("damage", dict.fromkeys(DAMAGES), ids=lambda damage: damage.__name__)
+def test_damage_is_named(damage: object, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = damage.__name__  # type: ignore[attr-defined]
+    status, text = said(capsys, "verify", copy)
+    assert (status, text) == (0, "step 3: whole\nstep 6: whole\n")
+    for name in ("__0_0.distcp", ".metadata", METADATA):
+        if kind == "swap" and name == ".metadata":
+            continue  # the index of another step is the same
+        file = copy / step_folder(6) / name
+        content = file.read_bytes()
+        damage(file)  # type: ignore[operator]
+        status, text = said(capsys, "verify", copy)
+        state = text.splitlines()[1]
+        assert status == 1 and state.startswith("step 6: ") and text.startswith("step 3: whole\n")
+        if kind == "delete" and name == METADATA:
+            name = "half-written"
+        assert name in state or kind == "swap"  # the hashes of another step: all else is damaged
+        assert said(capsys, "verify", copy, "--step", "3")[0] == 0
+        if os.path.lexists(file):
+            file.unlink()
+        file.write_bytes(content)
+
+
+def test_what_goes(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def there() -> list[str]:
+        return sorted(path.name for path in steps.iterdir() if path.name.startswith("iter"))
+
+    before = there()
+    status, text = said(capsys, "prune", steps, "--keep", "1", "--dry-run")
+    assert status == 0 and "4 would be removed" in text and there() == before
+    with_run = FolderLock(steps)
+    assert _locked(steps) and there() == before
+    with_run.release()
+    status, text = said(capsys, "prune", steps, "--keep", "1", "--every", "2")
+    assert status == 0 and there() == [
+        "iter_0000002", "iter_0000004", "iter_0000005.damaged", "iter_0000006"
+    ]  # fmt: skip
+    assert "2 damaged or half-written stay: --damaged" in text
+    (steps / LATEST).write_text("2")
+    assert said(capsys, "prune", steps, "--keep", "1", "--damaged")[0] == 0
+    assert there() == ["iter_0000002", "iter_0000006"]  # the newest, and what a run begins with
+    (steps / LATEST).write_text("x")
+    status, text = said(capsys, "prune", steps, "--keep", "1")
+    assert status == 2 and "nothing is removed" in text and len(there()) == 2
+
+
+def _locked(folder: Path) -> bool:
+    """Whether another process is refused."""
+    prune = [BIN / "pulse", "checkpoint", "prune", folder, "--keep", "1"]
+    done = subprocess.run(prune, capture_output=True, text=True, timeout=120)
+    return done.returncode == 2 and "another run writes into" in done.stderr
+
+
+def test_links_and_strangers_stay(copy: Path, tmp_path: Path) -> None:
+    (copy / step_folder(3)).rename(tmp_path / "elsewhere")
+    (copy / step_folder(3)).symlink_to(tmp_path / "elsewhere")
+    shutil.copytree(copy / step_folder(6), copy / step_folder(7))
+    (copy / "iter_x").mkdir()
+    stored = stored_in(copy)
+    assert [one.step for one in stored] == [3, 6, 7]
+    assert to_remove(stored, keep=1) == []
+
+
+@pytest.mark.parametrize(
+    "words, faults",
+    [
+        (["prune"], ["needs --keep"]),
+        (["prune", "--keep", "0", "--every", "0"], ["--keep 0", "--every 0"]),
+        (["list", "--keep", "3", "--dry-run"], ["--keep, --dry-run: only 'prune'"]),
+        (["prune", "--keep", "1", "--step", "3"], ["--step: only 'verify'"]),
+        (["verify", "--step", "3", "5"], ["--step 5: "]),
+    ],
+)
+def test_bad_words(
+    words: list[str], faults: list[str], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = said(capsys, words[0], copy, *words[1:])
+    assert status == 2 and all(fault in text for fault in faults)
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "list", tmp_path)[0] == 2
+    status, text = said(capsys, "list", tmp_path / "none")
+    assert status == 2 and "there is no such folder" in text
