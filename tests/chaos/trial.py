@@ -112,9 +112,10 @@ def run_trial(seed: int, trial: Trial, undisturbed: Undisturbed, folder: Path) -
         _watch_end(trial, ranks, outcome, began)
         (save / "filler").unlink(missing_ok=True)
         saved = ranks.saved()
-        if trial.kind in FILES and (what := damage(_rng(seed, trial), trial.kind, save)):
+        if trial.kind in FILES:
+            what = damage(_rng(seed, trial), trial.kind, save)
             outcome.trial += f", {what}"
-            outcome.happened = True
+            outcome.happened = bool(what)
         _go_on(trial, outcome, save, folder, saved, undisturbed.of(trial.layout))
     if outcome.faults:
         outcome.said = ranks.said()[-20_000:]

@@ -5,8 +5,8 @@ ends, and no child inherits it; what the file says tells only who holds it. It w
 nodes on storage whose mount has locks (NFS 4; NFS 3 with lockd; Lustre mounted with ``flock``). On
 NFS a node that dies keeps it until its lease ends (about 90 s; NFS 3: until the node is up again).
 
-Where a mount has no locks, the file is one by its heart: its holder touches it every ``BEAT_S``, and
-one that has not been touched for ``STALE_S``, by the storage's own clock, is nobody's.
+Where a mount has no locks, its holder touches the file every ``BEAT_S``, and one that has not been
+touched for ``STALE_S``, by the storage's own clock, is nobody's.
 """
 
 from __future__ import annotations
