@@ -12,6 +12,7 @@ from typing import Any
 import megatron.core.timers as timers
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import validate_args
@@ -33,7 +34,12 @@ from megatron_pulse.integration.loop.schedule import PulseSchedule, TraceOptions
 from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
 from megatron_pulse.integration.loop.step import wrap_train_step
 from megatron_pulse.integration.loop.stop_hooks import cut_short, stopping_hooks
-from megatron_pulse.integration.loop.throughput import ThroughputLog, describe_work
+from megatron_pulse.integration.loop.stragglers import Stragglers, Times, planned_times
+from megatron_pulse.integration.loop.throughput import (
+    ThroughputLog,
+    describe_work,
+    gather_numbers,
+)
 from megatron_pulse.integration.megatron.compat import patch_megatron
 from megatron_pulse.integration.megatron.model import StageFloat16Module, make_model_provider
 from megatron_pulse.integration.planning.planning import compute_dtype, num_microbatches
@@ -56,6 +62,9 @@ def train(
     validate_args(args, {})
     set_global_variables(args, build_tokenizer=False)
     timers.wandb = get_wandb_writer()  # the module, where asked for; compat has kept it from them
+    # Of each bucket it would say that something is not finite, and not which microbatch: losses are
+    # looked at in every step, and the norm of gradients.
+    checks, args.check_for_nan_in_loss_and_grad = args.check_for_nan_in_loss_and_grad, False
     patch_megatron()
     patch_saving()
     # It compares flags that follow the layout here; faults_of compares the backbones.
@@ -76,7 +85,12 @@ def train(
     whole = load_recorded(plan.backbone.record)
     idle = plan.idle_share(num_microbatches(args))
     work = describe_work(args, whole, compute_dtype(args), idle)
-    throughput = ThroughputLog(work, lambda: schedule.step_time, lambda: data.num_corrupt)
+    throughput = ThroughputLog(
+        work,
+        lambda: schedule.step_time,
+        lambda: data.num_corrupt,
+        _stragglers(args, options, plan),
+    )
     args.log_throughput = False  # Megatron's line; ours is always there
     if args.rank == 0:
         print(plan.describe())
@@ -92,7 +106,9 @@ def train(
         Float16Module=StageFloat16Module,
         num_floating_point_operations=lambda *a, **k: 0,
         report_theoretical_memory=lambda *a, **k: None,  # it knows language models only
-        train_step=throughput.timed(wrap_train_step(training.train_step, args, options), args),
+        train_step=throughput.timed(
+            wrap_train_step(training.train_step, args, options, checks), args
+        ),
         training_log=throughput.logged(with_whole_intervals(training.training_log, args), args),
         get_megatron_optimizer=with_masters(training.get_megatron_optimizer, options.ema_decay),
         save_checkpoint=wrap_save(training.save_checkpoint),
@@ -109,6 +125,22 @@ def train(
             get_position_embedding_ranks=lambda ranks, *rest: [ranks[0]],
         )
     schedule.close()
+
+
+def _stragglers(args: argparse.Namespace, options: PulseOptions, plan: Plan) -> Stragglers | None:
+    """What looks for slow ranks; None where nobody asked, or there is no other rank."""
+    if not options.slow_ratio or args.world_size == 1:
+        return None
+    planned: Callable[[], Times] | None = None
+    if options.plan is not None or options.profile is not None:
+
+        def planned() -> Times:
+            device = parallel_state.get_pipeline_model_parallel_rank()
+            return planned_times(plan, num_microbatches(args), device)
+
+    return Stragglers(
+        args.rank, options.slow_ratio, planned, lambda own: [r for (r,) in gather_numbers(own)]
+    )
 
 
 def _forward_step(*args: Any) -> None:

@@ -213,6 +213,14 @@ class PulseOptions:
         metavar="SECONDS",
         within=ABOVE_ZERO,
     )
+    slow_ratio: float = flag(
+        "warn of a rank whose operations take so many times longer than those of the median rank, "
+        "each beside the plan's times (with --pulse-plan or --pulse-profile) or its own first "
+        "steps (default 1.5; 0: never)",
+        1.5,
+        metavar="RATIO",
+        within=FROM_ZERO,
+    )
     data: str | None = flag(
         "what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
         "texts), or latents:PATH (see 'pulse data'); of a cascade base=SPEC,upper=SPEC",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -276,14 +276,30 @@ class PulseSchedule:
                 source = dist.get_global_rank(groups.pp, owner)
                 dist.broadcast(values[chain], src=source, group=groups.pp)
         names = [f"{chain} loss" for chain in self._plan.backbone.parts] or ["loss"]
-        for name, of_chain in zip(names, values, strict=True):
-            if not math.isfinite(of_chain.sum().item()):
-                raise PulseError(
-                    f"the {name} is not finite ({of_chain.tolist()}): lower --lr, check the data, "
-                    "or use --bf16 instead of --fp16"
-                )
+        if not math.isfinite(values.sum().item()):
+            own = torch.stack(losses).view(len(mine), -1).tolist() if mine else []
+            by_chain = dict(zip(mine, own, strict=True))
+            raise PulseError(_not_finite(names, by_chain, groups.dp_cp.rank()))
         columns = values.float().unbind(1)
         return [dict(zip(names, column.unbind(), strict=True)) for column in columns]
+
+
+def _not_finite(names: Sequence[str], losses: Mapping[int, Sequence[float]], replica: int) -> str:
+    """Which losses are not finite (collective): each device knows its own, by chain."""
+    own = [
+        f"the {names[chain]} of microbatch {number} is {loss}"
+        + f" in replica {replica} (rank {dist.get_rank()})"
+        for chain, of_chain in losses.items()
+        for number, loss in enumerate(of_chain)
+        if not math.isfinite(loss)
+    ]
+    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, own)
+    found = list(dict.fromkeys(text for of_rank in every for text in of_rank))
+    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+    return (
+        f"{'; '.join(found[:4])}{more}: lower --lr, check the data, or use --bf16 instead of --fp16"
+    )
 
 
 def _no_sync(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,17 @@ from tqdm import tqdm
 
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.megatron.model import unwrap
+from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.watch.place import HERE
 
 
 def wrap_train_step(
-    train_step: Callable[..., Any], args: argparse.Namespace, options: PulseOptions
+    train_step: Callable[..., Any], args: argparse.Namespace, options: PulseOptions, checks: bool
 ) -> Callable[..., Any]:
-    """Megatron's ``train_step``, followed by the average's update and the progress bar."""
+    """Megatron's ``train_step``, followed by the average's update and the progress bar.
+
+    With ``checks`` it raises PulseError where the norm of the gradients is not finite.
+    """
     bar: tqdm[Any] | None = None
     is_last = args.rank == args.world_size - 1
     shows_progress = not options.no_progress and is_last and sys.stderr.isatty()
@@ -28,8 +33,14 @@ def wrap_train_step(
         nonlocal bar
         with HERE.during(f"step {args.curr_iteration + 1}"):
             result = train_step(forward_step_func, data_iterator, model, *rest, **kwargs)
-        losses, skipped = result[0], result[1]
+        losses, skipped, norm = result[0], result[1], result[5]
         done = args.curr_iteration + 1
+        if checks and not skipped and norm is not None and not math.isfinite(norm):
+            raise PulseError(
+                f"the gradients of step {done} are not finite ({norm}), though its losses are: "
+                "lower --lr or --clip-grad, or check the backbone (--no-check-for-nan-in-loss-and-grad "
+                "goes on all the same)"
+            )
         if options.ema_decay and not skipped:
             for chunk in model:
                 stage = unwrap(chunk)

@@ -20,6 +20,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.integration.loop.stragglers import Stragglers
 from megatron_pulse.profile.devices import known_device
 from megatron_pulse.profile.flops import model_flops
 from megatron_pulse.runtime.measure.busy import StepTime
@@ -171,9 +172,9 @@ class ThroughputLog:
     """Times training steps and says how fast they were where Megatron logs.
 
     ``step_time`` gives the computing time of the step that was made last, ``num_corrupt`` how many
-    corrupt samples this process has met. One small gather per
-    interval is all that it sends. The first step of a run, which opens connections and warms
-    up, counts only where it is alone.
+    corrupt samples this process has met; ``stragglers`` looks at each interval for slow ranks. One
+    or two small gathers per interval are all that it sends. The first step of a run, which opens
+    connections and warms up, counts only where it is alone.
     """
 
     def __init__(
@@ -181,7 +182,9 @@ class ThroughputLog:
         work: Work,
         step_time: Callable[[], StepTime | None],
         num_corrupt: Callable[[], int] = lambda: 0,
+        stragglers: Stragglers | None = None,
     ) -> None:
+        self._stragglers = stragglers
         self._work = work
         self._step_time = step_time
         self._num_corrupt = num_corrupt
@@ -196,6 +199,8 @@ class ThroughputLog:
             began = time.perf_counter()
             result = train_step(*given, **named)
             self._steps.append(Step(count, time.perf_counter() - began, self._step_time()))
+            if self._stragglers is not None:
+                self._stragglers.note(self._steps[-1].time)
             return result
 
         return step
@@ -228,15 +233,22 @@ class ThroughputLog:
             if (wandb := get_wandb_writer()) is not None:
                 wandb.log(found.scalars(), iteration)
         self._steps, self._warm = [], True
+        if self._stragglers is not None and (warning := self._stragglers.look()):
+            print(warning, flush=True)
 
 
 def _gather(own: Sums) -> list[Sums]:
     """Those of all ranks (collective)."""
+    return [Sums(*numbers) for numbers in gather_numbers(*astuple(own))]
+
+
+def gather_numbers(*own: float) -> list[list[float]]:
+    """The numbers of all ranks (collective)."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    mine = torch.tensor(astuple(own), dtype=torch.float64, device=device)
+    mine = torch.tensor(own, dtype=torch.float64, device=device)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
-    return [Sums(*tensor.tolist()) for tensor in every]
+    return [tensor.tolist() for tensor in every]
 
 
 def peak_memory() -> tuple[int, str]:

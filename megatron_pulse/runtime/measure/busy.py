@@ -7,10 +7,13 @@ events are recorded on its stream instead, and their times are read when the ste
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
+from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.step.program import Event, Run
 
 type _Stamp = float | torch.cuda.Event
@@ -18,10 +21,12 @@ type _Stamp = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds that one device computed, and of the whole forward and backward of the step."""
+    """Seconds that one device computed, of the whole forward and backward of the step, and of its
+    operations by kind and stage."""
 
     busy_s: float = 0.0
     window_s: float = 0.0
+    operations: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
 
 
 class BusyMeter:
@@ -30,16 +35,19 @@ class BusyMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stamps: list[_Stamp] = []
+        self._ran: list[tuple[Kind, int]] = []
         self._window: list[_Stamp] = []
 
     def start(self) -> None:
         """The step begins."""
         self._stamps.clear()
+        self._ran.clear()
         self._window = [self._now()]
 
     def begin(self, event: Event) -> None:
         """``event`` begins."""
         if isinstance(event, Run):
+            self._ran.append((event.operation.kind, event.operation.stage))
             self._stamps.append(self._now())
 
     def end(self, event: Event) -> None:
@@ -54,7 +62,10 @@ class BusyMeter:
     def read(self) -> StepTime:
         """The step that was measured last; on a GPU its work must be done."""
         pairs = zip(self._stamps[::2], self._stamps[1::2], strict=True)
-        return StepTime(sum(_seconds(*pair) for pair in pairs), _seconds(*self._window))
+        operations: defaultdict[tuple[Kind, int], float] = defaultdict(float)
+        for which, pair in zip(self._ran, pairs, strict=True):
+            operations[which] += _seconds(*pair)
+        return StepTime(sum(operations.values()), _seconds(*self._window), dict(operations))
 
     def _now(self) -> _Stamp:
         if self._device.type != "cuda":

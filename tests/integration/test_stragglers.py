@@ -1,0 +1,133 @@
+"""Ranks that are slow are named, with what is slow on them, and losses that are not numbers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_pulse.integration.loop.stragglers import ENOUGH, Stragglers, slow_ranks
+from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.runtime.measure.busy import StepTime
+from tests.integration.runs import BASE, TINY, pipeline, train
+from tests.ranks import RanksFailed, run_ranks, said_once
+
+F2, B2 = (Kind.FORWARD, 2), (Kind.BACKWARD, 2)
+
+
+@pytest.mark.parametrize(
+    "ratios, slow",
+    [
+        ([1.0, 1.0], []),
+        ([1.0, 1.6], [1]),
+        ([3.0, 3.1, 2.9, 4.6], [3]),
+        ([2.0, 2.0, 1.0], []),  # most are as slow: none of them is a straggler
+        ([0.0, 0.0], []),
+        ([1.2], []),
+    ],
+)
+def test_slow_beside_the_median(ratios: list[float], slow: list[int]) -> None:
+    assert slow_ranks(ratios, 1.5) == slow
+
+
+def watcher(planned: bool, others: Callable[[float], list[float]]) -> Stragglers:
+    plan = {F2: 0.2, B2: 0.4}
+    return Stragglers(1, 1.5, (lambda: plan) if planned else None, others)
+
+
+def steps(watch: Stragglers, forward_s: float, backward_s: float, count: int = ENOUGH) -> str:
+    for _ in range(count):
+        watch.note(StepTime(0.0, 0.0, {F2: forward_s, B2: backward_s}))
+    return watch.look()
+
+
+def test_beside_the_plan() -> None:
+    """All are slower than it says: only what is slower still is named."""
+    ratios: list[float] = []
+
+    def others(own: float) -> list[float]:
+        ratios.append(own)
+        return [3.0, own, 3.2]
+
+    watch = watcher(True, others)
+    watch.note(StepTime(9.0, 9.0, {F2: 9.0}))  # the first step warms up
+    assert steps(watch, 0.6, 1.2, ENOUGH - 1) == "" and ratios == []  # too few
+    assert steps(watch, 0.6, 1.2, 1) == "" and ratios == pytest.approx([3.0])
+    warning = steps(watch, 0.7, 2.8)
+    assert warning.startswith("warning: rank 1 (") and ") is slow: in 10 steps its" in warning
+    assert "took 5.83 times what the plan says, those of the median rank 3.20 times" in warning
+    assert warning.endswith("most of all backward of stage 2, 7.00 times")
+
+
+def test_beside_its_own_first_steps() -> None:
+    watch = watcher(False, lambda own: [1.0, own, 1.0])
+    watch.note(None)  # traced
+    assert steps(watch, 0.1, 0.1) == ""
+    assert steps(watch, 0.13, 0.13) == ""
+    assert "1.75 times what they took at first" in steps(watch, 0.25, 0.1)
+
+
+FLAGS = [*TINY["uvit"], *BASE, "--global-batch-size", "8"]
+
+
+def slow_down(flags: list[str]) -> Any:
+    """Rank 1's backwards take longer from step 13 on."""
+    import os
+
+    from megatron_pulse.runtime.executor import Executor
+
+    original, count = Executor._backward, 0
+
+    def backward(self: Executor, op: Any) -> None:
+        nonlocal count
+        count += 1
+        if os.environ["RANK"] == "1" and count > 12 * 2 * 4:
+            time.sleep(0.03)
+        original(self, op)
+
+    Executor._backward = backward  # type: ignore[method-assign]
+    try:
+        return train(flags)
+    finally:
+        print("end of the run", flush=True)
+        raise SystemExit(3)  # so that what was said is kept
+
+
+def test_a_device_that_becomes_slow() -> None:
+    flags = [*FLAGS, *pipeline(2), "--train-iters", "24", "--log-interval", "12"]
+    with pytest.raises(RanksFailed) as ended:
+        run_ranks(2, slow_down, flags)
+    assert ended.value.exit_codes == [3, 3], str(ended.value)
+    assert said_once(ended.value, ") is slow: in 12 steps its operations took")
+    assert "warning: rank 1 (" in ended.value.outputs[1]
+    assert "most of all backward of stage" in ended.value.outputs[1]
+
+
+def spoil(flags: list[str]) -> Any:
+    """Of replica 1 the third loss is not a number."""
+    import os
+
+    from megatron_pulse.runtime import executor
+
+    original, count = executor._loss, 0
+
+    def loss(value: object) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        found = original(value)
+        return found * math.nan if count == 3 and os.environ["RANK"] == "1" else found
+
+    executor._loss = loss
+    return train(flags)
+
+
+def test_a_loss_that_is_no_number_is_named() -> None:
+    flags = [*FLAGS, "--global-batch-size", "12", "--train-iters", "2"]
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, spoil, flags)
+    text = "the loss of microbatch 2 is nan in replica 1 (rank 1): lower --lr, check the data"
+    assert text in str(failed.value) and "Traceback" not in str(failed.value)
