@@ -77,8 +77,13 @@ class Ranks:
         return len(left)
 
     def statuses(self) -> list[int | None]:
-        """The exit statuses, of ranks that have ended."""
-        return [process.exitcode for process in self.processes]
+        """The exit statuses, of ranks that have ended; one that left a result has ended well, though
+        the server that forked it may not know (255)."""
+        results = [self._folder / f"result.{r}" for r in range(len(self.processes))]
+        return [
+            0 if process.exitcode == 255 and result.exists() else process.exitcode
+            for process, result in zip(self.processes, results, strict=True)
+        ]
 
     def found(self) -> Found:
         """The numbers of a run that came to its end."""

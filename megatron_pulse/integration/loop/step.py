@@ -38,8 +38,8 @@ def wrap_train_step(
         if checks and not skipped and norm is not None and not math.isfinite(norm):
             raise PulseError(
                 f"the gradients of step {done} are not finite ({norm}), though its losses are: "
-                "lower --lr or --clip-grad, or check the backbone (--no-check-for-nan-in-loss-and-grad "
-                "goes on all the same)"
+                "lower --lr or --clip-grad, or check the backbone "
+                "(--no-check-for-nan-in-loss-and-grad goes on all the same)"
             )
         if options.ema_decay and not skipped:
             for chunk in model:
