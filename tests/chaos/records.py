@@ -77,7 +77,7 @@ class Ranks:
         return len(left)
 
     def statuses(self) -> list[int | None]:
-        """The exit statuses, of ranks that have ended; one that left a result has ended well, though
+        """The exit statuses of ranks that have ended; one that left a result has ended well, though
         the server that forked it may not know (255)."""
         results = [self._folder / f"result.{r}" for r in range(len(self.processes))]
         return [
