@@ -39,6 +39,7 @@ from megatron_pulse.integration.planning.planning import (
 )
 from megatron_pulse.planner.layout.placement import OPPOSITE
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.plan_file.worlds import plan_for_world
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 from model_specs import allow, continue_model, is_cascade, is_module, misnamed
@@ -67,7 +68,9 @@ def read_command_line() -> tuple[CommandLine, PulseOptions, PlanFile | None]:
         options = pulse_options(args)
     if options.plan is not None:
         with collecting(faults):
-            given = load_checked(options.plan)
+            args.pulse_plan = str(plan_for_world(options.plan, args.world_size))
+            options = replace(options, plan=args.pulse_plan)
+            given = load_checked(args.pulse_plan)
     if given is not None:
         contrary = list(contradictions(given, line, options))
         options = obey(given, args, options)

@@ -56,6 +56,8 @@ proved of the best config: of its schedule, and among all configs.
 examples:
   pulse tune --backbone hunyuan-dit-3b --cluster pulse-910a --global-batch-size 512 -o plan.json
   pulse tune --profile profile.json --cluster dgx-a100:4 --global-batch-size 256 --explain
+  pulse tune --profile profile.json --cluster dgx-a100:4 --global-batch-size 256 \\
+      --worlds 32,24,16 -o plans/          # for a run that goes on when it has lost nodes
   pulse tune --backbone uvit-2.7b --cluster ours.yaml --global-batch-size 256 \\
       --pipeline 2,4,8 --tensor 1 --layouts 'fold exact,sequential' --no-recompute
 """
@@ -117,6 +119,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="P",
         help="share of the steps that run all forwards once before, as --pulse-self-conditioning",
     )
+    add(
+        "--worlds",
+        metavar="N[,N...]",
+        help="a plan for each of these numbers of the cluster's devices, into the folder of -o: "
+        "--pulse-plan DIR takes the one for the ranks that are there",
+    )
     add("--top", type=int, default=10, metavar="N", help="configs to list (default 10)")
     add("--explain", action="store_true", help="why the best is the best, and examples of refusals")
     add_json(parser)
@@ -143,6 +151,9 @@ def run(args: argparse.Namespace) -> None:
     with mending(ValueError):
         profile = _profile(args, where)
     require(_no_cascade(profile))
+    if args.worlds is not None:
+        _tune_worlds(args, profile, where)
+        return
     warn(
         device_caution(profile, where.device),
         spread_caution(profile),
@@ -175,6 +186,48 @@ def run(args: argparse.Namespace) -> None:
         save_plan(encoded.plan if encoded else plain, args.output)
         lines.append(f"plan written to {args.output}")
     answer(args, lines, partial(as_json, found, evaluator, made))
+
+
+def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> None:
+    """A plan for each number of devices, each searched for by itself; a folder of them."""
+    from megatron_pulse.cli.plan.tune_report import as_json
+    from megatron_pulse.planner.plan_file.plan_file import save_plan
+    from megatron_pulse.planner.plan_file.worlds import world_file
+    from megatron_pulse.planner.tune.evaluate import Evaluator
+    from megatron_pulse.planner.tune.plans.to_plan import plan_of
+    from megatron_pulse.planner.tune.tune import UntunableError
+
+    worlds = sorted(_numbers(args.worlds) or (), reverse=True)
+    parts = {world: where.part(world) for world in worlds}
+    require(
+        [
+            f"--worlds {world}: {where.name} has {where.nodes} node(s) of "
+            f"{where.devices_per_node} devices: give whole nodes of it, or part of one"
+            for world, part in parts.items()
+            if part is None
+        ]
+    )
+    choices = _choices(args)
+    backbone = _backbone_of(profile)
+    divides = backbone is not None and backbone.divides_sequences
+    heads = backbone.num_heads if backbone else ()
+    lines, records, faults = [], {}, []
+    for world, part in parts.items():
+        assert part is not None
+        own = args.self_conditioning or 0.0
+        evaluator = Evaluator(profile, part, args.global_batch_size, divides, heads, own)
+        try:
+            found = _tuned(args, evaluator, choices)
+        except UntunableError as error:
+            faults.append(f"--worlds {world}: {error}")
+            continue
+        best = found.outcomes[0]
+        file = world_file(args.output, world)
+        save_plan(plan_of(best, profile, part, divides), file)
+        lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")
+        records[str(world)] = as_json(found, evaluator, None)
+    answer(args, lines, lambda: records)
+    require(faults)
 
 
 def best_encoded(
@@ -320,7 +373,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.layout.layouts import LAYOUTS
 
     faults = out_of(TO_MILLION, args, "global_batch_size", "top")
-    for name in ("pipeline", "tensor", "micro_batch_size"):
+    for name in ("pipeline", "tensor", "micro_batch_size", "worlds"):
         try:
             _numbers(getattr(args, name))
         except ValueError:
@@ -329,6 +382,12 @@ def _faults(args: argparse.Namespace) -> list[str]:
     for name in (args.layouts or "").split(","):
         if args.layouts is not None and name.strip() not in LAYOUTS:
             faults.append(f"--layouts: {name.strip()!r} is none of: {', '.join(LAYOUTS)}")
+    if args.worlds is not None:
+        faults += [
+            f"{flag}: not with --worlds" for flag in ("--encoders",) if args.encoders is not None
+        ]
+        if args.output is None or args.output.suffix:
+            faults.append("--worlds writes a plan for each into a folder: give -o DIR")
     faults += out_of(ABOVE_ZERO, args, "seconds")
     faults += out_of(SHARE, args, "self_conditioning")
     faults += layers_faults(args, profile=args.profile)
@@ -336,6 +395,7 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults.append("--dtype is for --backbone; a profile has its own")
     if args.encoders is not None:
         faults += no_file(encoders=args.encoders)
-    faults += check_file(args.output, "--output", ".json")
+    if args.worlds is None:
+        faults += check_file(args.output, "--output", ".json")
     faults += json_faults(args)
     return faults

@@ -101,6 +101,15 @@ class Cluster:
         """Devices of all nodes."""
         return self.nodes * self.devices_per_node
 
+    def part(self, num_devices: int) -> Cluster | None:
+        """So many of its devices: whole nodes, or some of one; None where that cannot be."""
+        if not 0 < num_devices <= self.num_devices:
+            return None
+        if num_devices <= self.devices_per_node:
+            return replace(self, nodes=1, devices_per_node=num_devices)
+        nodes, left = divmod(num_devices, self.devices_per_node)
+        return None if left else replace(self, nodes=nodes)
+
     @property
     def usable_bytes(self) -> float:
         """What planning may put on one device."""
