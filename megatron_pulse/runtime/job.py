@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,7 +17,9 @@ from megatron_pulse.runtime.failures import ANSWER_S, FailureBoard, PulseError
 from megatron_pulse.runtime.watch.bounded import backstop_s, within
 from megatron_pulse.runtime.watch.watchdog import Watchdog
 
-_HERE, _LEFT, _PORT, _SAID = (f"megatron_pulse/{key}" for key in ("here", "left", "port", "said"))
+_GENERATION, _HERE, _LEFT, _PORT, _ROSTER, _SAID = (
+    f"megatron_pulse/{key}" for key in ("generation", "here", "left", "port", "roster", "said")
+)
 STORE_ERRORS = (RuntimeError, ValueError, OSError)
 """What an unreachable store raises."""
 
@@ -31,6 +34,7 @@ class Job:
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._reached: dist.Store | None = None
         self._meeting: dist.Store | None = None
         self._store: dist.Store | None = None
         self._unmet = ""
@@ -54,56 +58,83 @@ class Job:
                 self._meeting = dist.HashStore()
             else:
                 try:
-                    self._meeting = _meet(self.rank, self.world_size, limit_s)
+                    self._reached = _reach(self.rank, self.world_size, limit_s)
                 except STORE_ERRORS as error:
                     if port_is_taken(error):
                         self._unmet = ": another program has that port, give MASTER_PORT another"
                     return None
+                self._meeting = dist.PrefixStore(_start(), self._reached)
         return FailureBoard(self._meeting, self.rank)
 
     def assemble(self, limit_s: float) -> dist.Store:
         """Wait for all ranks; the store for their process groups.
 
+        torchrun's store outlives a start: ranks of an elastic job are started again into one that
+        holds what they said before, each node after as many restarts as it has seen. Who is there
+        is therefore counted anew, under a name that rank 0 makes::
+
+            rank 0    generation = g    here/0 ... waits for here/0 .. here/n    roster = all here
+            rank r    reads g           here/r = a name of its own ............. it is in the roster
+
         Raises PulseError if one of them fails before, or if they are not there in time.
         """
-        master = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
-        where = f"{master[0]}:{master[1]}, where {'torchrun' if _is_the_agents() else 'rank 0'}"
+        host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+        where = f"{host}:{port}, where {'torchrun' if _is_the_agents() else 'rank 0'} is to listen"
         if self.watch is not None and self.world_size > 1:
-            self.watch.expect(f"{where} is to listen")
+            self.watch.expect(where)
         waits_s = limit_s if self.watch is None else backstop_s(limit_s)
         board = self.board(waits_s)
         if board is None or self._meeting is None:
             raise PulseError(
-                f"rank {self.rank} does not reach the others at {where} is to listen, within "
-                f"{limit_s:g} s{self._unmet}"
+                f"rank {self.rank} does not reach the others at {where}, within {limit_s:g} s"
+                f"{self._unmet}"
             )
-        deadline = time.monotonic() + limit_s
-        if self.watch is not None and self.world_size > 1:
-            self.watch.announce(self._meeting, master)
-        self._meeting.set(f"{_HERE}/{self.rank}", "")
-        num_here = self._meeting.add(_HERE, 1)
-        while num_here < self.world_size:
-            if failure := board.first_failure():
-                raise PulseError(f"stopped, because another rank did: {failure}")
-            if time.monotonic() > deadline:
-                raise PulseError(
-                    f"only {num_here} of {self.world_size} ranks came within {limit_s:g} s"
-                    f" (--pulse-timeout-s); missing: {self._missing()}"
-                )
-            time.sleep(0.02)
-            num_here = self._meeting.add(_HERE, 0)
-        if self.watch is not None and self.world_size > 1:
-            self.watch.meet(self._meeting, self.world_size, master)
+        if self._reached is not None:
+            self._meeting = self._gather(self._reached, board, (host, port), limit_s)
+            if self.watch is not None:
+                self.watch.meet(self._meeting, self.world_size, (host, port))
         self._store = self._own_store(self._meeting, waits_s)
         return self._store
 
-    def _missing(self) -> str:
-        """The ranks that have not come, in words."""
-        assert self._meeting is not None
-        store = self._meeting
-        ranks = [r for r in range(self.world_size) if not store.check([f"{_HERE}/{r}"])]
-        more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
-        return ", ".join(map(str, ranks[:16])) + more
+    def _gather(
+        self, reached: dist.Store, board: FailureBoard, master: tuple[str, int], limit_s: float
+    ) -> dist.Store:
+        """The part of the store that is this start's alone, once all ranks are there."""
+        own, generation, deadline = uuid.uuid4().hex, "", time.monotonic() + limit_s
+        meeting: dist.Store = reached
+        everybody = [f"{_HERE}/{rank}" for rank in range(self.world_size)]
+        if self.rank == 0:
+            reached.set(_GENERATION, own)
+        while True:
+            if self.rank == 0:
+                said = own
+            else:
+                said = reached.get(_GENERATION).decode() if reached.check([_GENERATION]) else ""
+            if said != generation:
+                generation, meeting = said, dist.PrefixStore(said, reached)
+                if self.watch is not None:
+                    self.watch.announce(meeting, master)
+                meeting.set(f"{_HERE}/{self.rank}", own)
+            if generation and self.rank == 0 and meeting.check(everybody):
+                meeting.set(_ROSTER, b",".join(meeting.multi_get(everybody)).decode())
+                return meeting
+            if generation and self.rank and meeting.check([_ROSTER]):
+                if own in meeting.get(_ROSTER).decode().split(","):
+                    return meeting
+            if failure := board.first_failure():
+                raise PulseError(f"stopped, because another rank did: {failure}")
+            if time.monotonic() > deadline:
+                raise PulseError(self._who_is_missing(meeting, everybody, limit_s))
+            time.sleep(0.02 + 1e-4 * self.world_size)  # one store hears all of them
+
+    def _who_is_missing(self, meeting: dist.Store, everybody: list[str], limit_s: float) -> str:
+        missing = [rank for rank, here in enumerate(everybody) if not meeting.check([here])]
+        named = ", ".join(f"rank {rank}" for rank in missing[:16]) or "none"
+        more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
+        return (
+            f"only {self.world_size - len(missing)} of {self.world_size} ranks came within "
+            f"{limit_s:g} s (--pulse-timeout-s); missing: {named}{more}"
+        )
 
     def _own_store(self, meeting: dist.Store, limit_s: float) -> dist.Store:
         if self.world_size == 1 or not _is_the_agents():
@@ -143,10 +174,19 @@ def _is_the_agents() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _meet(rank: int, world_size: int, limit_s: float) -> dist.Store:
+def _start() -> str:
+    """The name of this start of the job, as this node counts them."""
+    return f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _reach(rank: int, world_size: int, limit_s: float) -> dist.Store:
+    """The store that all ranks reach: torchrun's, else one that rank 0 hosts."""
     limit = timedelta(seconds=limit_s)
+    if _is_the_agents():
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(host, port, None, False, timeout=limit)
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
-    return dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return store
 
 
 def leave_word(text: str, is_first: bool) -> None:

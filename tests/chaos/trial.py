@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 import subprocess
 import time
@@ -184,9 +185,11 @@ def _watch_end(trial: Trial, ranks: Ranks, outcome: Outcome, began: float) -> No
         if any(statuses):
             outcome.faults.append(f"it ended with {statuses}")
     elif outcome.happened and kind not in NAMES_NOBODY:
-        outcome.named = f"rank {rank} (" in said or f"rank {rank}: " in _blame(said)
-        if kind == "raises":
+        outcome.named = re.search(rf"\brank {rank}\b", _blame(said)) is not None
+        if kind == "raises":  # it speaks for itself
             outcome.named = f"rank {rank}: in " in said and WORDS in said
+        elif kind in ("never ends", "never joins"):
+            outcome.named = f"; rank {rank}: step " in said
         if not outcome.named:
             outcome.faults.append(f"rank {rank} was not named")
     elif kind == "no room" and outcome.happened and "No space left on device" not in said:
@@ -196,9 +199,9 @@ def _watch_end(trial: Trial, ranks: Ranks, outcome: Outcome, began: float) -> No
 
 
 def _blame(said: str) -> str:
-    """What was said of the first failure."""
+    """What was said of the first failure, without who said it."""
     return "\n".join(
-        line.partition("first failure in this job: ")[2]
+        re.sub(r"^rank \d+: ", "", line.partition("first failure in this job: ")[2])
         for line in said.splitlines()
         if "first failure in this job: " in line
     )
