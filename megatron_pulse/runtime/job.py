@@ -129,7 +129,10 @@ class Job:
 
     def _who_is_missing(self, meeting: dist.Store, everybody: list[str], limit_s: float) -> str:
         missing = [rank for rank, here in enumerate(everybody) if not meeting.check([here])]
-        named = ", ".join(f"rank {rank}" for rank in missing[:16]) or "none"
+        missing = missing or [
+            0
+        ]  # all were there in an earlier start; rank 0 has not begun this one
+        named = ", ".join(f"rank {rank}" for rank in missing[:16])
         more = f" and {len(missing) - 16} more" if len(missing) > 16 else ""
         return (
             f"only {self.world_size - len(missing)} of {self.world_size} ranks came within "

@@ -116,8 +116,9 @@ class PulseOptions:
     )
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are the "
-        "plan's, and flags that say otherwise are refused",
-        metavar="FILE",
+        "plan's, and flags that say otherwise are refused; of a folder ('pulse tune --worlds') the "
+        "one for as many ranks as there are",
+        metavar="FILE|DIR",
     )
     auto: bool = flag(
         "measure the job's links and devices, tune for --global-batch-size, and run the plan (kept "
