@@ -20,7 +20,7 @@ from megatron_pulse.runtime.watch.watchdog import Watchdog
 _GENERATION, _HERE, _LEFT, _PORT, _ROSTER, _SAID = (
     f"megatron_pulse/{key}" for key in ("generation", "here", "left", "port", "roster", "said")
 )
-STORE_ERRORS = (RuntimeError, ValueError, OSError)
+STORE_ERRORS = (RuntimeError, ValueError, OSError, KeyError)
 """What an unreachable store raises."""
 
 
@@ -58,7 +58,7 @@ class Job:
                 self._meeting = dist.HashStore()
             else:
                 try:
-                    self._reached = _reach(self.rank, self.world_size, limit_s)
+                    self._reached = _reach(self.rank, limit_s)
                 except STORE_ERRORS as error:
                     if port_is_taken(error):
                         self._unmet = ": another program has that port, give MASTER_PORT another"
@@ -182,14 +182,13 @@ def _start() -> str:
     return f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _reach(rank: int, world_size: int, limit_s: float) -> dist.Store:
-    """The store that all ranks reach: torchrun's, else one that rank 0 hosts."""
+def _reach(rank: int, limit_s: float) -> dist.Store:
+    """The store that all ranks reach: torchrun's, else one that rank 0 hosts. Nobody waits here for
+    others than the host: who is missing can then be said."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = rank == 0 and not _is_the_agents()
     limit = timedelta(seconds=limit_s)
-    if _is_the_agents():
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(host, port, None, False, timeout=limit)
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=limit))
-    return store
+    return dist.TCPStore(host, port, None, hosts, timeout=limit, wait_for_workers=False)
 
 
 def leave_word(text: str, is_first: bool) -> None:

@@ -57,7 +57,7 @@ examples:
   pulse tune --backbone hunyuan-dit-3b --cluster pulse-910a --global-batch-size 512 -o plan.json
   pulse tune --profile profile.json --cluster dgx-a100:4 --global-batch-size 256 --explain
   pulse tune --profile profile.json --cluster dgx-a100:4 --global-batch-size 256 \\
-      --worlds 32,24,16 -o plans/          # for a run that goes on when it has lost nodes
+      --worlds 32,24,16 -o plans          # for a run that goes on when it has lost nodes
   pulse tune --backbone uvit-2.7b --cluster ours.yaml --global-batch-size 256 \\
       --pipeline 2,4,8 --tensor 1 --layouts 'fold exact,sequential' --no-recompute
 """
