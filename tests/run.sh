@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv where needed, then runs every check: ruff, mypy, and all tests, three files at a
-# time: on two cores one waits for its processes while two compute.
+# Sets up .venv where needed, then runs every check: ruff, mypy, and all tests, four files at a
+# time: on two cores two wait for their processes while two compute.
 # Arguments go to pytest: bash tests/run.sh tests/planner -k fold
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,7 +23,7 @@ if ! [ -d .venv/transformer-engine ]; then
         transformer-engine==2.20.2 einops==0.8.1 || rm -rf .venv/transformer-engine
 fi
 failed=0
-.venv/bin/python -m pytest --numprocesses 3 --dist loadfile \
+.venv/bin/python -m pytest --numprocesses 4 --dist loadfile \
     --no-loadscope-reorder "$@" || failed=$?
 wait "$mypy" || failed=1
 cat "$types"
