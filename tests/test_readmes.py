@@ -118,6 +118,8 @@ def test_other_commands_name_what_is_there(path: Path) -> None:
                 assert (ROOT / word).exists(), line
         if words[1:2] == ["-m"] and words[2] != "pytest":
             spec = importlib.util.find_spec(words[2])
+            if spec is not None and spec.submodule_search_locations:  # a package
+                spec = importlib.util.find_spec(f"{words[2]}.__main__")
             assert spec is not None and spec.origin is not None, line
             source = Path(spec.origin).read_text()
             for word in words[3:]:

@@ -36,7 +36,7 @@ def small(kind: str) -> Trial:
 
 
 def test_a_disturbed_run_goes_on(tmp_path: Path) -> None:
-    """It is killed, its newest checkpoint is damaged, and it ends with the numbers of one process."""
+    """Killed, its newest checkpoint damaged, it ends with the numbers of one process."""
     outcome = run_trial(SEED, small("bits flipped"), Undisturbed(tmp_path), tmp_path / "trial")
     assert not outcome.faults, outcome
     assert outcome.orphans == 0
