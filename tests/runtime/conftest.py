@@ -6,7 +6,7 @@ from zlib import crc32
 
 import pytest
 
-from tests.runtime.nccl_double import APART, ONE, VARIABLE
+from tests.runtime.nccl_double import APART, LATE, ONE, VARIABLE
 
 _TIMED = {"test_emulated", "test_probe", "test_trace"}
 """Files of tests that measure times, which the double's workers would lengthen."""
@@ -14,6 +14,6 @@ _TIMED = {"test_emulated", "test_probe", "test_trace"}
 
 @pytest.fixture(autouse=True)
 def _channels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all tests some have a worker for each channel, and some one for all."""
+    """Of all tests some have a worker for each channel, some one for all, some late ones."""
     if request.path.stem not in _TIMED:
-        monkeypatch.setenv(VARIABLE, (APART, ONE)[crc32(request.node.name.encode()) % 2])
+        monkeypatch.setenv(VARIABLE, (APART, ONE, LATE)[crc32(request.node.name.encode()) % 3])

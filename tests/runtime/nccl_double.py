@@ -3,7 +3,12 @@
 Each channel has a group of two ranks and at each end a worker, which does what was issued in that
 order, one after the other: a send begins when the other end's receive has, is read from the very
 tensor then, and not before; a buffer holds NaN until its message is there. With ``ONE`` a device
-has a single worker for all of its channels, as where all kernels share one hardware queue.
+has a single worker for all of its channels, as where all kernels share one hardware queue; with
+``LATE`` a send is read late, when the device waits for a message or 20 ms later.
+
+What is sent is not kept for its own sake: memory that nobody holds any more but the double is
+filled with NaN, as an allocator gives it to the next who asks. Let go before it was sent, it is
+sent so. Views, saved tensors of a graph and skips that alias a stage's output hold it as well.
 
 A worker begins with what was issued while the device computes or waits; a wait holds up the
 device, as it holds up a stream. What is issued after it would on a GPU wait for the same event, so
@@ -15,7 +20,9 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -25,9 +32,10 @@ from megatron_pulse.runtime.messages import channels
 
 VARIABLE = "PULSE_TESTS_CHANNELS"
 """Set to one of these, ranks of tests use the double."""
-APART, ONE = "apart", "one"
+APART, ONE, LATE = "apart", "one", "late"
 
 _LONG = timedelta(seconds=600)
+_LATEST_S = 0.02
 
 
 class _Worker:
@@ -58,6 +66,7 @@ class _Transfer:
         self.error: RuntimeError | None = None
 
     def wait(self, timeout: timedelta = _LONG) -> bool:
+        _waits.began += 1
         if not self.ended.wait(timeout.total_seconds()):
             raise RuntimeError("Timed out")
         if self.error is not None:
@@ -66,6 +75,56 @@ class _Transfer:
 
     def is_completed(self) -> bool:
         return self.ended.is_set()
+
+
+@dataclass
+class _Waits:
+    """How many waits of this device have begun."""
+
+    began: int = 0
+
+
+_waits = _Waits()
+
+
+class _Sent:
+    """The memory of a tensor that is sent."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = tensor.untyped_storage()
+        self._dtype, self._offset = tensor.dtype, tensor.storage_offset()
+        self._size, self._strides = tensor.size(), tensor.stride()
+        self._waits = _waits.began
+        self.transfer: _Transfer | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody else holds it, so that nobody else ever will."""
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return count == 1
+
+    def read(self) -> torch.Tensor:
+        """What is sent."""
+        tensor = torch.empty(0, dtype=self._dtype)
+        return tensor.set_(self._storage, self._offset, self._size, self._strides)
+
+    def poison_if_free(self) -> bool:
+        """Have it hold what no result may come of, if it is free, and say whether it is."""
+        if not self.is_free:
+            return False
+        _poison(torch.empty(0, dtype=self._dtype).set_(self._storage))
+        return True
+
+    def await_last_moment(self) -> None:
+        """Come back when the device waits for a message, or has let it go, or a while has passed:
+        collectives are waited for elsewhere."""
+        end = time.monotonic() + _LATEST_S
+        while _waits.began == self._waits and not self.is_free and time.monotonic() < end:
+            time.sleep(0.0005)
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
 
 
 _shared: list[_Worker] = []
@@ -88,6 +147,7 @@ class DoubleChannel:
         store = channels.store_of(group, source, destination)
         self._group = dist.ProcessGroupGloo(store, 0 if sends else 1, 2, _LONG)
         self._peer = 1 if sends else 0
+        self._sent: list[_Sent] = []
         if os.environ.get(VARIABLE) != ONE:
             self._worker = _Worker()
             return
@@ -96,20 +156,37 @@ class DoubleChannel:
         self._worker = _shared[0]
 
     def send(self, tensor: torch.Tensor) -> channels.Work:
+        self._look()
+        sent, is_late = _Sent(tensor), os.environ.get(VARIABLE) == LATE
+
         def do() -> None:
             self._group.recv([torch.empty(1)], self._peer, 0).wait(_LONG)
-            self._group.send([tensor], self._peer, 0).wait(_LONG)
+            if is_late:
+                sent.await_last_moment()
+            sent.poison_if_free()
+            self._group.send([sent.read()], self._peer, 0).wait(_LONG)
 
-        return self._worker.add(do)
+        transfer = sent.transfer = self._worker.add(do)
+        self._sent.append(sent)
+        return transfer
 
     def receive(self, buffer: torch.Tensor) -> channels.Work:
-        buffer.fill_(float("nan") if buffer.is_floating_point() else 77)
+        self._look()
+        _poison(buffer)
 
         def do() -> None:
             self._group.send([torch.zeros(1)], self._peer, 0).wait(_LONG)
             self._group.recv([buffer], self._peer, 0).wait(_LONG)
 
         return self._worker.add(do)
+
+    def _look(self) -> None:
+        """Poison what was sent and let go since the device came here last."""
+        self._sent = [
+            sent
+            for sent in self._sent
+            if not (sent.transfer and sent.transfer.is_completed() and sent.poison_if_free())
+        ]
 
 
 def install_if_asked() -> None:
