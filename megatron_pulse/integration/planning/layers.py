@@ -25,13 +25,22 @@ def require_own_layers(args: argparse.Namespace, profile: Profile, given: str) -
 def require_whole_backwards(args: argparse.Namespace, plan: Plan) -> None:
     """Raise PlanError for a split schedule of Transformer Engine's layers.
 
-    They can leave weight gradients for later (``delay_wgrad_compute``, then ``backward_dw``, first
-    in, first out), which has not been run yet: theirs would come with those of inputs, and the
-    schedule wait for nothing.
+    Theirs come with those of inputs, and the schedule would wait for nothing. What they have for
+    that (2.20.2: ``WeightGradStore`` of ``module/_common.py``, ``backward_dw`` of
+    ``module/base.py``) does not do it as it is. Each module has one queue, to which every call of
+    it adds, and a call of ``backward_dw`` takes one entry: neither knows of microbatches, and a
+    module that a stage calls twice needs two. Without fused accumulation it assigns a weight's
+    gradient in place of adding to it, and drops a bias's where there is one already: only the hooks
+    of a DDP that has ``delay_wgrad_compute`` too add up. And Megatron's configuration wants
+    ``overlap_moe_expert_parallel_comm`` with it. A store that hands each entry, a product that is
+    still to be computed, to the microbatch's ``Later`` would do without all this; it is not
+    written.
     """
     if args.transformer_impl == TRANSFORMER_ENGINE and splits(plan.schedule_name):
         raise PlanError(
             f"the schedule ({plan.schedule_name}) splits backwards, and Transformer Engine's "
-            "layers compute weight gradients with those of inputs: take a schedule that does not "
-            "(--pulse-schedule wave; 'pulse tune --no-split'), or --transformer-impl local"
+            "layers compute weight gradients with those of inputs (their backward_dw takes what a "
+            "module queued first, whatever the microbatch, and assigns gradients, adding none): "
+            "take a schedule that does not (--pulse-schedule wave; 'pulse tune --no-split'), or "
+            "--transformer-impl local"
         )
