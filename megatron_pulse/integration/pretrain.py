@@ -37,6 +37,7 @@ from megatron_pulse.integration.preparing import (
 from megatron_pulse.integration.training import train
 from megatron_pulse.profile.cautions import plan_cautions
 from megatron_pulse.profile.measuring.machine import num_threads
+from megatron_pulse.profile.memory_format import format_caution
 from megatron_pulse.runtime.job import Job
 from megatron_pulse.runtime.stopping import STOP
 from model_specs import describe_weights
@@ -80,6 +81,8 @@ def main() -> None:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             for caution in plan_cautions(given.provenance, num_threads(device)):
                 print(f"warning: {caution}", flush=True)
+            if said := format_caution(given.backbone, plan.backbone.record, "the plan"):
+                print(f"warning: {said}", flush=True)
         plan = with_schedules(plan, args, options)
         board = job.board()
         assert board is not None  # the ranks have met

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline
+from megatron_pulse.profile.files import save_profile
 from model_specs import load_backbone
 from tests.integration.runs import (
     BASE,
     STEPS,
+    TINY,
     alone,
     assert_equal_to_rounding,
     assert_same,
@@ -158,3 +161,37 @@ def test_auto_measures_tunes_and_runs(tmp_path: Path) -> None:
     assert (tmp_path / "plan.json").read_bytes() == written
     message = refused(1, *flags)
     assert "is the plan of another job (uvit-tiny on 2 ranks)" in message
+
+
+def test_a_run_has_the_memory_format_of_its_plan_or_profile(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless an option says another, which is told of a profile here, of a plan at the start."""
+    from megatron_pulse.integration.preparing import prepare, read_command_line
+
+    sizes = {"sample_size": 8, "block_out_channels": "8,16", "norm_num_groups": 4}
+    made = make_plan(
+        tmp_path / "plan.json",
+        Config(2, 1, 1, 2, ROW),
+        "unet-tiny",
+        sizes | {"channels_last": True},
+    )
+    plan = ["--pulse-plan", str(made), "--pulse-data", "digits8", "--lr", "1", "--train-iters", "5"]
+    save_profile(load_checked(made).profile, tmp_path / "p.json")
+    flags = [*TINY["unet"], *BASE, *STEPS, "--pipeline-model-parallel-size", "2"]
+    flags += ["--pulse-placement", "sequential", "--pulse-profile", str(tmp_path / "p.json")]
+    other = ["--pulse-option", "channels_last=false"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+
+    def is_channels_last(*argv: str) -> bool:
+        monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *argv])
+        planned, _, _ = prepare(*read_command_line())
+        found: bool = planned.backbone.record["options"]["channels_last"]
+        return found
+
+    assert is_channels_last(*plan) and is_channels_last(*plan, *TINY["unet"])
+    assert not is_channels_last(*plan, *other)
+    assert is_channels_last(*flags) and "warning" not in capsys.readouterr().out
+    assert not is_channels_last(*flags, *other)
+    assert "is of channels_last convolutions, the run's are contiguous" in capsys.readouterr().out

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.backbone_flags import add_layers_flags, layers_faults, trained_backbone
+from megatron_pulse.cli.backbone_flags import (
+    add_layers_flags,
+    layers_faults,
+    options_of,
+    trained_backbone,
+)
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,
@@ -32,7 +38,9 @@ Planning balances devices by these costs. There are three ways to them:
              with as many threads as a rank will have (--threads); forward and backward a second
              time as with split backwards, whose weight gradients wait: the three parts of that
              take longer than the whole. Profiles of before that do not say it are read as if
-             they took as long
+             they took as long. Convolutions are tried in both memory formats, unless
+             --option channels_last=true or false says which; the profile is of the faster, and
+             runs that are planned by it have that one
   analytic   operations and bytes of every layer on a device that is not at hand, named by
              --preset or given in figures; ratios are good, seconds are estimates
   table      the same, from a table of layers that others have published
@@ -305,6 +313,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     import torch
 
     from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    from megatron_pulse.integration.planning.formats import measured_format
     from megatron_pulse.profile.cautions import rank_threads
     from megatron_pulse.profile.measuring.clock import Patience
     from megatron_pulse.profile.measuring.measure import measure
@@ -319,8 +328,13 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     dtype = args.dtype or _dtype_of(device)
     wait_for_weight_gradients()
     patience = Patience() if limit_s is None else Patience(limit_s=limit_s)
-    return measure(
-        trained_backbone(args, dtype),
+    threads = (args.threads or rank_threads()) if device == "cpu" else None
+    given, implementation = options_of(args), args.transformer_impl
+    backbone, times = measured_format(
+        trained_backbone(args, dtype), given, sizes[-1], device, dtype, threads, implementation
+    )
+    profile = measure(
+        backbone,
         sizes,
         device,
         dtype,
@@ -328,10 +342,11 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
         patience,
         args.once_per_kind,
         progress=True,
-        threads=(args.threads or rank_threads()) if device == "cpu" else None,
+        threads=threads,
         leaving=leaving_weights,
-        transformer_impl=args.transformer_impl,
+        transformer_impl=implementation,
     )
+    return profile if times is None else replace(profile, method=f"{profile.method}; {times}")
 
 
 def _dtype_of(device: str) -> str:

@@ -11,6 +11,7 @@ from megatron_pulse.flag_fields import flag_name, marked
 from megatron_pulse.integration.flags.arguments import Mark, PulseOptions
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.profile.memory_format import OPTION, in_format_of, in_given_format
 from megatron_pulse.profile.trained import identity, patterns_of, shown_patterns
 from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
@@ -30,7 +31,7 @@ def obey(plan: PlanFile, args: argparse.Namespace, options: PulseOptions) -> Pul
         options,
         self_conditioning=own,
         backbone=options.backbone if is_module(options.backbone or "") else plan.backbone["name"],
-        options=dict(plan.backbone["options"]),
+        options=dict(in_given_format(plan.backbone, options.options)["options"]),
         train=patterns_of(plan.backbone)[0],
         freeze=patterns_of(plan.backbone)[1],
         placement=str(plan.placement.kind),
@@ -75,11 +76,13 @@ def contradictions(
         flag, given = flag_name(name), getattr(args, name)
         if line.says(flag) and given != value:
             yield f"{flag} {given}, but {by} says {value}: leave the flag out"
-    if options.backbone or options.options:
+    if options.backbone or set(options.options) - {OPTION}:
         name = options.backbone or plan.backbone["name"]
         try:
-            decided = identity(load_recorded(plan.backbone).record)
-            here = in_dtype(name, options.options, plan.dtype, by)
+            planned_record = in_given_format(plan.backbone, options.options)
+            decided = identity(load_recorded(planned_record).record)
+            given = in_format_of(plan.backbone, name, options.options)
+            here = in_dtype(name, given, plan.dtype, by)
             same = identity(load_backbone(name, here).record) == decided
         except ValueError as error:
             yield str(error)

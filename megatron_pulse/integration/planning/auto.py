@@ -18,6 +18,7 @@ from megatron_pulse.integration.encoding import InLoop, in_loop
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.planning.encoder_costs import encoder_costs
+from megatron_pulse.integration.planning.formats import measured_format
 from megatron_pulse.integration.planning.planning import by_rank_0, compute_dtype, load_here
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
@@ -28,6 +29,7 @@ from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import UntunableError, tune
 from megatron_pulse.profile.measuring.measure import measure
+from megatron_pulse.profile.memory_format import in_format_of, in_given_format
 from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.runtime.measure.leaving import leaving_weights
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
@@ -58,9 +60,11 @@ def _kept(path: Path, args: argparse.Namespace, options: PulseOptions) -> PlanFi
     if not path.exists():
         return None
     plan = load_checked(path)
-    backbone = load_here(args, options)
-    record = backbone.record
-    if plan.world_size != args.world_size or load_recorded(plan.backbone).record != record:
+    given = options.options
+    same = in_format_of(plan.backbone, options.backbone, given)
+    backbone = load_here(args, replace(options, options=same))
+    planned = load_recorded(in_given_format(plan.backbone, given))
+    if plan.world_size != args.world_size or planned.record != backbone.record:
         raise ValueError(
             f"--pulse-auto: {path} is the plan of another job ({plan.backbone['name']} on "
             f"{plan.world_size} ranks): move it away, or use another --save"
@@ -111,7 +115,7 @@ def _tune(
         cluster = replace(cluster, memory_gb=options.memory_gb)
     backbone = load_here(args, options)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
-    profile = _measure(args, backbone)
+    profile = _measure(args, options, backbone)
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
     own = options.self_conditioning or 0.0
@@ -165,14 +169,17 @@ def _choices(line: CommandLine) -> Choices:
     )
 
 
-def _measure(args: argparse.Namespace, backbone: Backbone) -> Profile:
+def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Profile:
     dtype = compute_dtype(args)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = SIZES if args.micro_batch_size is None else (args.micro_batch_size,)
 
     def measured(sizes: tuple[int, ...]) -> Profile:
-        return measure(
-            backbone,
+        chosen, times = measured_format(
+            backbone, options.options, sizes[-1], device, dtype, None, args.transformer_impl
+        )
+        profile = measure(
+            chosen,
             sizes,
             device,
             dtype,
@@ -180,6 +187,7 @@ def _measure(args: argparse.Namespace, backbone: Backbone) -> Profile:
             leaving=leaving_weights,
             transformer_impl=args.transformer_impl,
         )
+        return profile if times is None else replace(profile, method=f"{profile.method}; {times}")
 
     try:
         return measured(sizes)

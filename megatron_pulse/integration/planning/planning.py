@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,8 +42,9 @@ from megatron_pulse.profile.files import load_profile
 from megatron_pulse.profile.measuring.layer_call import describe_chain
 from megatron_pulse.profile.measuring.machine import device_memory
 from megatron_pulse.profile.measuring.sizes import ModuleSizes
+from megatron_pulse.profile.memory_format import format_caution, in_format_of
 from megatron_pulse.profile.parameters import count_parameters, count_trained
-from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.profile import Profile, ProfileError
 from megatron_pulse.profile.trained import (
     TrainedError,
     none_trained,
@@ -202,11 +204,16 @@ def _replicas(args: argparse.Namespace) -> int:
 
 
 def options_here(args: argparse.Namespace, options: PulseOptions) -> Mapping[str, Any]:
-    """The options of the backbone of these flags; a module is exported in the run's dtype.
+    """The options of the backbone of these flags; a module is exported in the run's dtype, and
+    convolutions are in the memory format of ``--pulse-profile`` where no option says which.
 
     Raises ValueError where they say another dtype.
     """
-    return in_dtype(options.backbone, options.options, compute_dtype(args))
+    given = options.options
+    if options.profile is not None and options.profile not in PRESETS:
+        with contextlib.suppress(ProfileError):  # which is said where it is read for its costs
+            given = in_format_of(load_profile(options.profile).backbone, options.backbone, given)
+    return in_dtype(options.backbone, given, compute_dtype(args))
 
 
 def load_here(args: argparse.Namespace, options: PulseOptions) -> Backbone:
@@ -248,6 +255,9 @@ def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
                 f"--pulse-profile {options.profile} is of training {shown_patterns(theirs)}: "
                 "profile with the same patterns ('pulse profile --train P --freeze P')"
             )
+        by = f"--pulse-profile {options.profile}"
+        if args.rank == 0 and (said := format_caution(profile.backbone, backbone.record, by)):
+            print(f"warning: {said}", flush=True)
         return profile
     return analyse(backbone, [args.micro_batch_size], Roofline(_this_device(), dtype))
 

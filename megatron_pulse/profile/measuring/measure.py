@@ -95,8 +95,8 @@ def measure(
             ),
         )  # fmt: skip
     place = torch.device(device)
-    _require_memory(backbone, place, dtype)
-    _require_implementation(transformer_impl, place)
+    require_memory(backbone, place, dtype)
+    require_implementation(transformer_impl, place)
     context, halved = (meta_context(dtype, tensor, transformer_impl) for tensor in (1, 2))
     sizes: list[ModuleSizes] = []
     measured: dict[int, list[LayerMeasure]] = {size: [] for size in micro_batch_sizes}
@@ -139,7 +139,7 @@ def measure(
 
         def built(i: int, context: LayerContext) -> Any:
             module = backbone.layers[i].build(context).to(place)
-            _fill(module)
+            fill(module)
             return module
 
         for i in layers:
@@ -181,7 +181,7 @@ def measure(
     )
 
 
-def _require_implementation(transformer_impl: str, place: torch.device) -> None:
+def require_implementation(transformer_impl: str, place: torch.device) -> None:
     """Raise ProfileError where layers of that kind cannot run."""
     if transformer_impl == LOCAL:
         return
@@ -194,7 +194,7 @@ def _require_implementation(transformer_impl: str, place: torch.device) -> None:
         raise ProfileError(f"Transformer Engine runs on GPUs alone: measure {LOCAL} layers")
 
 
-def _require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None:
+def require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None:
     """Raise ProfileError that lists the layers whose weights and gradients are beyond memory."""
     memory, each = device_memory(place), 2 * getattr(torch, dtype).itemsize
     faults = [
@@ -212,7 +212,7 @@ def _require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None
 
 
 @torch.no_grad()
-def _fill(module: Any) -> None:
+def fill(module: Any) -> None:
     """Give every parameter some finite values; how many have their own does not change times."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
