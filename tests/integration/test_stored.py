@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
 from megatron_pulse.integration.checkpoint.lock import FolderLock
 from megatron_pulse.integration.checkpoint.stored import REMOVED, stored_in, to_remove
 from tests.integration.test_integrity import DAMAGES
-from tests.launch.sessions import BIN
+from tests.ranks import run_ranks
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
@@ -103,9 +102,7 @@ def test_what_goes(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def _locked(folder: Path) -> bool:
     """Whether another process is refused."""
-    prune = [BIN / "pulse", "checkpoint", "prune", folder, "--keep", "1"]
-    done = subprocess.run(prune, capture_output=True, text=True, timeout=120)
-    return done.returncode == 2 and "another run writes into" in done.stderr
+    return run_ranks(1, main, ["checkpoint", "prune", str(folder), "--keep", "1"]) == [2]
 
 
 def test_links_and_strangers_stay(copy: Path, tmp_path: Path) -> None:

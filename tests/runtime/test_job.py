@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import torch.distributed as dist
 
-from tests.ranks import free_port
-
-MEETS = """
-import sys
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.job import Job
-job = Job()
-try:
-    store = job.assemble(float(sys.argv[1]))
-except PulseError as error:
-    print(error)
-else:
-    store.set(f"said/{job.rank}", sys.argv[2])
-    print(store.get(f"said/{1 - job.rank}").decode(), flush=True)
-    job.part(5)
-"""
+from tests.ranks import free_port, run_ranks
 
 
-def start(rank: int, restarts: int, port: int, word: str, limit_s: float) -> subprocess.Popen[str]:
-    """A rank of two, on a node that has seen so many restarts."""
-    job = {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
+def _meet(port: int, restarts: tuple[int, int], word: str, limit_s: float) -> str:
+    """What the other rank says, or why it did not; nodes have seen so many ``restarts``."""
+    os.environ |= {
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts[int(os.environ["RANK"])]),
     }
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", MEETS, str(limit_s), word],
-        env={**os.environ, **job},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    job = Job()
+    if word == "alone" and job.rank == 0:
+        return ""  # it does not come
+    try:
+        store = job.assemble(limit_s)
+    except PulseError as error:
+        return str(error)
+    store.set(f"said/{job.rank}", f"{word} {job.rank}")
+    said = store.get(f"said/{1 - job.rank}").decode()
+    job.part(5)
+    return said
 
 
 def test_each_start_is_counted_anew() -> None:
@@ -49,11 +36,8 @@ def test_each_start_is_counted_anew() -> None:
     not even that all were there."""
     port = free_port()
     agent = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
-    for number, counts in enumerate([(0, 1), (2, 1)]):
-        ranks = [start(r, count, port, f"{number}{r}", 60) for r, count in enumerate(counts)]
-        said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
-        assert said == [[f"{number}1"], [f"{number}0"]]
-    alone = start(1, 3, port, "alone", 2)
-    said_alone = alone.communicate(timeout=60)[0]
-    assert said_alone.startswith("only 1 of 2 ranks came") and "missing: rank 0" in said_alone
+    for word, restarts in {"first": (0, 1), "second": (2, 1)}.items():
+        assert run_ranks(2, _meet, port, restarts, word, 60.0) == [f"{word} 1", f"{word} 0"]
+    _, alone = run_ranks(2, _meet, port, (3, 3), "alone", 2.0)
+    assert alone.startswith("only 1 of 2 ranks came within 2 s") and "missing: rank 0" in alone
     del agent
