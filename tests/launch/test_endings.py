@@ -146,8 +146,9 @@ def test_a_stopped_rank_is_named_though_it_hosts_the_store(tmp_path: Path) -> No
     said = other.said()
     assert "nothing has moved for 8 s (--pulse-timeout-s); rank 0 (process " in said
     assert f"(process {pid} on {platform.node()}): no answer" in said
-    assert re.search(r"rank 1: step \d+, in Megatron's \S+ ", said) and "Traceback" not in said
-    assert "this rank: step " in (tmp_path / "failures" / "stacks1.txt").read_text()
+    assert re.search(r"rank 1: (step \d+|saving step \d+|between steps), in Megatron's \S+ ", said)
+    assert "Traceback" not in said
+    assert "this rank: " in (tmp_path / "failures" / "stacks1.txt").read_text()
 
 
 FORKS = """

@@ -31,6 +31,7 @@ def wrap_train_step(
         forward_step_func: Any, data_iterator: Any, model: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         nonlocal bar
+        HERE.settle("between steps")
         with HERE.during(f"step {args.curr_iteration + 1}"):
             result = train_step(forward_step_func, data_iterator, model, *rest, **kwargs)
         losses, skipped, norm = result[0], result[1], result[5]

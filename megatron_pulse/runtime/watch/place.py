@@ -62,6 +62,10 @@ class Place:
         """The innermost part of the run."""
         return self._phases[-1]
 
+    def settle(self, name: str) -> None:
+        """The run has begun: this is what it does between its other phases, no longer starting."""
+        self._phases[0] = Phase(name, is_patient=True)
+
     @contextmanager
     def during(self, name: str, patient: bool = False, grants_s: float = 0.0) -> Iterator[None]:
         """Within, the run is in this phase."""
