@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -192,15 +193,14 @@ def test_a_toy_with_everything_can_be_measured() -> None:
 
 
 def test_more_work_takes_longer() -> None:
-    """Sixteen times as wide a product on four times as many samples."""
-    wide = {"embed_dim": 256, "num_heads": 4}
+    """Products of 64 times as many weights on eight times as many samples."""
+    wide = {"embed_dim": 512, "num_heads": 8}
     small = measure(load_backbone("uvit-tiny"), (1,), patience=BRIEF).at(1)
-    large = measure(load_backbone("uvit-tiny", wide), (4,), patience=BRIEF).at(4)
+    large = measure(load_backbone("uvit-tiny", wide), (8,), patience=BRIEF).at(8)
     for costs in (small, large):
         assert all(0 < seconds < 60 for seconds in (*costs.forward_s, *costs.backward_s))
     # Of any one layer something else may have been measured.
-    longer = [b > a for a, b in zip(small.forward_s, large.forward_s, strict=True)]
-    assert sum(longer) > 0.7 * len(longer), longer
+    assert median(large.forward_s) > 2 * median(small.forward_s), (small, large)
     assert sum(large.saved_bytes) > 10 * sum(small.saved_bytes)
 
 
