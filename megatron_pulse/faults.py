@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 _SHOWN = 40
@@ -126,6 +127,17 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """That no ``what`` has this name, which names are like it, and which there are."""
     names = list(known)
     return f"no {what} is called {name[:60]!r}; {meant(name, names)}there are: {', '.join(names)}"
+
+
+def unmatched(patterns: Iterable[str], names: Sequence[str], what: str) -> list[str]:
+    """That no ``what`` matches a pattern (fnmatch's), for each that none of ``names`` does, with
+    close ones or the first."""
+    return [
+        f"no {what} matches {pattern!r}; "
+        + (meant(pattern, names) or f"the first is called {names[0]!r}").rstrip()
+        for pattern in patterns
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
 
 
 def meant(name: str, known: Iterable[str]) -> str:

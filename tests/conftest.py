@@ -1,6 +1,5 @@
 """Makes Megatron importable on CPU before any test imports it."""
 
-import gc
 import os
 import warnings
 from collections.abc import Generator, Iterator
@@ -17,6 +16,7 @@ with without_collecting():
     from megatron_pulse.integration.megatron import compat
 
     compat.install()
+from tests.memory import collect_seldom  # noqa: E402
 from tests.process import unchanged  # noqa: E402
 from tests.ranks import share_server  # noqa: E402
 
@@ -47,8 +47,7 @@ def pytest_collection() -> Generator[None, object, object]:
     """All that tests import is imported here, and is no garbage that is to be looked through."""
     with without_collecting():
         result = yield
-        gc.freeze()
-        gc.set_threshold(50_000, 20, 100)  # of 700: looking for circles takes a tenth of all tests
+        collect_seldom()
     return result
 
 

@@ -23,7 +23,7 @@ from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.devices import ELEMENT_BYTES
@@ -81,7 +81,9 @@ def small_plan(
     link = ClusterLink("loopback", 0.02, 200.0, Shared.DEVICE)
     machine = replace(cluster("cpu"), devices_per_node=REPLICAS * pipeline, intra_node=link)
     layout = WHOLE if pipeline == 1 else FOLD_EXACT if kind == "fold" else ROW
-    config = Config(pipeline, REPLICAS, 1, MICRO_BATCH, layout, split, recompute=recompute)
+    config = Config(
+        pipeline, REPLICAS, 1, MICRO_BATCH, layout, split, recompute=Recompute(recompute)
+    )
     evaluator = Evaluator(small_profile(), machine, MICRO_BATCH * MICROBATCHES * REPLICAS)
     problem = evaluator.problem(config, MICROBATCHES)
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))

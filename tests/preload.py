@@ -1,7 +1,8 @@
 """Imported once by the server that test ranks are forked from: all that is slow to import."""
 
 import argparse
-import gc
+import importlib
+import pkgutil
 import sys
 import warnings
 
@@ -14,6 +15,8 @@ with without_collecting():
 
     compat.install()
 
+    import megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader  # noqa: F401
+    import megatron.core.models.mimo.optimizer  # noqa: F401
     import megatron.training.training  # noqa: F401
     import torch
     import torch._dynamo  # noqa: F401
@@ -21,11 +24,16 @@ with without_collecting():
 
     import megatron_pulse.integration.megatron.linear  # noqa: F401
     import megatron_pulse.integration.pretrain  # noqa: F401
+    import model_specs
+
+    for found in pkgutil.walk_packages(model_specs.__path__, "model_specs."):
+        if not found.name.startswith("model_specs.derived"):
+            importlib.import_module(found.name)
 
 from megatron_pulse.data.images.digits import load_digits  # noqa: E402
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments  # noqa: E402
 from megatron_pulse.planner.schedule.search.synthesize import get_ready  # noqa: E402
-from model_specs import available  # noqa: E402
+from tests.memory import collect_seldom, in_large_pages  # noqa: E402
 from tests.remembered import remember_analyses  # noqa: E402
 
 torch.set_num_threads(1)
@@ -33,7 +41,7 @@ load_digits("digits8")
 get_ready()
 add_pulse_arguments(argparse.ArgumentParser())
 remember_analyses()
-available()
+model_specs.available()
 
 IMPORTED = frozenset(sys.modules)
 """What every rank imports; the rest is for those that derive a chain."""
@@ -42,4 +50,5 @@ with without_collecting():
 
     diffusers.UNet2DModel  # noqa: B018
     torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),), strict=False)
-gc.freeze()  # what ranks collect is their own: they write less to memory that they share
+collect_seldom()  # what ranks collect is their own: they write less to memory that they share
+in_large_pages()

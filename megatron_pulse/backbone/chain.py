@@ -40,6 +40,8 @@ class TensorSpec:
 
     def at(self, which: int) -> TensorSpec:
         """The tensor in microbatches of the chain's shape ``which`` alone; 0 is the first."""
+        if not which and not self.others:
+            return self
         return replace(self, shape=(self.shape, *self.others)[which], others=())
 
     def full_shape(self, micro_batch_size: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ class Buckets(DiffusionDataset):
         self.num_classes = max(part.num_classes for part in self._parts)
         self.fields = self._parts[0].fields
         self.frames = any(part.frames for part in self._parts)
+        self.cautions = [caution for part in self._parts for caution in part.cautions]
 
     @property
     def parts(self) -> tuple[DiffusionDataset, ...]:

@@ -89,6 +89,8 @@ class DiffusionDataset(ABC):
     has_captions: bool = False
     made_by: Mapping[str, str] = {}
     """What encoded fields (and ``latent``, the images) ahead, where that is known."""
+    cautions: Sequence[str] = ()
+    """What of the files is left aside, for people."""
     latent_shape: tuple[int, ...] | None = None
     """Of what a training step makes of ``image`` itself; None where it takes it as it is."""
 
@@ -128,6 +130,10 @@ class DiffusionDataset(ABC):
     def describe(self, index: int) -> str:
         """What people know the sample by: its file."""
         return f"sample {index}"
+
+    def revision(self, index: int) -> str:
+        """What is another one when the sample's file is; empty where there is no file."""
+        return ""
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         """The tensor of every name in ``fields``."""
@@ -191,6 +197,7 @@ class Derived(DiffusionDataset):
         self.frames = source.frames
         self.has_captions = source.has_captions
         self.made_by = source.made_by
+        self.cautions = source.cautions
         self.latent_shape = source.latent_shape
 
     def at(self, index: int) -> int:
@@ -217,6 +224,9 @@ class Derived(DiffusionDataset):
 
     def describe(self, index: int) -> str:
         return self.source.describe(self.at(index))
+
+    def revision(self, index: int) -> str:
+        return self.source.revision(self.at(index))
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         return self.source.conditioning(self.at(index))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
+from megatron_pulse.encoders.loading import require_all, silently
 from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.faults import UserError, told
@@ -36,14 +37,21 @@ class Autoencoder:
     def __init__(
         self, folder: str | Path, dtype: torch.dtype = torch.float32, weighs: bool = True
     ) -> None:
+        import diffusers
         from diffusers import AutoencoderKL
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             if weighs:
-                model = AutoencoderKL.from_pretrained(
-                    str(folder), local_files_only=True, torch_dtype=dtype
-                ).to(self.device)
+                with silently(diffusers.utils.logging):
+                    model, found = AutoencoderKL.from_pretrained(
+                        str(folder),
+                        local_files_only=True,
+                        torch_dtype=dtype,
+                        output_loading_info=True,
+                    )
+                require_all(found["missing_keys"])
+                model = model.to(self.device)
             else:
                 config = AutoencoderKL.load_config(str(folder), local_files_only=True)
                 with torch.device("meta"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_pulse.encoders.loading import require_all, silently
 from megatron_pulse.encoders.pieces import Piece, run_pieces
 from megatron_pulse.encoders.recipe import Kind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text import text_pieces
@@ -20,7 +21,7 @@ from megatron_pulse.encoders.tokens import (
     missing_tokenizers,
     require,
 )
-from megatron_pulse.faults import collecting, raised
+from megatron_pulse.faults import UserError, collecting, raised
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 
@@ -54,7 +55,12 @@ class TextEncoder:
             # replaces torch.linspace while it loads: that use must not be its.
             with torch.device("cpu"):
                 torch.empty(0)
-            model = kind.from_pretrained(str(where), local_files_only=True, dtype=chosen).to(device)
+            with silently(transformers.utils.logging):
+                model, found = kind.from_pretrained(
+                    str(where), local_files_only=True, dtype=chosen, output_loading_info=True
+                )
+            require_all(found["missing_keys"])
+            model = model.to(device)
         else:
             config = kind.config_class.from_pretrained(str(where), local_files_only=True)
             with torch.device("meta"):
@@ -121,11 +127,13 @@ class TextEncoders:
                 weighs = places is None or place in places
                 encoder = TextEncoder(self.folder, place, recipe, dtype, device, weighs)
                 self.encoders[place] = encoder
+            except UserError as error:
+                faults.append(f"{folder_name('text_encoder', place)}: {error}")
             except Exception as error:  # transformers raises many kinds
                 faults.append(f"{folder_name('text_encoder', place)}: {raised(error)}")
         require(self.folder, faults)
         self.tokenizers = Tokenizers(self.folder, recipe, self.shapes)
-        require(self.folder, self._misfits())
+        require(self.folder, [*self._misfits(), *self._unknown_tokens()])
 
     def __call__(self, text: str) -> dict[str, Tensor]:
         """Every field of one prompt, without a batch dimension: fp32 states and int64 masks."""
@@ -208,6 +216,19 @@ class TextEncoders:
                 if kind.value not in names:
                     has = ", ".join(map(str, names)) or "no class that its config.json names"
                     faults.append(f"{where} is {has}, and {kind.value} is needed there")
+        return faults
+
+    def _unknown_tokens(self) -> list[str]:
+        """A fault for each tokenizer that makes tokens which its encoder does not know."""
+        faults = []
+        for place, encoder in self.encoders.items():
+            known, made = int(encoder.model.config.vocab_size), self.tokenizers.num_tokens(place)
+            if made > known:
+                tokenizer = folder_name("tokenizer", place)
+                faults.append(
+                    f"{tokenizer} has {made} tokens, {folder_name('text_encoder', place)} knows "
+                    f"{known}"
+                )
         return faults
 
     def _shape(self, part: Part) -> tuple[int, ...]:

@@ -28,7 +28,10 @@ class EncodersError(UserError):
 def require(folder: Path, faults: Sequence[str]) -> None:
     """Raise EncodersError if there are faults of the pipeline's folder."""
     if faults:
-        remedy = "Give the folder of the pipeline that the backbone is of."
+        remedy = (
+            "Give the folder of the pipeline that the backbone is of, whole; the length of its "
+            "texts is an option of the backbone (context_length=N)."
+        )
         raise EncodersError(told(f"encoders {folder}", faults, remedy))
 
 
@@ -63,9 +66,11 @@ class Tokenizers:
         for place in recipe.kinds:
             where = self.folder / folder_name("tokenizer", place)
             try:
-                self._tokenizers[place] = transformers.AutoTokenizer.from_pretrained(
+                tokenizer = transformers.AutoTokenizer.from_pretrained(
                     str(where), local_files_only=True
                 )
+                faults += _no_vocabulary(where, tokenizer)
+                self._tokenizers[place] = tokenizer
             except Exception as error:  # transformers raises many kinds
                 faults.append(f"{where.name}: {raised(error)}")
             self.digests[place] = digest_of(where)
@@ -94,6 +99,19 @@ class Tokenizers:
             found[ids_name(place)] = torch.tensor(made["input_ids"])
             found[mask_name(place)] = torch.tensor(made["attention_mask"])
         return found
+
+    def num_tokens(self, place: int) -> int:
+        """How many a tokenizer knows."""
+        return len(self._tokenizers[place])
+
+    def excess(self, text: str) -> int:
+        """By how many tokens a text is longer than what is left of it, at the place where most is
+        cut off; 0 where all of it counts."""
+        text = text.lower().strip() if self.recipe.lower else text
+        return max(
+            max(0, len(tokenizer(text, verbose=False)["input_ids"]) - self.lengths[place])
+            for place, tokenizer in self._tokenizers.items()
+        )
 
     def null(self) -> dict[str, Tensor]:
         """Those of the empty text, which stand for a dropped caption."""
@@ -135,6 +153,19 @@ class Tokenizers:
                         f"{folder_name('text_encoder', fitted)}: {others} are the others'"
                     )
         return dict(sorted(lengths.items()))
+
+
+def _no_vocabulary(folder: Path, tokenizer: Any) -> list[str]:
+    """A fault for a folder without words, of which transformers makes a tokenizer that knows none.
+
+    Either one file has all, or each of a slower kind's is there.
+    """
+    names = dict(getattr(tokenizer, "vocab_files_names", {}))
+    whole = names.pop("tokenizer_file", "tokenizer.json")
+    missing = [name for name in names.values() if not (folder / name).is_file()]
+    if (folder / whole).is_file() or not missing:
+        return []
+    return [f"{folder.name} knows no words: neither {whole} nor {' and '.join(missing)} is there"]
 
 
 def missing_tokenizers(folder: Path, recipe: TextRecipe) -> list[str]:

@@ -20,6 +20,7 @@ from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import Wanted
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
+from megatron_pulse.data.text.encoded import cut_short
 from megatron_pulse.diffusion.objectives import DiffusionProcess, predicted_mean
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.integration.encoding import Encoders, in_loop
@@ -27,7 +28,7 @@ from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.step.plan import Plan
-from model_specs import text_recipe
+from model_specs import is_cascade, text_recipe
 
 _MOST_NAMED = 20
 """So many corrupt files are named in a run's log; then they are only counted."""
@@ -78,7 +79,7 @@ def _naming_encoders(options: PulseOptions, wanted: Wanted) -> Iterator[None]:
         yield
     except DataError as error:
         lost = [name for name in wanted.made_by if any(f" {name} (" in f for f in error.faults)]
-        if options.encoders is not None or not lost:
+        if options.encoders is not None or not lost or is_cascade(options.backbone or ""):
             raise
         make = f"Encode captions in the loop (--pulse-encoders DIR makes {', '.join(lost)})"
         raise DataError(error.what, error.faults, f"{make}. {error.remedy}") from error
@@ -117,6 +118,7 @@ class DiffusionData:
         wanted = [wanted_by(chain) for chain in chains]
         if self.in_loop is not None:
             wanted = [self.in_loop.unencoded(one) for one in wanted]
+        self._tokenize = wanted[0].tokenize
         with _naming_encoders(options, wanted[0]):
             self.train, self.validation, shapes = open_buckets(options.data, wanted)
         self._processes = [process.for_tokens(num_tokens[which]) for which in shapes]
@@ -125,6 +127,14 @@ class DiffusionData:
             self.validation.parts[0],
         )
         """The validation samples of the first shape, where there are such."""
+
+    @property
+    def cautions(self) -> list[str]:
+        """What of the training data is left aside, for people; reads captions."""
+        found = list(self.train.cautions)
+        if self._tokenize is not None and self.train.has_captions:
+            found += cut_short(self.train, self._tokenize)
+        return found
 
     def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
         """Put the encoders of the loop where the plan has them; why it cannot be."""

@@ -23,7 +23,7 @@ from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.microbatches import noised_here
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import Autoencoder
-from megatron_pulse.encoders.components import weight_faults
+from megatron_pulse.encoders.components import INDEX, weight_faults
 from megatron_pulse.encoders.images import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import States
 from megatron_pulse.encoders.pipeline import TextEncoders
@@ -189,9 +189,11 @@ def in_loop(options: PulseOptions, backbone: Backbone) -> InLoop | None:
             )
     channels = backbone.sample_spec.shape[0]
     if stored is None and not autoencodes and channels not in _PICTURES and folder.is_dir():
+        whole = "" if (folder / INDEX).is_file() else f", nor {INDEX}: give a pipeline's folder"
         faults.append(
             f"--pulse-encoders {folder}: {backbone.name} takes latents of {channels} channels and "
             f"{options.data} has pictures, but there is no {VAE}/ that makes one of the other"
+            f"{whole}"
         )
     if not texts and not autoencodes and not faults:
         plan = " and take a plan tuned without --encoders" if options.plan else ""
@@ -236,11 +238,14 @@ def _stored(data: str) -> frozenset[str] | None:
 
 
 def _policies(given: Sequence[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """What the flags say of each component, a later and a closer one before others; and faults."""
+    """What the flags say of each component, one that names it before others; and faults."""
     found: dict[str, str] = {}
+    said: dict[str, str] = {}
     faults = []
     for text in sorted(given, key=lambda text: "=" in text):
         name, _, policy = text.rpartition("=")
+        if (before := said.setdefault(name, text)) != text:
+            faults.append(f"--pulse-encode {before} and --pulse-encode {text}: which one counts?")
         kinds = {"": names, TEXT: [n for n in names if n != VAE]}
         if name not in (*kinds, *names):
             faults.append(f"--pulse-encode {text}: {unknown('encoder', name, (TEXT, *names))}")

@@ -129,26 +129,32 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
 
 def _check_auto(line: CommandLine, options: PulseOptions) -> Iterator[str]:
     args = line.args
+    backbone, process = None, None
     if options.plan is not None:
         yield "--pulse-auto makes a plan, --pulse-plan brings one: leave one out"
     if not args.pulse_backbone:
         yield "--pulse-auto needs --pulse-backbone or --pulse-module"
     elif options.plan is None:
         try:
-            load_here(args, options)
+            backbone = load_here(args, options)
         except ValueError as error:
             yield str(error)
     yield from decided_by("--pulse-auto", line)
     if args.global_batch_size is None:
         yield "--pulse-auto needs --global-batch-size, which it divides"
-    if args.pulse_data is None:
-        yield "--pulse-auto needs --pulse-data, what to train on"
-    else:
-        yield from check_dataset(args.pulse_data)
     try:
-        process_of(find_start(args), options)
+        process = process_of(find_start(args), options)
     except ValueError as error:
         yield str(error)
+    if args.pulse_data is None:
+        yield "--pulse-auto needs --pulse-data, what to train on"
+    elif backbone is None or backbone.parts or process is None:
+        yield from check_dataset(args.pulse_data)
+    else:
+        faults: list[str] = []
+        with collecting(faults, (ValueError, OSError)):
+            DiffusionData(options, backbone, process, args.seed)
+        yield from faults
 
 
 def prepare(

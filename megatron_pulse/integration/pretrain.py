@@ -77,6 +77,8 @@ def main() -> None:
             print(describe(start, Wanted(args, options, args.pulse_record)), flush=True)
         elif args.rank == 0 and (weights := describe_weights(options.backbone or "")):
             print(weights, flush=True)
+        for caution in data.cautions if args.rank == 0 else ():
+            print(f"warning: {caution}", flush=True)
         if given is not None and args.rank == 0:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             for caution in plan_cautions(given.provenance, num_threads(device)):

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import COMPUTE, Backbone
 from megatron_pulse.data.dataset import Framing
 from megatron_pulse.data.fields import SIZES, constants
+from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
@@ -25,6 +26,8 @@ from megatron_pulse.integration.checkpoint.weights import load_whole
 from megatron_pulse.integration.data import DiffusionData, can_drop, makes_pixels, wanted_by
 from megatron_pulse.integration.flags.arguments import pulse_options
 from model_specs import compare_models
+
+NO_FIELDS: Fields = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,19 @@ class TrainedModel:
         return makes_pixels(self.arguments)
 
     @property
+    def no_words(self) -> str:
+        """Why it cannot be given captions as words of their own, which no encoder made; empty if
+        it was trained on such."""
+        data = self.arguments.pulse_data or "data that is not known here"
+        if data.startswith("captions:"):
+            return ""
+        return (
+            f"{self.folder} was not trained on captions but on {data}, so how its text states were "
+            "made is not known here: give the pipeline folder that made them, --encoders DIR, or "
+            "use --from-data"
+        )
+
+    @property
     def is_self_conditioned(self) -> bool:
         """Whether it is given what it made of the sample in the step before."""
         return getattr(self.arguments, "pulse_self_conditioning", None) is not None
@@ -77,32 +93,34 @@ class Request:
         return Request(min(end, self.count) - first, fields, self.null)
 
 
-def request_classes(model: TrainedModel, labels: Sequence[int]) -> Request:
-    """Samples of these classes (which count only if the model is class-conditional).
+def request_classes(
+    model: TrainedModel, labels: Sequence[int], beside: Fields = NO_FIELDS
+) -> Request:
+    """Samples of these classes (which count only if the model is class-conditional), and of the
+    fields ``beside`` them.
 
-    Raises ValueError if the model reads more than labels.
+    Raises ValueError if the model reads more.
     """
-    return _request(model, len(labels), {"labels": torch.tensor(labels)}, {})
+    return _request(model, len(labels), {"labels": torch.tensor(labels), **beside}, {})
 
 
-def request_prompts(model: TrainedModel, prompts: Sequence[str]) -> Request:
-    """Samples of these texts, encoded as the captions that the model was trained on.
+def request_prompts(
+    model: TrainedModel, prompts: Sequence[str], beside: Fields = NO_FIELDS
+) -> Request:
+    """Samples of these texts, encoded as the captions that the model was trained on, and of the
+    fields ``beside`` them.
 
     Raises ValueError if it was not trained on captions.
     """
-    data = model.arguments.pulse_data or "data that is not known here"
-    if not data.startswith("captions:"):
-        raise ValueError(
-            f"{model.folder} was not trained on captions but on {data}, so how its text states "
-            "were made is not known here: use --from-data"
-        )
+    if model.no_words:
+        raise ValueError(model.no_words)
     encode = WordEncoder(wanted_by(model.backbone).fields)
     if not encode.fields:
         raise ValueError(f"{model.backbone.name} reads no text")
     encoded = [encode(prompt) for prompt in prompts]
     given = {name: torch.stack([row[name] for row in encoded]) for name in encode.fields}
     given["labels"] = torch.zeros(len(prompts), dtype=torch.int64)
-    return _request(model, len(prompts), given, encode(""))
+    return _request(model, len(prompts), given | dict(beside), encode(""))
 
 
 def request_encoded(
@@ -111,10 +129,11 @@ def request_encoded(
     encode: TextEncoders,
     pixel_size: tuple[int, int],
     negative: str | None = None,
+    beside: Fields = NO_FIELDS,
 ) -> Request:
     """Samples of these texts as ``encode`` makes states of them, guided away from ``negative``
-    (None: from no prompt); the pictures have ``pixel_size``. Raises ValueError if the model reads
-    more.
+    (None: from no prompt), and of the fields ``beside`` them; the pictures have ``pixel_size``.
+    Raises ValueError if the model reads more.
     """
     rows = [encode(prompt) for prompt in prompts]
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -122,6 +141,7 @@ def request_encoded(
     defaults = constants(wanted, {n: wanted[n] for n in given}, Framing.whole(pixel_size))
     given = {n: v.expand(len(prompts), *v.shape) for n, v in defaults.items()} | given
     given["labels"] = torch.zeros(len(prompts), dtype=torch.int64)
+    given |= dict(beside)
     null = encode.null() if negative is None else encode(negative)
     return _request(model, len(prompts), given, null)
 
@@ -170,9 +190,11 @@ def _request(model: TrainedModel, count: int, given: Fields, null: Fields) -> Re
         given = {name: v.expand(count, *v.shape) for name, v in defaults.items()} | dict(given)
     read = set(model.backbone.batch_fields) - {"timesteps"}
     if lacking := read - set(given):
+        with_ = ["--prompt"] if lacking - {CONDITIONING} else []
+        with_ += ["--control-image"] if CONDITIONING in lacking else []
         raise ValueError(
             f"{model.backbone.name} also reads {', '.join(sorted(lacking))}: say what to draw "
-            "with --prompt or --from-data"
+            f"with {' and '.join(with_)}, or with --from-data"
         )
     if (no_class := model.backbone.null_label) is not None:
         null = {**null, "labels": torch.tensor(no_class)}

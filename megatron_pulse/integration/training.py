@@ -20,10 +20,11 @@ from megatron.training.global_vars import get_wandb_writer, set_global_variables
 
 from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
 from megatron_pulse.integration.checkpoint.masters import with_fp32_weights, with_masters
-from megatron_pulse.integration.checkpoint.saving import patch_saving, wrap_save
+from megatron_pulse.integration.checkpoint.saving import Saving, patch_saving
 from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.data import DiffusionData
 from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.loop.again.verifying import Verifier
 from megatron_pulse.integration.loop.cascade import CascadeData
 from megatron_pulse.integration.loop.grad_norm import (
     clip_apart,
@@ -59,7 +60,11 @@ def train(
 ) -> None:
     """Train as ``plan`` says until a last step or an order to stop; ``begin``: when it started."""
     stopping = stopping_hooks(args)
+    if args.async_save:  # by threads, where Megatron asks for a process, and lowers its priority
+        args.use_persistent_ckpt_worker, args.async_strategy = True, "mcore"
+        args.async_ckpt_cpu_priority = args.async_ckpt_io_priority = None
     validate_args(args, {})
+    args.use_persistent_ckpt_worker = False
     set_global_variables(args, build_tokenizer=False)
     timers.wandb = get_wandb_writer()  # the module, where asked for; compat has kept it from them
     # Of each bucket it would say that something is not finite, and not which microbatch: losses are
@@ -70,7 +75,7 @@ def train(
     # It compares flags that follow the layout here; faults_of compares the backbones.
     checkpointing.check_checkpoint_args = lambda *a, **k: None
     checkpointing.generate_state_dict = with_fp32_weights(checkpointing.generate_state_dict)
-    use_layout_independent_grad_norm()
+    use_layout_independent_grad_norm(checks)
     clip_apart(tuple(plan.backbone.parts)[1:])
     tracing = None
     if options.trace is not None:
@@ -81,7 +86,13 @@ def train(
         encoders = data.encoders
     if isinstance(data, DiffusionData) and (share := options.self_conditioning) is not None:
         own = SelfConditioning(share, args.seed, lambda: args.curr_iteration, data.estimate)
-    schedule = PulseSchedule(plan, data.loss, board, options.backstop_s, encoders, tracing, own)
+    saving = Saving(training.save_checkpoint, training.maybe_finalize_async_save)
+    verifier = None
+    if options.verify_every:
+        verifier = Verifier(options.verify_every, lambda: args.curr_iteration, plan.backbone)
+    schedule = PulseSchedule(
+        plan, data.loss, board, options.backstop_s, encoders, tracing, own, verifier
+    )
     whole = load_recorded(plan.backbone.record)
     idle = plan.idle_share(num_microbatches(args))
     work = describe_work(args, whole, compute_dtype(args), idle)
@@ -107,11 +118,18 @@ def train(
         num_floating_point_operations=lambda *a, **k: 0,
         report_theoretical_memory=lambda *a, **k: None,  # it knows language models only
         train_step=throughput.timed(
-            wrap_train_step(training.train_step, args, options, checks), args
+            wrap_train_step(
+                training.train_step,
+                args,
+                options,
+                lambda: schedule.not_finite(data.iterators(args, plan.placement)[0]),
+            ),
+            args,
         ),
         training_log=throughput.logged(with_whole_intervals(training.training_log, args), args),
         get_megatron_optimizer=with_masters(training.get_megatron_optimizer, options.ema_decay),
-        save_checkpoint=wrap_save(training.save_checkpoint),
+        save_checkpoint=saving.save,
+        maybe_finalize_async_save=saving.finish,
         load_checkpoint=wrap_load_checkpoint(training.load_checkpoint, args, start),
         **stopping,
     ):

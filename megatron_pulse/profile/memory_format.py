@@ -31,15 +31,20 @@ def in_given_format(record: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     return {**record, "options": {**options, OPTION: given[OPTION]}}
 
 
+def format_of(record: Mapping[str, Any]) -> str:
+    """How the convolutions of a backbone's ``record`` lie in memory; empty where it has none."""
+    chosen = record.get("options", {}).get(OPTION)
+    return "" if chosen is None else "channels_last" if chosen else "contiguous"
+
+
 def format_caution(record: Mapping[str, Any], run: Mapping[str, Any], by: str) -> str:
     """That a run's convolutions are in another memory format than those that ``by`` measured;
     empty where they are not. Both are records of backbones."""
-    theirs, ours = (backbone.get("options", {}).get(OPTION) for backbone in (record, run))
-    if theirs is None or ours is None or theirs == ours:
+    theirs, ours = format_of(record), format_of(run)
+    if not theirs or not ours or theirs == ours:
         return ""
-    named = {True: "channels_last", False: "contiguous"}
     return (
-        f"{by} is of {named[theirs]} convolutions, the run's are {named[ours]}: their times are "
-        f"others; leave out --pulse-option {OPTION}, or profile with "
-        f"--option {OPTION}={str(ours).lower()}"
+        f"{by} is of {theirs} convolutions, the run's are {ours}: their times are others; leave "
+        f"out --pulse-option {OPTION}, or profile with --option "
+        f"{OPTION}={str(ours == 'channels_last').lower()}"
     )

@@ -15,7 +15,7 @@ With recomputation a layer keeps what it was called with, all of it, and nothing
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -245,29 +245,34 @@ class Profile:
         """The same at one microbatch size alone, interpolated where it was not profiled."""
         return replace(self, times={micro_batch_size: self.times_at(micro_batch_size)})
 
-    def at(self, micro_batch_size: int, recompute: bool | None = None) -> ChainCosts:
+    def recomputed(self, recompute: bool | Collection[int] | None = None) -> frozenset[int]:
+        """The layers that ``recompute`` says: these; all, or none; None: as the profile says."""
+        if recompute is None:
+            recompute = self.recompute
+        if isinstance(recompute, bool):
+            return frozenset(range(len(self.layers)) if recompute else ())
+        return frozenset(recompute)
+
+    def at(
+        self, micro_batch_size: int, recompute: bool | Collection[int] | None = None
+    ) -> ChainCosts:
         """What planning reads, at any microbatch size (see ``times_at``).
 
         A backward is input gradient and weight gradient, and the layer's forward once more where
-        its activations are recomputed; with split backwards each is what was measured so. Layers
-        without a backward keep nothing. ``recompute`` None means as the profile says.
+        its activations are recomputed (``recomputed``); with split backwards each is what was
+        measured so, but weight gradients of recomputed layers do not wait. Layers without a
+        backward keep nothing.
         """
-        recompute = self.recompute if recompute is None else recompute
+        chosen = self.recomputed(recompute)
         times = self.times_at(micro_batch_size)
         split_s = [layer.parts_s(True) for layer in times]
         boundary = tuple(micro_batch_size * layer.boundary_bytes for layer in self.layers)
-        again = [recompute and runs for runs in self.has_backward]
-        if recompute:
-            used = [
-                sum(edge.num_bytes for edge in self.conditioning if i in edge.consumers)
-                for i in range(len(self.layers))
-            ]
-            saved = tuple(
-                runs * (taken + micro_batch_size * read)
-                for taken, read, runs in zip(boundary, used, again, strict=True)
-            )
-        else:
-            saved = tuple(layer.saved_bytes for layer in times)
+        again = [i in chosen and runs for i, runs in enumerate(self.has_backward)]
+        read = [micro_batch_size * num_bytes for num_bytes in self._read_bytes]
+        saved = tuple(
+            again[i] * (boundary[i] + read[i]) if i in chosen else layer.saved_bytes
+            for i, layer in enumerate(times)
+        )
         return ChainCosts(
             names=tuple(layer.name for layer in self.layers),
             forward_s=tuple(layer.forward_s for layer in times),
@@ -285,7 +290,9 @@ class Profile:
                 SkipCost(s.source, s.destination, micro_batch_size * s.num_bytes, s.wants)
                 for s in self.skips
             ),
-            weight_grad_s=tuple(weight for _, _, weight in split_s),
+            weight_grad_s=tuple(
+                0.0 if runs else weight for (_, _, weight), runs in zip(split_s, again, strict=True)
+            ),
             split_forward_s=tuple(forward for forward, _, _ in split_s),
             split_backward_s=tuple(
                 inputs + weight + runs * forward
@@ -295,6 +302,15 @@ class Profile:
             wants=tuple(layer.wants for layer in self.layers),
             starts=tuple(i for i, layer in enumerate(self.layers) if layer.begins or not i),
         )
+
+    @property
+    def _read_bytes(self) -> list[int]:
+        """Bytes of a sample's conditioning that each layer reads."""
+        read = [0] * len(self.layers)
+        for edge in self.conditioning:
+            for i in edge.consumers:
+                read[i] += edge.num_bytes
+        return read
 
     @property
     def has_backward(self) -> tuple[bool, ...]:

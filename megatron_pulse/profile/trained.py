@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone, Layer
-from megatron_pulse.faults import UserError, meant, told
+from megatron_pulse.faults import UserError, told, unmatched
 from megatron_pulse.profile.measuring.building import meta_context
 
 
@@ -32,9 +32,7 @@ def choose_trained(
     """
     parameters = _parameters(backbone)
     names = [layer.prefix + name for layer, own in parameters for name in own]
-    faults = [
-        fault for what in (train, freeze) for pattern in what for fault in _no_match(pattern, names)
-    ]
+    faults = unmatched((*train, *freeze), names, "parameter's name")
     layers = []
     for layer, own in parameters:
         chosen = {
@@ -124,9 +122,3 @@ def _build(build: Callable[[Any], Any], chosen: tuple[tuple[str, bool], ...], co
     for name, trained in chosen:
         parameters[name].requires_grad_(trained)
     return module
-
-
-def _no_match(pattern: str, names: Sequence[str]) -> Iterator[str]:
-    if not any(fnmatchcase(name, pattern) for name in names):
-        close = meant(pattern, names) or f"the first is called {names[0]!r}"
-        yield f"no parameter's name matches {pattern!r}; {close}".rstrip()

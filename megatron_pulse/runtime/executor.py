@@ -38,8 +38,8 @@ from megatron_pulse.runtime.called import Carrier, Recorder, Workload
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
 from megatron_pulse.runtime.messages.links import Links
+from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.replicas import Replicas
-from megatron_pulse.runtime.parameters.weight_gradients import Later
 from megatron_pulse.runtime.settings import Batch, RunSettings
 from megatron_pulse.runtime.watch.place import HERE
 from megatron_pulse.runtime.watch.words import of_operation
@@ -118,12 +118,14 @@ class Executor:
         *,
         forward_only: bool = False,
         recorder: Recorder | None = None,
+        reduces: bool = True,
     ) -> list[Tensor]:
         """Execute one step; returns the loss of every microbatch on the last stage's device, of a
         cascade those of the chains that end here, one chain after another.
 
         ``batches`` yields the step's microbatches in order, on every device. The schedule must
         be forward-only exactly when ``forward_only`` is set. ``recorder`` notes when what ran.
+        Gradients are left as they are accumulated here, where ``reduces`` is false.
         """
         if settings.device.type == "cpu":
             keep_freed_memory()
@@ -131,6 +133,7 @@ class Executor:
         self._batches_left = batches
         self._shapes = []
         self._training = not forward_only
+        self._reduces = reduces
         placement = self._routes.partition.placement
         self._losses = {stage: [] for stage in placement.ends if stage in self._own}
         self._current = None
@@ -306,7 +309,7 @@ class Executor:
     def _backward(self, op: Operation) -> None:
         stage = op.stage
         saved = self._saved.pop((stage, op.microbatch))
-        if self._is_last(op) and op.kind is Kind.BACKWARD:
+        if self._ends_accumulation(op) and op.kind is Kind.BACKWARD:
             self._syncing[stage].close()  # the last microbatch's gradients may be reduced
         if saved.loss is not None:
             loss = saved.loss / self._schedule.num_microbatches
@@ -329,12 +332,12 @@ class Executor:
         if edges:
             torch.autograd.backward(edges, gradients)
 
-    def _is_last(self, op: Operation) -> bool:
-        return op.microbatch + 1 == self._schedule.num_microbatches
+    def _ends_accumulation(self, op: Operation) -> bool:
+        return self._reduces and op.microbatch + 1 == self._schedule.num_microbatches
 
     def _weight_gradient(self, op: Operation) -> None:
         later = self._later.pop((op.stage, op.microbatch))
-        if self._is_last(op) and op.stage in self._no_sync:
+        if self._ends_accumulation(op) and op.stage in self._no_sync:
             # From here on a gradient that arrives may be reduced. Those that came with input
             # gradients are all there; an addition of nothing says so.
             self._syncing[op.stage].close()

@@ -50,7 +50,6 @@ class Pipeline:
         device: str | torch.device = "cpu",
         group: dist.ProcessGroup | None = None,
         context: LayerContext | None = None,
-        recompute: bool = False,
         fillers: Sequence[Workload] = (),
         timeout_s: float = 600.0,
     ) -> None:
@@ -75,7 +74,9 @@ class Pipeline:
         fault: Exception | None = None
         try:
             self.stages = {
-                s: Stage(plan.backbone, plan.routes, s, seed, context, recompute).to(device, dtype)
+                s: Stage(plan.backbone, plan.routes, s, seed, context, plan.recompute).to(
+                    device, dtype
+                )
                 for s in plan.placement.stages_of_device(self.rank)
             }
             _require_sound(plan, self.stages, context)

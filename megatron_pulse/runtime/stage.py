@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -22,8 +22,9 @@ from megatron_pulse.planner.layout.crossing import Carrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.modules import unsound
+from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.replicas import Replicas
-from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring
+from megatron_pulse.runtime.parameters.weight_gradients import deferring
 
 Tensors = dict[str, Tensor]
 
@@ -38,8 +39,9 @@ class Stage(Nest):
     """Layers ``routes.partition.layers_of_stage(stage)`` of ``backbone``.
 
     Parameters are named by their layer's global name, so a checkpoint does not depend on where
-    the chain was cut. ``context`` is what the layers are built with. ``recompute`` recomputes each
-    layer's activations in the backward pass.
+    the chain was cut. ``context`` is what the layers are built with. Layers of the chain that are
+    in ``recompute`` keep what they take, and no activations: the backward pass computes these again
+    and, since nothing is to be held any longer, their weight gradients too.
     A replicated embedder is a layer of one stage like any other, but runs only through
     ``replicas``, which must be set where ``routes`` has such.
     ``base`` goes to the next class where another is derived from this and from one of Megatron's.
@@ -52,12 +54,12 @@ class Stage(Nest):
         stage: int,
         seed: int,
         context: LayerContext | None = None,
-        recompute: bool = False,
+        recompute: Collection[int] = (),
         **base: Any,
     ) -> None:
         super().__init__(**base)
         self.stage = stage
-        self.recompute = recompute
+        self.recomputed = tuple(i in recompute for i in routes.partition.layers_of_stage(stage))
         self.replicas: Replicas | None = None
         self._embedders = [backbone.layers[i] for i in embedders_of(backbone, routes, stage)]
         self._replicated = routes.replicated
@@ -116,17 +118,18 @@ class Stage(Nest):
         skips = {**skips, **carried}
         conditioning = {**conditioning, **self._embed(conditioning, which)}
         expected = self._kinds(inputs, skips, which)
-        for spec, module, kinds in zip(self._specs, self._chain, expected, strict=True):
+        layers = zip(self._specs, self._chain, expected, self.recomputed, strict=True)
+        for spec, module, kinds, recomputed in layers:
             if spec.name in self._replicated:
                 continue
             popped = {spec.own(name): _alias(skips.pop(name)) for name in spec.pops}
             used = {spec.own(name): self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
-            run = functools.partial(_run, spec.name, module, later, which)
-            if self.recompute and torch.is_grad_enabled():
+            if recomputed and torch.is_grad_enabled():
+                run = functools.partial(_run, spec.name, module, None, which)
                 results = checkpoint(run, inputs, popped, used, use_reentrant=False)
             else:
-                results = run(inputs, popped, used)
+                results = _run(spec.name, module, later, which, inputs, popped, used)
             results = self._returned(spec, module, inputs, results, kinds)
             inputs = results[: len(spec.outputs)]
             for name, tensor in zip(spec.provides, results[len(spec.outputs) :], strict=True):
@@ -232,8 +235,7 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def _run(name: str, module: nn.Module, later: Later | None, which: int, *given: Any) -> Any:
-    """A layer; called again to recompute it, it leaves its weight gradients to the same place, and
-    is called with a microbatch of the same shape."""
+    """A layer; called again to recompute it, it is called with a microbatch of the same shape."""
     tell_shape(module, which)
     try:
         with deferring(later, getattr(module, "undivided", ())):

@@ -97,7 +97,8 @@ def joined(
         return {**result, **_OWN, "_class_name": PUBLISHED_AS}
     named = control.get("_class_name")
     if named != PUBLISHED_AS:
-        raise ValueError(told("what is to control the UNet", [f"it is a {named}"]))
+        remedy = "Give the folder of a ControlNetModel, or new."
+        raise ValueError(told("what is to control the UNet", [f"it is a {named}"], remedy))
     rest = {key: value for key, value in control.items() if not key.startswith("_")}
     faults = [
         f"{key}: must be {value!r}, is {rest[key]!r}"

@@ -65,6 +65,8 @@ class Result:
     bubble: float
     solver: str
     delays: list[float]
+    way: str = ""
+    micro_batch_size: int = 0
 
     @property
     def median_s(self) -> float:
@@ -144,6 +146,8 @@ def _result(contestant: Contestant, ranks: list[Measured], num_ranks: int) -> Re
         1 - computing / (num_ranks * median(seconds)),
         contestant.solver,
         ranks[0].delays,
+        contestant.way,
+        contestant.micro_batch_size,
     )
 
 
@@ -160,7 +164,7 @@ def _measure(
     import torch.distributed as dist
 
     # Imports take long and are no part of a step: before the ranks become urgent.
-    from tests.benchmarks import data_parallel, relays  # noqa: F401
+    from tests.benchmarks import data_parallel, relays, sharded  # noqa: F401
 
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(RT_PRIORITY))

@@ -1,30 +1,43 @@
 """The claim, side by side: less communication, more throughput on slow links, against whom.
 
     bash tests/benchmarks/run.sh [--quick] [--backbones uvit-2.7b,sdxl] [--rates 10,1.25]
+    bash tests/benchmarks/run.sh --memory-gb 32 --batches 1 4
 
 Ranks are processes in network namespaces, joined by links of a limited rate. Every operation sleeps
 its profiled time, tensors of the right relative size travel (see ``emulation``). All contestants of
-a cell run in the same processes, one after the other, in every repetition. Results go to ``--out``:
-results.json after every cell, then report.md and plots.
+a cell run in the same processes, one after the other, in every repetition. With ``--memory-gb`` all
+have devices of so much, each runs at its best that fits, FSDP2 and HSDP too, and what does not fit
+is refused. Results go to ``--out``: results.json after every cell, then report.md and plots.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from megatron_pulse.files import replacing
 from megatron_pulse.planner.tune.evaluate import Outcome
 from model_specs import available
+from tests.benchmarks.capped import capped, pipeline_sizes, way
 from tests.benchmarks.cell import run_cell
-from tests.benchmarks.contestants import SOLVER_S, contestants, memory_of_1f1b, tuned
-from tests.benchmarks.emulation import BACKBONES, MODEL_S, Emulation, emulate, setup_of
+from tests.benchmarks.contestant import Engine, Refused
+from tests.benchmarks.contestants import SOLVER_S, contestants, needed_bytes, tuned
+from tests.benchmarks.emulation import (
+    BACKBONES,
+    MODEL_S,
+    Emulation,
+    emulate,
+    more_sizes,
+    setup_of,
+)
 from tests.benchmarks.network import unavailable
 
 RATES = (10.0, 2.5, 1.25)
@@ -51,16 +64,19 @@ def run(args: argparse.Namespace) -> None:
     done: dict[str, Any] = {"cells": [], "volumes": []}
     if args.resume and file.exists():
         done = json.loads(file.read_text())
-    cells = [(name, rate) for name in args.backbones for rate in args.rates]
+    cells = list(product(args.backbones, args.batches, args.rates))
     emulated: dict[str, Emulation] = {}
-    for number, (name, rate) in enumerate(cells):
+    for number, (name, batch, rate) in enumerate(cells):
         count = args.microbatches or setup_of(name).microbatches_per_device * args.ranks
+        count *= batch
         key = f"{name} {rate:g} GB/s P={args.ranks} M={count}"
+        key += f" {args.memory_gb:g} GB" if args.memory_gb else ""
         if any(cell["key"] == key for cell in done["cells"]):
             continue
         began = time.monotonic()
         if name not in emulated:
-            emulated[name] = emulate(name, args.model_seconds)
+            sizes = more_sizes(name) if args.memory_gb else ()
+            emulated[name] = emulate(name, args.model_seconds, sizes)
         cell = {"key": key, **measure(emulated[name], rate, count, args)}
         done["cells"].append(cell)
         spent = time.monotonic() - began
@@ -83,15 +99,32 @@ def measure(
 ) -> dict[str, Any]:
     """One cell, of ``count`` microbatches."""
     link = emulation.link(rate * 1e9)
-    entered = contestants(emulation, link, args.ranks, count, args.solver_seconds)
+    samples = count * emulation.micro_batch_size
+    refused: list[Refused] = []
+    if args.memory_gb:
+        usable = USABLE * args.memory_gb * 1e9
+        solver_s = args.solver_seconds
+        entered, refused = capped(emulation, link, args.ranks, samples, usable, solver_s)
+        memories = [args.memory_gb]
+    else:
+        entered = contestants(emulation, link, args.ranks, count, args.solver_seconds)
+        base = next(c for c in entered if c.engine is Engine.MEGATRON_1F1B)
+        # As much memory as the baseline has, where nothing fits.
+        memories = [V100_GB, needed_bytes(base) / 1e9 / USABLE]
     pick = None
-    # As much memory as the baseline has, where nothing fits.
-    for memory in (V100_GB, memory_of_1f1b(entered) / 1e9 / USABLE):
-        if (outcome := tune(emulation, rate, count, args.ranks, memory)) is not None:
+    for memory in memories:
+        if (outcome := tune(emulation, rate, samples, args, memory)) is not None:
             break
     if outcome is not None:
-        best = tuned(emulation, link, outcome, entered)
-        pick = Pick(str(outcome.config), best.name, outcome.step_s * emulation.time_scale)
+        config, said = outcome.config, ""
+        if args.memory_gb:
+            again = outcome.stages.recompute
+            said = way(config.micro_batch_size, len(again), len(emulation.costs))
+            emulated = emulation.variant(config.micro_batch_size, again)
+        else:
+            emulated = emulation
+        best = tuned(emulated, link, outcome, entered, said)
+        pick = Pick(str(config), best.name, outcome.step_s * emulation.time_scale)
         entered += [best] if best not in entered else []
     if args.only:
         entered = [c for c in entered if any(word in c.name for word in args.only)]
@@ -110,35 +143,43 @@ def measure(
         "ranks_per_node": args.ranks_per_node,
         "microbatches": count,
         "micro_batch_size": emulation.micro_batch_size,
+        "batch": samples,
+        "memory_gb": args.memory_gb,
         "time_scale": emulation.time_scale,
         "byte_divisor": emulation.byte_divisor,
         "rate_mbit": emulation.rate_mbit(rate * 1e9),
         "num_skips": len(emulation.costs.skips),
         "pick": asdict(pick) if pick is not None else None,
         "results": [result.record() for result in results],
+        "refused": [asdict(one) for one in refused],
     }
 
 
 def tune(
-    emulation: Emulation, rate: float, count: int, ranks: int, memory_gb: float
+    emulation: Emulation, rate: float, samples: int, args: argparse.Namespace, memory_gb: float
 ) -> Outcome | None:
     """The tuner's choice for as many V100s on such links; None if nothing fits ``memory_gb``.
 
-    It chooses among its ways to use the devices; microbatches are those of all contestants.
+    It chooses among its ways to use the devices; microbatches are those of all contestants, or
+    under a cap those that pipelines may take, recomputed or not.
     """
     from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
-    from megatron_pulse.planner.tune.config import Choices
+    from megatron_pulse.planner.tune.config import Choices, Recompute
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.searching.search import search
 
     link = ClusterLink("other", rate, 10.0, Shared.DEVICE)
-    cluster = Cluster("claim", ranks, 1, memory_gb, "V100-32GB", link, link, usable_memory=USABLE)
-    samples = count * emulation.micro_batch_size
+    cluster = Cluster(
+        "claim", args.ranks, 1, memory_gb, "V100-32GB", link, link, usable_memory=USABLE
+    )
+    sizes = [emulation.micro_batch_size]
+    if args.memory_gb:
+        sizes = pipeline_sizes(emulation, samples)
     choices = Choices(
-        pipeline=(1, ranks),
+        pipeline=(1, args.ranks),
         tensor=(1,),
-        micro_batch_size=(emulation.micro_batch_size,),
-        recompute=(False,),
+        micro_batch_size=tuple(sizes),
+        recompute=(Recompute.NEVER, *[Recompute.NEEDED] * bool(args.memory_gb)),
     )
     evaluator = Evaluator(emulation.profile, cluster, samples)
     found = search(evaluator, evaluator.candidates(choices), keep=1)
@@ -158,28 +199,40 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         return list(map(float, names(text)))
 
     add = parser.add_argument
-    add("--backbones", type=names, default=list(BACKBONES), help="of pulse backbones")
-    add("--rates", type=numbers, default=list(RATES), help="GB/s of a real V100's link")
-    add("--repetitions", type=int, default=5)
+    add("--backbones", type=names, help="of pulse backbones (default: the five of the table)")
+    add("--rates", type=numbers, help="GB/s of a real V100's link (default: 10,2.5,1.25)")
+    add("--repetitions", type=int, help="of every contestant in a cell (default: 5)")
     add("--ranks", type=int, default=4, help="pipeline devices P")
     add("--microbatches", type=int, help="of a step (default: 4P for SD v2, 2P for others)")
+    add("--batches", type=int, nargs="+", default=[1], help="times the usual global batch")
+    add("--memory-gb", type=float, help="of every device: what does not fit 0.9 of it is refused")
     add("--ranks-per-node", type=int, default=1, help="those on a node reach each other without")
     add("--model-seconds", type=float, default=MODEL_S, help="the model on a microbatch, emulated")
-    add("--solver-seconds", type=float, default=SOLVER_S, help="for each ILP; 0: none")
+    add("--solver-seconds", type=float, help=f"for each ILP (default: {SOLVER_S:g}); 0: none")
     add("--only", type=names, default=[], help="contestants whose name has one of these words")
     add("--out", type=Path, default=Path("runs/claim"))
     add("--resume", action="store_true", help="keep the cells that --out has")
-    add("--quick", action="store_true", help="one backbone, two rates, 2 repetitions, no ILP")
+    add(
+        "--quick", action="store_true", help="U-ViT, two rates, 2 repetitions, no ILP, unless given"
+    )
     args = parser.parse_args(argv)
+    usual = (list(BACKBONES), list(RATES), 5, SOLVER_S)
     if args.quick:
-        args.backbones, args.rates = ["uvit-2.7b"], [10.0, 1.25]
-        args.repetitions, args.solver_seconds = 2, 0.0
+        usual = (["uvit-2.7b"], [10.0, 1.25], 2, 0.0)
+    names_of = ("backbones", "rates", "repetitions", "solver_seconds")
+    for name, value in zip(names_of, usual, strict=True):
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     unknown = [name for name in args.backbones if name not in available()]
     faults = [f"no backbone is called {name!r}: see pulse backbones" for name in unknown]
     if args.ranks % args.ranks_per_node:
         faults.append(f"{args.ranks} ranks do not divide into nodes of {args.ranks_per_node}")
     if not args.rates or min(args.rates) <= 0 or args.repetitions < 1:
         faults.append("rates and repetitions must be positive")
+    if min(args.batches) < 1:
+        faults.append("batches must be 1 or more times the usual one")
+    if args.memory_gb is not None and not 0 < args.memory_gb < math.inf:
+        faults.append("memory must be positive")
     if faults:
         parser.error("; ".join(faults))
     return args

@@ -9,8 +9,6 @@ from typing import Any
 
 from tests.benchmarks.contestant import Engine
 
-BASELINE = Engine.MEGATRON_1F1B.value
-
 
 @dataclass(frozen=True)
 class Row:
@@ -27,6 +25,7 @@ class Row:
     memory_gb: float
     state_gb: float
     solver: str
+    way: str = ""
 
     @property
     def median_s(self) -> float:
@@ -51,7 +50,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """A backbone over links of ``rate`` GB/s, and how it was scaled."""
+    """A backbone over links of ``rate`` GB/s, and how it was scaled; ``memory_gb`` is the cap of
+    every device, where there is one, and ``refused`` what would need more than 0.9 of it."""
 
     backbone: str
     rate: float
@@ -65,10 +65,12 @@ class Cell:
     num_skips: int
     pick: Mapping[str, Any] | None
     records: tuple[Mapping[str, Any], ...]
+    memory_gb: float | None = None
+    refused: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def samples(self) -> int:
-        """Of a step."""
+        """Of a step: the global batch."""
         return self.microbatches * self.micro_batch_size
 
     @property
@@ -88,6 +90,7 @@ class Cell:
                 r["memory_bytes"] / 1e9,
                 r["state_bytes"] / 1e9,
                 r["solver"],
+                r.get("way", ""),
             )
             for r in self.records
         )
@@ -95,6 +98,12 @@ class Cell:
     def row(self, name: str) -> Row | None:
         """The contestant of that name."""
         return next((r for r in self.rows if r.name == name), None)
+
+    @property
+    def base(self) -> Row | None:
+        """Megatron's 1F1B, the faster one where it runs with recomputation too."""
+        found = (r for r in self.rows if r.engine == Engine.MEGATRON_1F1B.value)
+        return min(found, key=lambda r: r.median_s, default=None)
 
     @property
     def ours(self) -> Row | None:
@@ -111,6 +120,17 @@ class Cell:
     def others(self) -> tuple[Row, ...]:
         """What other projects run."""
         return tuple(r for r in self.rows if r.engine != Engine.OURS.value)
+
+    @property
+    def wholes(self) -> tuple[Row, ...]:
+        """Those whose devices run the whole backbone each."""
+        engines = {Engine.DATA_PARALLEL.value, Engine.FSDP2.value, Engine.HSDP.value}
+        return tuple(r for r in self.rows if r.engine in engines)
+
+    @property
+    def whole(self) -> Row | None:
+        """The fastest of those."""
+        return min(self.wholes, key=lambda r: r.median_s, default=None)
 
     @property
     def rival(self) -> Row | None:
@@ -135,10 +155,14 @@ def cells_of(results: Mapping[str, Any]) -> tuple[Cell, ...]:
             c["num_skips"],
             c["pick"],
             tuple(c["results"]),
+            c.get("memory_gb"),
+            tuple(c.get("refused", ())),
         )
         for c in results["cells"]
     ]
-    return tuple(sorted(cells, key=lambda c: (names.index(c.backbone), c.ranks, -c.rate)))
+    return tuple(
+        sorted(cells, key=lambda c: (names.index(c.backbone), c.ranks, c.samples, -c.rate))
+    )
 
 
 def all_rows(cells: Iterable[Cell]) -> list[Row]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from megatron_pulse.files import replacing
-from tests.benchmarks.claim_data import BASELINE, Cell, Row
+from tests.benchmarks.claim_data import Cell, Row
 from tests.benchmarks.contestant import Engine
 
 PICK = "ours, tuned"
@@ -20,8 +20,10 @@ LINES = {
     Engine.TORCH_INTERLEAVED.value: ("#1f78b4", "d"),
     Engine.TORCH_ZBV.value: ("#6a3d9a", "^"),
     Engine.DATA_PARALLEL.value: ("#2a9d5c", "p"),
+    Engine.FSDP2.value: ("#00a6c8", "*"),
+    Engine.HSDP.value: ("#8c510a", "h"),
 }
-"""What is drawn, by name without details; colour and marker."""
+"""What is drawn, by name without details, or the fastest of an engine; colour and marker."""
 
 
 def draw(cells: Sequence[Cell], out: Path) -> None:
@@ -31,12 +33,13 @@ def draw(cells: Sequence[Cell], out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(cell.backbone for cell in cells))
+    names = list(dict.fromkeys(map(_title, cells)))
     if not names:
         return
+    drawn = [label for label in LINES if any(_find(cell, label) for cell in cells)]
     for file, figure in (
-        ("throughput", _throughput(plt, names, cells)),
-        ("costs", _costs(plt, names, cells)),
+        ("throughput", _throughput(plt, names, cells, drawn)),
+        ("costs", _costs(plt, names, cells, drawn)),
     ):
         for suffix in ("png", "svg"):
             with replacing(out / f"{file}.{suffix}") as beside:
@@ -44,23 +47,33 @@ def draw(cells: Sequence[Cell], out: Path) -> None:
         plt.close(figure)
 
 
+def _title(cell: Cell) -> str:
+    """What a column of plots is of."""
+    cap = f", {cell.memory_gb:g} GB" if cell.memory_gb else ""
+    return f"{cell.backbone}, batch {cell.samples}{cap}"
+
+
 def _find(cell: Cell, label: str) -> Row | None:
     if label == PICK:
         return cell.ours
-    return next((r for r in cell.rows if r.name.removesuffix(", shapes sent") == label), None)
+    found = [r for r in cell.rows if label in (r.name, r.engine)]
+    return min(found, key=lambda r: r.median_s, default=None)
 
 
-def _throughput(plt: object, names: Sequence[str], cells: Sequence[Cell]) -> object:
+def _throughput(
+    plt: object, names: Sequence[str], cells: Sequence[Cell], drawn: Sequence[str]
+) -> object:
     figure, axes = plt.subplots(  # type: ignore[attr-defined]
         1, len(names), figsize=(3.4 * len(names) + 0.6, 4.4), squeeze=False, layout="constrained"
     )
     for axis, name in zip(axes[0], names, strict=True):
-        mine = sorted((c for c in cells if c.backbone == name), key=lambda c: c.rate)
-        for label, (colour, marker) in LINES.items():
+        mine = sorted((c for c in cells if _title(c) == name), key=lambda c: c.rate)
+        for label in drawn:
+            colour, marker = LINES[label]
             points = [
                 (c.rate, row.faster_than(base))
                 for c in mine
-                if (row := _find(c, label)) and (base := c.row(BASELINE))
+                if (row := _find(c, label)) and (base := c.base)
             ]
             if not points:
                 continue
@@ -88,17 +101,22 @@ def _throughput(plt: object, names: Sequence[str], cells: Sequence[Cell]) -> obj
         axis.minorticks_off()
         axis.invert_xaxis()
         axis.set_ylim(bottom=0)
-        axis.set_title(name, fontsize=11)
+        axis.set_title(name, fontsize=10)
         axis.set_xlabel("GB/s of a device's link")
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("throughput over Megatron 1F1B, skips relayed")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    columns = 2 * min(2, len(names))
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, fontsize=9, frameon=False
+    )
     figure.suptitle("from compute-bound to communication-bound", fontsize=12)
     return figure
 
 
-def _costs(plt: object, names: Sequence[str], cells: Sequence[Cell]) -> object:
+def _costs(
+    plt: object, names: Sequence[str], cells: Sequence[Cell], drawn: Sequence[str]
+) -> object:
     measures: tuple[tuple[str, Callable[[Row], float]], ...] = (
         ("MB per sample", lambda r: r.wire_mb),
         ("bubble", lambda r: r.bubble),
@@ -107,9 +125,9 @@ def _costs(plt: object, names: Sequence[str], cells: Sequence[Cell]) -> object:
     figure, axes = plt.subplots(  # type: ignore[attr-defined]
         3, len(names), figsize=(2.7 * len(names) + 2.6, 7), squeeze=False, layout="constrained"
     )
-    labels = list(LINES)
+    labels = list(drawn)
     for column, name in enumerate(names):
-        mine = [c for c in cells if c.backbone == name]
+        mine = [c for c in cells if _title(c) == name]
         rate = median(sorted(c.rate for c in mine)[: (len(mine) + 1) // 2 * 2 - 1])
         cell = next(c for c in mine if c.rate == rate)
         for line, (title, value) in enumerate(measures):
@@ -118,7 +136,7 @@ def _costs(plt: object, names: Sequence[str], cells: Sequence[Cell]) -> object:
             axis.barh(
                 range(len(labels)),
                 [value(row) if row else 0.0 for row in rows],
-                color=[colour for colour, _ in LINES.values()],
+                color=[LINES[label][0] for label in labels],
             )
             for y, row in enumerate(rows):
                 if row:
@@ -129,5 +147,5 @@ def _costs(plt: object, names: Sequence[str], cells: Sequence[Cell]) -> object:
             axis.tick_params(axis="x", labelsize=8)
             axis.set_xlabel(title, fontsize=9)
             if line == 0:
-                axis.set_title(f"{name}, {rate:g} GB/s", fontsize=10)
+                axis.set_title(f"{name}, {rate:g} GB/s", fontsize=8)
     return figure

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from megatron_pulse.files import replacing
-from tests.benchmarks.claim_data import BASELINE, Cell, Row, all_rows, cells_of
+from tests.benchmarks.claim_data import Cell, Row, all_rows, cells_of
 from tests.benchmarks.claim_volumes import PAPER, Moved
 from tests.benchmarks.contestant import Engine
 
@@ -20,15 +20,24 @@ Ranks are processes in network namespaces; every operation sleeps its V100 profi
 half precision), and tensors travel over links limited by tbf. Both are scaled so that communication
 over computing is as on V100s with links of the given GB/s for each device: 10 is what the paper
 gives between nodes, 2.5 and 1.25 are that shared by 4 and by all 8 devices of a node. `samples/s`
-and MB are those of the real backbone on P devices. `ours` is what the tuner picked beforehand for
-these links and V100s of 32 GB, or of as much as Megatron's 1F1B needs where nothing fits that.
-`MB/sample` is what the kernel counted on all interfaces, `own` the contestant's own count of its
-payload. `GB` is the memory of the fullest rank: activations, with skips that only pass through,
-and parameters, gradients and optimizer (`state`); up to 28.8 fit a V100 (90 % of 32).
-`simulated %` is the predicted step over the measured one, less one. An optimizer step is not in it.
+and MB are those of the real backbone on P devices; `batch` is the samples of a step. `ours` is what
+the tuner picked beforehand. `MB/sample` is what the kernel counted on all interfaces, `own` the
+contestant's own count of its payload. `GB` is the memory of the fullest rank: activations, with
+skips that only pass through, gathered parameters, and parameters, gradients and optimizer
+(`state`). `simulated %` is the predicted step over the measured one, less one. An optimizer step is
+not in it. Megatron and torch relay skips in one tensor with the boundary, each with the partition
+that is best for that and for the link."""
 
-Megatron and torch relay skips in one tensor with the boundary, each with the partition that is best
-for that and for the link. What does not fit is run all the same."""
+UNCAPPED = """\
+Without a cap what does not fit is run all the same. The tuner picked for V100s of 32 GB, of which
+28.8 (90 %) count as usable, or of as much as Megatron's 1F1B needs where nothing fits that."""
+
+CAPPED = """\
+Every device has as much memory as `cap` says, of which 90 % count as usable: what needs more, by
+the profile's figures, does not run. Of the rest each runs at its best by its prediction: pipelines
+with the usual microbatch, half or twice that, all recomputed or not (what relays skips both, where
+that is near); DDP, FSDP2 and HSDP with any microbatch, as few layers recomputed as fit, and
+parameters gathered and gradients reduced as often as is best. The batch is the same for all."""
 
 
 def write_report(results: Mapping[str, Any], out: Path) -> str:
@@ -41,6 +50,8 @@ def write_report(results: Mapping[str, Any], out: Path) -> str:
         [
             "# The claim, measured",
             EXPLAINED,
+            *([CAPPED] if any(c.memory_gb for c in cells) else []),
+            *([UNCAPPED] if not all(c.memory_gb for c in cells) else []),
             f"{platform.machine()}, {len(all_rows(cells))} measurements of "
             f"{min((len(r.seconds) for r in all_rows(cells)), default=0)} repetitions or more.",
             "## Verdicts",
@@ -53,12 +64,23 @@ def write_report(results: Mapping[str, Any], out: Path) -> str:
             table(_VOLUMES, map(_volume, moved)),
             "## All contestants",
             table(_ALL, map(_contestant, all_rows(cells))),
+            *_refusals(cells),
         ]
     )
     with replacing(out / "report.md") as beside:
         beside.write_text(text + "\n")
     draw(cells, out)
     return text
+
+
+def _refusals(cells: Sequence[Cell]) -> list[str]:
+    """The section of what does not fit."""
+    rows = [
+        (*_where(c), r["contestant"], r["way"], f"{r['needs_bytes'] / 1e9:.1f}")
+        for c in cells
+        for r in c.refused
+    ]
+    return ["## What does not fit", table(_REFUSED, rows)] if rows else []
 
 
 def verdicts(cells: Sequence[Cell], moved: Sequence[Moved]) -> Iterator[str]:
@@ -79,15 +101,17 @@ def verdicts(cells: Sequence[Cell], moved: Sequence[Moved]) -> Iterator[str]:
     ratios = [
         (c.ours.faster_than(base)[0], c)
         for c in skips
-        if c.ours is not None and (base := c.row(BASELINE)) is not None
+        if c.ours is not None and (base := c.base) is not None
     ]
     if ratios:
         ratio, cell = max(ratios, key=lambda pair: pair[0])
         slowest = min(c.rate for c in skips)
-        bound = ", ".join(f"{c.backbone} {r:.2f}" for r, c in ratios if c.rate == slowest)
+        bound = ", ".join(
+            f"{c.backbone} ({c.samples}) {r:.2f}" for r, c in ratios if c.rate == slowest
+        )
         yield (
             f"throughput against Megatron's 1F1B with relayed skips: up to {ratio:.2f} times "
-            f"({cell.backbone}, {cell.rate:g} GB/s); at {slowest:g} GB/s: {bound}. >= 2.3 times "
+            f"({_words(cell)}); at {slowest:g} GB/s: {bound}. >= 2.3 times "
             f"somewhere: {_reached(ratio >= 2.3)}; on every skip backbone at that rate: "
             f"{_reached(min(r for r, c in ratios if c.rate == slowest) >= 2.3)}"
         )
@@ -111,12 +135,12 @@ def verdicts(cells: Sequence[Cell], moved: Sequence[Moved]) -> Iterator[str]:
             for c in cells
             if not c.num_skips
             and (own := c.row(PLAIN)) is not None
-            and (base := c.row(BASELINE)) is not None
+            and (base := c.base) is not None
         ]
         if plain:
             ratio, cell = max(plain, key=lambda pair: pair[1].rate)
             yield (
-                f"our executor with 1F1B on {cell.backbone} (no skips), {cell.rate:g} GB/s: "
+                f"our executor with 1F1B on {_words(cell)} (no skips): "
                 f"{ratio:.3f} of the time of Megatron's own 1F1B. Within 3 %: "
                 f"{_reached(ratio <= 1.03)}"
             )
@@ -133,12 +157,12 @@ def losses(cells: Sequence[Cell]) -> Iterator[str]:
     for cell in cells:
         ours = cell.ours
         if ours is None:
-            yield f"{cell.backbone}, {cell.rate:g} GB/s: the tuner found nothing that fits"
+            yield f"{_words(cell)}: the tuner found nothing that fits"
             continue
         for row in cell.rows:
             if row.median_s < 0.99 * ours.median_s:
                 yield (
-                    f"{cell.backbone}, {cell.rate:g} GB/s: {row.name} takes "
+                    f"{_words(cell)}: {row.name} takes "
                     f"{100 * (1 - row.median_s / ours.median_s):.0f} % less time than ours "
                     f"({ours.name}); it moves {row.wire_mb:.1f} MB a sample against "
                     f"{ours.wire_mb:.1f}, bubble {row.bubble:.2f} against {ours.bubble:.2f}, "
@@ -150,11 +174,11 @@ def ideal(cells: Sequence[Cell]) -> Iterator[str]:
     """Cells in which data parallelism would be faster if collectives were ideal."""
     for cell in cells:
         ours = cell.ours
-        ddp = next((r for r in cell.rows if r.engine == Engine.DATA_PARALLEL.value), None)
+        ddp = min(cell.wholes, key=lambda r: r.predicted_s, default=None)
         if ours is None or ddp is None or ddp is ours or ddp.predicted_s >= ours.predicted_s:
             continue
         yield (
-            f"{cell.backbone}, {cell.rate:g} GB/s: {ddp.name} with ideal collectives would take "
+            f"{_words(cell)}: {ddp.name} with ideal collectives would take "
             f"{100 * (1 - ddp.predicted_s / ours.predicted_s):.0f} % less than ours is predicted "
             f"to; it needs {ddp.memory_gb:.1f} GB on each device, ours {ours.memory_gb:.1f}"
         )
@@ -169,32 +193,45 @@ def _reached(holds: bool) -> str:
     return "reached" if holds else "NOT reached"
 
 
+_WHERE = ("backbone", "batch", "cap GB", "GB/s")
+
+
+def _where(cell: Cell) -> Sequence[str]:
+    cap = f"{cell.memory_gb:g}" if cell.memory_gb else "-"
+    return cell.backbone, str(cell.samples), cap, f"{cell.rate:g}"
+
+
+def _words(cell: Cell) -> str:
+    return ", ".join([cell.backbone, f"batch {cell.samples}", f"{cell.rate:g} GB/s"])
+
+
 _SUMMARY = (
-    "backbone",
-    "GB/s",
+    *_WHERE,
     "ours (tuner's pick)",
     "samples/s",
     "x Megatron 1F1B (spread)",
     "fastest other",
     "x fastest other (spread)",
+    "DDP, FSDP2 or HSDP, samples/s",
     "MB/sample ours, 1F1B",
     "GB ours, 1F1B",
 )
 
 
 def _summary(cell: Cell) -> Sequence[str]:
-    ours, rival, base = cell.ours, cell.rival, cell.row(BASELINE)
+    ours, rival, base = cell.ours, cell.rival, cell.base
     if ours is None or rival is None or base is None:
-        return (cell.backbone, f"{cell.rate:g}", *["-"] * (len(_SUMMARY) - 2))
+        return (*_where(cell), *["-"] * (len(_SUMMARY) - len(_WHERE)))
     config = cell.pick["config"].split(", ", 1)[-1] if cell.pick else f"{ours.name} (predicted)"
+    whole = cell.whole
     return (
-        cell.backbone,
-        f"{cell.rate:g}",
+        *_where(cell),
         config,
         f"{ours.samples_per_s:.1f}",
         _ratio(ours.faster_than(base)),
         rival.name,
         _ratio(ours.faster_than(rival)),
+        f"{whole.engine} {whole.samples_per_s:.1f}" if whole is not None else "-",
         f"{ours.wire_mb:.1f}, {base.wire_mb:.1f}",
         f"{ours.memory_gb:.1f}, {base.memory_gb:.1f}",
     )
@@ -205,10 +242,12 @@ def _ratio(values: tuple[float, float, float]) -> str:
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
+_REFUSED = (*_WHERE, "contestant", "how", "GB needed")
+
 _ALL = (
-    "backbone",
-    "GB/s",
+    *_WHERE,
     "contestant",
+    "how",
     "samples/s",
     "spread %",
     "MB/sample",
@@ -223,9 +262,9 @@ _ALL = (
 def _contestant(row: Row) -> Sequence[str]:
     spread = (max(row.seconds) - min(row.seconds)) / row.median_s
     return (
-        row.cell.backbone,
-        f"{row.cell.rate:g}",
+        *_where(row.cell),
         row.name + (f" [{row.solver}]" if "ILP" in row.name else ""),
+        row.way or "-",
         f"{row.samples_per_s:.1f}",
         f"{100 * spread:.1f}",
         f"{row.wire_mb:.1f}",

@@ -12,6 +12,7 @@ from megatron_pulse.planner.fill.components import Component
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from tests.benchmarks.sharding import Sharding
 
 TIMEOUT_S = 120.0
 """For any one wait of a rank."""
@@ -27,6 +28,8 @@ class Engine(StrEnum):
     TORCH_INTERLEAVED = "torch interleaved 1F1B"
     TORCH_ZBV = "torch ZBV"
     DATA_PARALLEL = "Megatron DDP"
+    FSDP2 = "FSDP2"
+    HSDP = "HSDP"
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,11 @@ class Contestant:
     ``saved_bytes`` are what each stage keeps of a microbatch, ``state_bytes`` parameters, gradients
     and optimizer of each device, both of the real backbone. ``exchange`` sends shapes before
     tensors where they differ, else all are as large as the largest (Megatron interleaved).
-    ``encoders`` run too, those that are no fillers of the schedule in front of the step;
-    ``backbone`` is run in the place of the others' (ours, relaying skips).
+    ``sharding`` is how FSDP2 and HSDP run their units, which are their ``layers``. ``way`` says in
+    words how it runs where that was chosen, and ``micro_batch_size`` its microbatches' samples (0:
+    as the backbone's). ``encoders`` run too, those that are no fillers of the schedule in front of
+    the step; ``backbone`` is run in the place of the others' (ours, relaying skips, or of other
+    microbatches).
     """
 
     name: str
@@ -56,7 +62,9 @@ class Contestant:
     expected_bytes: int = 0
     saved_bytes: tuple[float, ...] = ()
     state_bytes: tuple[float, ...] = ()
-    notes: str = ""
+    way: str = ""
+    micro_batch_size: int = 0
+    sharding: Sharding | None = None
     encoders: Encoders | None = None
     backbone: Backbone | None = None
 
@@ -74,6 +82,17 @@ class Encoders:
     def compute_s(self) -> float:
         """Of a step, over all ranks."""
         return self.factor * self.num_samples * sum(c.chain_s(1) for c in self.components)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What does not run since its fullest device would need ``needs_bytes``, in the least ``way``
+    where several were tried."""
+
+    contestant: str
+    engine: Engine
+    way: str
+    needs_bytes: float
 
 
 @dataclass

@@ -17,6 +17,7 @@ from megatron_pulse.planner.layout.placement import (
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
 from megatron_pulse.planner.partition.volume import relayed, volume
+from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.problem import (
     ScheduleProblem,
     boundary_s,
@@ -28,7 +29,10 @@ from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.step.replay import edges_of, replay
 from megatron_pulse.planner.tune.evaluate import Outcome
 from tests.benchmarks.contestant import Contestant, Engine
-from tests.benchmarks.emulation import Emulation
+from tests.benchmarks.emulation import Emulation, element_count
+from tests.benchmarks.predict import CLASSIC, predict
+from tests.benchmarks.sharded_best import replicated
+from tests.benchmarks.sharding import peak_bytes
 
 SYNTHESIS_EFFORT = 6
 """As the tuner searches, so that a schedule is the same every time."""
@@ -53,11 +57,16 @@ def contestants(
 
 
 def tuned(
-    emulation: Emulation, link: Link, outcome: Outcome, entered: Sequence[Contestant]
+    emulation: Emulation,
+    link: Link,
+    outcome: Outcome,
+    entered: Sequence[Contestant],
+    way: str = "",
 ) -> Contestant:
     """What the tuner picked: one of ``entered`` if it is the same, else another contestant.
 
     Data parallel is the one that is entered; the tuner's pipelines are the product's own.
+    ``emulation`` is of the picked microbatch, ``way`` says how it is run.
     """
     if outcome.config.pipeline == 1:
         return next(c for c in entered if c.engine is Engine.DATA_PARALLEL)
@@ -65,18 +74,27 @@ def tuned(
     count = outcome.config.num_microbatches(outcome.global_batch_size)
     plan = Planner(emulation, link, partition.placement.num_devices, count, 0.0)
     found = plan.synthesized(TUNED, partition, outcome.config.split, cap=problem.cap)
-    same = (c for c in entered if c.partition == partition and c.schedule == found.schedule)
-    return next(same, found)
+    for c in entered:
+        if (c.partition, c.schedule, c.way) == (partition, found.schedule, way):
+            return c
+    if not way:
+        return found
+    size, backbone = emulation.micro_batch_size, emulation.backbone
+    return replace(found, way=way, micro_batch_size=size, backbone=backbone)
 
 
-def memory_of_1f1b(entered: Sequence[Contestant]) -> float:
-    """Real bytes that the fullest device needs under Megatron's 1F1B."""
-    base = next(c for c in entered if c.engine is Engine.MEGATRON_1F1B)
-    devices = len(base.saved_bytes)
-    return max(
-        state + min(base.num_microbatches, devices - d) * saved
-        for d, (saved, state) in enumerate(zip(base.saved_bytes, base.state_bytes, strict=True))
+def needed_bytes(contestant: Contestant) -> float:
+    """Real bytes that the fullest device needs: what is held at most, and parameters, gradients and
+    optimizer."""
+    problem, state = contestant.problem, contestant.state_bytes
+    if contestant.sharding is not None:
+        return max(state) + peak_bytes(contestant.sharding)
+    if problem is None:
+        return max(state) + sum(contestant.saved_bytes)
+    order = contestant.schedule or make_schedule(
+        CLASSIC[contestant.engine], problem.placement, contestant.num_microbatches
     )
+    return max(map(sum, zip(state, peak_activations(order, contestant.saved_bytes), strict=True)))
 
 
 class Planner:
@@ -124,27 +142,15 @@ class Planner:
             return
         costs, divisor = self.emulation.costs, self.emulation.byte_divisor
         layers = tuple(
-            (forward, backward, round(2 * n / divisor / 4))
+            (forward, backward, element_count(2 * n, divisor))
             for forward, backward, n in zip(
                 self.costs.forward_s, self.costs.backward_s, costs.parameters, strict=True
             )
         )
-        size = 4 * sum(n for _, _, n in layers)
-        share = size * (self.num_devices - 1) / self.num_devices
-        forward, backward = sum(f for f, _, _ in layers), sum(b for _, b, _ in layers)
-        compute = (forward + backward) * self.count / self.num_devices
-        # Gathering hides behind the first forward, reduction behind the last backward.
-        exposed = max(0.0, self.link.time_s(share) - forward)
-        exposed += max(0.0, self.link.time_s(share) - backward)
-        yield Contestant(
-            str(Engine.DATA_PARALLEL),
-            Engine.DATA_PARALLEL,
-            self.count,
-            layers=layers,
-            predicted_s=compute + exposed,
-            state_bytes=(sum(costs.parameters) * self.per_parameter(self.num_devices),)
-            * self.num_devices,
-            expected_bytes=round(2 * share * self.num_devices),
+        state = sum(costs.parameters) * self.per_parameter(self.num_devices)
+        yield replace(
+            replicated(layers, self.link, self.num_devices, self.count),
+            state_bytes=(state,) * self.num_devices,
             saved_bytes=tuple(map(float, costs.saved_bytes)),
         )
 
@@ -192,8 +198,6 @@ class Planner:
 
     def relay(self, engine: Engine, partition: Partition, exchange: bool = False) -> Contestant:
         """One of the other projects' schedules; skips travel through every stage."""
-        from tests.benchmarks.predict import predict
-
         problem = self.problem(self.relayed, partition, engine is Engine.TORCH_ZBV)
         name = f"{engine}, shapes sent" if exchange else str(engine)
         made = self.make(name, engine, self.relayed, partition, problem)

@@ -11,7 +11,7 @@ its bytes per sample (see ``BACKBONES``) say how many samples each device had.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
@@ -83,6 +83,12 @@ class Emulation:
             ),
         )
 
+    def variant(self, micro_batch_size: int, recompute: bool | Collection[int]) -> Emulation:
+        """The same with other microbatches, where layers (or all) compute activations again."""
+        costs = self.profile.at(micro_batch_size, recompute)
+        small = shrink(real_backbone(self.name), micro_batch_size, self.byte_divisor)
+        return replace(self, costs=costs, backbone=small, micro_batch_size=micro_batch_size)
+
     def link(self, bytes_per_s: float) -> Link:
         """The emulated link in the place of a real one; its latency is gloo's, about."""
         return Link(5e-4, bytes_per_s / (self.byte_divisor * self.time_scale))
@@ -107,15 +113,23 @@ def setup_of(name: str) -> Setup:
 
 
 @cache
-def real_profile(name: str) -> Profile:
-    """The analytic profile of ``name`` on a V100 in half precision."""
+def real_profile(name: str, sizes: tuple[int, ...] = ()) -> Profile:
+    """The analytic profile of ``name`` on a V100 in half precision, at the usual microbatch or at
+    these."""
     from megatron_pulse.profile.analytic import analyse
     from megatron_pulse.profile.devices import PRESETS, Roofline
 
     roofline = Roofline(PRESETS["V100-32GB"], "float16")
-    return analyse(real_backbone(name), [setup_of(name).micro_batch_size], roofline)
+    return analyse(real_backbone(name), sizes or [setup_of(name).micro_batch_size], roofline)
 
 
+def more_sizes(name: str) -> tuple[int, ...]:
+    """Samples of a microbatch from a quarter of the usual to four times as many."""
+    usual = setup_of(name).micro_batch_size
+    return tuple(size for size in (2**k for k in range(20)) if usual <= 4 * size <= 16 * usual)
+
+
+@cache
 def real_backbone(name: str) -> Backbone:
     """``name`` as the paper trains it."""
     from model_specs import load_backbone
@@ -123,10 +137,12 @@ def real_backbone(name: str) -> Backbone:
     return load_backbone(name, setup_of(name).options)
 
 
-def emulate(name: str, model_s: float = MODEL_S) -> Emulation:
-    """``name``, whose whole model takes ``model_s`` for a microbatch."""
+def emulate(name: str, model_s: float = MODEL_S, sizes: tuple[int, ...] = ()) -> Emulation:
+    """``name``, whose whole model takes ``model_s`` for a usual microbatch; its profile is of
+    ``sizes`` too."""
     size = setup_of(name).micro_batch_size
-    return slowed(name, real_backbone(name), real_profile(name), size, model_s)
+    profile = real_profile(name, tuple(sorted({size, *sizes})) if sizes else ())
+    return slowed(name, real_backbone(name), profile, size, model_s)
 
 
 def slowed(
@@ -148,7 +164,7 @@ def shrink(backbone: Backbone, micro_batch_size: int, divisor: float) -> Backbon
 
     def small(spec: TensorSpec) -> TensorSpec:
         real = 2 * micro_batch_size * spec.numel_per_sample
-        return TensorSpec((max(1, round(real / divisor / 4)),))
+        return TensorSpec((max(1, element_count(real, divisor)),))
 
     def layer(real: Layer) -> Layer:
         return Layer(
@@ -163,6 +179,11 @@ def shrink(backbone: Backbone, micro_batch_size: int, divisor: float) -> Backbon
 
     layers = tuple(map(layer, backbone.layers))
     return Backbone(backbone.name, layers, {}, backbone.record, parts=backbone.parts)
+
+
+def element_count(real_bytes: float, divisor: float) -> int:
+    """Emulated fp32 elements of so many real bytes."""
+    return round(real_bytes / divisor / 4)
 
 
 def relaying(backbone: Backbone, relayed: ChainCosts) -> Backbone:

@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_pulse.cli.main import main as pulse
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WHOLE
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
@@ -74,7 +74,7 @@ FAMILIES = {
 LAYOUTS = {
     "filled, one": Config(1, 1, 1, 2, WHOLE),
     "filled, fold of 2, split": Config(2, 1, 1, 2, FOLD_EXACT, split=True),
-    "filled, soft fold of 2, recomputed": Config(2, 1, 1, 4, FOLD_SOFT, recompute=True),
+    "filled, soft fold of 2, recomputed": Config(2, 1, 1, 4, FOLD_SOFT, recompute=Recompute.ALWAYS),
     "filled, sequence of 2": Config(2, 1, 1, 1, ROW),
     "filled, sequence of 4, split": Config(4, 1, 1, 2, ROW, split=True),
 }

@@ -46,7 +46,7 @@ from megatron_pulse.planner.layout.placement import Placement, sequential
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.replay import edges_of, replay
-from megatron_pulse.planner.tune.config import Choices
+from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.policies import EncodedPlan, encode_plan
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
@@ -157,7 +157,7 @@ def plans_of(case: Case, emulation: Emulation, pipeline: int) -> list[PlanFile]:
         pipeline=(pipeline,),
         tensor=(1,),
         micro_batch_size=(case.model.micro_batch_size,),
-        recompute=(False,),
+        recompute=(Recompute.NEVER,),
     )
     found = search(evaluator, evaluator.candidates(choices), keep=KEPT)
     return [

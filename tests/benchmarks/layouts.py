@@ -44,7 +44,7 @@ from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import Case, Outcome, differences, merge, references, split
 from tests.runtime.tiny import FAMILIES, backbone, run_cases
 
-STEPS = 3
+STEPS = 2
 BATCH = 12
 """Cases that one group of ranks runs, one after the other."""
 NAMES = (*CLASSICS, *WAVES)
@@ -117,7 +117,7 @@ def draw_layout(seed: int, number: int) -> Layout:
             schedule,
             num_chunks,
             rng.choice(["float32", "bfloat16"]),
-            rng.random() < 0.3,
+            rng.choice((0, 0, 0, 1, 2, 3)),
             STEPS,
             plan.partition.cuts,
             rng.randint(1, 3),

@@ -122,7 +122,8 @@ def splitting(number: int = 20, repetitions: int = 50) -> list[Splitting]:
     from torch import Tensor, nn
 
     from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
-    from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring
+    from megatron_pulse.runtime.parameters.later import Later
+    from megatron_pulse.runtime.parameters.weight_gradients import deferring
 
     torch.set_num_threads(1)
     wait_for_weight_gradients()

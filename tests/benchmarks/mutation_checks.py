@@ -204,7 +204,7 @@ def check_captions(folder: Path) -> list[str]:
     """The captions, line by line."""
     from megatron_pulse.data.images.metadata import read_captions
 
-    texts = [text for _, text in read_captions(folder / "captions")]
+    texts = [text for _, text in read_captions(folder / "captions").pairs]
     lines = (folder / "captions/metadata.jsonl").read_bytes().decode("utf-8-sig").split("\n")
     said = [json.loads(line)["text"] for line in lines if line.strip()]
     return differences(said, texts)

@@ -128,7 +128,9 @@ SETUPS = (
 class Relayed(Evaluator):
     """Skips are handed on by every stage between their ends, as Megatron's pipeline would."""
 
-    def _make_costs(self, micro_batch_size: int, recompute: bool, tensor: int) -> ChainCosts:
+    def _make_costs(
+        self, micro_batch_size: int, recompute: frozenset[int], tensor: int
+    ) -> ChainCosts:
         return relayed(super()._make_costs(micro_batch_size, recompute, tensor))
 
 

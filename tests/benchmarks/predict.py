@@ -16,11 +16,14 @@ from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.replay import Edge, replay
 from tests.benchmarks.contestant import Contestant, Engine
 
-_CLASSIC = {
+CLASSIC = {
+    Engine.MEGATRON_1F1B: "1f1b",
+    Engine.TORCH_1F1B: "1f1b",
     Engine.MEGATRON_INTERLEAVED: "interleaved",
     Engine.TORCH_INTERLEAVED: "interleaved",
     Engine.TORCH_ZBV: "zb-v",
 }
+"""Our names of the others' schedules."""
 
 
 def predict(contestant: Contestant, link: Link) -> float:
@@ -43,7 +46,7 @@ def predict(contestant: Contestant, link: Link) -> float:
         for s in range(1, len(home))
         if home[s - 1] != home[s]
     ]
-    name = _CLASSIC[contestant.engine]
+    name = CLASSIC[contestant.engine]
     schedule = make_schedule(name, problem.placement, problem.num_microbatches)
     return replay(problem, schedule, edges).timeline.makespan
 

@@ -33,6 +33,10 @@ def _others(contestant: Contestant, groups: Groups) -> Runner:
             from tests.benchmarks.data_parallel import data_parallel
 
             return data_parallel(contestant)
+        case Engine.FSDP2 | Engine.HSDP:
+            from tests.benchmarks.sharded import sharded
+
+            return sharded(contestant)
         case _:
             from tests.benchmarks.relays import torch_pipelining
 

@@ -25,7 +25,7 @@ from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LOOP, ROW, WHOLE
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.profile import Profile
@@ -53,7 +53,7 @@ CASES: tuple[tuple[Config, int], ...] = (
     (Config(1, 2, 1, 4, WHOLE, distributed_optimizer=True), 1),
     (Config(1, 1, 2, 2, WHOLE), 4),
     (Config(1, 1, 2, 4, WHOLE), 2),
-    (Config(1, 1, 2, 2, WHOLE, recompute=True), 4),
+    (Config(1, 1, 2, 2, WHOLE, recompute=Recompute.ALWAYS), 4),
 )
 """Config and microbatches of a step on one pipeline."""
 

@@ -17,8 +17,13 @@ from typing import Any
 
 from tests.benchmarks.network import INTERFACE, Node
 
-SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "told to end": signal.SIGTERM}
-"""Faults that are a signal."""
+SIGNALS = {
+    "killed": signal.SIGKILL,
+    "all killed": signal.SIGKILL,
+    "stopped": signal.SIGSTOP,
+    "told to end": signal.SIGTERM,
+}
+"""Faults that are a signal, to one rank but where all are killed."""
 LINKS = ("link cut", "link slow")
 INSIDE = ("raises", "never ends", "never joins", "no room", "slow disk", "clock steps")
 FILES = ("bits flipped", "file cut")
@@ -27,7 +32,7 @@ KINDS = (*SIGNALS, *INSIDE, *FILES, *LINKS)
 
 ENDS_WELL = {"slow disk", "clock steps", "link slow"}
 """After which a run ends as if nothing had been."""
-NAMES_NOBODY = {"told to end", "no room", *FILES}
+NAMES_NOBODY = {"all killed", "told to end", "no room", *FILES}
 """Of which no rank is to be named."""
 WORDS = "the chaos test raised this"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.chaos.records import Found, run_to_the_end
@@ -32,6 +32,8 @@ class Layout:
     data: int
     shape: str
     bf16: bool
+    beside: bool = False
+    """Whether checkpoints are written beside training."""
 
     @property
     def num_ranks(self) -> int:
@@ -42,6 +44,7 @@ class Layout:
         """The command's flags, apart from the script's name."""
         shape = _SHAPES[self.shape] if self.pipeline > 1 else []
         spread = ["--use-distributed-optimizer"] if self.data > 1 else []
+        spread += ["--async-save"] if self.beside else []
         return [
             *TINY[self.family], *BASE, *shape, *spread, *(["--bf16"] if self.bf16 else []),
             "--pipeline-model-parallel-size", str(self.pipeline),
@@ -51,7 +54,8 @@ class Layout:
 
     def __str__(self) -> str:
         kind = f", {self.shape}" if self.pipeline > 1 else ""
-        return f"{self.family} P={self.pipeline} D={self.data}{kind}{', bf16' if self.bf16 else ''}"
+        more = f"{', bf16' if self.bf16 else ''}{', saved beside' if self.beside else ''}"
+        return f"{self.family} P={self.pipeline} D={self.data}{kind}{more}"
 
 
 def draw_layout(rng: random.Random) -> Layout:
@@ -59,7 +63,8 @@ def draw_layout(rng: random.Random) -> Layout:
     pipeline, data = rng.choice([(2, 1), (2, 1), (1, 2), (2, 2), (3, 1), (4, 1)])
     shapes = ["fold", "sequential", "split", "split in a line"]
     shape = rng.choice(shapes) if pipeline > 1 else "fold"
-    return Layout(rng.choice(["uvit", "unet"]), pipeline, data, shape, rng.random() < 0.3)
+    family, bf16 = rng.choice(["uvit", "unet"]), rng.random() < 0.3
+    return Layout(family, pipeline, data, shape, bf16, beside=rng.random() < 0.5)
 
 
 def draw_other(rng: random.Random, layout: Layout) -> Layout:
@@ -68,7 +73,7 @@ def draw_other(rng: random.Random, layout: Layout) -> Layout:
         return layout
     pipeline = rng.choice([1, 2, 4])
     shape = rng.choice(["fold", "sequential"])
-    return Layout(layout.family, pipeline, 1, shape, layout.bf16)
+    return Layout(layout.family, pipeline, 1, shape, layout.bf16, layout.beside)
 
 
 @dataclass
@@ -84,6 +89,7 @@ class Undisturbed:
 
     def of(self, layout: Layout) -> Found:
         """The numbers of a whole run of ``layout``."""
+        layout = replace(layout, beside=False)
         if layout.data == 1:
             layout = Layout(layout.family, 1, 1, "fold", layout.bf16)
         with self._lock:

@@ -160,8 +160,10 @@ def _disturb(trial: Trial, ranks: Ranks, nodes: tuple[Node, ...]) -> float:
         disturb_link(trial.kind, nodes[trial.rank])
     else:
         kinds = SIGNALS if trial.kind in SIGNALS else {trial.kind: SIGNALS["killed"]}
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(ranks.processes[trial.rank].pid, kinds[trial.kind])
+        for rank, process in enumerate(ranks.processes):
+            if rank == trial.rank or trial.kind == "all killed":
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, kinds[trial.kind])
     return time.monotonic()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,9 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.build import open_dataset
@@ -269,3 +274,202 @@ def test_encoders_of_other_data_are_refused(
     argv = ["sample", "--load", str(imported), "--classes", "1", "--encoders", str(folder)]
     assert main([*argv, "--negative-prompt", "x", "-o", str(tmp_path / "a.png")]) == 2
     assert "--encoders is for --prompt" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def controlled(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A ControlNet that sees its picture, and the checkpoint of it with the UNet."""
+    root = tmp_path_factory.mktemp("control")
+    torch.manual_seed(3)
+    unet = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet")
+    control = diffusers.ControlNetModel.from_unet(
+        unet, conditioning_channels=3, load_weights_from_unet=True,
+        conditioning_embedding_out_channels=(4, 8),
+    )  # fmt: skip
+    for parameter in control.parameters():
+        if not parameter.count_nonzero():
+            torch.nn.init.normal_(parameter)
+    control.save_pretrained(root / "control")
+    argv = ["import", "--from", str(folder), "--controlnet", str(root / "control")]
+    assert main([*argv, "--to", str(root / "checkpoint")]) == 0
+    return root / "control", root / "checkpoint"
+
+
+def control_images(folder: Path, count: int) -> list[Path]:
+    """Pictures of 8x8, each another."""
+    paths = [folder / f"edges{i}.png" for i in range(count)]
+    for i, path in enumerate(paths):
+        pixels = torch.randint(256, (8, 8, 3), generator=torch.Generator().manual_seed(i))
+        Image.fromarray(pixels.byte().numpy()).save(path)
+    return paths
+
+
+def test_control_images_give_the_pictures_of_the_pipeline(
+    folder: Path,
+    controlled: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    from megatron_pulse.diffusion import grid
+
+    drawn: list[torch.Tensor] = []
+    monkeypatch.setattr(grid, "save_grid", lambda images, *_: drawn.append(images))
+    paths = control_images(tmp_path, 2)
+    argv = [
+        "sample", "--load", str(controlled[1]), "--raw", "--prompt", "a red bird",
+        "--negative-prompt", "old cat", "--encoders", str(folder), "--steps", "3",
+        "--option", f"context_length={LENGTH}", "-o", str(tmp_path / "birds.png"),
+    ]  # fmt: skip
+    each = [flag for path in paths for flag in ("--control-image", str(path))]
+    assert main([*argv, *each, "--per-class", "1"]) == 0
+    assert main([*argv, *each[:2], "--per-class", "2"]) == 0
+    theirs = diffusers.StableDiffusionControlNetPipeline.from_pretrained(
+        folder, controlnet=diffusers.ControlNetModel.from_pretrained(controlled[0]),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+    theirs.set_progress_bar_config(disable=True)
+    for ours, seen in zip(drawn, (paths, [paths[0]] * 2), strict=True):
+        expected = theirs(
+            ["a red bird"] * 2, image=[Image.open(path) for path in seen],
+            negative_prompt=["old cat"] * 2, num_inference_steps=3, guidance_scale=2.0,
+            latents=start_noise(0, range(2), (4, 4, 4)), output_type="pt",
+        ).images  # fmt: skip
+        torch.testing.assert_close(ours / 2 + 0.5, expected, rtol=0, atol=2e-6)
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    seen = (drawn[0][1] - drawn[1][1]).abs().max().item()
+    assert seen > 0.01, f"another picture changes {seen}"
+
+
+def test_control_images_that_cannot_be_followed(
+    folder: Path,
+    imported: Path,
+    controlled: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    a, b = map(str, control_images(tmp_path, 2))
+    (tmp_path / "c.png").write_text("no picture")
+    length = ["--option", f"context_length={LENGTH}"]
+    draw = ["sample", "-o", str(tmp_path / "x.png"), "--encoders", str(folder), *length]
+    control = [*draw, "--load", str(controlled[1])]
+    prompts = ["--prompt", "a", "--prompt", "b", "--prompt", "c"]
+    cases = [
+        ([*control, *prompts], "also reads conditioning: say what to draw with --control-image"),
+        ([*control, *prompts, "--control-image", a, "--control-image", b], "2 pictures for 3 rows"),
+        ([*control, *prompts, "--control-image", str(tmp_path / "c.png")], "not an image"),
+        ([*control, *prompts, "--control-image", str(tmp_path / "d.png")], "there is no such file"),
+        ([*control, "--from-data", "1", "--control-image", a], "--from-data has its own"),
+        ([*draw, "--load", str(imported), "--prompt", "a", "--control-image", a], "no control"),
+        ([*draw, "--load", str(imported), "--prompt", "a", "--negative-prompt", "b",
+          "--guidance", "1"], "--guidance 1 is none"),
+    ]  # fmt: skip
+    for argv, words in cases:
+        assert main(argv) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_latents_of_a_controlnet_have_the_other_picture(
+    folder: Path, controlled: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What a step that encodes gets of the files is what was written ahead."""
+    photos, beside = tmp_path / "photos", tmp_path / "photos.conditioning"
+    photos.mkdir()
+    beside.mkdir()
+    for path in control_images(photos, 4):
+        path.with_suffix(".txt").write_text("a bird")
+        (beside / path.name).write_bytes(path.read_bytes())
+    options = [
+        "block_out_channels=8,16", "layers_per_block=1", "transformer_depth=0,1", "num_heads=2",
+        "cross_attention_dim=8", "norm_num_groups=4", "sample_size=4",
+        f"context_length={LENGTH}", "conditioning_widths=4,8",
+    ]  # fmt: skip
+    flags = [flag for option in options for flag in ("--option", option)]
+    argv = [
+        "data", "write-latents", "--from", f"folder:{photos}", "--image-size", "8",
+        "--dtype", "fp32", "--encoders", str(folder), "--backbone", "controlnet-tiny", *flags,
+        "-o", str(tmp_path / "latents"),
+    ]  # fmt: skip
+    assert main(argv) == 0
+    stored = LatentFolder(tmp_path / "latents")
+    wanted = Wanted((3, 8, 8), {"conditioning": FieldSpec((3, 8, 8))})
+    files, _ = open_dataset(f"folder:{photos}", wanted=wanted, validation_fraction=0)
+    assert stored.fields["conditioning"].shape == (3, 8, 8)
+    for i in range(4):
+        for name, value in files.conditioning(i).items():
+            assert torch.equal(stored.conditioning(i)[name], value)
+
+
+def test_a_folder_whose_files_changed_is_not_gone_on_with(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = captioned_digits(tmp_path, 3), tmp_path / "latents"
+    photos, table = tmp_path / "captions", tmp_path / "captions/metadata.jsonl"
+    assert write(folder, source, out) == 0
+    assert write(folder, source, out) == 0
+    assert "already complete" in capsys.readouterr().out
+    said, picture = table.read_text(), (photos / "1.png").read_bytes()
+    table.write_text(said.replace("digit one", "digit two"))
+    assert write(folder, source, out) == 2
+    assert ", files of " in capsys.readouterr().err
+    table.write_text(said)
+    (photos / "1.png").write_bytes((photos / "2.png").read_bytes() + b"\0")
+    assert write(folder, source, out) == 2
+    (photos / "1.png").write_bytes(picture)
+    assert write(folder, source, out) == 0
+    meta = out / "meta.json"
+    meta.write_text(re.sub(", files of [0-9a-f]+", "", meta.read_text()))
+    assert write(folder, source, out) == 0, "earlier versions kept no digest of the files"
+
+
+def test_half_of_an_encoder_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The libraries would draw what is missing at random, and tell words by none."""
+    from megatron_pulse.encoders.autoencoder import AutoencoderError
+    from megatron_pulse.encoders.tokens import EncodersError
+
+    half = tmp_path / "half"
+    shutil.copytree(folder, half)
+    weights = half / "text_encoder/model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if "fc1.weight" in name)
+    save_file({n: t for n, t in tensors.items() if n != name}, weights, {"format": "pt"})
+    with pytest.raises(EncodersError, match=r"its weights lack 1 tensors \(.*fc1\.weight"):
+        TextEncoders(half, SD, {"context": (LENGTH, 8)})
+    shutil.copy(folder / "text_encoder/model.safetensors", weights)
+    TextEncoders(half, SD, {"context": (LENGTH, 8)})
+    larger = transformers.AutoTokenizer.from_pretrained(half / "tokenizer")
+    larger.add_tokens(["zebra"])
+    larger.save_pretrained(half / "tokenizer")
+    with pytest.raises(EncodersError, match="tokenizer has 16 tokens, text_encoder knows 15"):
+        TextEncoders(half, SD, {"context": (LENGTH, 8)})
+    (half / "tokenizer/tokenizer.json").unlink()
+    with pytest.raises(EncodersError, match=r"tokenizer"):
+        TextEncoders(half, SD, {"context": (LENGTH, 8)})
+    vae = half / "vae/diffusion_pytorch_model.safetensors"
+    save_file({"x": torch.zeros(1)}, vae, {"format": "pt"})
+    with pytest.raises(AutoencoderError, match="its weights lack"):
+        Autoencoder(half / "vae")
+    vae.unlink()
+    capsys.readouterr()
+    assert main(["data", "encoders", str(half)]) == 0
+    assert main(["data", "encoders", str(folder), *backbone(folder)]) == 0
+    shutil.copytree(folder / "tokenizer", half / "tokenizer", dirs_exist_ok=True)
+    assert main(["data", "encoders", str(half), *backbone(folder)]) == 2
+    assert f"{half}: vae: vae holds no such weights" in capsys.readouterr().err
+    assert "newly initialized" not in capsys.readouterr().err
+
+
+def test_captions_that_are_cut_off_are_counted(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = captioned_digits(tmp_path, 3)
+    table = tmp_path / "captions/metadata.jsonl"
+    assert write(folder, source, tmp_path / "a") == 0
+    assert "cut off" not in capsys.readouterr().err
+    table.write_text(table.read_text().replace("digit one", "digit one" + " of a red bird" * 9))
+    assert write(folder, source, tmp_path / "b") == 0
+    told = capsys.readouterr().err
+    assert "of the first 3 captions 1 are longer than the text encoders read" in told
+    assert told.rstrip().endswith("1.png")

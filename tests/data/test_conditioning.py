@@ -5,6 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
+from megatron_pulse.cli.main import main
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import Wanted
@@ -69,3 +70,28 @@ def test_a_corrupt_other_picture_makes_the_sample_corrupt(photos):
     for read in (data.image, data.check, data.conditioning):
         with pytest.raises(DataError, match=r"conditioning/0/4\.png: not an image"):
             read(index)
+
+
+def test_a_picture_of_no_sample_is_told(photos):
+    assert not open_dataset(f"folder:{photos}", wanted=WANTED)[0].cautions
+    beside = photos.with_name("photos.conditioning")
+    (beside / "9z.png").write_bytes((beside / "0" / "2.png").read_bytes())
+    (said,) = open_dataset(f"folder:{photos}", wanted=WANTED)[0].cautions
+    assert "1 picture (9z.png) that no sample has: left aside" in said
+
+
+def test_info_says_what_a_controlnet_would_see(photos, capsys):
+    info = ["data", "info", f"folder:{photos}", "--image-size", "8", "--verify"]
+    beside = photos.with_name("photos.conditioning")
+    assert main(info) == 0
+    told = capsys.readouterr()
+    assert f"conditioning another picture of each, in {beside}" in told.out and not told.err
+    (beside / "0" / "2.png").unlink()
+    (beside / "9z.png").write_text("of no sample")
+    assert main(info) == 0
+    told = capsys.readouterr()
+    assert "conditioning" not in told.out and "warning: image folder" in told.err
+    assert f"there is no {beside / '0' / '2.png'}" in told.err
+    beside.rename(photos.with_name("elsewhere"))
+    assert main(info) == 0
+    assert not capsys.readouterr().err

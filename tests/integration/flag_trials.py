@@ -139,6 +139,12 @@ TRIALS: tuple[Trial, ...] = (
         f"{_SHARED} --save {{out}}/s --no-ckpt-fully-parallel-save", 2, writes="s/iter_0000003/*"
     ),
     Trial("--save {out}/s --save-interval 1 --ckpt-assume-constant-structure"),
+    Trial(
+        "--save {out}/s --save-interval 1 --async-save --async-strategy mcore "
+        "--save-retain-interval 2 --ckpt-assume-constant-structure",
+        2,
+        writes="s/iter_0000003/metadata.json",
+    ),
     Trial("--save {out}/s --no-save-optim --no-save-rng", writes="s/iter_0000003/metadata.json"),
     Trial(_LOAD, first=_LONG, losses=ANY, says="iteration        5/"),
     Trial(

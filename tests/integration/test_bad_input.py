@@ -67,6 +67,12 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "class dropout": (1, ["--pulse-class-dropout", "1.5"], "--pulse-class-dropout"),
     "ema decay": (1, ["--pulse-ema-decay", "2"], "--pulse-ema-decay"),
     "recompute part": (1, ["--recompute-granularity", "selective"], "only full"),
+    "recompute none": (1, ["--pulse-recompute", "blok.*"], "no layer matches 'blok.*'"),
+    "recompute twice": (
+        1,
+        ["--recompute-granularity", "full", "--pulse-recompute", "*"],
+        "only some: give one of them",
+    ),
     "time limit": (1, ["--pulse-timeout-s", "-1"], "--pulse-timeout-s"),
     "corrupt digits": (1, ["--pulse-skip-corrupt"], "is for image files"),
     "save interval alone": (1, ["--save-interval", "5"], "without --save"),
@@ -93,6 +99,18 @@ def test_refused_with_the_reason(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     faults = refuse(monkeypatch, num_ranks, flags)
     assert len(faults) == 1, faults
     assert reason in faults[0]
+
+
+def test_auto_measures_nothing_for_data_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_pulse.integration.preparing import read_command_line
+
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    flags = ["--pulse-auto", "--pulse-option", "in_channels=3"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *flags])
+    with pytest.raises(FlagError) as error:
+        read_command_line()
+    assert any("its images are 1x8x8" in fault for fault in error.value.faults)
 
 
 def test_no_data_is_chosen_for_anybody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,11 +55,11 @@ class Buckets:
 
 @pytest.fixture(scope="module")
 def buckets(tmp_path_factory: pytest.TempPathFactory) -> Buckets:
-    """Three steps, each saved."""
+    """Two steps, each saved."""
     folder = tmp_path_factory.mktemp("buckets")
     stores = store(folder / "wide", 1, 4, 8), store(folder / "high", 1, 8, 4)
     flags = [*MODULE, "--pulse-option", "buckets=4x8,8x4", "--pulse-data", ",".join(stores)]
-    flags += ["--global-batch-size", "8", "--train-iters", "3"]
+    flags += ["--global-batch-size", "8", "--train-iters", "2"]
     save = ["--save", str(folder / "run"), "--save-interval", "1"]
     return Buckets(flags, folder / "run", run(1, *flags, *save, backbone="none"))
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from megatron_pulse.integration.checkpoint.folders import CheckpointError
-from tests.integration.runs import STEPS, TINY, Run, alone, pipeline, run
+from tests.data.captioned import captioned_digits
+from tests.integration.runs import BASE, STEPS, TEXT, TINY, Run, alone, pipeline, run
+from tests.integration.test_bad_input import refuse
 from tests.ranks import RanksFailed, run_ranks, said_once
 
 CHAINS = {"base": "uvit", "upper": "unet"}
@@ -69,7 +71,7 @@ def test_a_cascade_goes_on_elsewhere_and_its_chains_are_models(tmp_path: Path) -
     """In bf16, over two devices and then four, where the optimizer's state is shared out."""
     flags = ["--bf16", "--save", str(tmp_path), "--use-distributed-optimizer"]
     shared = [*CASCADE, *STEPS, *flags]
-    run(2, *shared, *pipeline(2), "--exit-interval", "2", backbone="none")
+    run(2, *shared, *pipeline(2), "--exit-interval", "1", backbone="none")
     got = run(4, *shared, "--load", str(tmp_path), *pipeline(4), backbone="none")
     expected = {chain: alone(*STEPS, "--bf16", backbone=name) for chain, name in CHAINS.items()}
     assert [got.losses[-1][chain] for chain in CHAINS] == [
@@ -80,6 +82,21 @@ def test_a_cascade_goes_on_elsewhere_and_its_chains_are_models(tmp_path: Path) -
         for name, value in one.masters.items():
             assert torch.equal(got.masters[f"{chain}.{name}"], value), (chain, name)
             assert torch.equal(saved[f"{chain}.{name}"], value), (chain, name)
+
+
+def test_a_cascade_encodes_nothing_in_the_loop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    texts = [f"{chain}={TEXT[1]}" for chain in CHAINS]
+    source = captioned_digits(tmp_path).replace("captions", "folder", 1)
+    data = ",".join(f"{chain}={source}" for chain in CHAINS)
+    flags = ["--pulse-backbone", f"cascade:{','.join(texts)}", "--pulse-data", data]
+    faults = refuse(
+        monkeypatch, 2, [*flags, "--pulse-encoders", str(tmp_path)], [*BASE, *STEPS, *pipeline(2)]
+    )
+    said = "\n".join(faults)
+    assert "--pulse-encoders: is not for a cascade" in said
+    assert "reads context" in said and "Encode captions in the loop" not in said
 
 
 def test_what_a_cascade_cannot_be_is_told_at_once() -> None:

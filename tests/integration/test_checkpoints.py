@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import Kill, alone, pipeline, run
+from tests.integration.runs import STEPS, Kill, alone, pipeline, run
 from tests.ranks import RanksFailed, said_once
-
-STEPS = ["--global-batch-size", "8", "--train-iters", "4"]
 
 
 def saving(folder: Path) -> list[str]:
-    """Flags that save every two steps."""
-    return ["--save", str(folder), "--save-interval", "2"]
+    """Flags that save every step."""
+    return ["--save", str(folder), "--save-interval", "1"]
 
 
 P1, P2 = [], pipeline(2)
@@ -38,14 +36,14 @@ def test_saved_at_four_resumed_anywhere(
     tmp_path: Path, backbone: str, optimizer: list[str], layouts: dict[str, tuple[int, list[str]]]
 ) -> None:
     whole = run(4, *STEPS, *pipeline(4), *optimizer, *saving(tmp_path), backbone=backbone)
-    assert len(whole.losses) == 4
+    assert len(whole.losses) == 2
     for name, (num_ranks, flags) in layouts.items():
         resumed = run(
             num_ranks, *STEPS, *flags, *optimizer,
-            "--load", str(tmp_path), "--ckpt-step", "2", backbone=backbone,
+            "--load", str(tmp_path), "--ckpt-step", "1", backbone=backbone,
         )  # fmt: skip
-        assert resumed.losses == whole.losses[2:], name
-        assert resumed.grad_norms == whole.grad_norms[2:], name
+        assert resumed.losses == whole.losses[1:], name
+        assert resumed.grad_norms == whole.grad_norms[1:], name
         assert resumed.averages.keys() == whole.averages.keys(), name
         for key, value in whole.averages.items():
             assert resumed.averages[key].equal(value), (name, key)
@@ -55,30 +53,30 @@ def test_killed_in_mid_step_resumes_with_the_same_curve(tmp_path: Path) -> None:
     flags = [*STEPS, *pipeline(2), *saving(tmp_path)]
     uninterrupted = alone(*STEPS)
     with pytest.raises(RanksFailed) as killed:
-        run(2, *flags, kill=Kill(rank=1, step=4))
+        run(2, *flags, kill=Kill(rank=1, step=2))
     assert killed.value.exit_codes[1] == -signal.SIGKILL
     assert killed.value.exit_codes[0] == 1
     assert "rank 1 closed the connection" in killed.value.outputs[0]
     resumed = run(2, *flags)
-    assert resumed.losses == uninterrupted.losses[2:]
+    assert resumed.losses == uninterrupted.losses[1:]
     assert resumed.validation == uninterrupted.validation
     _damaged_is_refused_by_all_ranks(tmp_path, flags)
-    again = run(2, *flags, "--train-iters", "5")
-    assert again.losses[:2] == uninterrupted.losses[2:] and len(again.losses) == 3
-    assert (tmp_path / "iter_0000004.damaged").is_dir() and (tmp_path / "iter_0000004").is_dir()
+    again = run(2, *flags, "--train-iters", "3")
+    assert again.losses[:1] == uninterrupted.losses[1:] and len(again.losses) == 2
+    assert (tmp_path / "iter_0000002.damaged").is_dir() and (tmp_path / "iter_0000002").is_dir()
 
 
 def _damaged_is_refused_by_all_ranks(folder: Path, flags: list[str]) -> None:
     """One bit that only one rank reads; what is whole is named where a step was asked for."""
-    file = folder / "iter_0000004" / "__1_0.distcp"
+    file = folder / "iter_0000002" / "__1_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(RanksFailed) as refused:
-        run(2, *flags, "--train-iters", "5", "--load", str(folder), "--ckpt-step", "4")
+        run(2, *flags, "--train-iters", "3", "--load", str(folder), "--ckpt-step", "2")
     for text in (
         f"{file.parent} is damaged: __1_0.distcp: its content is not what was saved",
-        "step 2 there is whole: name it (--ckpt-step 2 beside --load",
+        "step 1 there is whole: name it (--ckpt-step 1 beside --load",
     ):
         assert said_once(refused.value, text)
     assert refused.value.exit_codes == [2, 2]

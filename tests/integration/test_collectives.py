@@ -63,7 +63,7 @@ def tensors(backbone: Backbone) -> list[int]:
 @pytest.mark.parametrize("divided", [False, True], ids=["plain", "distributed-optimizer"])
 def test_replicas_sum_and_gather_what_is_counted(divided: bool) -> None:
     flags = ["--overlap-grad-reduce", *["--use-distributed-optimizer"] * divided]
-    backbone = load_backbone("uvit-tiny", {"in_channels": 1, "depth": 8, "embed_dim": 32})
+    backbone = load_backbone("uvit-tiny", {"in_channels": 1, "depth": 6, "embed_dim": 32})
     (size,) = buckets(tensors(backbone), 2, divided)
     kinds = [Kind.REDUCE_SCATTER, Kind.ALL_GATHER] if divided else [Kind.ALL_REDUCE]
     for calls in issued(2, [*TINY["uvit"], *flags], 8):

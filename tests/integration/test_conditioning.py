@@ -45,11 +45,11 @@ def test_replicated_embedders_change_nothing(num_ranks: int, flags: list[str]) -
 
 def test_a_checkpoint_does_not_know_how_embedders_ran(tmp_path: Path) -> None:
     """Replicated at P=4, saved, continued with sending at P=2: the same curve."""
-    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    save = ["--save", str(tmp_path), "--save-interval", "1"]
     whole = run(4, *STEPS, *pipeline(4), *REPLICATED, *save, backbone="unet")
     send = pipeline(2, "--pulse-conditioning", "send")
-    load = ["--load", str(tmp_path), "--ckpt-step", "2"]
+    load = ["--load", str(tmp_path), "--ckpt-step", "1"]
     rest = run(2, *STEPS, *send, *load, backbone="unet")
     assert rest.executed.replicated != whole.executed.replicated
-    end = replace(whole, losses=whole.losses[2:], grad_norms=whole.grad_norms[2:])
+    end = replace(whole, losses=whole.losses[1:], grad_norms=whole.grad_norms[1:])
     assert_equal_to_rounding(rest, end)

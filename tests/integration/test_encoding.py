@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image, ImageOps
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WHOLE
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from model_specs import load_backbone
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
@@ -84,7 +85,7 @@ def test_in_front_of_every_layout(flags: list[str], expected: Run) -> None:
     "config",
     [
         Config(2, 1, 1, 2, FOLD_EXACT, split=True),
-        Config(2, 1, 1, 2, ROW, recompute=True),
+        Config(2, 1, 1, 2, ROW, recompute=Recompute.ALWAYS),
         Config(4, 1, 1, 2, FOLD_SOFT),
     ],
     ids=["split-fold", "recomputed-sequence", "four"],
@@ -96,7 +97,7 @@ def test_in_idle_time(
     fillers = json.loads(plan.read_text())["schedule"]["fillers"]
     assert [filler["name"] for filler in fillers] == ["text_encoder", "vae"]
     given = flags[len(STEPS + READS) :]
-    obeyed = ["--pulse-plan", str(plan), "--train-iters", "3"]
+    obeyed = ["--pulse-plan", str(plan), *STEPS[2:]]
     got = run(config.pipeline, *given, *obeyed, backbone="none")
     assert "X" in got.executed.operations
     assert_same(got, expected)
@@ -114,9 +115,9 @@ def test_goes_on_in_the_middle(
     Prompts are drawn with its encoders."""
     config = Config(1, 2, 1, 2, WHOLE, distributed_optimizer=True)
     plan = make_plan(tmp_path / "plan.json", config, "sd-tiny", OPTIONS, costs)
-    given = [*flags[len(STEPS + READS) :], "--pulse-plan", str(plan), "--train-iters", "3"]
-    given += ["--save", str(tmp_path / "kept"), "--save-interval", "2"]
-    first = run(2, *given, "--exit-interval", "2", backbone="none")
+    given = [*flags[len(STEPS + READS) :], "--pulse-plan", str(plan), *STEPS[2:]]
+    given += ["--save", str(tmp_path / "kept"), "--save-interval", "1"]
+    first = run(2, *given, "--exit-interval", "1", backbone="none")
     again = run(2, *given, backbone="none")
     joined = replace(
         again, losses=first.losses + again.losses, grad_norms=first.grad_norms + again.grad_norms
@@ -194,6 +195,7 @@ def test_latents_ahead_and_text_in_the_loop(
         (["vae=store"], "has no latents: write them first with 'pulse data write-latents --from"),
         (["fill"], "--pulse-encode vae=fill: the plan has no idle time for it"),
         (["text=front", "tex=fill"], "no encoder is called 'tex'; did you mean text?"),
+        (["vae=front", "text=front", "vae=fill"], "vae=front and --pulse-encode vae=fill: which"),
         (["sometimes"], "sometimes: write auto, store, fill, front, or NAME= and one of these"),
     ],
 )
@@ -247,3 +249,34 @@ def test_what_is_stored_is_what_is_encoded(
     given = [*STEPS, *READS, "--pulse-class-dropout", "0.4"]
     data = ["--pulse-data", f"latents:{tmp_path / 'latents'}"]
     assert_same(run(2, *given, *data, *pipeline(2), backbone="unet"), expected)
+
+
+def test_a_controlnet_in_idle_time_is_what_was_stored(
+    folder: Path, flags: list[str], costs: Path, tmp_path: Path
+) -> None:
+    """The other picture comes as it is, beside latents and texts that are made in the loop."""
+    shutil.copytree(flags[flags.index("--pulse-data") + 1].partition(":")[2], tmp_path / "photos")
+    source = f"captions:{tmp_path / 'photos'}"
+    beside = tmp_path / "photos.conditioning"
+    beside.mkdir()
+    for path in (tmp_path / "photos").glob("*.png"):
+        ImageOps.invert(Image.open(path)).save(beside / path.name)
+    options = OPTIONS | {"conditioning_widths": "4,8", "conditioning_channels": "1"}
+    argv = ["data", "write-latents", "--from", source, "--image-size", "8", "--channels", "1"]
+    argv += [f"--option={name}={value}" for name, value in options.items()]
+    argv += ["--backbone", "controlnet-tiny", "--encoders", str(folder), "--dtype", "fp32"]
+    assert main([*argv, "-o", str(tmp_path / "latents")]) == 0
+    given = [word for k, v in options.items() for word in ("--pulse-option", f"{k}={v}")]
+    given += ["--pulse-class-dropout", "0.4"]
+    alone = run(
+        1, *STEPS, "--pulse-backbone", "controlnet-tiny", *given,
+        "--pulse-data", f"latents:{tmp_path / 'latents'}", backbone="none",
+    )  # fmt: skip
+    config = Config(2, 1, 1, 2, FOLD_EXACT)
+    plan = make_plan(tmp_path / "plan.json", config, "controlnet-tiny", options, costs)
+    got = run(
+        2, "--pulse-data", source, "--pulse-encoders", str(folder), *STEPS[2:],
+        "--pulse-plan", str(plan), "--pulse-class-dropout", "0.4", backbone="none",
+    )  # fmt: skip
+    assert "X" in got.executed.operations
+    assert_same(got, alone)

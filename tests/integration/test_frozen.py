@@ -39,13 +39,13 @@ def test_half_precision_split_backwards_and_what_is_saved(tmp_path: Path) -> Non
     from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
     from megatron_pulse.integration.checkpoint.weights import load_whole
 
-    save = ["--save", str(tmp_path), "--save-interval", "3"]
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
     flags = [*pipeline(2, "--pulse-schedule", "wave-split"), *save]
     got = run(2, *STEPS, "--bf16", *HALF, *flags)
     assert_same(got, alone(*STEPS, "--bf16", *HALF))
     kept = [name for name in got.weights if is_kept(name)]
     assert all(torch.equal(got.masters[name], got.weights[name]) for name in kept)
-    longer = ["--global-batch-size", "8", "--train-iters", "4", "--load", str(tmp_path)]
+    longer = ["--global-batch-size", "8", "--train-iters", "3", "--load", str(tmp_path)]
     other = run(1, *longer, "--bf16", "--no-load-optim")
     assert not all(torch.equal(other.weights[name], got.weights[name]) for name in kept)
     _, stage = load_whole(read_saved_run(tmp_path), averaged=True)
@@ -57,12 +57,12 @@ def test_data_parallelism_and_other_parts_from_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run is continued with what it trains; with other parts it begins a new optimizer."""
-    save = ["--save", str(tmp_path), "--save-interval", "3"]
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
     distributed = ["--use-distributed-optimizer", "--overlap-grad-reduce"]
     flags = pipeline(2, "--pulse-placement", "sequential", *distributed)
     saved = run(4, *STEPS, *HALF, *flags, *save)
     assert_equal_to_rounding(saved, alone(*STEPS, *HALF), 1e-6)
-    longer = ["--global-batch-size", "8", "--train-iters", "4", "--load", str(tmp_path)]
+    longer = ["--global-batch-size", "8", "--train-iters", "3", "--load", str(tmp_path)]
     (fault,) = refuse(monkeypatch, 1, [*longer, *distributed[:1]])
     assert "its optimizer's state is of training everything but embed.*, in_blocks.*" in fault
     assert "--no-load-optim" in fault

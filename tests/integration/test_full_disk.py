@@ -62,8 +62,9 @@ def train_until_full(what: str, folder: str, *flags: str) -> None:
     train([*LONG, *flags])
 
 
-def test_no_room_for_a_checkpoint(disk: Path) -> None:
-    flags = ["--train-iters", "3", "--save", str(disk), "--save-interval", "1"]
+@pytest.mark.parametrize("beside", [[], ["--async-save"]], ids=["at once", "beside training"])
+def test_no_room_for_a_checkpoint(beside: list[str], disk: Path) -> None:
+    flags = ["--train-iters", "3", "--save", str(disk), "--save-interval", "1", *beside]
     with pytest.raises(RanksFailed) as failed:
         run_ranks(2, train_until_full, "save", str(disk), *flags)
     for text in (

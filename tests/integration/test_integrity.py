@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,35 @@ def test_shares_cover_everything(copy: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(map(len, found)) == [0, 0, 1]
     assert integrity.chunks_of("a", 4095, 2) == [integrity.Chunk("a", 0), integrity.Chunk("a", 1)]
     assert integrity.chunks_of("a", 4096, 0) == [integrity.Chunk("a", 1)]
+
+
+def test_hashed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity, "CHUNK_BYTES", 4096)
+    for num_bytes in (0, 1, 4095, 4096, 4097, 8192, 50_000):
+        content = CHANCE.randbytes(num_bytes)
+        file = integrity.HashedFile(tmp_path / "file")
+        with integrity.BufferedFile(file, 1000) as buffered:
+            for first in range(0, num_bytes, 700):
+                buffered.write(content[first : first + 700])
+            assert os.stat(buffered.fileno()).st_size == num_bytes
+        assert (tmp_path / "file").read_bytes() == content
+        assert file.hashed == integrity._hash_file(tmp_path / "file")
+
+
+def test_hashes_of_earlier_checkpoints(copy: Path) -> None:
+    """SHA-256 are verified as well."""
+    kind, folder = integrity.HashKind.SHA256, copy / STEP
+    hashes = {
+        name: replace(hashed, kind=kind, chunks=(integrity._hash_chunk(folder / name, 0, kind),))
+        for name, hashed in (integrity.read_hashes(folder) or {}).items()
+    }
+    config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (folder / METADATA).write_text(integrity.sealed(config, hashes))
+    assert "sha256" in (folder / METADATA).read_text() and len(hashes) == 2
+    require_whole(folder)
+    flip(folder / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="__0_0.distcp: its content is not what was saved"):
+        require_whole(folder)
 
 
 def test_what_is_read_first_is_verified_first(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

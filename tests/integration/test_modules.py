@@ -17,7 +17,7 @@ from tests.integration.runs import BASE, Run, assert_same, pipeline, run
 from tests.integration.test_bad_input import refuse
 
 PROCESS = ["--objective", "v", "--noise-schedule", "scaled_linear"]
-THREE = ["--global-batch-size", "8", "--train-iters", "3", "--pulse-class-dropout", "0"]
+TWO = ["--global-batch-size", "8", "--train-iters", "2", "--pulse-class-dropout", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,16 @@ def test_a_class_without_a_family_trains_alike_in_every_layout_and_as_plain_torc
 
     folder, begin = digits
     said = ["--pulse-objective", "v", "--pulse-noise-schedule", "scaled_linear"]
-    expected = run(1, *begin[2:], *said, *THREE, backbone="none")  # of the folder, not imported
+    expected = run(1, *begin[2:], *said, *TWO, backbone="none")  # of the folder, not imported
     split = ["--pulse-schedule", "zb-h1", "--pulse-placement", "sequential"]
-    save = ["--save", str(tmp_path / "run"), "--save-interval", "2"]
-    got = run(2, *begin, *THREE, *pipeline(2, *split), *save, backbone="none")
+    save = ["--save", str(tmp_path / "run"), "--save-interval", "1"]
+    got = run(2, *begin, *TWO, *pipeline(2, *split), *save, backbone="none")
     assert got.executed.operations == {"F", "I", "W"}
     assert_same(got, expected)
-    again = ["--load", save[1], "--ckpt-step", "2", *begin[2:]]
-    rest = run(2, *again, *THREE, *pipeline(2, "--recompute-granularity", "full"), backbone="none")
+    again = ["--load", save[1], "--ckpt-step", "1", *begin[2:]]
+    rest = run(2, *again, *TWO, *pipeline(2, "--recompute-granularity", "full"), backbone="none")
     assert rest.executed.placement == "fold" and rest.executed.recomputed
-    end = replace(expected, losses=expected.losses[2:], grad_norms=expected.grad_norms[2:])
+    end = replace(expected, losses=expected.losses[1:], grad_norms=expected.grad_norms[1:])
     assert_same(rest, end)
     losses, plain = _plain_torch(folder / "module", expected)
     assert expected.losses == pytest.approx(losses, rel=1e-6)
@@ -249,14 +249,14 @@ def test_what_a_module_lacks_is_refused_with_the_way_out(
     tmp_path: Path,
 ) -> None:
     folder, begin = digits
-    good = [*BASE, *begin, *THREE[:-2]]
+    good = [*BASE, *begin, *TWO[:-2]]
     shared = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
     said = refuse(monkeypatch, 2, shared, good)
     for text in ("no token sequence", "the families of 'pulse backbones'", "no null class"):
         assert sum(text in fault for fault in said) == 1, said
     assert len(said) == 3 and not any("--null-class" in fault for fault in said)
     (said_alone,) = refuse(
-        monkeypatch, 1, ["--pulse-class-dropout", "0"], [*BASE, *begin[2:], *THREE]
+        monkeypatch, 1, ["--pulse-class-dropout", "0"], [*BASE, *begin[2:], *TWO]
     )
     assert "no scheduler beside it" in said_alone and "--pulse-objective" in said_alone
     source = ["import", "--from", str(folder / "module"), "--to", str(tmp_path / "new"), *PROCESS]

@@ -11,12 +11,18 @@ from typing import Any
 
 import pytest
 
+from megatron_pulse.cli.main import main
+from megatron_pulse.integration.flags.arguments import pulse_options
+from megatron_pulse.integration.flags.parse import parse
+from megatron_pulse.integration.flags.plan_flags import contradictions, obey
+from megatron_pulse.integration.planning.auto import _kept
+from megatron_pulse.integration.planning.planning import load_here
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.planner.fill.table import read_table
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.filling import fill_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
@@ -24,6 +30,8 @@ from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline
 from megatron_pulse.profile.files import save_profile
+from megatron_pulse.profile.measuring.building import meta_context
+from megatron_pulse.profile.memory_format import OPTION, format_caution
 from model_specs import load_backbone
 from tests.integration.runs import (
     BASE,
@@ -36,8 +44,9 @@ from tests.integration.runs import (
     train,
 )
 from tests.ranks import RanksFailed, run_ranks, said_once
+from tests.runtime.tiny import FAMILIES
 
-UVIT = {"in_channels": 1, "depth": 8, "embed_dim": 32}
+UVIT = {"in_channels": 1, "depth": 6, "embed_dim": 32}
 BATCH = 8
 LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
 
@@ -72,7 +81,7 @@ def make_plan(
     ("config", "tolerance"),
     [
         (Config(2, 1, 1, 2, FOLD_EXACT, split=True), 0.0),
-        (Config(2, 1, 1, 2, ROW, split=True, recompute=True), 0.0),
+        (Config(2, 1, 1, 2, ROW, split=True, recompute=Recompute.ALWAYS), 0.0),
         (
             Config(2, 2, 1, 2, FOLD_SOFT, distributed_optimizer=True, pipeline_inside=True),
             1e-6,
@@ -83,7 +92,7 @@ def make_plan(
 def test_a_run_obeys_its_plan(tmp_path: Path, config: Config, tolerance: float) -> None:
     plan = make_plan(tmp_path / "plan.json", config)
     ranks = config.pipeline * config.data
-    obeyed = run(ranks, "--pulse-plan", str(plan), "--train-iters", "3", backbone="none")
+    obeyed = run(ranks, "--pulse-plan", str(plan), *STEPS[2:], backbone="none")
     executed = obeyed.executed
     assert executed.operations == ({"F", "I", "W"} if config.split else {"F", "B"})
     assert executed.placement == ("sequential" if config.layout == ROW else "fold")
@@ -92,6 +101,56 @@ def test_a_run_obeys_its_plan(tmp_path: Path, config: Config, tolerance: float) 
         assert_equal_to_rounding(obeyed, alone(*STEPS), tolerance)
     else:
         assert_same(obeyed, alone(*STEPS))
+
+
+def test_auto_has_the_memory_format_of_the_plan_that_it_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In its layers, unless an option says another; what shows and checks plans names it."""
+    name, sizes = FAMILIES["unet"]
+    sizes = {**sizes, "layers_per_block": 1}
+    config = Config(1, 1, 1, 2, ROW)
+    path = make_plan(tmp_path / "plan.json", config, name, {**sizes, "channels_last": True})
+    assert main(["show", str(path)]) == 0 and main(["check", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "whole backwards, convolutions channels_last" in said
+    assert "in order; convolutions channels_last" in said
+    of_run = ["--pulse-backbone", name, "--save", str(tmp_path), "--pulse-auto"]
+    of_run += [w for key, value in sizes.items() for w in ("--pulse-option", f"{key}={value}")]
+    for flags, laid in (
+        ((), "channels_last"),
+        (("--pulse-option", "channels_last=false"), "contiguous"),
+    ):
+        line = parse([*of_run, *flags])
+        line.args.world_size = 1
+        options = pulse_options(line.args)
+        plan = _kept(path, line.args, options)
+        assert plan is not None and not list(contradictions(plan, line, options, "--pulse-auto"))
+        chain = load_here(line.args, obey(plan, line.args, options))
+        convolution = next(layer for layer in chain.layers if layer.name == "conv_in").build(
+            meta_context("float32")
+        )
+        formats = {part.channels_last for part in convolution.modules() if hasattr(part, OPTION)}
+        assert formats == {laid == "channels_last"}
+        caution = format_caution(plan.backbone, chain.record, "the plan")
+        assert bool(caution) == (laid == "contiguous")
+    assert caution.startswith("the plan is of channels_last convolutions, the run's are contiguous")
+    assert "--option channels_last=false" in caution
+
+
+def test_a_plan_with_costs_of_another_memory_format_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, sizes = FAMILIES["unet"]
+    path = make_plan(tmp_path / "plan.json", Config(1, 1, 1, 2, ROW), name, sizes)
+    record = json.loads(path.read_text())
+    record["backbone"]["options"]["channels_last"] = True
+    path.write_text(json.dumps(record))
+    assert main(["check", str(path)]) == 2
+    assert (
+        "backbone.options.channels_last is True; from the costs in the plan it is False"
+        in capsys.readouterr().err
+    )
 
 
 def refused(num_ranks: int, *argv: str, backbone: str = "none") -> str:

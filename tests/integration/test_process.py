@@ -69,7 +69,7 @@ def pulse(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
     return said.out
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "sd"])  # as "sdxl"
 def test_through_import_training_sampling_and_export(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

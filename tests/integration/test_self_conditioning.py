@@ -20,7 +20,7 @@ from tests.integration.test_plans import make_plan
 UNET = [*TINY["unet"], "--pulse-option", "in_channels=2"]
 TAKES = ["--pulse-option", "in_channels=2"]
 SHARE = 0.88
-"""Of the first steps of these runs the second and the third condition themselves."""
+"""Of the two steps of these runs the second conditions itself."""
 FLAGS = [*TAKES, "--pulse-self-conditioning", str(SHARE)]
 
 
@@ -38,9 +38,9 @@ def test_a_fold_goes_on_in_the_middle_and_is_sampled(
     expected: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = tmp_path / "kept"
-    save = ["--save", str(kept), "--save-interval", "2"]
+    save = ["--save", str(kept), "--save-interval", "1"]
     given = [*STEPS, *FLAGS, *pipeline(2), *save]
-    first = run(2, *given, "--exit-interval", "2", backbone="unet")
+    first = run(2, *given, "--exit-interval", "1", backbone="unet")
     again = run(2, *given, backbone="unet")
     joined = replace(
         again, losses=first.losses + again.losses, grad_norms=first.grad_norms + again.grad_norms
@@ -85,7 +85,7 @@ def test_a_sequence_sends_predictions_and_a_plan_says_how_often(
     (tmp_path / "edited.json").write_text(json.dumps(record))
     assert main(["check", str(tmp_path / "edited.json")]) == 2
     assert "predicted.self_conditioning_s is" in capsys.readouterr().err
-    got = run(4, "--pulse-plan", str(plan), "--train-iters", "3", backbone="none")
+    got = run(4, "--pulse-plan", str(plan), *STEPS[2:], backbone="none")
     assert got.executed.operations == {"F", "I", "W"}
     assert_same(got, expected)
 

@@ -1,4 +1,5 @@
-"""Ranks that are slow are named, with what is slow on them, and losses that are not numbers."""
+"""What is wrong with a step is named: slow ranks, losses and gradients that are no numbers, bits
+that another rank does not get."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ FLAGS = [*TINY["uvit"], *BASE, "--global-batch-size", "8"]
 
 
 def slow_down(flags: list[str]) -> Any:
-    """Rank 1's backwards take longer from step 13 on."""
+    """Rank 1's backwards take six times as long from step 13 on, however slow the machine is."""
     import os
 
     from megatron_pulse.runtime.executor import Executor
@@ -85,9 +86,10 @@ def slow_down(flags: list[str]) -> Any:
     def backward(self: Executor, op: Any) -> None:
         nonlocal count
         count += 1
-        if os.environ["RANK"] == "1" and count > 12 * 2 * 4:
-            time.sleep(0.03)
+        began = time.monotonic()
         original(self, op)
+        if os.environ["RANK"] == "1" and count > 12 * 2 * 4:
+            time.sleep(max(0.03, 5 * (time.monotonic() - began)))
 
     Executor._backward = backward  # type: ignore[method-assign]
     try:
@@ -131,3 +133,123 @@ def test_a_loss_that_is_no_number_is_named() -> None:
         run_ranks(2, spoil, flags)
     text = "the loss of microbatch 2 is nan in replica 1 (rank 1): lower --lr, check the data"
     assert text in str(failed.value) and "Traceback" not in str(failed.value)
+
+
+def spoil_gradients(flags: list[str], call: int) -> Any:
+    """Of rank 1 the gradient of a layer's result is not a number, wherever that result is what the
+    ``call``-th forward has made."""
+    import os
+
+    import megatron.training.training as training
+
+    from megatron_pulse.integration.megatron.model import unwrap
+
+    step, results = training.train_step, []
+
+    def spoil(layer: Any, given: Any, result: Any) -> Any:
+        (first, *others) = result if isinstance(result, tuple) else (result,)
+        results.append(first.detach().clone())
+        if len(results) >= call and first.equal(results[call - 1]):
+            first = first + (first - first.detach()).abs().sqrt()
+        return (first, *others) if isinstance(result, tuple) else first
+
+    def spoiled(forward: Any, data: Any, model: Any, *args: Any, **named: Any) -> Any:
+        for chunk in model if not results and os.environ["RANK"] == "1" else ():
+            for name, layer in unwrap(chunk).named_layers():
+                if name == "mid_block.mlp":
+                    layer.register_forward_hook(spoil)
+        return step(forward, data, model, *args, **named)
+
+    training.train_step = spoiled
+    return train(flags)
+
+
+@pytest.mark.parametrize(
+    ("layout", "call", "replica"),
+    [
+        (pipeline(2), 6, 0),
+        (["--use-distributed-optimizer", "--overlap-grad-reduce"], 4, 1),
+    ],
+    ids=["two devices", "two replicas"],
+)
+def test_gradients_that_are_no_numbers_are_named(
+    layout: list[str], call: int, replica: int
+) -> None:
+    """The step is made again with the same bits, and no weight was changed before."""
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, spoil_gradients, [*FLAGS, *layout, "--train-iters", "3"], call)
+    text = (
+        "the gradients of step 2 are not finite (nan), though its losses are: those of microbatch "
+        f"1 in replica {replica} from layer mid_block.mlp backwards (rank 1): lower --lr"
+    )
+    assert text in str(failed.value), str(failed.value)
+    assert "Traceback" not in str(failed.value)
+
+
+def verified(flags: list[str]) -> int:
+    """How often this rank computed something again."""
+    from megatron_pulse.integration.loop.again.verifying import Verifier
+
+    times, computed = 0, Verifier._computed
+
+    def counted(*given: Any) -> Any:
+        nonlocal times
+        times += 1
+        return computed(*given)
+
+    Verifier._computed = counted
+    train(flags)
+    return times
+
+
+def test_what_is_sound_is_verified() -> None:
+    """All layers of both devices."""
+    flags = [*TINY["unet"], *BASE, "--global-batch-size", "8", *pipeline(2)]
+    flags += ["--pulse-verify-every", "1", "--pulse-conditioning", "replicate"]
+    assert run_ranks(2, verified, [*flags, "--train-iters", "36"]) == [18, 18]
+
+
+def corrupt(flags: list[str], what: str) -> Any:
+    """Of a rank a bit is wrong once: in what a layer makes, or in a gradient of what it took."""
+    import os
+
+    import megatron.training.training as training
+    from megatron.training.global_vars import get_args
+
+    from megatron_pulse.integration.megatron.model import unwrap
+
+    step, times = training.train_step, 0
+
+    def wrong(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * (1 + 2**-20)
+
+    def spoil(layer: Any, given: Any, results: Any) -> Any:
+        nonlocal times
+        times += 1
+        if times != 2:
+            return results
+        if what == "results":
+            return wrong(results[0]), *results[1:]
+        given[0][0].register_hook(wrong)
+        return results
+
+    def corrupted(forward: Any, data: Any, model: Any, *args: Any, **named: Any) -> Any:
+        if get_args().curr_iteration == 1 and os.environ["RANK"] == "1":
+            _, first = next(unwrap(model[0]).named_layers())
+            first.register_forward_hook(spoil)
+        return step(forward, data, model, *args, **named)
+
+    training.train_step = corrupted
+    return train(flags)
+
+
+@pytest.mark.parametrize("what", ["results", "gradients"])
+def test_a_bit_that_another_rank_does_not_get_is_named(what: str) -> None:
+    flags = [*FLAGS, *pipeline(2), "--train-iters", "4", "--pulse-verify-every", "1"]
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(2, corrupt, flags, what)
+    said = str(failed.value)
+    assert "step 2, microbatch 1: of layer in_blocks.1.mlp rank 0 has other " in said, said
+    assert f"has other {what}" in said
+    assert " than rank 1, which, asked again, gets what rank 0 has: rank 1 has computed" in said
+    assert "Traceback" not in said

@@ -15,7 +15,7 @@ from tests.integration.runs import STEPS, alone, assert_same, pipeline, run
 
 @pytest.mark.parametrize(
     ("wanted", "traced", "replicas"),
-    [("2-2", [2], 2), ("2-9", [2, 3], 1)],
+    [("1-1", [1], 2), ("2-9", [2], 1)],
     ids=["inside", "past the end"],
 )
 def test_a_run_with_a_trace(tmp_path: Path, wanted: str, traced: list[int], replicas: int) -> None:

@@ -68,7 +68,7 @@ def best_load(costs: ChainCosts, placement: Placement, goal: Goal) -> float | No
 
 def test_cuts_of_two_chains_are_the_best_of_all() -> None:
     rng, behind = random.Random(0), []
-    for trial in range(20):
+    for trial in range(10):
         devices = rng.choice((2, 2, 3))
         lengths = rng.randint(2 * devices, 8), rng.randint(2 * devices, 8)
         costs = chains_of(rng, lengths, skips=trial % 2 == 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -198,8 +197,7 @@ def test_what_crosses_is_what_is_delivered_elsewhere(
         assert len(forward) == len(elsewhere)
         for message in forward:  # its gradient comes back
             back = messages_of(routes, message.consumer._replace(kind=Kind.BACKWARD))
-            answer = replace(
-                message,
+            answer = message._replace(
                 producer=message.consumer._replace(kind=Kind.BACKWARD),
                 consumer=message.producer._replace(kind=Kind.BACKWARD),
                 source=message.destination,

@@ -105,7 +105,7 @@ B = message("F0:1", "F1:1", 0, 1)
 C = message("B1:0", "B0:0", 1, 0)
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(schedules(), st.integers(0, 10**6))
 def test_compiled_plans_complete(schedule: Schedule, seed: int) -> None:
     for candidate, predicts in ((schedule, False), (schedule.forward_only(), True)):
@@ -173,7 +173,7 @@ def test_receives_are_posted_before_what_runs_when_their_messages_are_made(
                     pass
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(schedules(), st.integers(0, 10**6))
 def test_sends_are_let_go_where_something_after_their_use_has_arrived(
     schedule: Schedule, seed: int
@@ -196,6 +196,7 @@ def test_sends_are_let_go_where_something_after_their_use_has_arrived(
                 kept -= gone
 
 
+@settings(max_examples=50, derandomize=True)
 @given(schedules(), st.integers(0, 10**6))
 def test_on_a_stream_what_was_sent_is_let_go_soon(schedule: Schedule, seed: int) -> None:
     """Once, after it was sent, and before the second operation that begins when by the plan it has
@@ -245,7 +246,7 @@ def test_on_demand_deadlocks_where_the_plan_order_does_not(num_devices: int) -> 
     assert any(fault.startswith("deadlock: ") for fault in faults)
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(schedules(), st.integers(0, 10**6), st.data())
 def test_mutated_programs_are_rejected(schedule: Schedule, seed: int, data: st.DataObject) -> None:
     plan = compiled(schedule, seed)

@@ -115,7 +115,7 @@ def test_every_command_that_reads_a_profile_says_it(
 def traced(**run: str) -> Trace:
     plan = small_plan()
     trace = trace_of(plan, [plan.replay().timeline])
-    ran = {"micro_batch_size": "2", "dtype": "float32", "recompute": "false", "threads": "1"}
+    ran = {"micro_batch_size": "2", "dtype": "float32", "recompute": "none", "threads": "1"}
     return replace(trace, machine={"device": "here"}, stages=plan.stages, run={**ran, **run})
 
 
@@ -126,8 +126,8 @@ def test_what_a_trace_is_not_of_is_named(
     assert mismatches(plan, traced()) == [] == doubts(plan, traced())
     (fault,) = mismatches(plan, traced(dtype="bfloat16"))
     assert fault == "the trace is of a run with dtype bfloat16, the plan has float32"
-    faults = mismatches(plan, traced(micro_batch_size="8", recompute="true"))
-    assert ["micro_batch_size 8" in faults[0], "recompute true" in faults[1]] == [True, True]
+    faults = mismatches(plan, traced(micro_batch_size="8", recompute="all"))
+    assert ["micro_batch_size 8" in faults[0], "recompute all" in faults[1]] == [True, True]
     first, second, *rest = plan.stages
     moved = replace(traced(), stages=((*first, second[0]), second[1:], *rest))
     assert "a run of another plan: its stages have 6, 4" in mismatches(plan, moved)[0]

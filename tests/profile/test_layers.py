@@ -194,8 +194,9 @@ def test_a_toy_with_everything_can_be_measured() -> None:
 
 def test_more_work_takes_longer() -> None:
     """Products of 64 times as many weights on eight times as many samples."""
-    wide = {"embed_dim": 512, "num_heads": 8}
-    small = measure(load_backbone("uvit-tiny"), (1,), patience=BRIEF).at(1)
+    few = {"depth": 2}
+    wide = {**few, "embed_dim": 512, "num_heads": 8}
+    small = measure(load_backbone("uvit-tiny", few), (1,), patience=BRIEF).at(1)
     large = measure(load_backbone("uvit-tiny", wide), (8,), patience=BRIEF).at(8)
     for costs in (small, large):
         assert all(0 < seconds < 60 for seconds in (*costs.forward_s, *costs.backward_s))

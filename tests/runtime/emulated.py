@@ -26,7 +26,7 @@ from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import default_board
 from megatron_pulse.runtime.measure.tracer import Traced, Tracer
 from megatron_pulse.runtime.messages.links import Links
-from megatron_pulse.runtime.parameters.weight_gradients import Later
+from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.settings import RunSettings
 
 _WAKE_UP_S = 60e-6

@@ -31,7 +31,8 @@ SEED = 7
 @dataclass
 class Case:
     """One way to run a backbone; ``dtype`` is torch's name, ``train`` and ``freeze`` are patterns
-    of parameters' names, ``device`` is torch's.
+    of parameters' names, ``device`` is torch's. Every ``recompute``-th layer computes its
+    activations again (0: none).
 
     A name of a ``schedule``, ``cuts`` and ``replicated`` are for several devices.
     """
@@ -41,7 +42,7 @@ class Case:
     schedule: str | Schedule = "auto"
     num_chunks: int = 2
     dtype: str = "float64"
-    recompute: bool = False
+    recompute: int = 0
     steps: int = 3
     cuts: tuple[int, ...] | None = None
     micro_batch_size: int = 2
@@ -57,7 +58,7 @@ class Case:
             self,
             schedule="auto",
             num_chunks=2,
-            recompute=False,
+            recompute=0,
             cuts=None,
             replicated=frozenset(),
             placement="sequential",
@@ -134,7 +135,8 @@ def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
         plan = make_plan(backbone, costs, placement, schedule)
     names = case.replicated if num_devices > 1 else ()
     choices = tuple(EmbedderChoice(name, 0, 0, True) for name in names)
-    return replace(plan, embedders=choices, schedules=given or plan.schedules)
+    again = frozenset(range(0, len(backbone.layers), case.recompute) if case.recompute else ())
+    return replace(plan, embedders=choices, schedules=given or plan.schedules, recompute=again)
 
 
 def make_pipeline(
@@ -155,7 +157,6 @@ def make_pipeline(
         device=case.device,
         group=group,
         context=None if config is None else LayerContext(config),
-        recompute=case.recompute,
         timeout_s=timeout_s,
         fillers=fillers,
     )

@@ -12,8 +12,7 @@ from tests.runtime.tiny import FAMILIES, backbone, run_cases
 
 P, M, STEPS = 2, 3, 2
 CASES: list[tuple[Case, int | None]] = [
-    (Case("fold", M, dtype="float32"), None),
-    (Case("fold", M, dtype="bfloat16", recompute=True), None),
+    (Case("fold", M, dtype="bfloat16", recompute=2), None),
     (Case("fold", M, dtype="bfloat16"), 3),
     (Case("sequential", M, dtype="bfloat16"), 0),
     (Case("interleaved", M, dtype="float32", recompute=True), 1),
@@ -22,7 +21,7 @@ CASES: list[tuple[Case, int | None]] = [
 gradient follows; None: whole ones."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "sdxl"])  # in test_cascade
 def test_whole_and_split_backwards_equal_one_process(family: str) -> None:
     cases = []
     for case, delay in CASES:

@@ -40,7 +40,7 @@ CASES: list[tuple[Case, int | None]] = [
     (FOLD, None),
     (SEQUENTIAL, 1),
     (replace(FOLD, freeze=("down.*",)), 2),
-    (replace(SEQUENTIAL, freeze=("down.*",), recompute=True), None),
+    (replace(SEQUENTIAL, freeze=("down.*",), recompute=2), None),
     (replace(SEQUENTIAL, train=("down.*",)), None),
     (replace(FOLD, train=("down.[02].*", "up.[02].*")), None),
 ]

@@ -88,7 +88,6 @@ def audited(config: Any, family: str) -> tuple[Counter[str], list[str], int]:
         dtype=torch.bfloat16,
         device=DEVICE,
         context=LayerContext(config),
-        recompute=case.recompute,
     )
     pipeline._tried = True  # on zeros, which each first step does
     with Copies() as copies, Made() as made:

@@ -81,7 +81,7 @@ def batches_of(case: Case, step: int) -> list[dict[str, Tensor]]:
 
 CASES = [
     Case("fold", 4, dtype="float32"),
-    Case("sequential", 4, "zb-h1", dtype="float32", recompute=True),
+    Case("sequential", 4, "zb-h1", dtype="float32", recompute=2),
     Case("interleaved", 4, dtype="float32"),
     Case("fold", 4, dtype="float32", replicated=frozenset({"reading"})),
 ]

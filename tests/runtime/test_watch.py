@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -101,7 +102,7 @@ def test_ranks_answer_those_who_know_the_secret() -> None:
                     stranger.sendall(garbage)
                     stranger.shutdown(socket.SHUT_WR)
                     assert stranger.recv(1) == b""
-                except ConnectionError:  # it has heard enough
+                except OSError:  # it has heard enough: reset, or no longer connected
                     pass
         assert ask({0: at[0]}, "secret", {}, 0.5) == {0: {"asked": {}}}
         listener.close()
@@ -116,19 +117,26 @@ def test_what_blocks_is_left_behind() -> None:
 
 
 def seen_while(main: Callable[[], object], place: Place) -> list[tuple[int, Sight]]:
-    """What another thread sees, twice, of the main thread in ``main``."""
-    found: list[tuple[int, Sight]] = []
+    """What another thread sees, twice, of the main thread in ``main``; again where it was late."""
+    for _ in range(20):
+        found: list[tuple[int, Sight]] = []
+        ended = threading.Event()
 
-    def look() -> None:
-        for _ in range(2):
-            time.sleep(0.1)
-            found.append((place.signature(), place.look()))
+        def look(found: Any = found, ended: Any = ended) -> None:
+            for _ in range(2):
+                time.sleep(0.1)
+                seen = place.signature(), place.look()
+                if not ended.is_set():
+                    found.append(seen)
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    main()
-    thread.join()
-    return found
+        thread = threading.Thread(target=look)
+        thread.start()
+        main()
+        ended.set()
+        thread.join()
+        if len(found) == 2:
+            return found
+    raise AssertionError("twenty times the other thread was late")
 
 
 def test_where_the_main_thread_is() -> None:
@@ -138,8 +146,12 @@ def test_where_the_main_thread_is() -> None:
     assert sight.words.startswith("starting, at ") and "time.sleep(0.5)" in sight.words
     with place.during("saving step 7", patient=True):
         waiting: queue.Queue[int] = queue.Queue()
-        threading.Timer(0.5, waiting.put, [1]).start()
-        (third, sight), _ = seen_while(waiting.get, place)
+
+        def wait() -> None:
+            threading.Timer(0.5, waiting.put, [1]).start()
+            waiting.get()
+
+        (third, sight), _ = seen_while(wait, place)
         assert third != first and sight.words.startswith("saving step 7, at ")
         place.device, place.ranks = 1, (4, 6)
         message = Message(

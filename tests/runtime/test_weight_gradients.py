@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring
+from megatron_pulse.runtime.parameters.later import Later
+from megatron_pulse.runtime.parameters.weight_gradients import deferring
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 WIDTH = 512
@@ -173,9 +174,21 @@ WAYS: dict[str, Way] = {
         CONV2D,
         given=IMAGE,
     ),
+    "conv2d, one sample": way(convolution(F.conv2d), CONV2D, given=(4, 9, 9)),
+    "conv2d, frozen bias": way(
+        convolution(F.conv2d), CONV2D, "w", given=IMAGE, frozen=frozenset({"b"})
+    ),
+    "conv2d, an expanded gradient": way(
+        lambda x, p: F.conv2d(x, p["w"], p["b"]).sum((2, 3)), CONV2D, given=IMAGE
+    ),
     "conv3d": way(convolution(F.conv3d), {"w": (8, 4, 3, 3, 3), "b": (8,)}, given=(2, 4, 5, 5, 5)),
     "transposed convolution": way(
         convolution(F.conv_transpose2d, 2), {"w": (4, 8, 3, 3), "b": (8,)}, given=IMAGE
+    ),
+    "transposed convolution, all settings": way(
+        convolution(F.conv_transpose2d, (3, 2), 1, 1, 2, 2),
+        {"w": (4, 4, 3, 3), "b": (8,)},
+        given=IMAGE,
     ),
 }
 
@@ -239,6 +252,28 @@ def test_gradients_that_wait_are_the_same_to_the_last_bit(name: str) -> None:
                 continue
             assert got[what].dtype == tensor.dtype and got[what].stride() == tensor.stride()
             assert torch.equal(got[what], tensor), (dtype, what)
+
+
+def test_a_gradient_becomes_the_parameters_own_and_few_are_held_at_a_time() -> None:
+    """None is copied, and what is held beside the parameters' does not grow with their number."""
+    parameters = [nn.Parameter(torch.zeros(1 << 22)) for _ in range(3)]  # 16 MiB each
+    made: list[int] = []
+
+    def gradients(number: int) -> Callable[[], tuple[Tensor]]:
+        def gradient() -> tuple[Tensor]:
+            assert all(p.grad is not None for p in parameters[:number])
+            found = torch.ones(1 << 22)
+            made.append(found.data_ptr())
+            return (found,)
+
+        return gradient
+
+    later = Later()
+    for number, parameter in enumerate(parameters):
+        later.add((parameter,), gradients(number))
+    with torch.no_grad():
+        later.compute()
+    assert [p.grad.data_ptr() for p in parameters if p.grad is not None] == made
 
 
 @pytest.mark.parametrize("name", ["linear", "megatron", "conv2d", "megatron, twice"])

@@ -22,17 +22,17 @@ TEXT = {**UNET, "cross_attention_dim": 6, "context_length": 5}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "uvit": (
         "uvit-tiny",
-        {"depth": 8, "embed_dim": 16, "num_heads": 2, "image_size": 4, "in_channels": 1},
+        {"depth": 6, "embed_dim": 16, "num_heads": 2, "image_size": 4, "in_channels": 1},
     ),
     "unet": ("unet-tiny", {**UNET, "layers_per_block": 2}),
     "unet-text": ("sd-tiny", TEXT),
     "sdxl": ("sdxl-tiny", {**TEXT, "num_heads": "1,2"}),
     "controlnet": ("controlnet-tiny", {**TEXT, "conditioning_widths": "4,8"}),
-    "hunyuan": ("hunyuan-tiny", {}),
+    "hunyuan": ("hunyuan-tiny", {"num_layers": 4}),
     "dit": ("dit-tiny", {"num_layers": 4}),
     "pixart": ("pixart-tiny", {}),
-    "sd3": ("sd3-tiny", {"num_layers": 6}),
-    "flux": ("flux-tiny", {"num_layers": 3, "num_single_layers": 3}),
+    "sd3": ("sd3-tiny", {"num_layers": 4}),
+    "flux": ("flux-tiny", {"num_layers": 2, "num_single_layers": 2}),
 }
 
 

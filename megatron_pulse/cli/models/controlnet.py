@@ -1,13 +1,15 @@
-"""What ``pulse import --controlnet`` reads: a UNet, and what is to control it."""
+"""What ``pulse import --controlnet`` and ``pulse sample --control-image`` read."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.faults import UserError, all_of, collecting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,3 +73,38 @@ def _new(backbone: Backbone, form: Published, tensors: Mapping[str, Tensor]) -> 
         elif name in tensors:  # else the UNet lacks it, which importing lists
             made[name] = tensors[name]
     return made
+
+
+def controlled(
+    files: Sequence[Path], backbone: Backbone, rows: list[Any], each: int
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """The rows of a sheet, and the field that a control branch reads, for ``each`` samples of all.
+
+    One of ``files`` is for all rows, as many are for one each, and the only row becomes as many as
+    there are files. Raises UserError where neither is, or the backbone has no such branch.
+    """
+    if not files:
+        return rows, {}
+    import torch
+
+    from megatron_pulse.data.dataset import FieldSpec
+    from megatron_pulse.data.images.conditioning import CONDITIONING, control_picture
+
+    if CONDITIONING not in backbone.batch_fields:
+        raise UserError(f"--control-image: {backbone.name} has no control branch: leave it out")
+    rows = rows * len(files) if len(rows) == 1 else rows
+    files = [*files] * len(rows) if len(files) == 1 else files
+    if len(files) != len(rows):
+        raise UserError(
+            f"--control-image: {len(files)} pictures for {len(rows)} rows: give one, or as many"
+        )
+    spec = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
+    pictures: dict[Path, Tensor] = {}
+    faults: list[str] = []
+    for file in dict.fromkeys(files):
+        with collecting(faults):
+            pictures[file] = control_picture(file, spec)
+    if faults:
+        raise UserError(all_of(faults))
+    seen = torch.stack([pictures[file] for file in files])
+    return rows, {CONDITIONING: seen.repeat_interleave(each, 0)}

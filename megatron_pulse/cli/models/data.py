@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.errors import add_parser, mending, out_of, require
+from megatron_pulse.cli.errors import add_parser, mending, out_of, require, warn
 from megatron_pulse.cli.models.emoji import add_emoji
 from megatron_pulse.cli.models.encoders import add_encoders
 from megatron_pulse.cli.models.latents import add_write_latents
@@ -73,6 +73,7 @@ def run_info(args: argparse.Namespace) -> None:
         train, validation = open_dataset(
             args.spec, args.image_size, args.channels, verify=args.verify
         )
+        others = _others(args, train)
         counts = Counter(part.label(i) for part in (train, validation) for i in range(len(part)))
     report = {
         "dataset": args.spec,
@@ -83,6 +84,7 @@ def run_info(args: argparse.Namespace) -> None:
         "fields": {name: str(spec) for name, spec in train.fields.items()},
         "made_by": dict(train.made_by),
         **_captions(train),
+        **({} if others is None else {"conditioning": str(others)}),
         "samples_per_class": {str(label): counts[label] for label in sorted(counts)},
         "verified": args.verify,
     }
@@ -102,9 +104,34 @@ def run_info(args: argparse.Namespace) -> None:
     if "longest_caption" in report:
         example, longest = report["example_caption"], report["longest_caption"]
         pairs.append(("captions", f"such as {example!r}; the longest has {longest} words"))
+    if others is not None:
+        pairs.append(("conditioning", f"another picture of each, in {others}"))
     if args.verify and Path(args.spec.partition(":")[2]).is_dir():
         pairs.append(("verified", "every file can be read"))
+    warn(*train.cautions)
     answer(args, columns(pairs, 13, 0), lambda: report)
+
+
+def _others(args: argparse.Namespace, train: DiffusionDataset) -> Path | None:
+    """The folder that has another picture of each, as a ControlNet needs it; what is wrong with
+    one that is there is told."""
+    from megatron_pulse.data.build import open_dataset
+    from megatron_pulse.data.dataset import DataError, FieldSpec
+    from megatron_pulse.data.fields import Wanted
+    from megatron_pulse.data.images.conditioning import CONDITIONING, others_of
+
+    kind, _, path = args.spec.partition(":")
+    others = others_of(Path(path.partition("#")[0])) if path else Path()
+    if kind not in ("folder", "captions") or not others.is_dir():
+        return None
+    wanted = Wanted(train.image_shape, {CONDITIONING: FieldSpec(train.image_shape)})
+    try:
+        with_others, _ = open_dataset(args.spec, wanted=wanted, verify=args.verify)
+    except DataError as error:
+        warn(str(error))
+        return None
+    train.cautions = with_others.cautions
+    return others
 
 
 def _captions(train: DiffusionDataset) -> dict[str, Any]:

@@ -80,6 +80,10 @@ def run(args: argparse.Namespace) -> None:
             "components": [asdict(part) | {"read_as": read.get(part.name)} for part in parts],
         },
     )
+    if args.backbone is not None:
+        encodes = ("text_encoder", "tokenizer", VAE)
+        of = [part for part in parts if part.fault and part.name.startswith(encodes)]
+        require([f"{args.folder}: {part.name}: {part.fault}" for part in of])
 
 
 def _reader(args: argparse.Namespace) -> tuple[Backbone | None, TextRecipe | None, str]:

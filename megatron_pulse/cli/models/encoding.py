@@ -135,6 +135,6 @@ def require_same(encoders: TextEncoders, trained: argparse.Namespace) -> None:
         dtype = next(iter(encoders.encoders.values())).dtype
         loop = TextEncoders(used, encoders.recipe, encoders.shapes, dtype, places=())
         there = loop.made_by() | there
-    if faults := made_otherwise(there, encoders.made_by() | encoders.tokenizers.made_by()):
+    if faults := made_otherwise(encoders.made_by() | encoders.tokenizers.made_by(), there):
         remedy = "Give the encoders of the training (and their --encoders-dtype)."
         raise UserError(told(f"--encoders {encoders.folder}", faults, remedy))

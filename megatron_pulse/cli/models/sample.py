@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,10 @@ from megatron_pulse.cli.errors import (
     no_autoencoder,
     out_of,
     require,
+    warn,
 )
 from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.models.controlnet import controlled
 from megatron_pulse.cli.models.encoding import (
     add_encoder_flags,
     autoencoder_folder,
@@ -52,6 +55,7 @@ checkpoint. The picture has one row per class, prompt, or sample of the data. --
 imported models and those trained on latents of the same encoders (others are refused); of what was
 trained with --pulse-encoders it is that folder. Without one --prompt needs a model that was trained
 on the words of --pulse-data captions:PATH. --from-data takes the text states of validation samples.
+A ControlNet follows --control-image, of which it sees the central square, as in training.
 --score asks a classifier that was fitted to real digits whether each image is the digit asked for.
 
 examples:
@@ -60,6 +64,7 @@ examples:
   pulse sample --load runs/latents --classes 0-9 --vae sd-vae-ft-mse -o birds.png
   pulse sample --load runs/emoji/checkpoints --prompt "red heart" --prompt "cat face" -o emoji.png
   pulse sample --load runs/photos --prompt "a red bird" --encoders sd-v1.5 -o bird.png
+  pulse sample --load runs/control --prompt "a red bird" --control-image edges.png -o bird.png
   pulse sample --load runs/text --from-data 4 --vae sd-vae-ft-mse -o held-out.png
   pulse sample --load runs/a --option sample_size=96 --vae sd-vae-ft-mse -o larger.png
 """
@@ -88,6 +93,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="draw with the conditioning of the first N validation samples of the training data",
     )
     add("--negative-prompt", metavar="TEXT", help="of --prompt: what to be guided away from")
+    add(
+        "--control-image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="of a ControlNet: the picture to follow, for all rows, or one for each (repeatable)",
+    )
     add_encoder_flags(parser)
     add("--data", metavar="SPEC", help="for --from-data: other data than that of the training")
     add("--per-class", type=int, default=8, metavar="N", help="images in each row (default 8)")
@@ -176,6 +189,8 @@ def run(args: argparse.Namespace) -> None:
         "seed": args.seed,
         kind: asked,
     }
+    if args.control_image:
+        record["control_images"] = [str(path) for path in args.control_image]
     score = None
     if args.score:
         score = digit_score(images, torch.tensor(asked), args.score)
@@ -201,6 +216,13 @@ def _check(args: argparse.Namespace) -> list[str]:
         faults.append("--encoders is for --prompt")
     if args.negative_prompt is not None and not args.prompt:
         faults.append("--negative-prompt is for --prompt")
+    elif args.negative_prompt is not None and args.guidance == 1:
+        faults.append("--negative-prompt is for guidance, and --guidance 1 is none")
+    if args.control_image and args.from_data is not None:
+        faults.append("--control-image is for --prompt or --classes: --from-data has its own")
+    faults += [
+        f"--control-image {p}: there is no such file" for p in args.control_image if not p.is_file()
+    ]
     if args.data is not None and args.from_data is None:
         faults.append("--data is for --from-data")
     if args.classes is not None:
@@ -232,6 +254,14 @@ def _asked(
     """What the rows of the picture are, as the report calls it; each row's; how to ask for some."""
     from megatron_pulse.integration import sampling
 
+    if args.from_data is not None:
+        return "validation_samples", list(range(args.from_data)), sampling.request_from_data
+    classes = list(range(min(model.num_classes or 1, 10)))
+    if args.classes is not None:
+        classes = parse_classes(args.classes)
+    rows, beside = controlled(
+        args.control_image, model.backbone, args.prompt or classes, args.per_class
+    )
     if args.prompt and args.encoders is not None:
         opened = open_encoders(args, model.backbone.name, model.backbone)
         if opened is None:
@@ -242,19 +272,18 @@ def _asked(
         negative = args.negative_prompt
 
         def encoded(model: TrainedModel, prompts: list[str]) -> Request:
-            return sampling.request_encoded(model, prompts, encoders, (height, width), negative)
+            size = height, width
+            return sampling.request_encoded(model, prompts, encoders, size, negative, beside)
 
-        return "prompts", args.prompt, encoded
+        for text in dict.fromkeys([*args.prompt, *filter(None, [negative])]):
+            if over := encoders.tokenizers.excess(text):
+                warn(f"{text!r} is {over} tokens too long: its end does not count")
+        return "prompts", rows, encoded
     if args.negative_prompt is not None:
         raise UserError("--negative-prompt needs text encoders: give --encoders DIR")
     if args.prompt:
-        return "prompts", args.prompt, sampling.request_prompts
-    if args.from_data is not None:
-        return "validation_samples", list(range(args.from_data)), sampling.request_from_data
-    classes = list(range(min(model.num_classes or 1, 10)))
-    if args.classes is not None:
-        classes = parse_classes(args.classes)
-    return "labels", classes, sampling.request_classes
+        return "prompts", rows, partial(sampling.request_prompts, beside=beside)
+    return "labels", rows, partial(sampling.request_classes, beside=beside)
 
 
 def _captions(kind: str, rows: list[Any], each: int) -> list[str]:
@@ -279,7 +308,12 @@ def _check_model(
         faults.append("--vae decodes latents, but the model was trained on pixels")
     channels = model.backbone.sample_spec.shape[0]
     if not vae and channels not in (1, 3):
-        faults.append(f"the samples are latents of {channels} channels: decode them with --vae")
+        faults.append(
+            f"the samples are latents of {channels} channels: decode them with --vae, or with the "
+            "autoencoder of --encoders"
+        )
+    if args.prompt and args.encoders is None and model.no_words:
+        faults.append(f"--prompt: {model.no_words}")
     if args.score and (channels != 1 or vae):
         faults.append("--score needs a model of grey digits (1 channel, no --vae)")
     if args.score and (kind != "labels" or any(row > 9 for row in rows)):

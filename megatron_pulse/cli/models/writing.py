@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from megatron_pulse.cli.backbone_flags import options_of
-from megatron_pulse.cli.errors import mending, require
+from megatron_pulse.cli.errors import mending, require, warn
 from megatron_pulse.cli.job import Place
 from megatron_pulse.cli.models.encoding import (
     autoencoder_folder,
@@ -22,13 +23,16 @@ from megatron_pulse.cli.models.encoding import (
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, Wanted, framing_field
-from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+from megatron_pulse.data.images.conditioning import CONDITIONING
+from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
-from megatron_pulse.data.text.encoded import Encoded
+from megatron_pulse.data.text.encoded import Encoded, cut_short
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise, sampled
 from megatron_pulse.flag_fields import DTYPES
+from model_specs import load_backbone
 
 if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.data.dataset import DiffusionDataset
 
 _POSTERIORS = {
@@ -48,12 +52,16 @@ def write_latents(
     """Encode what is not yet in the folder, of this rank's share."""
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    backbone = None
+    if args.encoders is not None:
+        with mending(ValueError):
+            backbone = load_backbone(args.backbone, options_of(args))
     with mending(OSError):
         dataset, _ = open_dataset(
             args.source,
             args.image_size,
             args.channels,
-            wanted=_wanted(args, text_states),
+            wanted=_wanted(args, text_states, backbone),
             validation_fraction=0.0,
             verify=args.verify,
         )
@@ -67,9 +75,12 @@ def write_latents(
         side = tuple(size // autoencoder.factor for size in shape[1:])
         shape = (autoencoder.latent_channels, *side)
     made_by = {} if autoencoder is None else {"latent": autoencoder.made_by()}
-    if args.encoders is not None:
-        dataset, texts = _encoded(args, dataset, shape)
+    revision = _revision(dataset, texts=args.encoders is not None or text_states is not None)
+    if backbone is not None:
+        dataset, texts = _encoded(args, dataset, shape, backbone)
         made_by |= texts
+    if not place.rank:
+        warn(*dataset.cautions)
     fields = {**dataset.fields, **({FRAMING: FRAMING_SPEC} if dataset.frames else {})}
     layout = LatentLayout(
         shape=shape,
@@ -78,7 +89,7 @@ def write_latents(
         fields=fields,
         pixel_size=dataset.pixel_size,
         shard_size=args.shard_size,
-        source=_source(args, dataset, autoencoder),
+        source=_source(args, dataset, autoencoder) + revision,
         made_by=made_by,
         deviates=autoencoder is not None and _posterior(args) == "distribution",
     )
@@ -105,13 +116,9 @@ def write_latents(
 
 
 def _encoded(
-    args: argparse.Namespace, dataset: DiffusionDataset, shape: tuple[int, ...]
+    args: argparse.Namespace, dataset: DiffusionDataset, shape: tuple[int, ...], backbone: Backbone
 ) -> tuple[DiffusionDataset, dict[str, str]]:
     """The dataset with its captions as the backbone reads them, and what made each field."""
-    from model_specs import load_backbone
-
-    with mending(ValueError):
-        backbone = load_backbone(args.backbone, options_of(args))
     takes = backbone.sample_spec.shape
     if takes != shape:
         read, made = ("x".join(map(str, each)) for each in (takes, shape))
@@ -126,12 +133,16 @@ def _encoded(
         if tokenizers is None:
             return dataset, {}
         tokens = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
-        return Encoded(dataset, tokenizers, tokens), tokenizers.made_by()
+        encoded = Encoded(dataset, tokenizers, tokens)
+        encoded.cautions = [*dataset.cautions, *cut_short(dataset, tokenizers)]
+        return encoded, tokenizers.made_by()
     opened = open_encoders(args, args.backbone, backbone)
     if opened is None:
         return dataset, {}
     encoders, fields = opened
-    return Encoded(dataset, encoders, fields), encoders.made_by()
+    encoded = Encoded(dataset, encoders, fields)
+    encoded.cautions = [*dataset.cautions, *cut_short(dataset, encoders.tokenizers)]
+    return encoded, encoders.made_by()
 
 
 def _write(
@@ -203,15 +214,21 @@ class _Progress:
             self.add(self._writer.count() - self._done)
 
 
-def _wanted(args: argparse.Namespace, text_states: tuple[int, int] | None) -> Wanted | None:
-    """Captions are encoded as states and their mask; nothing is asked of other data."""
-    if text_states is None:
+def _wanted(
+    args: argparse.Namespace, text_states: tuple[int, int] | None, backbone: Backbone | None
+) -> Wanted | None:
+    """Captions as random states with their mask, and the other picture that a control branch sees;
+    nothing else is asked of the data."""
+    fields = {}
+    if text_states is not None:
+        length, width = text_states
+        fields["context"] = FieldSpec((length, width))
+        fields["context_mask"] = FieldSpec((length,), "int64")
+    if backbone is not None and CONDITIONING in backbone.batch_fields and args.image_size:
+        fields[CONDITIONING] = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
+    if not fields:
         return None
-    length, width = text_states
-    return Wanted(
-        (args.channels, args.image_size, args.image_size),
-        {"context": FieldSpec((length, width)), "context_mask": FieldSpec((length,), "int64")},
-    )
+    return Wanted((args.channels, args.image_size, args.image_size), fields)
 
 
 def _open_autoencoder(args: argparse.Namespace, dataset: DiffusionDataset) -> Autoencoder | None:
@@ -234,6 +251,18 @@ def _open_autoencoder(args: argparse.Namespace, dataset: DiffusionDataset) -> Au
 
 def _posterior(args: argparse.Namespace) -> str:
     return args.posterior or "distribution"
+
+
+def _revision(dataset: DiffusionDataset, texts: bool) -> str:
+    """Which files these are, where there are files, so that a resumed command meets the same;
+    their captions too if ``texts`` are written."""
+    whole = hashlib.sha256()
+    told = [dataset.revision(i) for i in range(len(dataset))]
+    if not any(told):
+        return ""
+    for i, revision in enumerate(told):
+        whole.update(repr((revision, dataset.caption(i) if texts else "")).encode())
+    return f"{FILES}{whole.hexdigest()[:16]}"
 
 
 def _source(

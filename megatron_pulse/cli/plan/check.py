@@ -24,7 +24,8 @@ Looks at everything that a run with --pulse-plan would stumble over, and lists a
   skips      both ends of each are on one device, or it has a route of its own
   messages   compiled for every device, and no order of NCCL calls can block
   figures    times, messages, memory and what is predicted are what the layers' costs come to,
-             the schedule simulated; no bound is above it
+             the schedule simulated, and they are costs of this backbone, in the memory format of
+             its convolutions too; no bound is above it
   memory     activations at their peak keep within what each device has for them, and all that a
              device holds within its memory
   ranks      the machines have as many

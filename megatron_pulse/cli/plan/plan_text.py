@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_pulse.backbone.recomputed import tell_layers
 from megatron_pulse.cli.output import columns, ends, table
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.planner.fill.fillers import FilledSchedule
@@ -14,6 +15,7 @@ from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.step.replay import Replay
+from megatron_pulse.profile.memory_format import format_of
 
 GRID_WIDTH = 180
 """Characters that a grid may take where nobody asked for it."""
@@ -27,8 +29,13 @@ def batch(plan: PlanFile) -> str:
         plan.dtype,
         "split backwards" if plan.problem.weight_grad is not None else "whole backwards",
     ]
-    for name in ("sequence_parallel", "recompute", "distributed_optimizer"):
+    if laid := format_of(plan.backbone):
+        parts.append(f"convolutions {laid}")
+    for name in ("sequence_parallel", "distributed_optimizer"):
         parts += [name.replace("_", " ")] * getattr(plan, name)
+    if plan.recompute:
+        told = tell_layers(plan.recomputed, len(plan.profile.layers))
+        parts.append(f"activations computed again of layers {told}")
     return ", ".join(parts)
 
 
@@ -149,7 +156,8 @@ def _data(plan: PlanFile) -> str:
 
 
 def flags(plan: PlanFile) -> str:
-    """The flags of Megatron that the plan stands for."""
+    """The flags that the plan stands for, but for its cuts and schedule."""
+    again, count = len(plan.recompute), len(plan.profile.layers)
     given = [
         f"--pipeline-model-parallel-size {plan.pipeline}",
         f"--tensor-model-parallel-size {plan.tensor}",
@@ -160,7 +168,8 @@ def flags(plan: PlanFile) -> str:
         ("--bf16", plan.dtype == "bfloat16"),
         ("--fp16", plan.dtype == "float16"),
         ("--sequence-parallel", plan.sequence_parallel),
-        ("--recompute-granularity full", plan.recompute),
+        ("--recompute-granularity full", again == count),
+        *((f"--pulse-recompute {shlex.quote(name)}", again < count) for name in plan.recompute),
         ("--use-distributed-optimizer", plan.distributed_optimizer),
         ("--overlap-grad-reduce", plan.overlap_grad_reduce),
         ("--use-tp-pp-dp-mapping", plan.rank_order == "tp-pp-dp"),

@@ -96,8 +96,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--micro-batch-size", metavar="N[,N...]", help="to try (default: all powers of two)")
     add("--layouts", metavar="NAME[,NAME...]", help=f"to try (default: all): {', '.join(LAYOUTS)}")
     again = parser.add_mutually_exclusive_group()
-    again.add_argument("--recompute", action="store_true", help="always recompute activations")
-    again.add_argument("--no-recompute", action="store_true", help="never do (default: try both)")
+    again.add_argument("--recompute", action="store_true", help="recompute all layers' activations")
+    again.add_argument(
+        "--no-recompute", action="store_true", help="never do (default: of as few as needed)"
+    )
     add("--no-split", action="store_true", help="never put off weight gradients")
     add("--seconds", type=float, default=28.0, metavar="S", help="to decide (default 28)")
     add(
@@ -339,7 +341,7 @@ def _no_prediction_taken(profile: Profile) -> list[str]:
 
 def _choices(args: argparse.Namespace) -> Choices:
     from megatron_pulse.planner.layout.layouts import LAYOUTS
-    from megatron_pulse.planner.tune.config import Choices
+    from megatron_pulse.planner.tune.config import Choices, Recompute
 
     choices = Choices()
     layouts = choices.layouts
@@ -347,7 +349,7 @@ def _choices(args: argparse.Namespace) -> Choices:
         layouts = tuple(LAYOUTS[name.strip()] for name in args.layouts.split(","))
     recompute = choices.recompute
     if args.recompute or args.no_recompute:
-        recompute = (bool(args.recompute),)
+        recompute = (Recompute.ALWAYS if args.recompute else Recompute.NEVER,)
     return Choices(
         layouts,
         _numbers(args.pipeline),

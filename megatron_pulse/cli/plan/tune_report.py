@@ -129,7 +129,7 @@ def _record(outcome: Outcome) -> dict[str, Any]:
         "layout": config.layout.name,
         "split": config.split,
         "ample": config.ample,
-        "recompute": config.recompute,
+        "recompute": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.recompute)],
         "distributed_optimizer": config.distributed_optimizer,
         "pipeline_inside": config.pipeline_inside,
         "cuts": list(outcome.stages.partition.cuts),
@@ -139,6 +139,12 @@ def _record(outcome: Outcome) -> dict[str, Any]:
     }
 
 
+def _again(outcome: Outcome) -> str:
+    """How many layers compute their activations again."""
+    again, layers = outcome.stages.recompute, outcome.stages.costs.names
+    return "all" if len(again) == len(layers) else f"{len(again)} of {len(layers)}"
+
+
 def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
     config = outcome.config
     schedule = [
@@ -146,7 +152,7 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         for word, used in (
             ("split", config.split),
             ("ample", config.ample),
-            ("recompute", config.recompute),
+            (f"recompute {_again(outcome)}", bool(outcome.stages.recompute)),
             ("dist-opt", config.distributed_optimizer),
         )
         if used

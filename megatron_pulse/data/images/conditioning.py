@@ -1,6 +1,7 @@
 """Another picture beside each sample, which a control branch sees (edges, depths, poses).
 
-That of ``photos/a/b.png`` is ``photos.conditioning/a/b.png``, or has another suffix of pictures.
+In training that of ``photos/a/b.png`` is ``photos.conditioning/a/b.png``, or has another suffix of
+pictures.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ from torch import Tensor
 
 from megatron_pulse.data.dataset import DataError, Derived, FieldSpec
 from megatron_pulse.data.images.folder import ImageFiles
-from megatron_pulse.data.images.metadata import SUFFIXES
+from megatron_pulse.data.images.metadata import SUFFIXES, some
+from megatron_pulse.data.images.pictures import UNREADABLE, decoded, opened, reason, squared
 
 CONDITIONING = "conditioning"
 """The batch field."""
+
+
+def others_of(root: Path) -> Path:
+    """The folder with the other pictures of those in ``root``."""
+    return root.with_name(f"{root.name}.{CONDITIONING}")
 
 
 class Conditioned(Derived):
@@ -26,7 +33,7 @@ class Conditioned(Derived):
 
     def __init__(self, source: ImageFiles, spec: FieldSpec, verify: bool = False) -> None:
         super().__init__(source)
-        root = source.root.with_name(f"{source.root.name}.{CONDITIONING}")
+        root = others_of(source.root)
         files, faults = list[Path](), list[str]()
         for path in source.files:
             at = root / path.relative_to(source.root)
@@ -45,6 +52,15 @@ class Conditioned(Derived):
                 faults,
                 f"A ControlNet needs another picture for each, by the same name in {root}.",
             )
+        used = set(files)
+        extra = [
+            path
+            for path in sorted(root.rglob("*"))
+            if path.suffix.lower() in SUFFIXES and path not in used
+        ]
+        if extra:
+            told = f"{root} has {some(root, extra, 'picture')} that no sample has: left aside"
+            self.cautions = [*source.cautions, told]
         channels, side, _ = spec.shape
         self.fields = {**source.fields, CONDITIONING: spec}
         self._others = ImageFiles(root, files, [0] * len(files), 1, side, channels, verify)
@@ -57,6 +73,28 @@ class Conditioned(Derived):
         self._others.check(index)
         super().check(index)
 
+    def revision(self, index: int) -> str:
+        return f"{super().revision(index)}; {self._others.revision(index)}"
+
     def conditioning(self, index: int) -> dict[str, Tensor]:
-        other = (self._others.image(index) + 1) / 2
+        other = _as_seen(self._others.image(index))
         return {**super().conditioning(index), CONDITIONING: other}
+
+
+def control_picture(path: Path, spec: FieldSpec) -> Tensor:
+    """What a control branch sees of one file in sampling: as in training, of the field's ``spec``.
+
+    Raises DataError for what is no picture.
+    """
+    channels, side, _ = spec.shape
+    try:
+        with opened(path) as file:
+            return _as_seen(squared(decoded(file, channels), side))
+    except UNREADABLE as error:
+        remedy = "Give a picture, such as those that training had in FOLDER.conditioning."
+        raise DataError(f"control image {path}", [reason(error)], remedy) from error
+
+
+def _as_seen(picture: Tensor) -> Tensor:
+    """From [-1, 1] to [0, 1]."""
+    return (picture + 1) / 2

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 from tqdm import tqdm
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, Framing
 from megatron_pulse.data.images.metadata import SUFFIXES, TEXT, read_captions
-from megatron_pulse.files import open_regular
+from megatron_pulse.data.images.pictures import (
+    UNREADABLE,
+    central_square,
+    decoded,
+    opened,
+    reason,
+    squared,
+    upright_size,
+)
 
 
 class ImageFiles(DiffusionDataset):
@@ -63,19 +70,13 @@ class ImageFiles(DiffusionDataset):
         return self.captions[index] if self.captions else ""
 
     def image(self, index: int) -> Tensor:
-        channels, size, _ = self.image_shape
-        image = self._decoded(index)
-        left, top, side = _central_square(*image.size)
-        box = (left, top, left + side, top + side)
-        pixels = np.asarray(image.resize((size, size), Image.Resampling.BICUBIC, box=box))
-        planes = pixels.reshape(size, size, channels).transpose(2, 0, 1)
-        return torch.from_numpy(planes.astype(np.float32) / 127.5 - 1)
+        return squared(self._decoded(index), self.image_shape[1])
 
     def framing(self, index: int) -> Framing:
         size = self.image_shape[1]
         with self._opened(index) as file:
-            width, height = file.size
-        left, top, side = _central_square(width, height)
+            width, height = upright_size(file)
+        left, top, side = central_square(width, height)
         crop = (round(top * size / side), round(left * size / side))
         return Framing((height, width), crop, (size, size))
 
@@ -86,10 +87,14 @@ class ImageFiles(DiffusionDataset):
     def describe(self, index: int) -> str:
         return str(self.files[index])
 
+    def revision(self, index: int) -> str:
+        path = self.files[index]
+        return f"{os.path.relpath(path, self.root)}, {path.stat().st_size} bytes"
+
     def _decoded(self, index: int) -> Image.Image:
         """The whole image; raises DataError with the file's name and what to do."""
         with self._opened(index) as file:
-            image = file.convert("L" if self.image_shape[0] == 1 else "RGB")
+            image = decoded(file, self.image_shape[0])
         self._sound[index] = 1
         return image
 
@@ -98,17 +103,17 @@ class ImageFiles(DiffusionDataset):
         """The file, of which only the beginning was read; what is wrong with it is a DataError."""
         channels, size, _ = self.image_shape
         try:
-            with open_regular(self.files[index]) as content, Image.open(content) as file:
+            with opened(self.files[index]) as file:
                 yield file
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except UNREADABLE as error:
             # What storage does not give has a number; it may be there for others, or later.
             missing = isinstance(error, OSError) and error.errno is not None
             kind = DataError if missing else CorruptSample
             spec = shlex.quote(f"{self.kind}:{self.root}")
             raise kind(
                 f"image folder {self.root}",
-                [f"{self.files[index]}: {_reason(error)}"],
-                "Replace or remove this file, or train without such files: --pulse-skip-corrupt. "
+                [f"{self.files[index]}: {reason(error)}"],
+                "Replace or remove this file; training passes over such with --pulse-skip-corrupt. "
                 f"'pulse data info {spec} --image-size {size} --channels {channels} --verify' "
                 "lists them all.",
             ) from error
@@ -121,12 +126,6 @@ class ImageFiles(DiffusionDataset):
                 self.check(index)
             except DataError as error:
                 yield from error.faults
-
-
-def _central_square(width: int, height: int) -> tuple[int, int, int]:
-    """Left, top and side of the square in the middle."""
-    side = min(width, height)
-    return (width - side) // 2, (height - side) // 2, side
 
 
 class ImageFolder(ImageFiles):
@@ -146,14 +145,15 @@ class ImageFolder(ImageFiles):
     ) -> None:
         root = Path(root)
         said = read_captions(root, column)
-        if said:
-            files = [path for path, _ in said]
+        if said.pairs:
+            files = [path for path, _ in said.pairs]
             self.classes, labels = _classes(root, files)
         else:
             self.classes, files, labels = _scan(root)
-        captions = [caption for _, caption in said]
+        captions = [caption for _, caption in said.pairs]
         num_classes = len(self.classes)
         super().__init__(root, files, labels, num_classes, image_size, channels, verify, captions)
+        self.cautions = said.cautions
 
 
 def _classes(root: Path, files: Sequence[Path]) -> tuple[list[str], list[int]]:
@@ -190,8 +190,3 @@ def _scan(root: Path) -> tuple[list[str], list[Path], list[int]]:
     files = [file for files in by_class.values() for file in files]
     labels = [label for label, files in enumerate(by_class.values()) for _ in files]
     return list(by_class), files, labels
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    return "not an image" if "cannot identify" in text else text or type(error).__name__

@@ -12,6 +12,7 @@ import csv
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_pulse.data.dataset import DataError
@@ -23,14 +24,25 @@ METADATA = "metadata.jsonl"
 TABLE = "metadata.csv"
 FILE_NAME, TEXT = "file_name", "text"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+_UNREAD = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jxl", ".tif", ".tiff")
+"""Of pictures in formats that are not read here."""
+_NAMED = 3
 
 Row = tuple[int, str, str]
 """(line, file_name, caption)"""
 
 
-def read_captions(root: Path, column: str = TEXT) -> list[tuple[Path, str]]:
-    """Every (picture, caption) below ``root``: those listed, in that order, then pictures with a
-    text beside them. Empty where there are neither lists nor texts.
+@dataclass(frozen=True)
+class Captions:
+    """Every (picture, caption), and ``cautions``: which files are left aside."""
+
+    pairs: Sequence[tuple[Path, str]]
+    cautions: Sequence[str] = ()
+
+
+def read_captions(root: Path, column: str = TEXT) -> Captions:
+    """Those below ``root``: pictures that are listed, in that order, then those with a text beside
+    them. None where there are neither lists nor texts.
 
     ``column`` is the captions' in the lists. Raises DataError with everything that is wrong:
     lines, pictures that are missing, without a caption or with contrary ones, empty captions.
@@ -76,10 +88,40 @@ def read_captions(root: Path, column: str = TEXT) -> list[tuple[Path, str]]:
         raise DataError(
             f"captioned images {root}",
             faults,
-            f"Correct these. Captions that are not called {TEXT} in a list are named behind the "
-            f"folder: captions:{root}#NAME.",
+            "Correct these: every picture has its caption in NAME.txt beside it, or in a list. "
+            f"Captions that are not called {TEXT} in a list are named behind the folder: "
+            f"captions:{root}#NAME.",
         )
-    return [*listed, *beside]
+    return Captions([*listed, *beside], left_aside(root, files))
+
+
+def left_aside(root: Path, files: Sequence[Path]) -> list[str]:
+    """What to say of texts among ``files`` beside which there is no picture of their name, and of
+    pictures in formats that are not read here: how many, and the names of some."""
+    names = {path.with_suffix("") for path in files if path.suffix.lower() in SUFFIXES}
+    texts = [p for p in files if p.suffix == ".txt" and p.with_suffix("") not in names]
+    others = [path for path in files if path.suffix.lower() in _UNREAD]
+    # One that is beside no picture at all is no caption: a README, a licence.
+    folders = {name.parent for name in names} | {path.parent for path in others}
+    texts = [path for path in texts if path.parent in folders]
+    cautions = []
+    if texts:
+        cautions.append(
+            f"{root} has {some(root, texts, 'text')} without a picture of that name: left aside"
+        )
+    if others:
+        cautions.append(
+            f"{root} has {some(root, others, 'picture')} in formats that are not read: left "
+            f"aside; convert them to {', '.join(SUFFIXES)}"
+        )
+    return cautions
+
+
+def some(root: Path, paths: Sequence[Path], what: str) -> str:
+    """How many paths below ``root``, each a ``what``, and the names of the first."""
+    shown = ", ".join(str(path.relative_to(root)) for path in paths[:_NAMED])
+    more = ", ..." if len(paths) > _NAMED else ""
+    return f"{len(paths)} {what}{'s' * (len(paths) > 1)} ({shown}{more})"
 
 
 def _files_below(root: Path) -> list[Path]:

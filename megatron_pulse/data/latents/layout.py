@@ -33,6 +33,8 @@ from megatron_pulse.files import FileError, read_json, replacing
 
 FORMAT = 2
 META = "meta.json"
+FILES = ", files of "
+"""In a source before the digest of its files, which folders of earlier versions do not have."""
 _RECORDS = "shard-*.json"
 RESERVED = (
     *("latent", "label", "null", "image", "index", "noisy", "target", "timesteps", "labels"),

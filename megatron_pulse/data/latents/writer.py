@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.latents.layout import (
+    FILES,
     META,
     LatentLayout,
     Meta,
@@ -176,7 +177,17 @@ class LatentWriter:
     def _differences(self, there: Meta) -> list[str]:
         """What the folder holds otherwise than this writer would."""
         old, new = asdict(there.layout), asdict(self.layout)
-        faults = [f"{k}: there {old[k]!r}, now {new[k]!r}" for k in old if old[k] != new[k]]
+        if FILES not in there.layout.source:
+            new["source"] = self.layout.source.partition(FILES)[0]
+        faults = []
+        for key in (key for key in old if old[key] != new[key]):
+            if key in ("fields", "made_by"):
+                pairs = {k: (old[key].get(k), new[key].get(k)) for k in {**old[key], **new[key]}}
+                faults += [
+                    f"{key} {k}: there {a!r}, now {b!r}" for k, (a, b) in pairs.items() if a != b
+                ]
+            else:
+                faults.append(f"{key}: there {old[key]!r}, now {new[key]!r}")
         if faults or not (there.count or there.nulls):
             return faults
         stored = there.nulls

@@ -34,7 +34,7 @@ class CaptionedImages(ImageFiles):
     ) -> None:
         root = Path(root)
         said = read_captions(root, column)
-        if not said:
+        if not said.pairs:
             raise DataError(
                 f"captioned images {root}",
                 ["there are no captions" if root.is_dir() else "it is not a folder"],
@@ -42,10 +42,11 @@ class CaptionedImages(ImageFiles):
                 '{"file_name": ..., "text": ...} a line, or with such a metadata.csv; '
                 "'pulse data emoji' makes one.",
             )
-        files, captions = zip(*said, strict=True)
+        files, captions = zip(*said.pairs, strict=True)
         super().__init__(
             root, list(files), [0] * len(files), 1, image_size, channels, verify, captions
         )
+        self.cautions = said.cautions
         self._encoder = WordEncoder(fields)
         self.fields = self._encoder.fields
 

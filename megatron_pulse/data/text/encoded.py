@@ -28,6 +28,24 @@ class Tokenizes(Encodes, Protocol):
     def made_by(self) -> Mapping[str, str]:
         """What makes each, so that others can be told from it."""
 
+    def excess(self, text: str) -> int:
+        """By how many tokens a text is longer than what is left of it."""
+
+
+_LOOKED_AT = 1000
+
+
+def cut_short(source: DiffusionDataset, tokenize: Tokenizes) -> list[str]:
+    """What to say of captions, among the first 1,000, that are longer than what is left of them."""
+    count = min(len(source), _LOOKED_AT)
+    found = [i for i in range(count) if tokenize.excess(source.caption(i))]
+    if not found:
+        return []
+    return [
+        f"of the first {count} captions {len(found)} are longer than the text encoders read, and "
+        f"are cut off there; one is that of {source.describe(found[0])}"
+    ]
+
 
 class Encoded(Derived):
     """The samples of ``source``, with ``fields`` that ``encode`` makes of their captions."""

@@ -74,11 +74,17 @@ def _skip_corrupt(options: PulseOptions) -> str | None:
 
 
 def _encode(options: PulseOptions) -> str | None:
-    if (options.encode or options.encoders_dtype) and options.encoders is None:
+    if options.encode and options.encoders is None:
         return "is for --pulse-encoders DIR"
     for text in options.encode:
         if text.rpartition("=")[2] not in ENCODE:
             return f"{text}: write {', '.join(ENCODE)}, or NAME= and one of these"
+    return None
+
+
+def _encoders_dtype(options: PulseOptions) -> str | None:
+    if options.encoders_dtype and options.encoders is None:
+        return "is for --pulse-encoders DIR"
     return None
 
 
@@ -113,6 +119,13 @@ class PulseOptions:
         "optimizer state, and layers before all that is trained no backward pass",
         (),
         metavar="PATTERN",
+    )
+    recompute: tuple[str, ...] = flag(
+        "layers whose activations the backward pass computes again instead of keeping them, by "
+        "their names, as blocks.* (repeatable; all of them: --recompute-granularity full)",
+        (),
+        metavar="PATTERN",
+        marks=[Mark.PLAN],
     )
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are the "
@@ -222,6 +235,12 @@ class PulseOptions:
         metavar="RATIO",
         within=FROM_ZERO,
     )
+    verify_every: int = flag(
+        "every so many steps, another rank computes a layer again, bit for bit (default 0: never)",
+        0,
+        metavar="STEPS",
+        within=FROM_ZERO,
+    )
     data: str | None = flag(
         "what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
         "texts), or latents:PATH (see 'pulse data'); of a cascade base=SPEC,upper=SPEC",
@@ -248,6 +267,7 @@ class PulseOptions:
         "of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 on a "
         "CPU)",
         marks=[Mark.STEPS],
+        check=_encoders_dtype,
     )
     process: ProcessChoice = flags_of(
         ProcessChoice, unsaid="default: as the checkpoint; flow if new"

@@ -45,6 +45,7 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
         *_check_training(args),
         *flag_faults(options, PREFIX),
         *_check_folders(args),
+        *_check_verifying(args, options),
     ]
     return [*line.faults, *_without_unread(line, found)]
 
@@ -95,6 +96,23 @@ def _check_training(args: argparse.Namespace) -> Iterator[str]:
         yield "--train-iters must be positive"
     if args.lr is None or args.lr <= 0:
         yield "--lr must be given and positive"
+
+
+def _check_verifying(args: argparse.Namespace, options: PulseOptions) -> Iterator[str]:
+    if not options.verify_every:
+        return
+    if args.world_size == 1:
+        yield "--pulse-verify-every: there is no other rank to compute anything again"
+    if args.tensor_model_parallel_size > 1:
+        yield (
+            "--pulse-verify-every cannot be used with --tensor-model-parallel-size: what ranks add "
+            "up together may differ in its last bit elsewhere"
+        )
+    if args.distributed_backend == "nccl" and not args.deterministic_mode:
+        yield (
+            "--pulse-verify-every on GPUs needs --deterministic-mode: other kernels do not give "
+            "the same bits twice"
+        )
 
 
 def _check_plan_files(options: PulseOptions) -> Iterator[str]:

@@ -47,7 +47,9 @@ def _decided(plan: PlanFile) -> dict[str, Any]:
         "sequence_parallel": plan.sequence_parallel,
         "micro_batch_size": plan.micro_batch_size,
         "global_batch_size": plan.global_batch_size,
-        "recompute_granularity": "full" if plan.recompute else None,
+        "recompute_granularity": "full"
+        if len(plan.recompute) == len(plan.profile.layers)
+        else None,
         "use_distributed_optimizer": plan.distributed_optimizer,
         "overlap_grad_reduce": plan.overlap_grad_reduce,
         "use_tp_pp_dp_mapping": plan.rank_order == "tp-pp-dp",

@@ -37,7 +37,7 @@ class CascadeData:
         faults: list[str] = []
         self.parts: dict[str, DiffusionData] = {}
         for chain, data in data_of_chains(options.data, tuple(backbone.parts)).items():
-            own = replace(options, data=data)
+            own = replace(options, data=data, encoders=None)  # which are refused for a cascade
             with collecting(faults, (ValueError, OSError)):
                 self.parts[chain] = DiffusionData(own, backbone.parts[chain], process, seed)
         if faults:
@@ -50,6 +50,12 @@ class CascadeData:
     def num_corrupt(self) -> int:
         """How often a sample of training was replaced in this process, its image being corrupt."""
         return sum(part.num_corrupt for part in self.parts.values())
+
+    @property
+    def cautions(self) -> list[str]:
+        """What of the training data is left aside, for people."""
+        found = [caution for part in self.parts.values() for caution in part.cautions]
+        return list(dict.fromkeys(found))
 
     @property
     def loss(self) -> Mapping[str, LossFunction]:

@@ -24,6 +24,10 @@ class EncodedBatches:
         self._results: list[Encoded] = []
         self._filled: frozenset[str] = frozenset()
 
+    def anew(self) -> EncodedBatches:
+        """One that has encoded nothing yet."""
+        return EncodedBatches(self._encoders, self._encoding)
+
     def begin(
         self, batches: Iterator[Batch], schedule: Schedule, *, training: bool
     ) -> Iterator[Batch]:

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron_pulse.data.dataset import DataError
+from megatron_pulse.faults import UserError
 from megatron_pulse.full_disk import why_full
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.checks import FlagError
@@ -164,7 +164,7 @@ def _fail(error: BaseException, job: Job, args: argparse.Namespace | None) -> No
 def _in_short(error: BaseException, written: Sequence[str | None]) -> tuple[str, bool]:
     """What went wrong, and whether that says all, so that a traceback would add nothing."""
     text = str(error)
-    if isinstance(error, PulseError | DataError):
+    if isinstance(error, PulseError | UserError):
         return text, True
     if (reason := why_full(error, written)) is not None:
         return reason, True

@@ -7,12 +7,18 @@ makes runs of every placement equal bit for bit (decision 7 of the architecture)
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import megatron.core.optimizer.optimizer as optimizer
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+
+class NotFinite(Exception):
+    """The norm of the gradients, which is not a number or infinite."""
+
 
 _megatron_grad_norm = optimizer.get_grad_norm_fp32
 
@@ -40,6 +46,14 @@ def clip_apart(chains: tuple[str, ...]) -> None:
     optimizer.SEPARATE_GRAD_NORM_GROUPS = (*optimizer.SEPARATE_GRAD_NORM_GROUPS, *chains)
 
 
-def use_layout_independent_grad_norm() -> None:
-    """Make Megatron's optimizers call ``get_grad_norm``."""
-    optimizer.get_grad_norm_fp32 = get_grad_norm
+def use_layout_independent_grad_norm(checks: bool) -> None:
+    """Make Megatron's optimizers call ``get_grad_norm``; with ``checks`` one that is not finite is
+    raised as NotFinite, by all ranks and before any weight is changed."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        norm = get_grad_norm(*args, **kwargs)
+        if checks and not math.isfinite(norm):
+            raise NotFinite(norm)
+        return norm
+
+    optimizer.get_grad_norm_fp32 = checked

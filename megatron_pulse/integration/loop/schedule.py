@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,10 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.context import LayerContext
+from megatron_pulse.backbone.recomputed import tell_layers
 from megatron_pulse.integration.encoding import Encoders
+from megatron_pulse.integration.loop.again.not_finite import GradientCheck, losses_not_finite
+from megatron_pulse.integration.loop.again.verifying import Verifier
 from megatron_pulse.integration.loop.encoding import EncodedBatches, taken
 from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
 from megatron_pulse.integration.megatron.model import unwrap
@@ -41,6 +44,17 @@ class TraceOptions:
     steps: range
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What Megatron's loop asks for."""
+
+    chunks: list[nn.Module]
+    config: Any
+    groups: Any
+    num_microbatches: int
+    forward_only: bool
+
+
 class PulseSchedule:
     """Runs ``plan`` in the place of Megatron's pipeline schedules.
 
@@ -49,6 +63,7 @@ class PulseSchedule:
     a cascade one ``{"base loss": tensor, "upper loss": tensor}``, by its chains.
     ``encoders(device)`` loads those of a pipeline device where samples are encoded in the loop.
     Where ``self_conditioning`` has it, a step runs forward once before; evaluation never does.
+    ``verifier`` has another rank compute again what one has computed.
     With ``tracing`` the first pipeline (of data- and tensor-parallel rank 0) is traced.
     """
 
@@ -61,6 +76,7 @@ class PulseSchedule:
         encoders: Callable[[int], Encoders] | None = None,
         tracing: TraceOptions | None = None,
         self_conditioning: SelfConditioning | None = None,
+        verifier: Verifier | None = None,
     ) -> None:
         self._plan = plan
         self._loss = loss
@@ -72,12 +88,14 @@ class PulseSchedule:
         self._tracing = tracing
         self._tracer: Tracer | None = None
         self._self_conditioning = self_conditioning
+        self._verifier = verifier
         self._predictions: Predictions | None = None
         self._executors: dict[tuple[int, bool, bool], Executor] = {}
         self._links: Links | None = None
         self._replicas: Replicas | None = None
         self._settings: RunSettings | None = None
         self._meter: BusyMeter | None = None
+        self._last: _Call | None = None
         self.step_time: StepTime | None = None
         """Of the last training step on this device; None if it was traced."""
 
@@ -105,62 +123,101 @@ class PulseSchedule:
             loss=self._loss,
             grad_scale=config.grad_scale_func,
         )
-        executor = self._executor(chunks, config, groups.pp, num_microbatches, forward_only)
+        call = _Call(chunks, config, groups, num_microbatches, forward_only)
+        executor = self._executor(call)
         batches = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        if self._encoded is not None:
-            step = self._plan.step(num_microbatches, forward_only=forward_only)
-            batches = self._encoded.begin(batches, step.schedule, training=not forward_only)
-        if (own := self._self_conditioning) is not None:
-            if not forward_only and own.is_now:
-                predicting = self._executor(chunks, config, groups.pp, num_microbatches, True, True)
-                batches = self._predicted(predicting, taken(batches, num_microbatches), settings)
-            else:
-                given = batches  # Megatron's iterators have nothing but next
-                batches = (joined(next(given)) for _ in range(num_microbatches))
+        batches = self._ready(batches, self._encoded, call)
         recorder = meter = None
         if self._tracing is not None and not forward_only:
             if self._tracer is None:
                 run = {
                     "micro_batch_size": str(micro_batch_size),
                     "dtype": str(settings.dtype).removeprefix("torch."),
-                    "recompute": str(config.recompute_granularity == "full").lower(),
+                    "recompute": tell_layers(self._plan.recompute, len(self._plan.backbone.layers)),
                 }
                 self._tracer = self._make_tracer(groups, num_microbatches, settings.device, run)
             recorder = self._tracer.begin(self._links) if self._tracer is not None else None
         if recorder is None and not forward_only:
             meter = self._meter = self._meter or BusyMeter(settings.device)
             meter.start()
-        losses = executor.run(
-            batches, settings, forward_only=forward_only, recorder=recorder or meter
-        )
+        with self._verified(call):
+            losses = executor.run(
+                batches, settings, forward_only=forward_only, recorder=recorder or meter
+            )
         if self._encoded is not None and not forward_only:
             self._encoded.end()
         if recorder is not None and self._tracer is not None:
             self._tracer.end(recorder)
         if meter is not None:
             meter.stop()
-        if not forward_only and config.finalize_model_grads_func is not None:
-            config.finalize_model_grads_func(
-                chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce
-            )
+        if not forward_only:
+            self._last = call
+            if config.finalize_model_grads_func is not None:
+                config.finalize_model_grads_func(
+                    chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce
+                )
         shared = self._share_losses(losses, num_microbatches, groups, settings.device)
         if not forward_only:  # the losses were read, so the GPU has done the step
             self.step_time = None if meter is None else meter.read()
         return shared
+
+    def not_finite(self, batches: Iterator[Batch]) -> str:
+        """Whose gradients of the last step are not finite (collective), in words.
+
+        It is made once more, on ``batches``, which are the same, with the weights as they were;
+        no gradient is left.
+        """
+        call, encoded = self._last, self._encoded
+        if call is None:
+            raise PulseError("no step of training has been made")
+        executor = self._executor(call)
+        if encoded is not None:
+            encoded = encoded.anew()
+        own = self._plan.placement.stages_of_device(call.groups.pp.rank())
+        check = GradientCheck(dict(zip(own, call.chunks, strict=True)))
+        executor.run(
+            self._ready(batches, encoded, call),
+            self._settings_or_fail(),
+            recorder=check,
+            reduces=False,
+        )
+        return check.found(call.groups.dp_cp.rank())
 
     def close(self) -> None:
         """Write what was traced of a run that ended before the last step to trace."""
         if self._tracer is not None:
             self._tracer.close()
 
-    def _predicted(
-        self, executor: Executor, batches: list[Batch], settings: RunSettings
+    def _verified(self, call: _Call) -> contextlib.AbstractContextManager[None]:
+        """What surrounds a step of which something may be verified."""
+        if self._verifier is None or call.forward_only:
+            return contextlib.nullcontext()
+        group = call.groups.pp if call.groups.pp.size() > 1 else call.groups.dp_cp
+        replicated = frozenset(self._plan.routes.replicated)
+        return self._verifier.verifying(call.chunks, group, call.num_microbatches, replicated)
+
+    def _ready(
+        self, batches: Iterator[Batch], encoded: EncodedBatches | None, call: _Call
     ) -> Iterator[Batch]:
+        """A step's microbatches as stages take them: encoded, with what was predicted of them."""
+        count, training = call.num_microbatches, not call.forward_only
+        if encoded is not None:
+            step = self._plan.step(count, forward_only=call.forward_only)
+            batches = encoded.begin(batches, step.schedule, training=training)
+        if (own := self._self_conditioning) is None:
+            return batches
+        if training and own.is_now:
+            predicting = self._executor(replace(call, forward_only=True), predicts=True)
+            return self._predicted(predicting, taken(batches, count))
+        # Megatron's iterators have nothing but next
+        return (joined(next(batches)) for _ in range(count))
+
+    def _predicted(self, executor: Executor, batches: list[Batch]) -> Iterator[Batch]:
         """``batches`` with what a forward pass makes of them behind their samples."""
         assert self._predictions is not None  # its carrier
         executor.run(
             self._predictions.of(batches),
-            replace(settings, loss=self._predictions.keep),
+            replace(self._settings_or_fail(), loss=self._predictions.keep),
             forward_only=True,
         )
         return self._predictions.joined()
@@ -185,20 +242,13 @@ class PulseSchedule:
         steps, folder = self._tracing.steps, self._tracing.folder
         return Tracer(steps, traced, pipeline, device, self._timeout_s, folder)
 
-    def _executor(
-        self,
-        chunks: list[nn.Module],
-        config: Any,
-        pipeline: dist.ProcessGroup,
-        num_microbatches: int,
-        forward_only: bool,
-        predicts: bool = False,
-    ) -> Executor:
-        key = (num_microbatches, forward_only, predicts)
+    def _executor(self, call: _Call, predicts: bool = False) -> Executor:
+        key = (call.num_microbatches, call.forward_only, predicts)
         if key not in self._executors:
-            plan, device = self._plan, pipeline.rank()
-            step = plan.step(num_microbatches, forward_only=forward_only, predicts=predicts)
-            stages = dict(zip(plan.placement.stages_of_device(device), chunks, strict=True))
+            plan, pipeline = self._plan, call.groups.pp
+            device = pipeline.rank()
+            step = plan.step(key[0], forward_only=call.forward_only, predicts=predicts)
+            stages = dict(zip(plan.placement.stages_of_device(device), call.chunks, strict=True))
             if self._links is None and pipeline.size() > 1:
                 # NCCL makes the group's communicator in its first call, which all must join.
                 dist.all_reduce(
@@ -229,7 +279,7 @@ class PulseSchedule:
                 stages,
                 self._links,
                 self._board,
-                _no_sync(config.no_sync_func, stages),
+                _no_sync(call.config.no_sync_func, stages),
                 self._replicas,
                 self._encoding.workloads(step.schedule) if self._encoding is not None else (),
                 self._predictions if predicts else self._encoding,
@@ -279,27 +329,9 @@ class PulseSchedule:
         if not math.isfinite(values.sum().item()):
             own = torch.stack(losses).view(len(mine), -1).tolist() if mine else []
             by_chain = dict(zip(mine, own, strict=True))
-            raise PulseError(_not_finite(names, by_chain, groups.dp_cp.rank()))
+            raise PulseError(losses_not_finite(names, by_chain, groups.dp_cp.rank()))
         columns = values.float().unbind(1)
         return [dict(zip(names, column.unbind(), strict=True)) for column in columns]
-
-
-def _not_finite(names: Sequence[str], losses: Mapping[int, Sequence[float]], replica: int) -> str:
-    """Which losses are not finite (collective): each device knows its own, by chain."""
-    own = [
-        f"the {names[chain]} of microbatch {number} is {loss}"
-        + f" in replica {replica} (rank {dist.get_rank()})"
-        for chain, of_chain in losses.items()
-        for number, loss in enumerate(of_chain)
-        if not math.isfinite(loss)
-    ]
-    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(every, own)
-    found = list(dict.fromkeys(text for of_rank in every for text in of_rank))
-    more = f" and {len(found) - 4} more" if len(found) > 4 else ""
-    return (
-        f"{'; '.join(found[:4])}{more}: lower --lr, check the data, or use --bf16 instead of --fp16"
-    )
 
 
 def _no_sync(

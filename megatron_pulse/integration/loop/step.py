@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,17 +10,22 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.loop.grad_norm import NotFinite
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.watch.place import HERE
 
 
 def wrap_train_step(
-    train_step: Callable[..., Any], args: argparse.Namespace, options: PulseOptions, checks: bool
+    train_step: Callable[..., Any],
+    args: argparse.Namespace,
+    options: PulseOptions,
+    find_not_finite: Callable[[], str],
 ) -> Callable[..., Any]:
     """Megatron's ``train_step``, followed by the average's update and the progress bar.
 
-    With ``checks`` it raises PulseError where the norm of the gradients is not finite.
+    Raises PulseError where the norm of the gradients is not finite, with what ``find_not_finite``
+    says of it, which knows whose they are.
     """
     bar: tqdm[Any] | None = None
     is_last = args.rank == args.world_size - 1
@@ -32,16 +36,19 @@ def wrap_train_step(
     ) -> Any:
         nonlocal bar
         HERE.settle("between steps")
-        with HERE.during(f"step {args.curr_iteration + 1}"):
-            result = train_step(forward_step_func, data_iterator, model, *rest, **kwargs)
-        losses, skipped, norm = result[0], result[1], result[5]
         done = args.curr_iteration + 1
-        if checks and not skipped and norm is not None and not math.isfinite(norm):
+        try:
+            with HERE.during(f"step {done}"):
+                result = train_step(forward_step_func, data_iterator, model, *rest, **kwargs)
+        except NotFinite as norm:
+            with HERE.during(f"making step {done} again, whose gradients are not finite"):
+                whose = find_not_finite()
             raise PulseError(
                 f"the gradients of step {done} are not finite ({norm}), though its losses are: "
-                "lower --lr or --clip-grad, or check the backbone "
+                f"{whose}: lower --lr or --clip-grad, or check the backbone "
                 "(--no-check-for-nan-in-loss-and-grad goes on all the same)"
-            )
+            ) from None
+        losses, skipped = result[0], result[1]
         if options.ema_decay and not skipped:
             for chunk in model:
                 stage = unwrap(chunk)

@@ -63,11 +63,11 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
                 _say(f"told to stop ({told}): saving step {iteration}")
                 _save(*state)
         elif decide(*state, **kwargs):
-            STOP.is_leaving = True
+            _leave()
             return True
         elif not (told := _told_while_saving(args, iteration)):
             return False
-        STOP.is_leaving = True
+        _leave()
         _say(
             f"stopped ({told}) after step {iteration}: "
             + (f"saved in {args.save}, from where the same command goes on" if args.save else _NOT)
@@ -88,6 +88,12 @@ def stopping_hooks(args: argparse.Namespace) -> dict[str, Callable[..., Any]]:
         "checkpoint_and_decide_exit": decide_and_obey,
         "evaluate_and_print_results": evaluate_unless_told,
     }
+
+
+def _leave() -> None:
+    """All ranks have agreed to end, when what is being saved is whole."""
+    training.maybe_finalize_async_save(blocking=True)
+    STOP.is_leaving = True
 
 
 _NOT = "nothing was saved, since there is no --save"

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor, nn
 
+from megatron_pulse.integration.megatron.engine import wait_in_engine
 from megatron_pulse.runtime.parameters.linear_maps import LinearMap, put_off_linear
 from megatron_pulse.runtime.parameters.weight_gradients import Split, put_off, waiting_weights
 
@@ -23,11 +24,13 @@ _Fused = layers.LinearWithGradAccumulationAndAsyncCommunication
 
 
 def wait_for_weight_gradients() -> None:
-    """Let weight gradients of Megatron's linear layers wait where the runtime wants it.
+    """Let weight gradients of Megatron's linear layers wait where the runtime wants it, of its own
+    and of Transformer Engine's.
 
     Its own node computes both gradients at once and hides collectives behind them; where they are
     split, the collectives are nodes of their own, around one that is asked twice.
     """
+    wait_in_engine()
     fused = layers.linear_with_grad_accumulation_and_async_allreduce
     if getattr(fused, "waits", False):
         return

@@ -54,7 +54,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             plan.placement.stages_of_device(device)[vp_stage or 0],
             args.seed,
             pg_collection,
-            recompute=args.recompute_granularity == "full",
+            recompute=plan.recompute,
         )
         config.params_dtype = dtype
         if dtype != torch.float32 and not args.skip_train:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_pulse.backbone.chain import Backbone
+from megatron_pulse.backbone.check import BackboneError
 from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.diffusion.ema import ExponentialMovingAverage
+from megatron_pulse.integration.megatron.engine import untrained_biases
 from megatron_pulse.integration.megatron.sharded_state import like_parameters, sharded_module_state
 from megatron_pulse.planner.layout.routes import Routes
 from megatron_pulse.runtime.parameters.masters import Masters
@@ -34,7 +37,7 @@ class MegatronStage(Stage, MegatronModule):
         stage: int,
         seed: int,
         pg_collection: ProcessGroupCollection | None = None,
-        recompute: bool = False,
+        recompute: Collection[int] = (),
     ) -> None:
         self.drawn: Tensors = {}
         self.masters: Masters | None = None
@@ -46,6 +49,9 @@ class MegatronStage(Stage, MegatronModule):
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
         super().__init__(backbone, routes, stage, seed, context, recompute, config=config)
+        layers = self.named_layers()
+        if faults := [fault for layer in layers for fault in untrained_biases(*layer)]:
+            raise BackboneError(backbone.name, faults)
         chain = backbone.layers[routes.partition.cuts[stage]].chain
         if chain in tuple(backbone.parts)[1:]:
             for parameter in self.parameters():

@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.context import TRANSFORMER_ENGINE
 from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.encoding import InLoop, in_loop
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.planning.encoder_costs import encoder_costs
 from megatron_pulse.integration.planning.formats import measured_format
+from megatron_pulse.integration.planning.layers import may_split
 from megatron_pulse.integration.planning.planning import by_rank_0, compute_dtype, load_here
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
-from megatron_pulse.planner.tune.config import Choices
+from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.policies import Policy, encode_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
@@ -164,8 +164,10 @@ def _choices(line: CommandLine) -> Choices:
         pipeline=pipeline,
         tensor=tensor or choices.tensor,
         micro_batch_size=size,
-        recompute=(True,) if args.recompute_granularity == "full" else choices.recompute,
-        split=(False,) if args.transformer_impl == TRANSFORMER_ENGINE else choices.split,
+        recompute=(Recompute.ALWAYS,)
+        if args.recompute_granularity == "full"
+        else choices.recompute,
+        split=choices.split if may_split(args) else (False,),
     )
 
 

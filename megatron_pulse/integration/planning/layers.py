@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_pulse.backbone.context import TRANSFORMER_ENGINE
+from megatron_pulse.integration.megatron.engine import OLDEST_THAT_WAITS, engine_waits
 from megatron_pulse.planner.schedule.registry import splits
 from megatron_pulse.planner.step.plan import Plan, PlanError
 from megatron_pulse.profile.profile import Profile, ProfileError, Source
@@ -22,25 +23,19 @@ def require_own_layers(args: argparse.Namespace, profile: Profile, given: str) -
         )
 
 
-def require_whole_backwards(args: argparse.Namespace, plan: Plan) -> None:
-    """Raise PlanError for a split schedule of Transformer Engine's layers.
+def require_waiting_layers(args: argparse.Namespace, plan: Plan) -> None:
+    """Raise PlanError for a split schedule of layers whose weight gradients cannot wait."""
+    if may_split(args) or not splits(plan.schedule_name):
+        return
+    raise PlanError(
+        f"the schedule ({plan.schedule_name}) splits backwards, and weight gradients of "
+        f"Transformer Engine's layers can wait from {OLDEST_THAT_WAITS} on: install that "
+        f"(pip install 'transformer-engine[pytorch]>={OLDEST_THAT_WAITS}'), take a schedule that "
+        "does not split (--pulse-schedule wave; 'pulse tune --no-split'), or --transformer-impl "
+        "local"
+    )
 
-    Theirs come with those of inputs, and the schedule would wait for nothing. What they have for
-    that (2.20.2: ``WeightGradStore`` of ``module/_common.py``, ``backward_dw`` of
-    ``module/base.py``) does not do it as it is. Each module has one queue, to which every call of
-    it adds, and a call of ``backward_dw`` takes one entry: neither knows of microbatches, and a
-    module that a stage calls twice needs two. Without fused accumulation it assigns a weight's
-    gradient in place of adding to it, and drops a bias's where there is one already: only the hooks
-    of a DDP that has ``delay_wgrad_compute`` too add up. And Megatron's configuration wants
-    ``overlap_moe_expert_parallel_comm`` with it. A store that hands each entry, a product that is
-    still to be computed, to the microbatch's ``Later`` would do without all this; it is not
-    written.
-    """
-    if args.transformer_impl == TRANSFORMER_ENGINE and splits(plan.schedule_name):
-        raise PlanError(
-            f"the schedule ({plan.schedule_name}) splits backwards, and Transformer Engine's "
-            "layers compute weight gradients with those of inputs (their backward_dw takes what a "
-            "module queued first, whatever the microbatch, and assigns gradients, adding none): "
-            "take a schedule that does not (--pulse-schedule wave; 'pulse tune --no-split'), or "
-            "--transformer-impl local"
-        )
+
+def may_split(args: argparse.Namespace) -> bool:
+    """Whether weight gradients of the run's layers can wait."""
+    return args.transformer_impl != TRANSFORMER_ENGINE or engine_waits()

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
+from megatron_pulse.backbone.recomputed import recomputed_layers
 from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.integration.planning.layers import require_own_layers, require_whole_backwards
+from megatron_pulse.integration.planning.layers import require_own_layers, require_waiting_layers
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.embedders import choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Placement
@@ -72,7 +73,7 @@ def plan_run(
     else:
         require_own_layers(args, given.profile, "the profile in --pulse-plan")
         plan = _by_file(given, backbone)
-    require_whole_backwards(args, plan)
+    require_waiting_layers(args, plan)
     counts = count_parameters(backbone)
     _require_memory(args, plan, counts)
     compute_bytes = ELEMENT_BYTES[compute_dtype(args)]
@@ -157,7 +158,31 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
             f"{len(names)} layers) than {backbone.name} ({len(backbone.layers)} layers)"
         )
     name = "wave" if given.problem.weight_grad is None else "wave-split"
-    return Plan(backbone, given.partition, name, problem=given.problem, schedules=(given.schedule,))
+    return Plan(
+        backbone,
+        given.partition,
+        name,
+        problem=given.problem,
+        schedules=(given.schedule,),
+        recompute=given.recomputed,
+    )
+
+
+def _recomputed(
+    args: argparse.Namespace, options: PulseOptions, backbone: Backbone
+) -> frozenset[int]:
+    """The layers whose activations flags say to compute again; raises ValueError."""
+    if args.recompute_granularity == "full":
+        if options.recompute:
+            raise ValueError(
+                "--recompute-granularity full computes all layers' activations again, "
+                "--pulse-recompute only some: give one of them"
+            )
+        return frozenset(range(len(backbone.layers)))
+    try:
+        return recomputed_layers([layer.name for layer in backbone.layers], options.recompute)
+    except ValueError as error:
+        raise ValueError(f"--pulse-recompute: {error}") from error
 
 
 def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
@@ -166,7 +191,8 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
     whole = load_recorded(backbone.record)
     profile = _profile(args, options, whole)
-    costs = _costs(args, profile, backbone)
+    recompute = _recomputed(args, options, backbone)
+    costs = _costs(args, profile, backbone, recompute)
     return make_plan(
         backbone,
         costs,
@@ -178,6 +204,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
             link=Link(options.link_us * 1e-6, options.link_gbs * 1e9),
             memory=_memory(args, options, count),
         ),
+        recompute,
     )
 
 
@@ -279,9 +306,11 @@ def _this_device() -> Device:
     return known
 
 
-def _costs(args: argparse.Namespace, profile: Profile, backbone: Backbone) -> ChainCosts:
+def _costs(
+    args: argparse.Namespace, profile: Profile, backbone: Backbone, recompute: frozenset[int]
+) -> ChainCosts:
     """Costs at the run's microbatch size; under sequence parallelism the edges are divided."""
-    costs = profile.at(args.micro_batch_size, args.recompute_granularity == "full")
+    costs = profile.at(args.micro_batch_size, recompute)
     parts = args.tensor_model_parallel_size
     sizes = [ModuleSizes(count) for count in costs.parameters]
     chain, skips, _ = describe_chain(backbone, sizes, profile.dtype)

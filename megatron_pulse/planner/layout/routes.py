@@ -36,6 +36,8 @@ class Payload(StrEnum):
     PREDICTION = "prediction"
     """What a forward pass makes of a microbatch, for the input of the pass that follows."""
 
+    __hash__ = str.__hash__  # as of operations' kinds: looked up for every message
+
     @property
     def is_carried(self) -> bool:
         """Whether no stage gives or takes it: the executor's carrier does."""

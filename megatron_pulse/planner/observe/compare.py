@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import median
 
+from megatron_pulse.backbone.recomputed import tell_layers
 from megatron_pulse.faults import told
 from megatron_pulse.planner.observe.trace import StepTrace, Trace, TraceError
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -111,7 +112,7 @@ def mismatches(plan: PlanFile, trace: Trace) -> list[str]:
         "tensor": plan.tensor,
         "micro_batch_size": plan.micro_batch_size,
         "dtype": plan.dtype,
-        "recompute": str(plan.recompute).lower(),
+        "recompute": tell_layers(plan.recomputed, len(plan.profile.layers)),
     }
     ran = {**trace.world, **trace.run}
     faults = [

@@ -33,9 +33,10 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
 
     Each stage's forwards, input gradients and weight gradients, whole and split, are scaled by what
     was measured over what the profile says at the plan's microbatch size, at all profiled sizes.
-    Where a backward is whole, both its parts are scaled alike; a forward that is computed again
-    counts as the measured one. Raises ProfileError for a profile of another chain, under tensor
-    parallelism, and where nothing is left of a backward.
+    Where a backward is whole, or a layer's activations are computed again, both its parts are
+    scaled alike; a forward that is computed again counts as its share of the measured ones. Raises
+    ProfileError for a profile of another chain, under tensor parallelism, and where nothing is left
+    of a backward.
     """
     faults = []
     names = [name for stage in plan.stages for name in stage]
@@ -49,25 +50,29 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
     if faults:
         raise ProfileError(told("the profile cannot be rescaled", faults))
     profiled = profile.times_at(plan.micro_batch_size)
+    recomputed = plan.recomputed
     scales: list[tuple[float, float, float]] = []
     for stage in range(len(plan.stages)):
         layers = [profiled[i] for i in plan.partition.layers_of_stage(stage)]
         parts_s = [layer.parts_s(measured.weight_grad is not None) for layer in layers]
-        forward, inputs, weights = map(sum, zip(*parts_s, strict=True))
-        again = measured.forward[stage] if plan.recompute else 0.0
-        backward = measured.backward[stage] - again
+        twice = [i in recomputed for i in plan.partition.layers_of_stage(stage)]
+        ahead, inputs, weights = map(sum, zip(*parts_s, strict=True))
+        forward = _ratio(measured.forward[stage], ahead)
+        doubled = [part for part, again in zip(parts_s, twice, strict=True) if again]
+        again_s = forward * sum(part[0] for part in doubled)
+        backward = measured.backward[stage] - again_s
         if backward <= 0:
             raise ProfileError(
                 f"stage {stage}: its backward took {1e3 * measured.backward[stage]:.3g} ms, no "
-                f"longer than the forward that it computes again ({1e3 * again:.3g} ms)"
+                f"longer than the forward that it computes again ({1e3 * again_s:.3g} ms)"
             )
         if measured.weight_grad is None:
-            whole = _ratio(backward, inputs + weights)
-            parts = (whole, whole)
+            first = later = _ratio(backward, inputs + weights)
         else:
-            parts = (_ratio(backward, inputs), _ratio(measured.weight_grad[stage], weights))
-        scale = (_ratio(measured.forward[stage], forward), *parts)
-        scales += [scale] * len(layers)
+            waiting = sum(p[2] for p, again in zip(parts_s, twice, strict=True) if not again)
+            first = _ratio(backward, inputs + sum(part[2] for part in doubled))
+            later = _ratio(measured.weight_grad[stage], waiting)
+        scales += [(forward, first, first if again else later) for again in twice]
     times = {
         size: tuple(_scaled(layer, *scale) for layer, scale in zip(column, scales, strict=True))
         for size, column in profile.times.items()

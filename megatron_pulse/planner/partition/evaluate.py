@@ -30,7 +30,7 @@ class MemoryRule:
 
     limit_bytes: float
     bytes_per_parameter: float
-    in_flight: tuple[int, ...]
+    in_flight: tuple[float, ...]
     frozen_share: float = 1.0
 
     def weighed(self, costs: ChainCosts) -> tuple[float, ...]:

@@ -45,6 +45,9 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     for name, count in names.items():
         if count > 1:
             yield f"stages: layer {name!r} is there {count} times"
+    for name in record["recompute"]:
+        if name not in names:
+            yield f"recompute: no stage has a layer {name!r}"
 
 
 def edge_faults(placement: Placement, edges: tuple[Edge, ...]) -> Iterator[str]:

@@ -16,6 +16,7 @@ from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.step.plan import Plan, PlanError
 from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.profile.memory_format import format_of
 from megatron_pulse.profile.trained import patterns_of
 
 
@@ -28,8 +29,11 @@ def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict
     if faults := list(_name_faults(given, backbone)):
         return faults, {}
     faults = [*_size_faults(given, backbone), *_tensor_faults(given, backbone)]
-    count = len(backbone.layers)
-    fine = {"backbone": f"its {count} layers are those of {backbone.name}, in order"}
+    count, laid = len(backbone.layers), format_of(backbone.record)
+    fine = {
+        "backbone": f"its {count} layers are those of {backbone.name}, in order"
+        + f"; convolutions {laid}" * bool(laid)
+    }
     plan = Plan(backbone, given.partition, schedules=(given.schedule,))
     everywhere = tuple(
         EmbedderChoice(layer.name, 0, 0, True) for layer in backbone.layers if layer.embedder

@@ -50,7 +50,7 @@ class PlanFile:
     ``encoders`` are the frozen components (as ``fill.table`` has them) whose pieces the schedule's
     fillers are, ``in_front`` those that run before the step, ``policies`` what was decided of each
     and why (see ``tune.plans.policies``). ``self_conditioning`` is the share of steps that run all
-    forwards once before.
+    forwards once before. The layers in ``recompute`` compute their activations again.
     """
 
     backbone: Mapping[str, Any]
@@ -62,7 +62,7 @@ class PlanFile:
     rank_order: str
     global_batch_size: int
     micro_batch_size: int
-    recompute: bool
+    recompute: tuple[str, ...]
     distributed_optimizer: bool
     overlap_grad_reduce: bool
     stages: tuple[tuple[str, ...], ...]
@@ -110,6 +110,12 @@ class PlanFile:
     def partition(self) -> Partition:
         """Where the chain is cut."""
         return Partition(self.placement, (0, *accumulate(map(len, self.stages))))
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The layers whose activations are computed again, by their place in the chain."""
+        names = [name for stage in self.stages for name in stage]
+        return frozenset(i for i, name in enumerate(names) if name in self.recompute)
 
     def replay(self) -> Replay:
         """The step of one pipeline as predicted."""
@@ -231,6 +237,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
         return None, faults
     given = {field.name: record[field.name] for field in fields(PlanFile) if field.name in record}
     given["stages"] = tuple(map(tuple, record["stages"]))
+    given["recompute"] = tuple(record["recompute"])
     given["schedule"], given["profile"] = schedule, profile
     for name in ("encoders", "in_front", "policies"):
         if name in given:

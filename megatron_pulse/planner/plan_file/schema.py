@@ -21,7 +21,7 @@ from megatron_pulse.schema import (
     record,
 )
 
-FORMAT = "megatron_pulse plan 2"
+FORMAT = "megatron_pulse plan 3"
 """The version of the schema, and of what plans predict: one of another version is made anew."""
 
 _MOST_S, _MOST_BYTES = 1e9, 1e15
@@ -133,7 +133,7 @@ _PARTS: dict[str, Any] = dict(
     rank_order=one_of(["tp-dp-pp", "tp-pp-dp"]),
     global_batch_size=COUNT,
     micro_batch_size=COUNT,
-    recompute=FLAG,
+    recompute=list_of(TEXT, "names of layers", least=0),
     distributed_optimizer=FLAG,
     overlap_grad_reduce=FLAG,
     placement=one_of(list(PLACEMENTS)),

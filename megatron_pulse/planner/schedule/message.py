@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.schedule.operations import Kind, Operation
@@ -11,8 +11,7 @@ STEP_END = Operation(Kind.FILLER, 999_999_999, 0)
 """The consumer of what is only read in the next step: there is no such operation."""
 
 
-@dataclass(frozen=True, order=True)
-class Message:
+class Message(NamedTuple):
     """One tensor from ``source`` to ``destination`` (pipeline devices).
 
     ``producer`` is the operation on the source device whose end makes it ready; ``consumer`` the

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -16,6 +17,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.backbone.gradients import wanted_gradients
+from megatron_pulse.backbone.recomputed import tell_layers
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
@@ -60,7 +62,8 @@ class Plan:
 
     ``embedders`` says of each embedder whether it is replicated. ``problem`` is what schedules are
     made for, but for the number of microbatches (None: stages are equal). ``schedules`` are used
-    for as many microbatches as they have, whatever ``schedule_name`` says.
+    for as many microbatches as they have, whatever ``schedule_name`` says. The layers in
+    ``recompute`` compute their activations again in the backward pass.
     """
 
     backbone: Backbone
@@ -69,6 +72,7 @@ class Plan:
     embedders: tuple[EmbedderChoice, ...] = ()
     problem: ScheduleProblem | None = None
     schedules: tuple[Schedule, ...] = ()
+    recompute: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         cuts, num_stages = self.partition.cuts, self.placement.num_stages
@@ -138,6 +142,7 @@ class Plan:
             "frozen": [layer.name for layer in self.backbone.layers if not layer.trained],
             "schedule": self.schedule_name,
             "embedders": [asdict(choice) for choice in self.embedders],
+            "recompute": sorted(self.recompute),
         }
 
     def digest(self, num_microbatches: int | None = None) -> str:
@@ -166,6 +171,9 @@ class Plan:
                 lines.append(f"  device {device}, stage {stage}: {shown} ({len(names)} layers)")
         if without := wanted_gradients(backbone).layers.count(False):
             lines.append(f"  {without} layers have no backward pass: nothing up to them is trained")
+        if self.recompute:
+            told = tell_layers(self.recompute, len(backbone.layers))
+            lines.append(f"  activations computed again: {told}")
         for choice in self.embedders:
             if choice.sent_bytes:
                 lines.append(
@@ -183,11 +191,13 @@ def make_plan(
     schedule_name: str = "auto",
     cap: int | None = None,
     goal: Goal | None = None,
+    recompute: Collection[int] = (),
 ) -> Plan:
     """Partition ``backbone`` by its ``costs`` and choose its schedule.
 
     Without a ``goal`` a fold keeps every skip on one device, and the largest load is
-    minimised. Raises PlanError for arguments of other kinds and for costs of another chain.
+    minimised. The layers in ``recompute`` compute their activations again, as ``costs`` know of.
+    Raises PlanError for arguments of other kinds and for costs of another chain.
     """
     _require_kinds(backbone, costs, placement, schedule_name, cap, goal)
     require_valid(backbone)
@@ -200,8 +210,15 @@ def make_plan(
     if is_file(schedule_name):
         schedules = (_read_schedule(Path(schedule_name), placement),)
         split = Kind.WEIGHT_GRAD in schedules[0].kinds
-    problem = _problem(costs, partition, schedule_name, split, cap, goal)
-    return Plan(backbone, partition, schedule_name, problem=problem, schedules=schedules)
+    problem = _problem(costs, partition, schedule_name, split, cap, goal, bool(recompute))
+    return Plan(
+        backbone,
+        partition,
+        schedule_name,
+        problem=problem,
+        schedules=schedules,
+        recompute=frozenset(recompute),
+    )
 
 
 def _require_kinds(
@@ -249,11 +266,18 @@ def _is_synthesized(schedule_name: str, placement: Placement) -> bool:
 
 
 def _problem(
-    costs: ChainCosts, partition: Partition, name: str, split: bool, cap: int | None, goal: Goal
+    costs: ChainCosts,
+    partition: Partition,
+    name: str,
+    split: bool,
+    cap: int | None,
+    goal: Goal,
+    recompute: bool,
 ) -> ScheduleProblem:
     """What the plan's schedules are made for; equal stages where one takes no time.
 
-    A weight gradient that is not known is half of a backward.
+    A weight gradient that is not known is half of a backward; those of recomputed layers do not
+    wait, and take none of their own.
     """
     costs, placement = costs.of_schedule(split), partition.placement
     synthesized = _is_synthesized(name, placement)
@@ -265,7 +289,8 @@ def _problem(
         return equal_stages(placement, 1, split, cap)
     if split:
         weight = partition.per_stage(costs.weight_grad_s) or (0.0,) * placement.num_stages
-        if max(weight) <= 0 or any(w > b for w, b in zip(weight, backward, strict=True)):
+        unknown = max(weight) <= 0 and not recompute
+        if unknown or any(w > b for w, b in zip(weight, backward, strict=True)):
             if synthesized:
                 raise PlanError("wave-split needs a profile with weight gradients apart")
             costs = replace(costs, weight_grad_s=tuple(b / 2 for b in costs.backward_s))

@@ -97,7 +97,7 @@ def with_copies(
     partition: Partition,
     copied: Sequence[Copied],
     times: Sequence[LayerTimes],
-    recompute: bool,
+    recompute: frozenset[int],
 ) -> ChainCosts:
     """``costs`` as stages compute: those of ``copied`` are with the first layer of each stage that
     uses them. ``times`` are the layers' without recomputation."""
@@ -113,13 +113,13 @@ def with_copies(
         saved[i] = 0
     for embedder in copied:
         i = embedder.layer
-        again = costs.forward_s[i] if recompute and costs.backward_s[i] else 0.0
+        again = costs.forward_s[i] if i in recompute and costs.backward_s[i] else 0.0
         for first in (partition.cuts[stage] for stage in embedder.stages):
             for column in (forward, split_forward):
                 column[first] += costs.forward_s[i]
             for column in (backward, split_backward):
                 column[first] += costs.backward_s[i] - again
-            saved[first] += times[i].saved_bytes if recompute else costs.saved_bytes[i]
+            saved[first] += times[i].saved_bytes if i in recompute else costs.saved_bytes[i]
     return replace(
         costs,
         forward_s=tuple(forward),

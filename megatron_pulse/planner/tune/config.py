@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import product
 
 from megatron_pulse.planner.layout.layouts import FOLD_SOFT, LAYOUTS, WHOLE, Layout
 from megatron_pulse.planner.layout.placement import Placement
+
+
+class Recompute(IntEnum):
+    """Whose activations are computed again in the backward pass: no layer's, every layer's, or of
+    as few as let a schedule hold what it needs to run well (``stages``)."""
+
+    NEVER = 0
+    ALWAYS = 1
+    NEEDED = 2
 
 
 @dataclass(frozen=True, order=True)
@@ -27,7 +37,7 @@ class Config:
     layout: Layout
     split: bool = False
     ample: bool = False
-    recompute: bool = False
+    recompute: Recompute = Recompute.NEVER
     distributed_optimizer: bool = False
     pipeline_inside: bool = False
 
@@ -43,8 +53,10 @@ class Config:
     def __str__(self) -> str:
         parts = [f"P={self.pipeline} D={self.data} T={self.tensor} b={self.micro_batch_size}"]
         parts.append(self.layout.name)
-        for name in ("split", "ample", "recompute"):
+        for name in ("split", "ample"):
             parts += [name] * getattr(self, name)
+        if self.recompute is Recompute.ALWAYS:
+            parts.append("recompute")
         if self.distributed_optimizer:
             parts.append("distributed optimizer")
         if self.pipeline > 1 and self.data > 1:
@@ -62,7 +74,7 @@ class Choices:
     micro_batch_size: tuple[int, ...] | None = None
     split: tuple[bool, ...] = (False, True)
     ample: tuple[bool, ...] = (False, True)
-    recompute: tuple[bool, ...] = (False, True)
+    recompute: tuple[Recompute, ...] = (Recompute.NEVER, Recompute.NEEDED)
     distributed_optimizer: tuple[bool, ...] = (False, True)
 
 

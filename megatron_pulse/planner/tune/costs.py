@@ -18,7 +18,7 @@ from megatron_pulse.planner.tune.collectives import (
     collective_s,
     forward_sums,
 )
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.ranks import Ranks
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.profile import Profile
@@ -48,7 +48,8 @@ class Totals:
     """Sums over a chain's layers; ``largest_s`` is the work of the largest layer, and
     ``forward_share`` the least that the forward is of a layer's work. ``trained`` and ``frozen``
     are parameters. Embedders may run as copies: they are counted as one that is not recomputed, and
-    whose activations are nowhere."""
+    whose activations are nowhere. Where recomputation is as needed, times are those without and
+    bytes the least of both."""
 
     forward_s: float
     backward_s: float
@@ -89,14 +90,21 @@ class Costs:
         """Where the config's ranks are."""
         return self._ranks_of(config.pipeline, config.data, config.tensor, config.pipeline_inside)
 
-    def costs(self, config: Config) -> ChainCosts:
-        """Costs of the chain on one tensor-parallel rank.
+    def recomputed(self, config: Config) -> frozenset[int]:
+        """The layers whose activations are computed again whatever memory there is."""
+        return self.profile.recomputed(config.recompute is Recompute.ALWAYS)
+
+    def costs(self, config: Config, recompute: frozenset[int] | None = None) -> ChainCosts:
+        """Costs of the chain on one tensor-parallel rank, that computes the activations of these
+        layers again (default: ``recomputed``).
 
         Of what has sharded parameters ``sharded_time`` is divided, and its activations and
         boundaries where these are sequence parallel; the sums over ranks delay both passes. Every
         rank computes all the rest.
         """
-        return self._costs_of(config.micro_batch_size, config.recompute, config.tensor)
+        if recompute is None:
+            recompute = self.recomputed(config)
+        return self._costs_of(config.micro_batch_size, recompute, config.tensor)
 
     def totals(self, config: Config) -> Totals:
         """Sums over ``costs``."""
@@ -146,7 +154,9 @@ class Costs:
         odd = [n for n in self.num_heads if n % tensor]
         return f"T = {tensor} does not divide {odd[0]} heads" if odd else ""
 
-    def _make_costs(self, micro_batch_size: int, recompute: bool, tensor: int) -> ChainCosts:
+    def _make_costs(
+        self, micro_batch_size: int, recompute: frozenset[int], tensor: int
+    ) -> ChainCosts:
         costs = self.profile.at(micro_batch_size, recompute)
         if tensor == 1:
             return costs
@@ -192,7 +202,7 @@ class Costs:
         )
 
     def _sums_s(
-        self, micro_batch_size: int, recompute: bool, ranks: Sequence[int]
+        self, micro_batch_size: int, recompute: frozenset[int], ranks: Sequence[int]
     ) -> tuple[list[float], list[float]]:
         """Seconds in which each layer's forward and backward sum over tensor-parallel ranks."""
 
@@ -203,20 +213,28 @@ class Costs:
         sums = [layer.shard_sums for layer in self.profile.layers]
         forward = [seconds(forward_sums(x, *given)) for x in sums]
         backward = [seconds(backward_sums(x, *given)) for x in sums]
-        if recompute:
-            backward = list(map(add, backward, forward))
+        for i in recompute:
+            backward[i] += forward[i]
         return forward, backward
 
     def _make_totals(
-        self, micro_batch_size: int, recompute: bool, tensor: int, split: bool
+        self, micro_batch_size: int, recompute: Recompute, tensor: int, split: bool
     ) -> Totals:
-        costs = self._costs_of(micro_batch_size, recompute, tensor).of_schedule(split)
+        kept, again = (
+            self._costs_of(micro_batch_size, self.profile.recomputed(all_again), tensor)
+            for all_again in (False, True)
+        )
+        costs = (again if recompute is Recompute.ALWAYS else kept).of_schedule(split)
+        saved = costs.saved_bytes
+        if recompute is Recompute.NEEDED:
+            saved = tuple(map(min, kept.saved_bytes, again.saved_bytes))
         backward_s = []
         for i, (forward, backward) in enumerate(
             zip(costs.forward_s, costs.backward_s, strict=True)
         ):
-            again = recompute and backward and i in self.profile.embedders
-            backward_s.append(backward - (forward if again else 0.0))
+            copied = backward and i in self.profile.embedders
+            twice = recompute is Recompute.ALWAYS and copied
+            backward_s.append(backward - (forward if twice else 0.0))
         layers = list(zip(costs.forward_s, backward_s, strict=True))
         return Totals(
             sum(costs.forward_s),
@@ -224,7 +242,7 @@ class Costs:
             sum(costs.weight_grad_s),
             sum(costs.trained_parameters),
             sum(costs.parameters) - sum(costs.trained_parameters),
-            sum(n for i, n in enumerate(costs.saved_bytes) if i not in self.profile.embedders),
+            sum(n for i, n in enumerate(saved) if i not in self.profile.embedders),
             max(f + b for f, b in layers),
             min((f / (f + b) for f, b in layers if f + b > 0), default=0.0),
         )

@@ -14,7 +14,8 @@ from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
 from megatron_pulse.planner.tune.config import Config
-from megatron_pulse.planner.tune.stages import Chain, Stages
+from megatron_pulse.planner.tune.cuts import Chain
+from megatron_pulse.planner.tune.stages import Stages
 from megatron_pulse.profile.devices import known_device
 from megatron_pulse.profile.profile import Profile
 

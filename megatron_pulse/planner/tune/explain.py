@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_pulse.planner.tune.config import Choices, Config
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
@@ -191,6 +191,8 @@ def _least_memory(
     for config in _by_need(ample, candidates)[:CLOSEST]:
         if found and not budget.left:
             break
+        if config.recompute is Recompute.NEEDED:
+            config = replace(config, recompute=Recompute.ALWAYS)
         try:
             stages = ample.stages(config)
         except UnfitError:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_pulse.runtime.parameters.weight_gradients import Later, deferring
+from megatron_pulse.runtime.parameters.later import Later
+from megatron_pulse.runtime.parameters.weight_gradients import deferring
 
 
 @contextmanager

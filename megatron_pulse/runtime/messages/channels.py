@@ -65,16 +65,16 @@ class PlainChannel:
         self, group: dist.ProcessGroup, source: int, destination: int, timeout_s: float
     ) -> None:
         self._group = group
-        self._peer = _peer(group, source, destination)
+        self._peer = destination if group.rank() == source else source
 
     def send(self, tensor: torch.Tensor) -> Work:
         """See ``Channel``."""
-        work: Work = dist.isend(tensor, self._peer, self._group)
+        work: Work = self._group.send([tensor], self._peer, 0)
         return work
 
     def receive(self, buffer: torch.Tensor) -> Work:
         """See ``Channel``."""
-        work: Work = dist.irecv(buffer, self._peer, self._group)
+        work: Work = self._group.recv([buffer], self._peer, 0)
         return work
 
 
@@ -130,11 +130,6 @@ def _options(timeout_s: float) -> Any:
     options.config.max_ctas = _THREAD_BLOCKS
     options._timeout = timedelta(seconds=GROUP_TIMEOUT * timeout_s)
     return options
-
-
-def _peer(group: dist.ProcessGroup, source: int, destination: int) -> int:
-    rank: int = dist.get_global_rank(group, destination if group.rank() == source else source)
-    return rank
 
 
 OPENERS: dict[str, Opener] = {"gloo": PlainChannel, "nccl": OwnChannel}

@@ -74,6 +74,7 @@ class Links:
         self._group = group
         self._board = board
         self._timeout_s = timeout_s
+        self._limit = timedelta(seconds=timeout_s)
         self._blocking = dist.get_backend(group) == "gloo"
         self._channels: dict[tuple[int, int], Channel] = {}
         self._sends: dict[Message, _Transfer] = {}
@@ -221,7 +222,7 @@ class Links:
         """Wait; on NCCL the stream does, and the host at the end of the step."""
         try:
             if self._blocking:
-                transfer.work.wait(timedelta(seconds=self._timeout_s))
+                transfer.work.wait(self._limit)
             else:
                 transfer.work.wait()
                 self._ending.append((transfer.work, transfer.what))  # not the tensor's memory

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class Later(Protocol):
-    """Where gradients are left."""
-
-    def add(
-        self, parameters: tuple[nn.Parameter, ...], gradients: Callable[[], tuple[Tensor, ...]]
-    ) -> None:
-        """``gradients()`` will give those of ``parameters``."""
-        ...
+from megatron_pulse.runtime.parameters.later import Later
 
 
 class LinearMap(NamedTuple):

@@ -7,16 +7,15 @@ at once, as do weights of layers whose input wants none, weights that are comput
 under autocast or in a checkpoint of the layer's own, and weights that another operation uses too,
 as far as the layer says so (``undivided``).
 
-But for plain linear maps, whose two products are autograd's, nothing here is a second formula: an
-operation is run as it would be, and its own backward is asked for some of its gradients at a time.
-So no operation is computed twice, and the numbers are those of the whole backward pass to the last
-bit.
+Plain linear maps and convolutions take the functions that autograd's own nodes call. Nothing else
+here is a second formula: an operation is run as it would be, and its own backward is asked for
+some of its gradients at a time. So no operation is computed twice, and the numbers are those of
+the whole backward pass to the last bit.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,87 +27,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from megatron_pulse.runtime.parameters.convolutions import CONVOLUTIONS, put_off_convolution
+from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.linear_maps import TORCH, put_off_linear
 
-Gradients = Callable[[], tuple[Tensor, ...]]
-
-_OPERATIONS = frozenset(
-    {
-        F.linear,
-        *(F.conv1d, F.conv2d, F.conv3d),
-        *(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
-    }
-)
-"""All take (input, weight, bias=None, ...)."""
+_OPERATIONS = frozenset({F.linear, *CONVOLUTIONS})
+_OPERANDS = ("input", "weight", "bias")
+"""Each operation's first arguments; the last may be left out."""
 
 _later: ContextVar[Later | None] = ContextVar("later", default=None)
-
-
-class Later:
-    """The weight gradients of one stage and microbatch that are still to be computed."""
-
-    def __init__(self) -> None:
-        self._work: list[tuple[tuple[nn.Parameter, ...], Gradients]] = []
-        self._waits: dict[nn.Parameter, bool] = {}
-        self._hooks: Any = None
-
-    def takes(self, given: Tensor, weight: Tensor) -> bool:
-        """Whether the gradient of ``weight`` in a product with ``given`` waits.
-
-        The input's gradient must carry the graph on. A weight that is used again goes the way of
-        its first use: autograd adds what a weight gets within one backward pass before it adds
-        that to its gradient.
-        """
-        if not (
-            torch.is_grad_enabled() and isinstance(weight, nn.Parameter) and weight.requires_grad
-        ):
-            return False
-        device = given.device.type
-        can_wait = _saving_hooks() == self._hooks and not (
-            torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        )
-        return self._waits.setdefault(weight, can_wait and given.requires_grad) and can_wait
-
-    def keep(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients of these do not wait."""
-        self._waits.update(dict.fromkeys(parameters, False))
-
-    def add(self, parameters: tuple[nn.Parameter, ...], gradients: Gradients) -> None:
-        """``gradients()`` will give those of ``parameters``."""
-        self._work.append((parameters, gradients))
-
-    @property
-    def parameters(self) -> set[nn.Parameter]:
-        """Whose gradients are still to come."""
-        return {p for parameters, _ in self._work for p in parameters}
-
-    def compute(self) -> None:
-        """Compute them and add them to the parameters, as one backward pass would.
-
-        What a parameter gets from several uses is summed first, in the order of that pass.
-        """
-        self._work.reverse()
-        to_come = Counter(p for parameters, _ in self._work for p in parameters)
-        sums: dict[nn.Parameter, Tensor] = {}
-        while self._work:
-            parameters, gradients = self._work.pop()
-            if all(to_come[p] == 1 and p not in sums for p in parameters):
-                torch.autograd.backward(parameters, gradients())
-                continue
-            for parameter, gradient in zip(parameters, gradients(), strict=True):
-                before = sums.get(parameter)
-                sums[parameter] = gradient if before is None else before + gradient
-            to_come.subtract(parameters)
-            complete = [p for p in parameters if not to_come[p]]
-            torch.autograd.backward(complete, [sums.pop(p) for p in complete])
-
-    @contextmanager
-    def _entered(self) -> Iterator[None]:
-        before, self._hooks = self._hooks, _saving_hooks()
-        try:
-            yield
-        finally:
-            self._hooks = before
 
 
 @contextmanager
@@ -120,7 +47,7 @@ def deferring(later: Later | None, but: Iterable[nn.Parameter] = ()) -> Iterator
     later.keep(but)
     token = _later.set(later)
     try:
-        with later._entered(), _Interception(later):
+        with later.entered(), _Interception(later):
             yield
     finally:
         _later.reset(token)
@@ -199,21 +126,24 @@ class _Interception(TorchFunctionMode):
         super().__init__()
         self._later = later
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func not in _OPERATIONS:
             return func(*args, **kwargs)
-        rest = {k: v for k, v in kwargs.items() if k not in ("input", "weight", "bias")}
-        named = {k: v for k, v in kwargs.items() if k not in rest}
-        named |= dict(zip(("input", "weight", "bias"), args, strict=False))
-        given, weight, bias = named["input"], named["weight"], named.get("bias")
+        rest = dict(kwargs)
+        named = [rest.pop(name, None) for name in _OPERANDS[len(args) :]]
+        given, weight, bias = (*args[:3], *named)
         if not self._later.takes(given, weight):
             return func(*args, **kwargs)
+        more = args[3:]  # all of args would keep the input alive
         if func is F.linear:
             result = put_off_linear(TORCH, given, weight, bias, self._later)
-            if result is not None:
-                return result
-        more = args[3:]  # all of args would keep the input alive
+        else:
+            result = put_off_convolution(func, given, weight, bias, more, rest, self._later)
+        if result is not None:
+            return result
 
         def operation(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             result: Tensor = func(given, weight, bias, *more, **rest)
@@ -338,9 +268,3 @@ def _stand_in(tensor: Tensor | None) -> Tensor | None:
 
 def _is_computed(bias: Tensor | None) -> bool:
     return bias is not None and bias.requires_grad and not isinstance(bias, nn.Parameter)
-
-
-def _saving_hooks() -> Any:
-    """The hooks that a checkpoint has set just now; None where torch does not tell."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top(True) if top is not None else None

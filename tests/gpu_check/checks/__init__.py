@@ -22,6 +22,7 @@ CHECKS = (
     _check("families", "numbers", "every tiny family trains in bf16", limit_s=900),
     _check("deterministic", "numbers", "the same run twice, bit for bit", limit_s=400),
     _check("split-backwards", "numbers", "whole and split backwards, bit for bit", limit_s=400),
+    _check("engine", "numbers", "Transformer Engine's layers, whole and split", Need.GPU),
     _check("checkpoints", "numbers", "saved here, continued on a CPU and back", limit_s=400),
     _check("samples", "numbers", "a checkpoint is sampled from and exported"),
     _check("profiles", "costs", "measured layers beside analytic ones", limit_s=1800),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
 
+from tests.gpu_check.alone import join
 from tests.gpu_check.bench import Bench
-from tests.gpu_check.check import Figures
+from tests.gpu_check.check import Figures, Skipped
 
 THREE = ("--global-batch-size", "8", "--train-iters", "3")
 CPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -129,6 +131,23 @@ def split_backwards(bench: Bench) -> Figures:
         cases += [(family, case), (family, replace(case, schedule=split(whole, 2)))]
     found = bench.cases(1, cases, "alone")
     return compared(bench, [(f, "split") for f in FAMILIES], found[1::2], found[::2])
+
+
+def engine(bench: Bench) -> Figures:
+    """Transformer Engine's layers, whole and with weight gradients left for later: bit for bit."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise Skipped("Transformer Engine is not installed")
+    join()
+    from tests.model_specs.engine.waiting import layers, steps
+
+    ways = layers("cuda")
+    bench.figures["ways"] = [{"way": way, **of} for way, of in ways.items()]
+    late = steps("cuda")
+    bench.figures["steps"] = [{"step": name, "differs": of} for name, of in late.items()]
+    wrong = [way for way, of in ways.items() if of["differs"] or of["waited"] != of["expected"]]
+    wrong += [name for name, differs in late.items() if differs]
+    assert not wrong, f"these differ: {', '.join(wrong)}"
+    return bench.figures
 
 
 def compared(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
-from megatron_pulse.planner.tune.config import Choices, Config, configs
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.profile.profile import (
     LayerTimes,
@@ -109,7 +109,9 @@ def random_evaluator(seed: int) -> tuple[Evaluator, list[Config]]:
         micro_batch_size=rng.choice([(1,), (1,), (1, 2)]),
         split=one if few else both,
         ample=rng.choice([(False,), both]),
-        recompute=rng.choice([(False,), (True,)]),
+        recompute=rng.choice(
+            [(Recompute.NEVER,), (Recompute.ALWAYS,), (Recompute.NEVER, Recompute.NEEDED)]
+        ),
         distributed_optimizer=rng.choice([(False,), (True,)]),
     )
     found = configs(machine.num_devices, inside, count, bool(skips), choices)

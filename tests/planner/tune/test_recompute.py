@@ -182,7 +182,8 @@ EDITS: dict[str, tuple[Edit, str]] = {
         put("rank_order", to=lambda r: "tp-pp-dp" if r == "tp-dp-pp" else "tp-dp-pp"),
         "times.edges.0.2 is",
     ),
-    "recompute": (put("recompute", to=True), "times.backward.0 is"),
+    "recompute": (lambda r: r["recompute"].append(r["stages"][0][1]), "times.backward.0 is"),
+    "recompute what": (put("recompute", to=["attic"]), "recompute: no stage has a layer 'attic'"),
     "optimizer": (put("distributed_optimizer", to=False), "predicted.memory_bytes.0 is"),
     "overlap": (put("overlap_grad_reduce", to=False), "overlap_grad_reduce is False"),
     "first layer moved": (move(1, 0), "times.forward.0 is"),
@@ -334,7 +335,7 @@ def test_a_run_refuses_it_too(sound: Record, tmp_path: Path) -> None:
         load_checked(file)
 
 
-@pytest.mark.parametrize("version", ["1", "3"])
+@pytest.mark.parametrize("version", ["2", "4"])
 def test_another_version_is_one_error_that_says_what_to_do(
     version: str, sound: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

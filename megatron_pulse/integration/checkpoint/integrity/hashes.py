@@ -1,22 +1,28 @@
-"""Sizes and SHA-256 of a checkpoint's files, which its ``metadata.json`` keeps, and what differs.
+"""Sizes and hashes of a checkpoint's files, which its ``metadata.json`` keeps, and what differs.
 
 They stand in the file that Megatron writes last, so that a checkpoint cannot lose them and still
-look complete. Files are hashed in chunks: many ranks share the work evenly, whatever the number of
-files, and what is read first can be verified without the rest.
+look complete. Files are hashed while they are written, in chunks: many ranks share the reading
+evenly, whatever the number of files, and what is read first can be verified without the rest.
+
+The hash is XXH3 of 128 bits, which tells damage as SHA-256 does and takes little of a save; SHA-256
+are the hashes of earlier checkpoints.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Buffer, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 
 from megatron_pulse.faults import Faults
 from megatron_pulse.file_kinds import FileKind
@@ -40,12 +46,66 @@ _MEGATRONS = {
 _READ_BYTES = 1 << 20
 
 
+class HashKind(StrEnum):
+    """What chunks are hashed by; the name is that in ``metadata.json``."""
+
+    XXH3 = "xxh3_128"
+    SHA256 = "sha256"
+
+    def begin(self) -> Any:
+        """A hash of nothing yet."""
+        return xxhash.xxh3_128() if self is HashKind.XXH3 else hashlib.sha256()
+
+
 @dataclass(frozen=True)
 class FileHash:
-    """What a file holds: its bytes, and the SHA-256 of each ``CHUNK_BYTES`` of them."""
+    """What a file holds: its bytes, and the hash of each ``CHUNK_BYTES`` of them."""
 
     num_bytes: int
     chunks: tuple[str, ...]
+    kind: HashKind = HashKind.XXH3
+
+
+class HashedFile(io.FileIO):
+    """A new file that is hashed while it is written, from its beginning on."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, "wb")
+        self._num_bytes = 0
+        self._chunks: list[str] = []
+        self._digest = HashKind.XXH3.begin()
+
+    def write(self, content: Buffer, /) -> int:
+        """As of a raw file: the bytes that were written may be fewer."""
+        written = super().write(content)
+        rest = memoryview(content)[:written]
+        while rest:
+            part = rest[: CHUNK_BYTES - self._num_bytes % CHUNK_BYTES]
+            self._digest.update(part)
+            self._num_bytes += len(part)
+            rest = rest[len(part) :]
+            if self._num_bytes % CHUNK_BYTES == 0:
+                self._chunks.append(self._digest.hexdigest())
+                self._digest = HashKind.XXH3.begin()
+        return written
+
+    @property
+    def hashed(self) -> FileHash:
+        """What was written."""
+        chunks = list(self._chunks)
+        if self._num_bytes % CHUNK_BYTES or not chunks:
+            chunks.append(self._digest.hexdigest())
+        return FileHash(self._num_bytes, tuple(chunks))
+
+
+class BufferedFile(io.BufferedWriter):
+    """What Megatron's writers write to: what they sync by its number is there before."""
+
+    def fileno(self) -> int:
+        """The file's number."""
+        if not self.closed:
+            self.flush()
+        return super().fileno()
 
 
 @dataclass(frozen=True)
@@ -56,21 +116,19 @@ class Chunk:
     index: int
 
 
-def hash_written(folder: Path) -> dict[str, FileHash]:
-    """What this job has just written into ``folder`` (collective): each rank hashes its own."""
-    rank = dist.get_rank()
-    mine = sorted(path.name for path in folder.glob(f"__{rank}_*.distcp"))
-    if rank == 0:
-        mine.append(INDEX)
-    told: list[dict[str, FileHash]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(told, {name: _hash_file(folder / name) for name in mine})
+def gather_hashes(folder: Path, mine: Mapping[str, FileHash]) -> dict[str, FileHash]:
+    """What all ranks have written into ``folder`` (collective), with the index of rank 0."""
+    if dist.get_rank() == 0:
+        mine = {**mine, INDEX: _hash_file(folder / INDEX)}
+    told: list[Mapping[str, FileHash]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(told, mine)
     return {name: hashed for part in told for name, hashed in sorted(part.items())}
 
 
 def sealed(config: Mapping[str, Any], hashes: Mapping[str, FileHash]) -> str:
     """The text of ``metadata.json``: Megatron's ``config``, the hashes, and that of both."""
     files = {
-        name: {"bytes": hashed.num_bytes, "sha256": list(hashed.chunks)}
+        name: {"bytes": hashed.num_bytes, hashed.kind.value: list(hashed.chunks)}
         for name, hashed in hashes.items()
     }
     record = {**config, _HASHES: {"chunk_bytes": CHUNK_BYTES, "files": files}}
@@ -95,15 +153,17 @@ def read_hashes(folder: Path) -> dict[str, FileHash] | None:
     try:
         if record[_HASHES]["chunk_bytes"] != CHUNK_BYTES:
             raise ValueError
-        hashes = {
-            name: FileHash(hashed["bytes"], tuple(hashed["sha256"]))
-            for name, hashed in record[_HASHES]["files"].items()
-        }
+        hashes = {name: _file_hash(hashed) for name, hashed in record[_HASHES]["files"].items()}
         if text != sealed(config, hashes):
             raise ValueError
     except (KeyError, TypeError, AttributeError, ValueError):
         raise Faults([f"{METADATA}: its content is not what was saved"]) from None
     return hashes
+
+
+def _file_hash(record: Mapping[str, Any]) -> FileHash:
+    (kind,) = record.keys() - {"bytes"}
+    return FileHash(record["bytes"], tuple(record[kind]), HashKind(kind))
 
 
 def all_chunks(hashes: Mapping[str, FileHash]) -> list[Chunk]:
@@ -156,7 +216,9 @@ def find_hash_faults(
 
 def _differs(folder: Path, chunk: Chunk, hashed: FileHash) -> bool:
     try:
-        return _hash_chunk(folder / chunk.name, chunk.index) != hashed.chunks[chunk.index]
+        return (
+            _hash_chunk(folder / chunk.name, chunk.index, hashed.kind) != hashed.chunks[chunk.index]
+        )
     except (OSError, IndexError):  # what a disk cannot read; beyond what was saved
         return True
 
@@ -167,14 +229,14 @@ def _hash_file(path: Path) -> FileHash:
     return FileHash(num_bytes, tuple(_hash_chunk(path, i) for i in range(num_chunks)))
 
 
-def _hash_chunk(path: Path, index: int) -> str:
-    digest, left = hashlib.sha256(), CHUNK_BYTES
+def _hash_chunk(path: Path, index: int, kind: HashKind = HashKind.XXH3) -> str:
+    digest, left = kind.begin(), CHUNK_BYTES
     with path.open("rb", buffering=0) as file:
         file.seek(index * CHUNK_BYTES)
         while left and (part := file.read(min(left, _READ_BYTES))):
             digest.update(part)
             left -= len(part)
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
 def _text(record: Mapping[str, Any]) -> str:

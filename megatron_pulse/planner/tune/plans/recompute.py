@@ -20,7 +20,7 @@ from megatron_pulse.planner.plan_file.check import machine_faults, rank_faults
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, read_plan, to_record
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.filling import filling_faults
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
@@ -77,7 +77,7 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
     evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning)
     config, count = _config(plan), plan.num_microbatches
     evaluator.refuse(config)
-    stages = evaluator.cut(config, plan.partition)
+    stages = evaluator.cut_with(config, plan.partition, plan.recomputed)
     if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):
         config = replace(config, ample=True)
     problem, known = evaluator.problem(config, count, stages), plan.provenance["schedule"]
@@ -117,7 +117,7 @@ def _config(plan: PlanFile) -> Config:
         plan.micro_batch_size,
         layout_of(str(placement.kind)).with_chunks(placement.num_chunks),
         split=plan.problem.weight_grad is not None,
-        recompute=plan.recompute,
+        recompute=Recompute.NEEDED,
         distributed_optimizer=plan.distributed_optimizer,
         pipeline_inside=plan.rank_order == "tp-pp-dp",
     )

@@ -35,7 +35,7 @@ def plan_of(
         rank_order="tp-pp-dp" if config.pipeline_inside else "tp-dp-pp",
         global_batch_size=outcome.global_batch_size,
         micro_batch_size=config.micro_batch_size,
-        recompute=config.recompute,
+        recompute=tuple(names[i] for i in sorted(stages.recompute)),
         distributed_optimizer=config.distributed_optimizer,
         overlap_grad_reduce=config.data > 1,
         stages=tuple(

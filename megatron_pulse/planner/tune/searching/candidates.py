@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from megatron_pulse.planner.layout.layouts import LAYOUTS, Layout
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.stages import Stages
 
 MOST_KNOWN = 4
@@ -104,7 +104,8 @@ def neighbours(config: Config) -> Iterator[Config]:
         yield replace(config, micro_batch_size=size)
     yield replace(config, split=not config.split)
     yield replace(config, ample=not config.ample)
-    yield replace(config, recompute=not config.recompute)
+    for recompute in set(Recompute) - {config.recompute}:
+        yield replace(config, recompute=recompute)
     yield replace(config, distributed_optimizer=not config.distributed_optimizer)
     yield replace(config, pipeline_inside=not config.pipeline_inside)
     for layout in LAYOUTS.values():

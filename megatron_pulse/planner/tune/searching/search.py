@@ -30,7 +30,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from megatron_pulse.planner.schedule.search.synthesize import get_ready
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
@@ -259,6 +259,8 @@ class _Search:
         if not self.known.of(candidate.kind):
             self.known.learn(candidate.kind, self.found_by(evaluator.cheap_cuts, config))
         choices = [evaluator.cut(config, cuts) for cuts in self.known.of(candidate.kind)]
+        if config.recompute is Recompute.NEEDED and not all(s.recompute for s in choices):
+            raise UnfitError(Unfit.SAME, f"{config}: no activations need to be computed again")
         estimates = [evaluator.cut_estimate(config, stages) for stages in choices]
         fitting = [i for i, stages in enumerate(choices) if evaluator.fits(stages)]
 
@@ -345,6 +347,8 @@ class _Search:
         for cut in more[: 1 + (config.layout.num_chunks > 1) + has_several(config)]:
             with suppress(UnfitError, _TooLongError):
                 choices.append(evaluator.cut(config, self.found_by(cut, config)))
+        with suppress(UnfitError, _TooLongError):
+            choices += self.found_by(self.roomy, config)
         todo = [] if candidate.final else [(candidate.reached_s, candidate.stages)]
         seen = [candidate.stages.partition]
         for stages in choices[1:]:
@@ -357,6 +361,10 @@ class _Search:
         for rank, (_, stages) in enumerate(todo):
             if rank < SEARCHED or stages.partition == own:
                 self.evaluate(candidate, "searched", stages)
+
+    def roomy(self, config: Config) -> list[Stages]:
+        """The config's stages by cuts that leave more room."""
+        return [self.evaluator.cut(config, cuts) for cuts in self.evaluator.roomy_cuts(config)]
 
     def evaluate(self, candidate: Candidate, how: str, stages: Stages | None) -> Outcome:
         """The simulation, listed."""

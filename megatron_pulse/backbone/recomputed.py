@@ -1,0 +1,33 @@
+"""Which layers compute their activations again in the backward pass instead of keeping them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+from itertools import groupby
+
+from megatron_pulse.faults import Faults, unmatched
+
+
+def recomputed_layers(names: Sequence[str], patterns: Collection[str]) -> frozenset[int]:
+    """The layers, of a chain with these ``names``, that match one of ``patterns`` (fnmatch's).
+
+    Raises Faults (a ValueError) with every pattern that matches none.
+    """
+    found = frozenset(
+        i for i, name in enumerate(names) if any(fnmatchcase(name, p) for p in patterns)
+    )
+    if faults := unmatched(patterns, names, "layer"):
+        raise Faults(faults)
+    return found
+
+
+def tell_layers(layers: Collection[int], count: int) -> str:
+    """``layers`` of ``count`` in a word or two: ``none``, ``all``, ``0-3, 7``."""
+    if len(layers) in (0, count):
+        return "all" if layers else "none"
+    told = []
+    for _, run in groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0]):
+        first, *rest = (layer for _, layer in run)
+        told.append(f"{first}-{rest[-1]}" if rest else str(first))
+    return ", ".join(told)

@@ -1,0 +1,236 @@
+"""Where a config's chain is cut: without regard to memory, and so that activations have room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import combinations, pairwise
+
+from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.planner.layout.crossing import crossings
+from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
+from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.costs import Unfit, UnfitError
+from megatron_pulse.planner.tune.sparing import Sparing
+from megatron_pulse.planner.tune.stages import Stages
+
+type CostsKey = tuple[int, frozenset[int], int]
+"""What a chain's costs depend on: microbatch size, what is computed again, tensor degree."""
+
+SHARES = (1.0, 0.7, 0.4)
+"""Of what is in flight at full rate, for which cuts are looked for that leave room."""
+
+MOVES = 200
+"""Moved cuts that are looked at, at the most, where activations are computed again."""
+
+NEAR = 0.02
+"""How far above the least load one is that counts as near it, as a share."""
+
+
+class Chain(Sparing):
+    """One backbone's chain on one cluster: the stages and schedule problems of configs.
+
+    Arguments are those of ``Costs``. Where ``stages`` may be given, the default are the config's
+    own.
+    """
+
+    @cached_property
+    def _stages_of(self) -> Callable[[Config], Stages | UnfitError]:
+        return lru_cache(maxsize=4096)(self._make_stages)
+
+    @cached_property
+    def _partition_of(
+        self,
+    ) -> Callable[[CostsKey, Placement, Goal], Partition | PartitionError]:
+        return lru_cache(maxsize=1024)(self._find_partition)
+
+    def stages(self, config: Config) -> Stages:
+        """The config's own: of its best cuts. Raises UnfitError.
+
+        Split backwards do not bear on it, nor does ample room where nothing is computed again.
+        """
+        key = replace(config, split=False)
+        if config.recompute is not Recompute.NEEDED:
+            key = replace(key, ample=False)
+        found = self._stages_of(key)
+        if isinstance(found, UnfitError):
+            raise UnfitError(found.reason, found.detail)
+        return found
+
+    def problem(
+        self, config: Config, num_microbatches: int, stages: Stages | None = None
+    ) -> ScheduleProblem:
+        """The schedule to find; its memory is bytes. Raises UnfitError."""
+        return self.problem_of(config, num_microbatches, stages or self.stages(config))
+
+    def cut(self, config: Config, partition: Partition) -> Stages:
+        """The config's stages by these cuts, whether or not they fit; of as few layers as are
+        needed activations are computed again, where it says so."""
+        needed = config.recompute is Recompute.NEEDED
+        chosen = self.needed(config, partition) if needed else self.recomputed(config)
+        return self.cut_with(config, partition, chosen)
+
+    def cheap_cuts(self, config: Config) -> Partition:
+        """Cuts of about the least load, whatever memory and all else; raises UnfitError for none.
+
+        Several stages or pairs of stages of a device are cut as if each had one of its own. A stage
+        for each device is cut at its best, which takes as little.
+        """
+        placement, goal = config.placement, self._goal(config)
+        num = placement.num_stages
+        spread = fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
+        if placement.num_chunks > 1:
+            goal = replace(goal, order=("load",))
+        return Partition(placement, self._best_cuts(config, spread, goal).cuts)
+
+    def level_cuts(self, config: Config) -> Partition:
+        """Cuts with the least largest stage, whatever memory; raises UnfitError for none.
+
+        Several stages of a device wait less for each other where all are alike.
+        """
+        goal = replace(self._goal(config), order=("stage", "load"))
+        return self._best_cuts(config, config.placement, goal)
+
+    def near_cuts(self, config: Config) -> Partition:
+        """Of those with about the least load the cuts with the least largest stage."""
+        goal = replace(self._goal(config), slack=NEAR)
+        return self._best_cuts(config, config.placement, goal)
+
+    def roomy_cuts(self, config: Config) -> Iterator[Partition]:
+        """Cuts that leave room for activations: for all that are in flight at full rate, and, where
+        they have a larger load, for a part of these. None where memory binds none of the others."""
+        best, goal = self.stages(config), self._goal(config)
+        found: list[Partition] = []
+        for share in SHARES:
+            if self.holds(config, best, share):
+                return
+            with_room = self._with_room(config, goal, best, share)
+            if isinstance(with_room, Partition) and with_room not in found:
+                found.append(with_room)
+                yield with_room
+
+    def _best_cuts(self, config: Config, placement: Placement, goal: Goal) -> Partition:
+        found = self._partition_of(self._costs_key(config), placement, goal)
+        if isinstance(found, PartitionError):
+            raise UnfitError(Unfit.PARTITION, f"{config}: {found}")
+        return found
+
+    def _costs_key(self, config: Config) -> CostsKey:
+        return config.micro_batch_size, self.recomputed(config), config.tensor
+
+    def _goal(self, config: Config) -> Goal:
+        home, ranks = config.placement.device_of_stage, self.ranks(config)
+        goal = Goal(collocate=config.layout.collocates)
+        links = {ranks.link(a, b) for a, b in zip(home, home[1:], strict=False) if a != b}
+        if links:
+            slowest = max(links, key=lambda link: (link.time_s(1 << 20), link.latency_s))
+            goal = replace(goal, link=slowest)
+        return goal
+
+    def _make_stages(self, config: Config) -> Stages | UnfitError:
+        placement, goal = config.placement, self._goal(config)
+        found = self._partition_of(self._costs_key(config), placement, goal)
+        if isinstance(found, PartitionError):
+            return UnfitError(Unfit.PARTITION, f"{config}: {found}")
+        free = self.cut(config, found)
+        fitting = [free] * self.fits(free)
+        if fitting and not (free.recompute and config.recompute is Recompute.NEEDED):
+            return free
+        why: object = "no cuts that were found leave room for a microbatch on every device"
+        for share in SHARES:
+            with_room = self._with_room(config, goal, free, share)
+            if isinstance(with_room, Partition):
+                stages = self.cut(config, with_room)
+                fitting += [stages] * self.fits(stages)
+                break
+            why = with_room
+        if not fitting:
+            return UnfitError(Unfit.ACTIVATIONS, f"{config}: {why}")
+        if config.recompute is Recompute.NEEDED:
+            fitting = [self._moved(config, goal, stages) for stages in fitting]
+        return min(fitting, key=lambda stages: self._load_s(goal, stages))
+
+    def _load_s(self, goal: Goal, stages: Stages) -> float:
+        """Seconds of the busiest device on a microbatch, with its messages."""
+        return max(goal.evaluate(stages.costs, stages.partition).load_s)
+
+    def _moved(self, config: Config, goal: Goal, stages: Stages) -> Stages:
+        """The same with a cut moved, or two, as long as that is better: what each device computes
+        again is found anew, and as much is in flight."""
+        share = next((share for share in SHARES if self.holds(config, stages, share)), 0.0)
+        least, looks, better = self._load_s(goal, stages), MOVES, True
+        while better:
+            better = False
+            for cuts in _moves(stages.partition.cuts):
+                partition = Partition(config.placement, cuts)
+                if not _is_legal(self.costs(config), partition, goal):
+                    continue
+                if not looks:
+                    return stages
+                looks -= 1
+                moved = self.cut(config, partition)
+                load = self._load_s(goal, moved)
+                if load < least * (1 - 1e-9) and self.holds(config, moved, share):
+                    stages, least, better = moved, load, True
+                    break
+        return stages
+
+    def _with_room(
+        self, config: Config, goal: Goal, free: Stages, share: float
+    ) -> Partition | PartitionError:
+        """Cuts that leave room for a share of what is in flight at full rate, or why there are
+        none.
+
+        Where activations may be computed again, it is of as few layers (``levels``) as give any
+        such cuts; which of them a device then has to is found for it alone (``cut``). Messages and
+        what works are taken to need about as much as with ``free`` cuts.
+        """
+        placement, levels = config.placement, [self.recomputed(config)]
+        if config.recompute is Recompute.NEEDED:
+            levels = self.levels(config)
+        rule = self.rule(config, share, max(free.transient_bytes))
+        tight = replace(goal, memory=lambda _: rule)
+        low, high = 0, len(levels) - 1
+        found: Partition | PartitionError = PartitionError("no cuts leave room for activations")
+        while low <= high:
+            middle = (low + high) // 2
+            costs = self.costs(config, levels[middle])
+            try:
+                found = find_partition(costs, placement, tight, explain=False)
+                high = middle - 1
+            except PartitionError as error:
+                if not isinstance(found, Partition):
+                    found = error
+                low = middle + 1
+        return found
+
+    def _find_partition(
+        self, costs_key: CostsKey, placement: Placement, goal: Goal
+    ) -> Partition | PartitionError:
+        """The best cut without regard to memory, or why there is none; the same for many."""
+        try:
+            return find_partition(self._costs_of(*costs_key), placement, goal, explain=False)
+        except PartitionError as error:
+            return error
+
+
+def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """``cuts`` with one between two stages a layer further or less, or two of them."""
+    inner = range(1, len(cuts) - 1)
+    ones = [((k, step),) for k in inner for step in (1, -1)]
+    for steps in (*ones, *((*a, *b) for a, b in combinations(ones, 2))):
+        moved = list(cuts)
+        for k, step in steps:
+            moved[k] += step
+        if all(a < b for a, b in pairwise(moved)) and tuple(moved) != cuts:
+            yield tuple(moved)
+
+
+def _is_legal(costs: ChainCosts, partition: Partition, goal: Goal) -> bool:
+    """Whether skips stay on their devices where they have to, and each stage in its chain."""
+    starts = tuple(partition.cuts[stage] for stage in partition.placement.starts)
+    travels = goal.collocate and any(crossing.skip for crossing in crossings(costs, partition))
+    return starts == costs.starts and not travels

@@ -1,0 +1,164 @@
+"""torch's ``fully_shard`` itself beside the contestant that has its communication.
+
+    .venv/bin/python -m tests.benchmarks.fully_sharded [--backbone uvit-2.7b] [--rate 10]  # as root
+
+On a CPU it has no streams: what it takes here is no figure of FSDP2 (see ``sharded``). That both
+gather and reduce the same in the same order is tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.benchmarks.cell import compute_s
+from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Engine
+from tests.benchmarks.data_parallel import SleepingLayer
+from tests.benchmarks.emulation import emulate
+from tests.benchmarks.network import Node, namespaces, sent_bytes, unavailable
+from tests.benchmarks.sharded import sharded
+from tests.benchmarks.sharded_best import DataParallel
+from tests.benchmarks.sharding import Gathering, Sharding, asked_soon
+from tests.ranks import run_ranks
+
+
+@dataclass
+class Called:
+    """Elements of what was gathered and reduced over a group, and of shards summed over groups."""
+
+    gathered: list[int] = field(default_factory=list)
+    reduced: list[int] = field(default_factory=list)
+    summed: list[int] = field(default_factory=list)
+
+
+def fully_sharded(way: Sharding, called: Called | None = None) -> Callable[[], None]:
+    """A step of ``way`` by torch, noting what is ``called``. Collective."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+        DefaultAllGather,
+        DefaultReduceScatter,
+    )
+
+    shape = (way.num_devices,) if way.replicas == 1 else (way.replicas, way.group)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
+    layers = [SleepingLayer(u.forward_s, u.backward_s, u.elements) for u in way.units]
+    each_pass, whole_step = (way.gathering is g for g in (Gathering.PASS, Gathering.STEP))
+    near_begin = [asked_soon(at, way) for at in range(len(layers))]
+    units: list[Any] = [
+        fully_shard(layer, mesh=mesh, reshard_after_forward=each_pass and not near_end)
+        for layer, near_end in zip(layers, near_begin[::-1], strict=True)
+    ]
+    model: Any = fully_shard(nn.Sequential(*layers), mesh=mesh, reshard_after_forward=False)
+    if called is not None:
+        log = called
+
+        class Gather(DefaultAllGather):  # type: ignore[misc]
+            def __call__(self, output_tensor: Any, *rest: Any, **more: Any) -> Any:
+                log.gathered.append(output_tensor.numel())
+                return super().__call__(output_tensor, *rest, **more)
+
+        class Reduce(DefaultReduceScatter):  # type: ignore[misc]
+            def __call__(self, output_tensor: Any, input_tensor: Any, *a: Any, **more: Any) -> Any:
+                log.reduced.append(input_tensor.numel())
+                return super().__call__(output_tensor, input_tensor, *a, **more)
+
+        for unit in units:
+            unit.set_custom_all_gather(Gather())
+            unit.set_custom_reduce_scatter(Reduce())
+            if way.replicas > 1:
+                unit.set_all_reduce_hook(lambda shard: log.summed.append(shard.numel()))
+    for at, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[at + 1 : at + 1 + way.prefetch])
+        # The first unit would gather the last of the microbatch before, if it were given nothing.
+        before = units[max(0, at - way.prefetch) : at][::-1] or [unit]
+        unit.set_modules_to_backward_prefetch(before)
+    x = torch.zeros(1, requires_grad=True)
+
+    def step() -> None:
+        for microbatch in range(way.count):
+            last = microbatch + 1 == way.count
+            model.set_requires_gradient_sync(last or not way.reduce_once)
+            model.set_requires_all_reduce(last)
+            model.set_is_last_backward(last)
+            for unit, near in zip(units, near_begin, strict=True):
+                unit.set_reshard_after_backward(last or not (whole_step or near))
+            model(x).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    return step
+
+
+def called_by_torch(way: Sharding) -> Called:
+    """On a rank: what a step of torch's calls, the second as every other. Collective."""
+    called = Called()
+    step = fully_sharded(way, called)
+    step()
+    for calls in (called.gathered, called.reduced, called.summed):
+        calls.clear()
+    step()
+    return called
+
+
+def _measure(nodes: list[Node], contestants: list[Contestant]) -> list[tuple[float, int]]:
+    """On a rank: seconds and bytes sent of torch's and of our step of each, in turn."""
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    nodes[int(os.environ["RANK"])].enter()
+    os.environ["MASTER_ADDR"] = nodes[0].address
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    found = []
+    for contestant in contestants:
+        assert contestant.sharding is not None
+        for step in (fully_sharded(contestant.sharding), sharded(contestant).step):
+            step()
+            dist.barrier()
+            sent = sent_bytes()
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            dist.barrier()
+            found.append((time.perf_counter() - start, sent_bytes() - sent))
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backbone", default="uvit-2.7b")
+    parser.add_argument("--rate", type=float, default=10.0, help="GB/s of a real V100's link")
+    parser.add_argument("--memory-gb", type=float, default=32.0)
+    args = parser.parse_args()
+    if why := unavailable():
+        sys.exit(f"the benchmark needs network namespaces: {why}")
+    emulation, ranks = emulate(args.backbone), 4
+    link = emulation.link(args.rate * 1e9)
+    samples = 2 * ranks * emulation.micro_batch_size
+    plan = DataParallel(emulation, link, ranks, samples, 0.9e9 * args.memory_gb)
+    entered = [c for c in plan.offers()[0] if c.engine is Engine.FSDP2]
+    with namespaces(ranks, emulation.rate_mbit(args.rate * 1e9)) as nodes:
+        measured = run_ranks(ranks, _measure, nodes, entered)
+    for at, contestant in enumerate(entered):
+        print(f"{contestant.way}: computing {compute_s(contestant) / ranks:.2f} s")
+        for who, column in (("torch's fully_shard", 2 * at), ("the contestant", 2 * at + 1)):
+            seconds = max(rank[column][0] for rank in measured)
+            sent = sum(rank[column][1] for rank in measured)
+            print(f"  {who}: {seconds:.2f} s, {sent / 1e6:.1f} MB sent")
+
+
+if __name__ == "__main__":
+    main()

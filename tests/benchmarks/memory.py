@@ -1,0 +1,123 @@
+"""What a cap on memory costs: the tuner's choice without recomputation, with as little as is
+needed, and with all of it, by simulation on analytic V100s.
+
+    python -m tests.benchmarks.memory --json memory.json
+    python -m tests.benchmarks.memory --table layers.json --gb 48,80     # of a table of layers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
+from megatron_pulse.planner.tune.config import Choices, Recompute
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.devices import PRESETS, Roofline
+from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.table import read_table
+from tests.benchmarks.emulation import real_backbone
+
+RANKS, USABLE = 4, 0.9
+RATES = (10.0, 1.25)
+"""GB/s of a device's link."""
+
+CASES = {
+    "sd-v2-4.6b": (256, (1, 2, 4, 8, 16), (32.0, 28.0)),
+    "uvit-2.7b": (128, (1, 2, 4, 8, 16), (32.0, 28.0)),
+    "hunyuan-dit-3b": (16, (1, 2), (32.0, 20.0)),
+    "sdxl": (8, (1, 2), (32.0, 24.0, 20.0)),
+}
+"""Of each backbone the samples of a step, microbatch sizes, and GB of a device."""
+
+WAYS = {
+    "none": (Recompute.NEVER,),
+    "needed": (Recompute.NEVER, Recompute.NEEDED),
+    "all": (Recompute.ALWAYS,),
+}
+
+
+def cells(args: argparse.Namespace) -> Iterator[tuple[str, Profile, int, tuple[int, ...], float]]:
+    """Name, profile, samples, microbatch sizes and GB of each."""
+    roofline = Roofline(PRESETS["V100-32GB"], "float16")
+    if args.table is not None:
+        profile = read_table(args.table, roofline, (1,))
+        yield from ((args.table.stem, profile, 8, (1,), gb) for gb in args.gb or (48.0, 80.0))
+        return
+    for name in args.backbones:
+        samples, sizes, caps = CASES[name]
+        profile = analyse(real_backbone(name), sizes, roofline)
+        yield from ((name, profile, samples, sizes, gb) for gb in args.gb or caps)
+
+
+def best(
+    profile: Profile, samples: int, sizes: tuple[int, ...], rate: float, gb: float, way: str,
+    seconds: float,
+) -> Outcome | None:  # fmt: skip
+    """The tuner's choice in so many seconds of this process's time; None where nothing fits."""
+    link = ClusterLink("other", rate, 10.0, Shared.DEVICE)
+    cluster = Cluster("cap", RANKS, 1, gb, "V100-32GB", link, link, usable_memory=USABLE)
+    evaluator = Evaluator(profile, cluster, samples)
+    choices = Choices(pipeline=(RANKS,), tensor=(1,), micro_batch_size=sizes, recompute=WAYS[way])
+    budget = Budget(seconds, time.process_time)
+    found = search(evaluator, evaluator.candidates(choices), 1, budget)
+    return found.outcomes[0] if found.outcomes else None
+
+
+def row(name: str, rate: float, gb: float, found: dict[str, Outcome | None]) -> dict[str, Any]:
+    """A cell as JSON keeps it."""
+    return {
+        "backbone": name,
+        "gb_per_s": rate,
+        "gb": gb,
+        **{
+            way: outcome
+            and {
+                "samples_per_s": outcome.throughput,
+                "config": str(outcome.config),
+                "recomputed": len(outcome.stages.recompute),
+                "memory_gb": max(outcome.memory_bytes) / 1e9,
+            }
+            for way, outcome in found.items()
+        },
+    }
+
+
+def main() -> None:
+    """Search and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backbones", type=lambda t: t.split(","), default=list(CASES))
+    parser.add_argument("--table", type=Path, help="of layers, instead of backbones")
+    parser.add_argument("--gb", type=lambda t: tuple(map(float, t.split(","))), help="of a device")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each search")
+    parser.add_argument("--json", type=Path, help="write rows here")
+    args = parser.parse_args()
+    rows = []
+    print("| backbone | GB/s | GB | " + " | ".join(WAYS) + " | layers computed again, GB held |")
+    print("|" + "---|" * (4 + len(WAYS)))
+    for name, profile, samples, sizes, gb in cells(args):
+        for rate in RATES:
+            found = {
+                way: best(profile, samples, sizes, rate, gb, way, args.seconds) for way in WAYS
+            }
+            rates = [f"{o.throughput:.3g}" if o is not None else "-" for o in found.values()]
+            if (own := found["needed"]) is not None:
+                held = max(own.memory_bytes) / 1e9
+                rates.append(f"{len(own.stages.recompute)} of {len(profile.layers)}, {held:.1f}")
+            print(f"| {name} | {rate:g} | {gb:g} | {' | '.join(rates)} |", flush=True)
+            rows.append(row(name, rate, gb, found))
+            if args.json is not None:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

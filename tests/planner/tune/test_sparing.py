@@ -1,0 +1,129 @@
+"""What is computed again is as little as will do: against all subsets, and all cuts of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations, product
+from math import inf
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.layout.layouts import LAYOUTS
+from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.sparing import Spared, least_work
+from tests.planner.tune.problems import cluster, profile
+
+ONE = Choices((LAYOUTS["sequential"], LAYOUTS["fold soft"]), (2,), (1,), (1,), split=(True,))
+BYTES = st.integers(10**3, 10**6)
+SECONDS = st.sampled_from([0.5, 1.0, 1.0, 2.0]) | st.floats(0.01, 3.0)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(SECONDS, BYTES, BYTES), min_size=1, max_size=7),
+    st.integers(0, 120),
+    BYTES,
+)
+def test_the_least_work_is_that_of_all_subsets(
+    rows: list[tuple[float, int, int]], percent: int, beside: int
+) -> None:
+    layers = [Spared(i, *row) for i, row in enumerate(rows)]
+    need = percent / 100 * sum(layer.num_bytes for layer in layers)
+
+    def enough(chosen: tuple[Spared, ...]) -> bool:
+        most = max([beside, *(each.transient for each in chosen)])
+        return sum(each.num_bytes for each in chosen) >= (need + most - beside) * (1 - 1e-12)
+
+    subsets = [c for n in range(len(layers) + 1) for c in combinations(layers, n)]
+    sufficient = [sum(each.seconds for each in chosen) for chosen in subsets if enough(chosen)]
+    found = least_work(layers, need, beside)
+    assert (found is None) == (not sufficient)
+    if found is not None:
+        assert enough(tuple(layers[i] for i in found))
+        # Bytes are rounded down to 1/4096 of the need, which may cost a layer where sums are tight.
+        assert sum(layers[i].seconds for i in found) <= 1.02 * min(sufficient) + 1e-9
+
+
+def tight(seed: int) -> tuple[Evaluator, Config]:
+    """A chain of few layers whose activations do not all fit on two devices."""
+    rng = random.Random(seed)
+    layout = LAYOUTS[rng.choice(["sequential", "fold soft"])]
+    chain = profile(rng, 8, rng.choice([0, 2]), saved_mb=rng.choice([100.0, 200.0]))
+    held = sum(layer.saved_bytes for layer in chain.times[1])
+    state = 18 * sum(layer.parameters for layer in chain.layers)
+    room = rng.uniform(0.5, 1.6) * held
+    machine = cluster(1, 2, memory_gb=(state / 2 + room) * 1.1 / 0.92e9, intra_gbs=200.0)
+    config = Config(2, 1, 1, 1, layout, split=True, ample=True, recompute=Recompute.NEEDED)
+    return Evaluator(chain, machine, 8), config
+
+
+def least_load(evaluator: Evaluator, config: Config) -> float | None:
+    """Seconds of the busiest device, at the least, of all cuts and all choices of layers that leave
+    room for what is in flight at full rate; None where there are none."""
+    profile, placement = evaluator.profile, config.placement
+    kept, again = (profile.at(1, recompute) for recompute in (False, True))
+    in_flight = evaluator.rule(config, 1.0, 0.0).in_flight
+    found = []
+    for inner in combinations(range(1, len(kept)), placement.num_stages - 1):
+        partition = Partition(placement, (0, *inner, len(kept)))
+        stages = evaluator.cut_with(config, partition, frozenset())
+        worst = 0.0
+        for device in range(placement.num_devices):
+            own = [
+                (i, in_flight[s])
+                for s in placement.stages_of_device(device)
+                for i in partition.layers_of_stage(s)
+            ]
+            beside = stages.state_bytes[device] + stages.carried_bytes[device]
+            least = inf
+            for chosen in product((False, True), repeat=len(own)):
+                held, seconds, working = beside, 0.0, 0.0
+                for (i, times), twice in zip(own, chosen, strict=True):
+                    costs, peak = again if twice else kept, profile.times[1][i].peak_bytes
+                    held += times * costs.saved_bytes[i]
+                    seconds += costs.forward_s[i] + costs.backward_s[i]
+                    working = max(working, peak - (0 if twice else kept.saved_bytes[i]))
+                if held + working <= evaluator.cluster.usable_bytes:
+                    least = min(least, seconds)
+            worst = max(worst, least)
+        found.append(worst)
+    return min(found) if min(found) < inf else None
+
+
+def test_cuts_and_what_is_computed_again_are_about_the_best_of_all() -> None:
+    over, num_recomputed = [], 0
+    for seed in (5, 7, 9, 13, 23, 30, 47, 60, 112, 119, 1, 10, 21):
+        evaluator, config = tight(seed)
+        best = least_load(evaluator, config)
+        assert best is not None
+        stages = evaluator.stages(config)
+        assert evaluator.holds(config, stages, 1.0)
+        costs = stages.costs
+        work = tuple(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
+        over.append(max(stages.per_device(stages.partition.per_stage(work))) / best - 1)
+        num_recomputed += bool(stages.recompute)
+    assert num_recomputed >= 10
+    assert min(over) > -1e-9 and max(over) < 0.05 and sum(over) / len(over) < 0.01
+
+
+def test_less_memory_computes_more_again_and_never_runs_slower_than_without() -> None:
+    evaluator, config = tight(47)
+    before: Outcome | None = None
+    for memory_gb in (evaluator.cluster.memory_gb * share for share in (4.0, 1.0, 0.9, 0.85)):
+        where = evaluator.on(replace(evaluator.cluster, memory_gb=memory_gb))
+        choices = {
+            words: search(where, where.candidates(replace(ONE, recompute=recompute)))
+            for words, recompute in (("never", ONE.recompute[:1]), ("as needed", ONE.recompute))
+        }
+        best = choices["as needed"].outcomes[0]
+        if never := choices["never"].outcomes:
+            assert best.step_s <= never[0].step_s * (1 + 1e-9)
+        assert max(best.memory_bytes) <= where.cluster.usable_bytes
+        assert before is None or before.step_s <= best.step_s * (1 + 1e-9)
+        before = best
+    assert best.stages.recompute
