@@ -172,6 +172,15 @@ def test_all_damage_is_listed_at_once(tmp_path):
     assert len(error.value.faults) == 3
 
 
+def test_a_changed_bit_of_null_conditioning_is_always_seen(tmp_path):
+    write(tmp_path, layout())
+    damaged = bytearray((tmp_path / "null-context.npy").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "null-context.npy").write_bytes(damaged)
+    with pytest.raises(DataError, match=r"null-context.npy differs from what was written"):
+        LatentFolder(tmp_path)
+
+
 def test_headers_must_fit_meta(tmp_path):
     write(tmp_path, layout())
     meta = json.loads((tmp_path / "meta.json").read_text())

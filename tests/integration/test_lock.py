@@ -147,6 +147,8 @@ def see_otherwise(folder: str) -> None:
     ):
         with pytest.raises(FolderInUse, match=told):
             lock_for_job(folder, found)
+    with pytest.raises(FolderInUse, match="--save /proc/runs cannot be written"):
+        lock_for_job("/proc/runs", None)
     lock = lock_for_job(folder, None)
     assert (lock is not None) == (dist.get_rank() == 0)
     dist.barrier()

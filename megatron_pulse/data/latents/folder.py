@@ -18,14 +18,19 @@ from megatron_pulse.data.latents.layout import Meta, ShardFile, sha256_of
 class LatentFolder(DiffusionDataset):
     """Latents and conditioning read through memory maps, which worker processes can share.
 
-    Opening checks meta, sizes and headers of all files, and with ``verify`` their SHA-256; all
-    faults are listed in one DataError.
+    Opening checks meta, sizes and headers of all files, and the SHA-256 of null conditioning, with
+    ``verify`` of all; all faults are listed in one DataError.
     """
 
     def __init__(self, root: str | Path, verify: bool = False) -> None:
         self.root = Path(root)
         meta = Meta.load(self.root)
-        faults = [fault for file in _files(meta) for fault in self._faults(*file, verify)]
+        read = tuple(meta.nulls.values())  # whole, at once: small, and in every batch
+        faults = [
+            fault
+            for file, shape, dtype in _files(meta)
+            for fault in self._faults(file, shape, dtype, verify or file in read)
+        ]
         if not meta.complete:
             faults.append(f"the folder is not finished: {meta.count} samples so far")
         if not meta.count:

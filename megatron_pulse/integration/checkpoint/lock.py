@@ -33,7 +33,7 @@ _LABELS: Mapping[str, str] = MappingProxyType(
 
 
 class FolderInUse(Exception):
-    """Another run writes into the folder; the message says which and what to do."""
+    """A run cannot have the folder to itself; the message says why and what to do."""
 
 
 class FolderLock:

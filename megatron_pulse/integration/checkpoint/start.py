@@ -236,7 +236,8 @@ def lock_for_job(save: str | None, found: str | None) -> FolderLock | None:
     """Let rank 0 hold ``save`` for the whole job (collective); None where there is nothing to hold.
 
     ``found`` is what this rank saw of the folder before, its ``newest_named``. Raises FolderInUse
-    on every rank if another run writes there, has just written, or ranks saw different folders.
+    on every rank if another run writes there, has just written, ranks saw different folders, or
+    the folder cannot be written.
     """
     if save is None:
         return None
@@ -248,6 +249,8 @@ def lock_for_job(save: str | None, found: str | None) -> FolderLock | None:
                 fault = f"another run has just saved {now} in {save}: start this one again"
         except FolderInUse as error:
             fault = str(error)
+        except OSError as error:
+            fault = f"--save {save} cannot be written ({error.strerror}): name a folder that can be"
     told: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(told, (fault, found))
     if (fault := told[0][0]) is None:
