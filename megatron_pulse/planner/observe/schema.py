@@ -26,7 +26,7 @@ _TRAFFIC = dict.fromkeys(("device", "sent_bytes", "received_bytes", "num_message
 
 _REQUIRED = (
     "schema machine world plan_digest backbone schedule placement device_of_stage num_microbatches"
-    " clock clock_accuracy_s steps"
+    " clock clock_accuracy_s stages run steps"
 )
 TRACE_FORM: dict[str, Any] = record(
     "a trace as a run with --pulse-trace writes it",

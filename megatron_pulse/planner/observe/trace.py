@@ -104,7 +104,7 @@ class Trace:
 
     ``world`` counts ranks (``size``) and how they are divided (``data``, ``tensor``, ``pipeline``).
     ``stages`` are the names of each stage's layers, ``run`` what else times depend on
-    (``micro_batch_size``, ``dtype``, ``threads``, ``recompute``); older traces have neither.
+    (``micro_batch_size``, ``dtype``, ``threads``, ``recompute``).
     """
 
     machine: Mapping[str, str]
@@ -224,7 +224,7 @@ def _to_json(step: StepTrace) -> dict[str, Any]:
 def _from_json(record: dict[str, Any]) -> Trace:
     fields = {name: value for name, value in record.items() if name != "schema"}
     fields["device_of_stage"] = tuple(record["device_of_stage"])
-    fields["stages"] = tuple(map(tuple, record.get("stages", ())))
+    fields["stages"] = tuple(map(tuple, record["stages"]))
     fields["steps"] = tuple(
         StepTrace(
             step["step"],
