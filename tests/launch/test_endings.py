@@ -134,7 +134,7 @@ def test_a_stopped_rank_is_named_though_it_hosts_the_store(tmp_path: Path) -> No
         port = free.getsockname()[1]
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     command = [sys.executable, *TRAINING, *pipeline(1)]
-    command += ["--save", tmp_path, "--pulse-timeout-s", "8"]
+    command += ["--save", tmp_path, "--pulse-timeout-s", "15"]
     with (
         session(command, **job, RANK="0", LOCAL_RANK="0") as host,
         session(command, **job, RANK="1", LOCAL_RANK="1") as other,
@@ -144,7 +144,7 @@ def test_a_stopped_rank_is_named_though_it_hosts_the_store(tmp_path: Path) -> No
         assert other.ended() == 1
         pid = host.process.pid
     said = other.said()
-    assert "nothing has moved for 8 s (--pulse-timeout-s); rank 0 (process " in said
+    assert "nothing has moved for 15 s (--pulse-timeout-s); rank 0 (process " in said
     assert f"(process {pid} on {platform.node()}): no answer" in said
     assert re.search(r"rank 1: (step \d+|saving step \d+|between steps), in Megatron's \S+ ", said)
     assert "Traceback" not in said
