@@ -38,7 +38,9 @@ class ChainCosts:
     a split backward that may be put off (empty: unknown), ``split_forward_s`` and
     ``split_backward_s`` are both passes where it is (empty: as whole). ``trained`` counts the
     parameters that have a gradient (empty: all); ``wants[i]`` says whether the tensors before layer
-    i want one (empty: all do). ``starts`` are the layers where a chain begins.
+    i want one (empty: all do). Of a backward ``recompute_s`` are what its layer's activations take
+    to be computed again (empty: nothing is), and ``again_bytes`` what they then are beside what is
+    saved. ``starts`` are the layers where a chain begins.
     """
 
     names: tuple[str, ...]
@@ -53,6 +55,8 @@ class ChainCosts:
     wants: tuple[bool, ...] = ()
     split_forward_s: tuple[float, ...] = ()
     split_backward_s: tuple[float, ...] = ()
+    recompute_s: tuple[float, ...] = ()
+    again_bytes: tuple[int, ...] = ()
     starts: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
@@ -62,7 +66,10 @@ class ChainCosts:
         lengths = {len(column) for column in columns}
         lengths |= {
             len(column)
-            for column in (self.weight_grad_s, self.trained, self.wants, *of_split)
+            for column in (
+                *(self.weight_grad_s, self.trained, self.wants, *of_split),
+                *(self.recompute_s, self.again_bytes),
+            )
             if column
         }
         if lengths != {len(self.names)}:

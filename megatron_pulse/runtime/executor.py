@@ -34,6 +34,7 @@ from megatron_pulse.planner.step.program import (
     Wait,
 )
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
+from megatron_pulse.runtime.again import Again
 from megatron_pulse.runtime.called import Carrier, Recorder, Workload
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
@@ -54,6 +55,7 @@ class _Saved:
     edges: dict[tuple[Payload, str], GradientEdge | None] = field(default_factory=dict)
     loss: Tensor | None = None
     later: Later | None = None
+    again: list[Again] = field(default_factory=list)
 
 
 class Executor:
@@ -221,6 +223,9 @@ class Executor:
                 self._forward(operation)
             case Kind.WEIGHT_GRAD:
                 self._weight_gradient(operation)
+            case Kind.RECOMPUTE:
+                for layer in self._saved[operation.stage, operation.microbatch].again:
+                    layer.compute()
             case Kind.FILLER:
                 with torch.no_grad():
                     self._fillers[operation.stage](operation.microbatch)
@@ -280,7 +285,7 @@ class Executor:
         if self._is_split and self._training:
             saved.later = Later()
         outputs, skips, provided = self._stages[stage](
-            boundary, skips, {**given, **conditioning}, saved.later, which
+            boundary, skips, {**given, **conditioning}, saved.later, which, saved.again
         )
         results = [(Payload.SKIP, name, tensor) for name, tensor in skips.items()]
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
@@ -309,6 +314,7 @@ class Executor:
     def _backward(self, op: Operation) -> None:
         stage = op.stage
         saved = self._saved.pop((stage, op.microbatch))
+        saved.again.clear()
         if self._ends_accumulation(op) and op.kind is Kind.BACKWARD:
             self._syncing[stage].close()  # the last microbatch's gradients may be reduced
         if saved.loss is not None:

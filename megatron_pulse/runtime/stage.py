@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megatron_pulse.backbone.chain import COMPUTE, Backbone, Layer
 from megatron_pulse.backbone.check import BackboneError
@@ -20,6 +19,7 @@ from megatron_pulse.backbone.returned import Kind, declared, misfit
 from megatron_pulse.backbone.shapes import tell_shape
 from megatron_pulse.planner.layout.crossing import Carrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
+from megatron_pulse.runtime.again import Again
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.modules import unsound
 from megatron_pulse.runtime.parameters.later import Later
@@ -40,8 +40,9 @@ class Stage(Nest):
 
     Parameters are named by their layer's global name, so a checkpoint does not depend on where
     the chain was cut. ``context`` is what the layers are built with. Layers of the chain that are
-    in ``recompute`` keep what they take, and no activations: the backward pass computes these again
-    and, since nothing is to be held any longer, their weight gradients too.
+    in ``recompute`` keep what they take, and no activations: these are computed again for the
+    backward pass, which then, since nothing is to be held any longer, has their weight gradients
+    too.
     A replicated embedder is a layer of one stage like any other, but runs only through
     ``replicas``, which must be set where ``routes`` has such.
     ``base`` goes to the next class where another is derived from this and from one of Megatron's.
@@ -105,6 +106,7 @@ class Stage(Nest):
         conditioning: Tensors,
         later: Later | None = None,
         which: int = 0,
+        again: list[Again] | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
         """Run the stage's layers on one microbatch.
 
@@ -112,7 +114,8 @@ class Stage(Nest):
         stage, ``conditioning`` what the layers use and do not compute here (fp64 where another
         layer computed it). Returns the boundary tensors, the skips that leave, and the
         conditioning that leaves (fp64). Weight gradients that can wait are left to ``later``.
-        ``which`` of the chain's shapes the microbatch has says the executor.
+        ``which`` of the chain's shapes the microbatch has says the executor. What can be computed
+        again before its backward comes to it is added to ``again``.
         """
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
@@ -126,8 +129,11 @@ class Stage(Nest):
             used = {spec.own(name): self._use(name, conditioning[name]) for name in spec.uses}
             inputs = tuple(_alias(tensor) for tensor in inputs)
             if recomputed and torch.is_grad_enabled():
-                run = functools.partial(_run, spec.name, module, None, which)
-                results = checkpoint(run, inputs, popped, used, use_reentrant=False)
+                given = inputs, popped, used
+                layer = Again(functools.partial(_run, spec.name, module, None, which, *given))
+                results = layer.forward()
+                if again is not None:
+                    again.append(layer)
             else:
                 results = _run(spec.name, module, later, which, inputs, popped, used)
             results = self._returned(spec, module, inputs, results, kinds)

@@ -41,7 +41,15 @@ from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.registry import WAVES
 from megatron_pulse.planner.step.plan import Plan, PlanError
 from tests.ranks import RanksFailed, run_ranks
-from tests.runtime.equality import Case, Outcome, differences, merge, references, split
+from tests.runtime.equality import (
+    Case,
+    Outcome,
+    computed_apart,
+    differences,
+    merge,
+    references,
+    split,
+)
 from tests.runtime.tiny import FAMILIES, backbone, run_cases
 
 STEPS = 2
@@ -123,6 +131,9 @@ def draw_layout(seed: int, number: int) -> Layout:
             rng.randint(1, 3),
         )
         case = replace(case, **_draw_trained(random.Random(f"{seed}/{number}/trained"), chain))
+        chance = random.Random(f"{seed}/{number}/apart")
+        apart = computed_apart(schedule, plan.partition, case.recompute, chance)
+        case = replace(case, schedule=apart)
         return Layout(number, family, num_devices, case)
 
 

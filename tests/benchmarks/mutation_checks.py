@@ -178,11 +178,11 @@ def check_order(folder: Path) -> list[str]:
     said = [[c.strip().strip('"').strip() for c in line.split(",")] for line in text.splitlines()]
     said = [[c for c in row if c] for row in said]
     cells = [
-        re.sub(r"^([FBIW])(\d+):(\d+)$", lambda m: f"{m[2]}{m[1]}{m[3]}", c)
+        re.sub(r"^([FBIWR])(\d+):(\d+)$", lambda m: f"{m[2]}{m[1]}{m[3]}", c)
         for row in said
         for c in row
     ]
-    numbers = [re.fullmatch(r"0*(\d+)([FBIW])0*(\d+)", c) for c in cells]
+    numbers = [re.fullmatch(r"0*(\d+)([FBIWR])0*(\d+)", c) for c in cells]
     if not all(numbers):
         return ["a cell is no operation"]
     done = [(m[2], int(m[1]), int(m[3])) for m in numbers if m]

@@ -21,6 +21,7 @@ from megatron_pulse.planner.schedule.operations import Filler, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.communication import compile_communication
 from megatron_pulse.planner.step.program import compile_program
+from megatron_pulse.runtime.again import Again
 from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import default_board
@@ -65,6 +66,7 @@ class EmulatedStage(nn.Module):
         self.forward_s = problem.forward[stage]
         self.backward_s = problem.backward[stage]
         self.weight_grad_s = problem.weight_grad[stage] if problem.weight_grad else 0.0
+        self.recompute_s = problem.recompute[stage] if problem.recompute else 0.0
         self.weight = nn.Parameter(torch.zeros(1, device=settings.device))
 
     def forward(
@@ -74,10 +76,14 @@ class EmulatedStage(nn.Module):
         conditioning: Mapping[str, Tensor],
         later: Later | None = None,
         which: int = 0,
+        again: list[Again] | None = None,
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
         """See Stage.forward."""
         crossing = (*inputs, *skips.values(), *(conditioning[name] for name in self._taken))
-        results = list(_Emulated.apply(self, later, self.weight, *crossing))
+        redone = EmulatedAgain(self.recompute_s)
+        results = list(_Emulated.apply(self, later, redone, self.weight, *crossing))
+        if again is not None:
+            again.append(redone)
         outputs = tuple(results.pop(0) for _ in self._outputs)
         skips_out = {name: results.pop(0) for name in self._skips}
         return outputs, skips_out, {name: results.pop(0) for name in self._provides}
@@ -88,13 +94,30 @@ class EmulatedStage(nn.Module):
         return (*made, *(self._settings.make_empty(s).double() for s in self._provides.values()))
 
 
+class EmulatedAgain(Again):
+    """Takes ``seconds`` of the backward, if that has not begun."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left_s = seconds
+
+    def compute(self) -> None:
+        """Sleep for what is left."""
+        sleep_until(time.perf_counter() + self.left_s)
+        self.left_s = 0.0
+
+
 class _Emulated(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, stage: EmulatedStage, later: Later | None, weight: Tensor, *crossing: Tensor
+        ctx: Any,
+        stage: EmulatedStage,
+        later: Later | None,
+        again: EmulatedAgain,
+        weight: Tensor,
+        *crossing: Tensor,
     ) -> tuple[Tensor, ...]:
         deadline = time.perf_counter() + stage.forward_s
-        ctx.stage, ctx.later = stage, later
+        ctx.stage, ctx.later, ctx.again = stage, later, again
         ctx.like = [(t.shape, t.dtype, t.device) for t in crossing]
         ctx.set_materialize_grads(False)
         results = stage.make_results()
@@ -104,11 +127,12 @@ class _Emulated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         began, stage = time.perf_counter(), ctx.stage
+        backward_s = stage.backward_s - (stage.recompute_s - ctx.again.left_s)
         weight: nn.Parameter = stage.weight
         found = [
             torch.zeros(shape, dtype=dtype, device=device) if wanted else None
             for (shape, dtype, device), wanted in zip(
-                ctx.like, ctx.needs_input_grad[3:], strict=True
+                ctx.like, ctx.needs_input_grad[4:], strict=True
             )
         ]
         if ctx.later is not None:
@@ -118,10 +142,10 @@ class _Emulated(torch.autograd.Function):
                 return (torch.zeros_like(weight),)
 
             ctx.later.add((weight,), weight_gradient)
-            sleep_until(began + stage.backward_s)
-            return (None, None, None, *found)
-        sleep_until(began + stage.backward_s + stage.weight_grad_s)
-        return (None, None, torch.zeros_like(weight), *found)
+            sleep_until(began + backward_s)
+            return (None, None, None, None, *found)
+        sleep_until(began + backward_s + stage.weight_grad_s)
+        return (None, None, None, torch.zeros_like(weight), *found)
 
 
 def emulated_filler(filler: Filler) -> Workload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, make_placement
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
 from megatron_pulse.planner.step.plan import Plan, make_plan
 from megatron_pulse.profile.trained import choose_trained
 from megatron_pulse.runtime.called import Workload
@@ -245,6 +246,28 @@ def split(schedule: Schedule, delay: int) -> Schedule:
                 new.append(waiting.pop(0))
         orders.append((*new, *waiting))
     return replace(schedule, name=f"{schedule.name}, split", order=tuple(orders))
+
+
+def computed_apart(
+    schedule: Schedule, partition: Partition, recompute: int, rng: random.Random
+) -> Schedule:
+    """``schedule`` with about half of what stages of every ``recompute``-th layer compute again as
+    operations of their own, anywhere between forward and backward."""
+    again = {
+        s
+        for s in range(schedule.placement.num_stages)
+        if recompute and any(i % recompute == 0 for i in partition.layers_of_stage(s))
+    }
+    orders = []
+    for order in schedule.order:
+        new = list(order)
+        for op in order:
+            if op.kind in BACKWARDS and op.stage in again and rng.random() < 0.5:
+                first = new.index(op._replace(kind=Kind.FORWARD))
+                place = rng.randint(first + 1, new.index(op))
+                new.insert(place, op._replace(kind=Kind.RECOMPUTE))
+        orders.append(tuple(new))
+    return replace(schedule, order=tuple(orders))
 
 
 def merge(outcomes: list[Outcome]) -> Outcome:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from tests.ranks import run_ranks
-from tests.runtime.equality import Case, differences, merge, plan_of, references, split
+from tests.runtime.equality import (
+    Case,
+    computed_apart,
+    differences,
+    merge,
+    plan_of,
+    references,
+    split,
+)
 from tests.runtime.tiny import FAMILIES, backbone, run_cases
 
 P, M, STEPS = 2, 3, 2
@@ -26,9 +35,13 @@ def test_whole_and_split_backwards_equal_one_process(family: str) -> None:
     cases = []
     for case, delay in CASES:
         case = replace(case, steps=STEPS)
+        plan = plan_of(backbone(family), case, P)
+        schedule = plan.step(case.num_microbatches).schedule
         if delay is not None:
-            schedule = plan_of(backbone(family), case, P).step(case.num_microbatches).schedule
-            case = replace(case, schedule=split(schedule, delay))
+            schedule = split(schedule, delay)
+        apart = computed_apart(schedule, plan.partition, case.recompute, random.Random(family))
+        assert bool(apart.recomputed_apart) == bool(case.recompute)
+        case = replace(case, schedule=apart)
         cases.append((family, case))
     expected = references(run_cases, [(family, case.alone) for _, case in cases])
     ranks = run_ranks(P, run_cases, cases)

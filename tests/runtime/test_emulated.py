@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -71,10 +72,15 @@ def test_makespans_are_what_the_simulator_says(num_devices: int) -> None:
     plain, row = fold(num_devices), sequential(num_devices)
     tight = problem_of(plain, cap=1.5 * num_devices)
     split = problem_of(plain, split=True)
+    free = problem_of(row)
+    again = replace(free, recompute=tuple(0.5 * seconds for seconds in free.backward))
+    redone = synthesize(again, effort=20).schedule
+    assert redone.recomputed_apart
     cases: dict[str, Case] = {
         "1f1b": (problem_of(row), make_schedule("1f1b", row, M)),
         "wave, little memory": (tight, synthesize(tight, effort=20).schedule),
         "ILP": (problem_of(plain), integer_programmed(num_devices, M, split=False)),
+        "recomputed apart": (again, redone),
         "split": (split, synthesize(split, effort=20).schedule),
     }
     measured = dict.fromkeys(cases, math.inf)

@@ -16,7 +16,7 @@ from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.partition.evaluate import evaluate
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.step.replay import Replay
 
 
@@ -73,7 +73,7 @@ def _memory(plan: PlanFile) -> str:
     limit = 1e9 * cluster.get("memory_gb", 0) * cluster.get("usable_memory", 1.0)
     whole = max(limit, *held) if max(held) > limit / 5 else max(held)
     rows = []
-    peaks = peak_activations(plan.schedule, plan.problem.activation)
+    peaks = held_most(plan.problem, plan.schedule)
     for device, (size, peak) in enumerate(zip(held, peaks, strict=True)):
         rest = max(0.0, size - peak)
         bars = "".join(

@@ -12,7 +12,7 @@ from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.planner.fill.fillers import FilledSchedule
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
-from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.step.replay import Replay
 from megatron_pulse.profile.memory_format import format_of
@@ -207,7 +207,7 @@ DEVICE_COLUMNS = ("device", "ranks", "busy", "idle", "sends", "activations", "me
 def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
     """A row of ``DEVICE_COLUMNS`` for each device; stages with the layers that they hold."""
     line, placement = replayed.timeline, plan.partition.placement
-    peaks = peak_activations(plan.schedule, plan.problem.activation)
+    peaks = held_most(plan.problem, plan.schedule)
     rows: list[tuple[str, ...]] = []
     for device in range(plan.pipeline):
         held = []

@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+from megatron_pulse.planner.schedule.check.simulate import duration_of
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.measure.busy import StepTime
@@ -26,17 +27,19 @@ _WORDS = {
     Kind.BACKWARD: "backward",
     Kind.INPUT_GRAD: "input gradient",
     Kind.WEIGHT_GRAD: "weight gradient",
+    Kind.RECOMPUTE: "recomputation",
     Kind.FILLER: "filler",
 }
 
 
 def planned_times(plan: Plan, num_microbatches: int, device: int) -> Times:
     """What the plan says of a device's operations in a step."""
-    problem = plan.problem_of(num_microbatches)
+    schedule = plan.step(num_microbatches).schedule
+    duration = duration_of(plan.problem_of(num_microbatches), schedule)
     times: defaultdict[tuple[Kind, int], float] = defaultdict(float)
-    for op in plan.step(num_microbatches).schedule.order[device]:
+    for op in schedule.order[device]:
         if op.kind is not Kind.FILLER:
-            times[op.kind, op.stage] += problem.duration(op.kind, op.stage)
+            times[op.kind, op.stage] += duration(op)
     return dict(times)
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from xml.etree import ElementTree
 
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind
 
 NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.INPUT_GRAD: "input gradient",
     Kind.WEIGHT_GRAD: "weight gradient",
+    Kind.RECOMPUTE: "recomputation",
     Kind.FILLER: "filler",
 }
 """For people."""
 
 MARKS = {
     Kind.WEIGHT_GRAD: (6, "M-1 1L1 -1M0 6L6 0M5 7L7 5", "#7a6420"),
+    Kind.RECOMPUTE: (6, "M0 0L6 6M-1 5L1 7M5 -1L7 1", "#5d7d99"),
     Kind.FILLER: (4, "M1 1h1v1h-1z", "#666666"),
 }
 """Hatching and dots: the size of a square, the path in it, and its colour."""
@@ -27,6 +29,7 @@ _SHADES = {  # of the first and the last stage of a device
     Kind.BACKWARD: ((0x4F, 0x86, 0xB8), (0x1D, 0x4A, 0x7A)),
     Kind.INPUT_GRAD: ((0x4F, 0x86, 0xB8), (0x1D, 0x4A, 0x7A)),
     Kind.WEIGHT_GRAD: ((0xF7, 0xEE, 0xD2), (0xE4, 0xD0, 0x95)),
+    Kind.RECOMPUTE: ((0xE6, 0xEF, 0xF7), (0xC2, 0xD6, 0xE8)),
     Kind.FILLER: ((0xEE, 0xEE, 0xEE), (0xDD, 0xDD, 0xDD)),
 }
 _STRIPE = 4
@@ -50,7 +53,7 @@ def tile(kind: Kind, chunk: int, num_chunks: int, height: float) -> ElementTree.
         path = ElementTree.SubElement(pattern, "path", d=marks, fill="none", stroke=colour)
         path.set("transform", f"translate(0 {top})")
     if chunk % 2:
-        on_dark = kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
+        on_dark = kind in BACKWARDS
         _bar(pattern, size, f"{_STRIPE}", "#f2b84b" if on_dark else "#c4571b")
     return pattern
 

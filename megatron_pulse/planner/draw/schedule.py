@@ -24,8 +24,8 @@ from megatron_pulse.planner.draw.lanes import (
 )
 from megatron_pulse.planner.draw.looks import MARKS, NAMES, tile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, dependency
-from megatron_pulse.planner.schedule.check.validate import peak_activations
-from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.check.validate import held_most
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 _LEFT, _RIGHT, _TOP, _HEADING, _AXIS, _LEGEND = 156.0, 150.0, 62.0, 24.0, 40.0, 40.0
@@ -75,7 +75,7 @@ def describe(
     in_bytes: bool = False,
 ) -> str:
     """The figures of a timeline in a line: makespan, bubble, bound, and the peak of a device."""
-    peak = max(peak_activations(timeline.schedule, problem.activation))
+    peak = max(held_most(problem, timeline.schedule))
     idle = sum(timeline.bubble) / (len(timeline.bubble) * timeline.makespan or 1.0)
     parts = [f"makespan {_figure(timeline.makespan, unit, scale)}", f"bubble {100 * idle:.1f} %"]
     if lower_bound:
@@ -187,7 +187,7 @@ class _Drawing:
         if self.head:
             note = f"{panel.name}: {self._figures(panel.timeline, None)}"
             self.canvas.text(12, top + 15, note, size=12, weight="bold")
-        peaks = peak_activations(panel.timeline.schedule, self.problem.activation)
+        peaks = held_most(self.problem, panel.timeline.schedule)
         self.canvas.text(_LEFT + self.chart + 14, top - 6 + self.head * 0.9, "idle", fill=GREY)
         self.canvas.text(
             _LEFT + self.chart + 78,
@@ -255,7 +255,7 @@ class _Drawing:
         )
         text = str(operation.microbatch)
         if width >= max(_LEGIBLE, 6.4 * len(text) + 3):
-            dark = operation.kind in (Kind.BACKWARD, Kind.INPUT_GRAD)
+            dark = operation.kind in BACKWARDS
             number = self.canvas.add("text", row, x=x + width / 2, y=self.bar / 2 + 5)
             number.set("fill", "white" if dark else INK)
             number.set("text-anchor", "middle")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_pulse.planner.fill.components import Piece
 from megatron_pulse.planner.fill.problem import Filled, FillProblem
-from megatron_pulse.planner.schedule.check.simulate import dependency, play
+from megatron_pulse.planner.schedule.check.simulate import dependency, duration_of, play
 from megatron_pulse.planner.schedule.operations import Operation
 
 type Item = Operation | Piece
@@ -76,10 +76,10 @@ class FilledStep:
         ever.
         """
 
+        own = duration_of(self.problem.step, self.problem.schedule)
+
         def duration(item: Item) -> float:
-            if isinstance(item, Piece):
-                return factor * self._seconds[item]
-            return self.problem.step.duration(item.kind, item.stage)
+            return factor * self._seconds[item] if isinstance(item, Piece) else own(item)
 
         start, end, stuck = play(self.filled.order, self.before, duration)
         if stuck:

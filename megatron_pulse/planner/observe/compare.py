@@ -10,7 +10,7 @@ from megatron_pulse.faults import told
 from megatron_pulse.planner.observe.trace import StepTrace, Trace, TraceError
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
-from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation
 from megatron_pulse.planner.schedule.problem import LEAST_S, ScheduleProblem
 from megatron_pulse.profile.cautions import plan_cautions
 
@@ -162,12 +162,33 @@ def measured_problem(problem: ScheduleProblem, trace: Trace) -> ScheduleProblem:
     split = Kind.WEIGHT_GRAD in kinds
     if not split and Kind.BACKWARD not in kinds:
         raise TraceError("the traced steps have no backward pass: trace training steps")
+    backward, recompute = _whole_backwards(trace), problem.recompute
+    if recompute is not None:
+        apart = (
+            measured.get((Kind.RECOMPUTE, stage), [seconds])
+            for stage, seconds in enumerate(recompute)
+        )
+        pairs = zip(map(median, apart), backward, strict=True)
+        recompute = tuple(max(0.0, min(again, whole - LEAST_S)) for again, whole in pairs)
     return replace(
         problem,
         forward=of(Kind.FORWARD),
-        backward=of(Kind.INPUT_GRAD if split else Kind.BACKWARD),
+        backward=backward,
         weight_grad=of(Kind.WEIGHT_GRAD) if split else None,
+        recompute=recompute,
     )
+
+
+def _whole_backwards(trace: Trace) -> tuple[float, ...]:
+    """Each stage's median backward, or input gradient, with what is computed again for it."""
+    found: list[list[float]] = [[] for _ in trace.device_of_stage]
+    for step in trace.steps:
+        times = {timed.operation: timed.end_s - timed.start_s for timed in step.operations}
+        for op, seconds in times.items():
+            if op.kind in BACKWARDS:
+                again = times.get(op._replace(kind=Kind.RECOMPUTE), 0.0)
+                found[op.stage].append(seconds + again)
+    return tuple(max(LEAST_S, median(seconds)) for seconds in found)
 
 
 def _mismatches(timeline: Timeline, trace: Trace) -> list[str]:

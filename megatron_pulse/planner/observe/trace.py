@@ -138,12 +138,12 @@ class Trace:
         faults = []
         counts = Counter(op.operation for op in step.operations)
         faults += [f"{op} ran {count} times" for op, count in counts.items() if count > 1]
-        kinds = {op.kind for op in counts} - {Kind.FILLER}
+        kinds = {op.kind for op in counts if not op.kind.is_optional}
         stages = len(self.device_of_stage)
         there = sum(
             op.stage < stages and op.microbatch < self.num_microbatches
             for op in counts
-            if op.kind is not Kind.FILLER
+            if not op.kind.is_optional
         )
         if num_missing := stages * self.num_microbatches * max(len(kinds), 1) - there:
             missing = (

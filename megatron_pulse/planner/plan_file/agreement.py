@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
+from megatron_pulse.planner.plan_file.schema import REDONE
 from megatron_pulse.planner.step.replay import Edge
 
 _ROUNDING = 1e-6
-_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes")
+_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes", *REDONE)
 
 
 def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
@@ -71,7 +72,7 @@ def shape_faults(record: Mapping[str, Any]) -> Iterator[str]:
     if num != devices * chunks:
         yield f"stages: {num}, but {devices} device(s) with {chunks} each have {devices * chunks}"
     for name in _COLUMNS:
-        column = record["times"][name]
+        column = record["times"].get(name)
         if column is not None and len(column) != num:
             yield f"times.{name}: {len(column)} values for {num} stages"
     for name, values in (

@@ -13,7 +13,7 @@ from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError, from_r
 from megatron_pulse.planner.layout.crossing import Carrier
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.step.plan import Plan, PlanError
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.memory_format import format_of
@@ -94,7 +94,7 @@ def on_machines(given: PlanFile) -> dict[str, str]:
     """The plan's ranks and memory on the cluster that it was made for, where they fit."""
     cluster = from_record(given.provenance["cluster"], "provenance.cluster")
     limit, held = cluster.usable_bytes, given.predicted["memory_bytes"]
-    peaks = peak_activations(given.schedule, given.problem.activation)
+    peaks = held_most(given.problem, given.schedule)
     filled = zip(peaks, given.problem.cap or (), strict=True)
     peak, cap = max(filled, key=lambda pair: pair[0] / pair[1] if pair[1] else 0.0)
     degrees = f"pipeline {given.pipeline} x data {given.data} x tensor {given.tensor}"

@@ -25,7 +25,7 @@ from megatron_pulse.planner.plan_file.agreement import (
     shape_faults,
     sum_faults,
 )
-from megatron_pulse.planner.plan_file.schema import FORMAT, plan_faults
+from megatron_pulse.planner.plan_file.schema import FORMAT, REDONE, plan_faults
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -181,6 +181,9 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                     "saved_bytes": problem.activation,
                     "cap_bytes": problem.cap,
                 }
+                if problem.recompute is not None:
+                    again = problem.recomputed or (0.0,) * problem.placement.num_stages
+                    record["times"] |= dict(zip(REDONE, (problem.recompute, again), strict=True))
             case "edges":
                 pass
             case "encoders" | "in_front" | "policies" as name:
@@ -231,6 +234,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
             lags(edges, placement.num_stages),
             tuple(times["saved_bytes"]),
             tuple(times["cap_bytes"]),
+            *(tuple(times[name]) if name in times else None for name in REDONE),
         )
     except (ValueError, OverflowError) as error:
         faults += [f"times: {error}", *(f"schedule: {fault}" for fault in validate(schedule))]

@@ -29,9 +29,17 @@ _TIME = number(
     f"a number above 0, at most {_MOST_S:g}: seconds", exclusiveMinimum=0, maximum=_MOST_S
 )
 _SECONDS = list_of(_TIME, "seconds of each stage")
+_PARTS_S = list_of(
+    number(f"a number from 0 to {_MOST_S:g}: seconds", minimum=0, maximum=_MOST_S),
+    "seconds of each stage",
+)
 _BYTES = list_of(
     number(f"a number from 0 to {_MOST_BYTES:g}: bytes", minimum=0, maximum=_MOST_BYTES), "bytes"
 )
+REDONE = ("recompute", "again_bytes")
+"""Where activations are computed again: per stage the part of its backward that it takes, and what
+it then holds; in the order of a problem's fields."""
+
 _MESSAGE = "[stage, stage, seconds], with false behind where no gradient comes back"
 _EDGE = {
     "type": "array",
@@ -150,12 +158,14 @@ _PARTS: dict[str, Any] = dict(
     ),
     times=record(
         "the times that the schedule was made for",
+        ["forward", "backward", "weight_grad", "edges", "saved_bytes", "cap_bytes"],
         forward=_SECONDS,
         backward=_SECONDS,
         weight_grad={"anyOf": [{"type": "null"}, _SECONDS], "description": "seconds, or null"},
         edges={"type": "array", "items": _EDGE, "description": "a list of messages"},
         saved_bytes=_BYTES,
         cap_bytes=_BYTES,
+        **dict(zip(REDONE, (_PARTS_S, _BYTES), strict=True)),
     ),
     predicted=_at_least(
         "what the tuner expects", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES

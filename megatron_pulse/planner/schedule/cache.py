@@ -92,6 +92,7 @@ def cached(problem: ScheduleProblem, seconds: float, solver: str, find: Find) ->
 def key(problem: ScheduleProblem, solver: str) -> str:
     """The same for problems that are alike (see the module), and only for them."""
     columns = [problem.forward, problem.backward, problem.weight_grad or ()]
+    recompute, again = problem.recompute or (), problem.recomputed or ()
     longest = max(max(column) for column in columns if column)
     links = [problem.lag(s, s + 1) for s in range(problem.placement.num_stages - 1)]
     held = [problem.activation_of(s) for s in range(problem.placement.num_stages)]
@@ -108,6 +109,8 @@ def key(problem: ScheduleProblem, solver: str) -> str:
         [round(100 * link / longest) for link in links],
         [f"{h / most:.9e}" for h in held],
         None if problem.cap is None else [f"{cap / most:.9e}" for cap in problem.cap],
+        [round(100 * seconds / longest) for seconds in recompute],
+        [f"{num / most:.9e}" for num in again],
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
-from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.schedule.chimera import chimera
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -46,7 +46,7 @@ class Rival:
     @property
     def peak(self) -> tuple[float, ...]:
         """Most live stage activations of each device."""
-        return peak_activations(self.schedule, self.problem.activation)
+        return held_most(self.problem, self.schedule)
 
     def fits(self, cap: tuple[float, ...] | None) -> bool:
         """Whether no device holds more than its cap."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pulse.faults import told
@@ -16,14 +17,17 @@ from megatron_pulse.planner.layout.placement import Placement
 class Kind(StrEnum):
     """What an operation computes; the values are the letters of the text form.
 
-    A backward pass is one operation, or an input gradient and, later, a weight gradient. A filler
-    is no part of the backbone (frozen encoders, for instance): it runs where a device would idle.
+    A backward pass is one operation, or an input gradient and, later, a weight gradient. Where
+    activations are computed again that is part of it, or an operation of its own before it. A
+    filler is no part of the backbone (frozen encoders, for instance): it runs where a device would
+    idle.
     """
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
+    RECOMPUTE = "R"
     FILLER = "X"
 
     __hash__ = str.__hash__  # millions of times in a search; an Enum's own is slow
@@ -31,7 +35,21 @@ class Kind(StrEnum):
     @property
     def live(self) -> int:
         """By how much the operation changes the number of live activations on its device."""
-        return {Kind.FORWARD: 1, Kind.INPUT_GRAD: 0, Kind.FILLER: 0}.get(self, -1)
+        return {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_GRAD: -1}.get(self, 0)
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is on its microbatch's way through the stages, there and back."""
+        return self in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD)
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether a step is complete without it."""
+        return self in (Kind.RECOMPUTE, Kind.FILLER)
+
+
+BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
+"""The backward pass of a stage, as far as another stage waits for it."""
 
 
 class Operation(NamedTuple):
@@ -50,7 +68,7 @@ class Operation(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Operation:
         """The operation written as ``F2:7``; raises ValueError for anything else."""
-        match = re.fullmatch(r"([FBIWX])(0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})", text.strip())
+        match = re.fullmatch(r"([FBIWRX])(0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})", text.strip())
         if match is None:
             raise ValueError(f"not an operation: {text[:60]!r}; expected for example F2:7")
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
@@ -128,9 +146,16 @@ class Schedule:
                 for need in needs[operation.microbatch]:
                     yield Operation(Kind.FILLER, need.filler, need.number), need.lag
 
+    @cached_property
+    def recomputed_apart(self) -> frozenset[tuple[int, int]]:
+        """The stages and microbatches whose activations an operation of its own computes again."""
+        every = (op for ops in self.order for op in ops)
+        return frozenset((op.stage, op.microbatch) for op in every if op.kind is Kind.RECOMPUTE)
+
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What every stage does with every microbatch, in that order; fillers do not count.
+        """What every stage does with every microbatch, in that order; what is optional does not
+        count.
 
         Only forwards in an evaluation; a schedule splits every backward pass or none.
         """

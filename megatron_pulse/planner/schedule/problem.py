@@ -26,8 +26,10 @@ class ScheduleProblem:
     given: the pass is then split into two operations. ``link`` is the time of a boundary between
     two devices: one for all, or ``link[s]`` for the one between stages s and s + 1. A stage's
     forward takes ``activation`` (default 1) of its device's memory, which its backward, or its
-    weight gradient, gives back; device d has ``cap[d]`` (None: enough).
-    Raises ValueError with every fault.
+    weight gradient, gives back; device d has ``cap[d]`` (None: enough). Of ``backward`` activations
+    are computed again for ``recompute``, which needs nothing of another stage: a schedule may have
+    it as an operation of its own, R, from which on ``recomputed`` (default 0) is taken until the
+    backward's end. Raises ValueError with every fault.
     """
 
     placement: Placement
@@ -38,6 +40,8 @@ class ScheduleProblem:
     link: float | tuple[float, ...] = 0.0
     activation: tuple[float, ...] | None = None
     cap: tuple[float, ...] | None = None
+    recompute: tuple[float, ...] | None = None
+    recomputed: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if faults := self._faults():
@@ -68,12 +72,26 @@ class ScheduleProblem:
             weight_grad=None if self.weight_grad is None else own(self.weight_grad),
             link=self.link[first:last] if isinstance(self.link, tuple) else self.link,
             activation=None if self.activation is None else own(self.activation),
+            recompute=None if self.recompute is None else own(self.recompute),
+            recomputed=None if self.recomputed is None else own(self.recomputed),
         )
 
+    @property
+    def without_recomputation(self) -> ScheduleProblem:
+        """The same where nothing is computed again: no schedule of this one is shorter than its
+        shortest."""
+        if self.recompute is None:
+            return self
+        backward = tuple(b - r for b, r in zip(self.backward, self.recompute, strict=True))
+        return replace(self, backward=backward, recompute=None, recomputed=None)
+
     def duration(self, kind: Kind, stage: int) -> float:
-        """Time of an operation."""
+        """Time of an operation; of a backward that computes activations again itself."""
         if kind is Kind.FORWARD:
             return self.forward[stage]
+        if kind is Kind.RECOMPUTE:
+            assert self.recompute is not None
+            return self.recompute[stage]
         if kind is Kind.WEIGHT_GRAD:
             assert self.weight_grad is not None
             return self.weight_grad[stage]
@@ -102,6 +120,8 @@ class ScheduleProblem:
             ("weight_grad", stages, LEAST_S),
             ("activation", stages, 0.0),
             ("cap", devices, 0.0),
+            ("recompute", stages, 0.0),
+            ("recomputed", stages, 0.0),
         ):
             values = getattr(self, name)
             if values is None:
@@ -112,6 +132,12 @@ class ScheduleProblem:
                 faults.append(
                     f"{name}: values must be finite and {'positive' if least else '>= 0'}"
                 )
+        if self.recomputed is not None and self.recompute is None:
+            faults.append("recomputed: memory without the time that it takes (recompute)")
+        if not faults and self.recompute is not None:
+            pairs = zip(self.backward, self.recompute, strict=True)
+            if any(again > backward - LEAST_S for backward, again in pairs):
+                faults.append("recompute: is a part of each backward, and must be less")
         links = self.link if isinstance(self.link, tuple) else (self.link,) * (stages - 1)
         if len(links) != stages - 1:
             faults.append(f"link: need one value, or {stages - 1}, got {len(links)}")
@@ -142,6 +168,7 @@ def stage_problem(
     split: bool = False,
     activation: tuple[float, ...] | None = None,
     cap: tuple[float, ...] | None = None,
+    recomputed: tuple[float, ...] | None = None,
     least_s: float = LEAST_S,
     operation_s: float = 0.0,
 ) -> ScheduleProblem:
@@ -163,9 +190,23 @@ def stage_problem(
         backward = tuple(
             max(least_s, b + operation_s - w) for b, w in zip(backward, weight, strict=True)
         )
-    forward = total(costs.forward_s)
+    recompute = None
+    if any(costs.recompute_s):
+        again = partition.per_stage(costs.recompute_s)
+        recompute = tuple(
+            max(0.0, min(r, b - least_s)) for r, b in zip(again, backward, strict=True)
+        )
     return ScheduleProblem(
-        partition.placement, num_microbatches, forward, backward, weight, link, activation, cap
+        partition.placement,
+        num_microbatches,
+        total(costs.forward_s),
+        backward,
+        weight,
+        link,
+        activation,
+        cap,
+        recompute,
+        None if recompute is None else recomputed,
     )
 
 

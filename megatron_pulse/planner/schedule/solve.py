@@ -22,6 +22,7 @@ from megatron_pulse.planner.schedule.ilp.attempt import Attempt
 from megatron_pulse.planner.schedule.ilp.beside import Beside
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, choose
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
+from megatron_pulse.planner.schedule.recompute import with_recomputation
 from megatron_pulse.planner.schedule.search.synthesize import get_ready, synthesize
 
 LATER = 0.1
@@ -37,6 +38,9 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
     names the path that produced the answer. Raises ValueError for a solver that is not there.
     """
     chosen = choose(solver)
+    if problem.recompute is not None:
+        within = replace(problem, recompute=None, recomputed=None)
+        return with_recomputation(problem, solve(within, seconds, solver))
     get_ready()
     began = time.monotonic()
     if chosen is Solver.NONE:

@@ -49,7 +49,7 @@ class CommunicationPlan:
 def messages_of(routes: Routes, operation: Operation) -> tuple[Message, ...]:
     """The messages of stages that are ready when ``operation`` has run."""
     kind, stage = operation.kind, operation.stage
-    if kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
+    if not kind.passes:
         return ()
     if kind is Kind.FORWARD:
         given = [(delivery, delivery.destination) for delivery in routes.given_by(stage)]

@@ -294,11 +294,14 @@ def _problem(
             if synthesized:
                 raise PlanError("wave-split needs a profile with weight gradients apart")
             costs = replace(costs, weight_grad_s=tuple(b / 2 for b in costs.backward_s))
-    activation = caps = None
+    activation = caps = again = None
     if synthesized:
         activation, caps = _memory(costs, partition, cap, goal)
+        if activation is not None and costs.again_bytes:
+            again = partition.per_stage(costs.again_bytes)
     link = boundary_s(costs, partition, goal.link)
-    return stage_problem(costs, partition, 1, link, split=split, activation=activation, cap=caps)
+    given: dict[str, Any] = {"activation": activation, "cap": caps, "recomputed": again}
+    return stage_problem(costs, partition, 1, link, split=split, **given)
 
 
 def _memory(
@@ -363,6 +366,11 @@ def _searched(problem: ScheduleProblem) -> Schedule:
         return synthesize(problem, seconds=math.inf, beside=progress).schedule
 
 
+def _recomputing(plan: Plan) -> set[int]:
+    """The stages with a layer whose activations are computed again."""
+    return set(map(plan.partition.stage_of_layer, plan.recompute))
+
+
 def _read_schedule(path: Path, placement: Placement) -> Schedule:
     try:
         return from_csv(read_text(path, FileKind.SCHEDULE), placement, path.stem)
@@ -375,6 +383,11 @@ def _compile_step(
     plan: Plan, num_microbatches: int, forward_only: bool, predicts: bool
 ) -> StepPlan:
     schedule = _schedule(plan, num_microbatches)
+    if kept := sorted({s for s, _ in schedule.recomputed_apart} - _recomputing(plan)):
+        raise PlanError(
+            f"{schedule.name} computes activations of stage {', '.join(map(str, kept))} again (R), "
+            "which keeps them: give layers of it as recomputed, or leave R out"
+        )
     if forward_only:
         schedule = schedule.forward_only()
     problem = plan.problem_of(num_microbatches)

@@ -152,7 +152,7 @@ class _Run:
         """How many messages ``op`` waits for; results on its own device are waited for apart."""
         if op.kind is Kind.FORWARD:
             return self.received[op.stage]
-        if op.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
+        if not op.kind.passes:
             return 0
         return self.gradients[op.stage]
 
@@ -217,7 +217,7 @@ class _Run:
         self.position[device] += 1
         if op.kind is Kind.FORWARD:
             sent = [(e.destination, e.seconds) for e in self.forward.get(op.stage, ())]
-        elif op.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
+        elif not op.kind.passes:
             sent = []
         else:
             sent = [(e.source, e.seconds) for e in self.backward.get(op.stage, ())]
@@ -232,7 +232,7 @@ class _Run:
         placement = self.schedule.placement
         if op.kind is Kind.FORWARD:
             following = placement.after[op.stage]
-        elif op.kind in (Kind.WEIGHT_GRAD, Kind.FILLER):
+        elif not op.kind.passes:
             return
         else:
             following = placement.before[op.stage]

@@ -194,6 +194,15 @@ class Costs:
                 math.ceil(x.trained_parameters * count / max(1, x.parameters))
                 for x, count in zip(layers, parameters, strict=True)
             ),
+            recompute_s=tuple(
+                seconds + (i in recompute) * summed
+                for i, (seconds, summed) in enumerate(
+                    zip(divide(costs.recompute_s), forward_s, strict=True)
+                )
+            )
+            if costs.recompute_s
+            else (),
+            again_bytes=share(costs.again_bytes) if costs.again_bytes else (),
             saved_bytes=share(costs.saved_bytes),
             boundary_bytes=share(costs.boundary_bytes),
             skips=tuple(

@@ -13,7 +13,7 @@ from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_grad
 from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.cuts import Chain
 from megatron_pulse.planner.tune.stages import Stages
 from megatron_pulse.profile.devices import known_device
@@ -83,7 +83,8 @@ class Estimator(Chain):
         Neither is the way of one microbatch, nor the summing of gradients on the mean device. With
         one stage on a device these are summed after all but the last microbatch's, and device d
         idles while a microbatch is on those before it, for at least a share r of their loads (1
-        with whole backwards, whose other part follows; else of forwards): M loads of its own and r
+        with whole backwards, whose other part follows; else of forwards, for what is computed again
+        keeps nobody waiting): M loads of its own and r
         of each of those fit into the step T. The loads can then come to all work W only if
         r W <= T (1 - (1 - r/M)^P).
         """
@@ -91,12 +92,14 @@ class Estimator(Chain):
         work = totals.forward_s + totals.backward_s
         later = totals.weight_grad_s if config.split else 0.0
         count = config.num_microbatches(self.global_batch_size)
-        least = max(count * max(work / num, totals.largest_s), work - later)
+        again = totals.forward_s if config.recompute is Recompute.ALWAYS else 0.0
+        least = max(count * max(work / num, totals.largest_s), work - later - again)
         reduced = self._least_reduction(config) / num
         if config.layout.num_chunks == 1:
             last = later if config.split else totals.backward_s
             reduced += (count * work - last) / num
-            if (share := totals.forward_share if config.split else 1.0) > 0:
+            parts = config.split or config.recompute is not Recompute.NEVER
+            if (share := totals.forward_share if parts else 1.0) > 0:
                 fit = (1 - (1 - share / count) ** num) / share
                 least = max(least, work / fit)
         least = max(least, reduced) + self.optimizer_s(config, totals.trained / num)
@@ -155,7 +158,7 @@ class Estimator(Chain):
         stages = stages or self.stages(config)
         problem = self.problem(config, config.num_microbatches(self.global_batch_size), stages)
         most = max(stages.per_device(stages.trained))
-        path = MicrobatchPath(problem)
+        path = MicrobatchPath(problem.without_recomputation)
         least = max(device_bound(problem, path), memory_bound(problem, path))
         least = max(least, link_bound(problem, stages.edges))
         least = max(least, self._reduced(config, stages, problem))

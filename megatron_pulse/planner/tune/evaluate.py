@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.volume import volume
 from megatron_pulse.planner.schedule.check.simulate import Timeline
-from megatron_pulse.planner.schedule.check.validate import peak_activations
+from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
@@ -154,7 +154,7 @@ class Evaluator(Estimator):
         held = stages.per_device(stages.trained)
         optimizer_s = self.optimizer_s(config, max(held))
         busy = sum(timeline.busy) / core * count / config.pipeline
-        peaks = peak_activations(found.schedule, stages.saved_bytes)
+        peaks = held_most(problem, found.schedule)
         memory = zip(stages.state_bytes, stages.transient_bytes, peaks, strict=True)
         moved = volume(stages.costs, stages.partition).total * config.tensor
         gradient = GRADIENT_BYTES[self.profile.dtype]

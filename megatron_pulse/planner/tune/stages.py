@@ -42,7 +42,8 @@ class Stages:
     operation needs while it runs as ``working_bytes``, and ``carried_bytes`` of messages that
     travel or wait. ``copying_s`` are the
     seconds in which embedders that run on every device are copied and their gradients summed.
-    Layers in ``recompute`` compute their activations again.
+    Layers in ``recompute`` compute their activations again; ``again_bytes`` are per stage what that
+    takes where it is all there at once, and not layer by layer as in ``working_bytes``.
     """
 
     partition: Partition
@@ -55,6 +56,7 @@ class Stages:
     carried_bytes: tuple[float, ...]
     copying_s: float = 0.0
     recompute: frozenset[int] = frozenset()
+    again_bytes: tuple[float, ...] | None = None
 
     @property
     def transient_bytes(self) -> tuple[float, ...]:
@@ -90,6 +92,7 @@ class Cut(Costs):
             split=config.split,
             activation=stages.saved_bytes,
             cap=self._room(config, stages, num_microbatches),
+            recomputed=stages.again_bytes,
             operation_s=self.cluster.operation_us / 1e6,
         )
 
@@ -148,6 +151,7 @@ class Cut(Costs):
             carried,
             sum(self._copying_s(config, embedder) for embedder in copied),
             recompute,
+            partition.per_stage(costs.again_bytes) if costs.again_bytes else None,
         )
         trained = stages.per_device(stages.trained)
         whole = stages.per_device(partition.per_stage(costs.parameters))

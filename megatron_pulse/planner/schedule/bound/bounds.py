@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,6 +29,10 @@ def lower_bound(
 ) -> float:
     """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work`` or
     ``until`` (of ``time.monotonic``)."""
+    if problem.recompute is not None:
+        rest = problem.without_recomputation
+        each = map(problem.chain, range(len(problem.placement.starts)))
+        return max(lower_bound(rest, work, until), *map(device_bound, each))
     if (chains := len(problem.placement.starts)) > 1:
         alone = [problem.chain(number) for number in range(chains)]
         together = _preemptive(list(map(MicrobatchPath, alone)))
@@ -43,20 +47,41 @@ def device_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
     """max over devices of first start + load of all microbatches + what follows.
 
     A weight gradient may come last, and nothing follows it; so each run of a device's classes
-    counts both without weight gradients and what follows, and with them and nothing.
+    counts both without weight gradients and what follows, and with them and nothing. What is
+    computed again counts as load where the run has the forward, which comes before it, and delays
+    nothing elsewhere: it may be done while a gradient is awaited.
     """
-    path = path or MicrobatchPath(problem)
-    count = problem.num_microbatches
+    path = path or MicrobatchPath(problem.without_recomputation)
+    count, again = problem.num_microbatches, _recomputed_within(problem)
     return max(
-        path.first[a] + max(count * load + min(path.last[a : b + 1]), count * whole)
+        path.first[a]
+        + count * again(a, b)
+        + max(count * load + min(path.last[a : b + 1]), count * whole)
         for a, b, load, whole in path.runs
     )
+
+
+def _recomputed_within(problem: ScheduleProblem) -> Callable[[int, int], float]:
+    """What a device computes again for stages whose forward and backward are both from position a
+    to b of the path."""
+    recompute, num = problem.recompute, problem.placement.num_stages
+    if recompute is None:
+        return lambda a, b: 0.0
+    home = problem.placement.device_of_stage
+    ends = [(s, 2 * num - 1 - s, home[s], seconds) for s, seconds in enumerate(recompute)]
+
+    def within(a: int, b: int) -> float:
+        device = home[a if a < num else 2 * num - 1 - a]
+        return sum(s for there, back, of, s in ends if of == device and a <= there and back <= b)
+
+    return within
 
 
 def last_gradients(problem: ScheduleProblem) -> tuple[float, ...]:
     """For each stage the earliest start of what completes its gradients: the last microbatch's
     backward, or weight gradient. The stage has done all of its kind before, and the microbatch has
     waited for those before it wherever it came from."""
+    problem = problem.without_recomputation
     path, num = MicrobatchPath(problem), problem.placement.num_stages
     count = problem.num_microbatches
     starts = []

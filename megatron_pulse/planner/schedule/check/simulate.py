@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
@@ -38,13 +38,16 @@ def dependency(operation: Operation, placement: Placement) -> Operation | None:
     """The operation whose result ``operation`` takes: its chain forward, then back.
 
     A weight gradient takes its stage's input gradient, which passes gradients on as a whole
-    backward does. What a filler takes its schedule says (``Schedule.slices_before``).
+    backward does; what is computed again takes what its stage's forward took. What a filler takes
+    its schedule says (``Schedule.slices_before``).
     """
     kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
     if kind is Kind.FILLER:
         return None
     if kind is Kind.WEIGHT_GRAD:
         return Operation(Kind.INPUT_GRAD, stage, microbatch)
+    if kind is Kind.RECOMPUTE:
+        return Operation(Kind.FORWARD, stage, microbatch)
     if kind is Kind.FORWARD:
         before = placement.before.get(stage)  # of a stage that there is not, none
         return None if before is None else Operation(kind, before, microbatch)
@@ -117,11 +120,16 @@ def waiting(schedule: Schedule, needs: Callable[[Operation], Iterable[Operation]
 
 def duration_of(problem: ScheduleProblem, schedule: Schedule) -> Callable[[Operation], float]:
     """How long an operation of ``schedule`` takes: ``problem``'s times, or those of its filler."""
+    apart = schedule.recomputed_apart
 
     def duration(operation: Operation) -> float:
-        if operation.kind is Kind.FILLER:
-            return schedule.fillers[operation.stage].slice_seconds[operation.microbatch]
-        return problem.duration(operation.kind, operation.stage)
+        kind, stage, microbatch = operation
+        if kind is Kind.FILLER:
+            return schedule.fillers[stage].slice_seconds[microbatch]
+        seconds = problem.duration(kind, stage)
+        if apart and kind in BACKWARDS and (stage, microbatch) in apart:
+            seconds -= problem.duration(Kind.RECOMPUTE, stage)
+        return seconds
 
     return duration
 
@@ -130,8 +138,11 @@ def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
     """Run the schedule's orders as early as data and devices allow, with ``problem``'s times.
 
     Fillers take the times that the schedule gives. Raises DeadlockError naming the waiting
-    operations, and ValueError when ``problem`` has no weight gradients and the schedule has.
+    operations, and ValueError when ``problem`` has no weight gradients, or nothing that is computed
+    again, and the schedule has.
     """
+    if schedule.recomputed_apart and problem.recompute is None:
+        raise ValueError("a schedule with recomputation (R) needs its time for each stage")
     if Kind.WEIGHT_GRAD in schedule.kinds and problem.weight_grad is None:
         raise ValueError(
             f"a split schedule of {schedule.placement.num_stages} stages needs as many weight "

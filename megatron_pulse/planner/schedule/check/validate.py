@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.check.simulate import dependency, grid, waiting
 from megatron_pulse.planner.schedule.message import STEP_END, Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
@@ -18,18 +18,20 @@ def validate(
     messages: Iterable[Message] | None = None,
     cap: float | Sequence[float] | None = None,
     activation: Sequence[float] | None = None,
+    recomputed: Sequence[float] | None = None,
 ) -> list[str]:
     """All faults of ``schedule``; empty when it can run.
 
     Checks that every operation is there once and on its stage's device (a slice of a filler: on one
     of the filler's), that every stage works through the microbatches in order on each device
     (gradients accumulate in that order), that backwards follow forwards and weight gradients input
-    gradients, that backwards are either whole or split, that nothing waits in a circle (data flow
-    of the chain and, if given, of ``messages``), that no device holds more than ``cap`` (one for
-    all, or one each) live stage activations, each counted as ``activation`` of its stage (default
-    1), and that the ends of every message are in the schedule where the message says. A schedule
-    without any backward is taken as an evaluation: only forwards are expected, and no activation
-    is kept.
+    gradients, that what is computed again comes between forward and backward, that backwards are
+    either whole or split, that nothing waits in a circle (data flow of the chain and, if given, of
+    ``messages``), that no device holds more than ``cap`` (one for all, or one each) live stage
+    activations, each counted as ``activation`` of its stage (default 1) and, where it is computed
+    again, ``recomputed`` (default 0) until its backward, and that the ends of every message are in
+    the schedule where the message says. A schedule without any backward is taken as an evaluation:
+    only forwards are expected, and no activation is kept.
     """
     known = [] if messages is None else list(messages)
     faults = [
@@ -41,17 +43,20 @@ def validate(
     ]
     faults.extend(_deadlock_faults(schedule, known))
     if cap is not None:
-        faults.extend(cap_faults(schedule, cap, activation))
+        faults.extend(cap_faults(schedule, cap, activation, recomputed))
     return faults
 
 
 def cap_faults(
-    schedule: Schedule, cap: float | Sequence[float], activation: Sequence[float] | None = None
+    schedule: Schedule,
+    cap: float | Sequence[float],
+    activation: Sequence[float] | None = None,
+    recomputed: Sequence[float] | None = None,
 ) -> list[str]:
     """The devices that hold more live activations than their cap (see ``validate``)."""
     if len(schedule.kinds) == 1:
         return []
-    peaks = peak_activations(schedule, activation)
+    peaks = peak_activations(schedule, activation, recomputed)
     caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
     return [
         f"device {d} holds {peak:g} live stage activations at its peak; the cap is {limit:g}"
@@ -78,26 +83,45 @@ def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
         faults.append(f"the schedule is of {kinds[0]}, the problem of {kinds[1]}")
     if faults:
         return faults
-    return validate(schedule, cap=problem.cap, activation=problem.activation)
+    if schedule.recomputed_apart and problem.recompute is None:
+        return ["the schedule has recomputation of its own (R), the problem has none"]
+    return validate(
+        schedule, cap=problem.cap, activation=problem.activation, recomputed=problem.recomputed
+    )
+
+
+def held_most(problem: ScheduleProblem, schedule: Schedule) -> tuple[float, ...]:
+    """Per device, the most memory that activations of ``schedule`` take (see there)."""
+    return peak_activations(schedule, problem.activation, problem.recomputed)
 
 
 def peak_activations(
-    schedule: Schedule, activation: Sequence[float] | None = None
+    schedule: Schedule,
+    activation: Sequence[float] | None = None,
+    recomputed: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
     """Per device, the most stage activations alive at once; one lives from its F to its B or W.
 
-    ``activation`` is what each stage's counts (default 1).
+    ``activation`` is what each stage's counts (default 1), ``recomputed`` what an R of it takes
+    until its B or I (default 0).
     """
     weights = None if activation is None else dict(enumerate(activation))
+    again = dict(enumerate(recomputed or ()))
     peaks = []
     for order in schedule.order:
         live: dict[tuple[int, int], float] = {}
+        twice: dict[tuple[int, int], float] = {}
         peak = 0.0
         for operation in order:
             key = (operation.stage, operation.microbatch)
             if operation.kind is Kind.FORWARD:
                 live[key] = 1.0 if weights is None else weights.get(operation.stage, 1.0)
-                peak = max(peak, sum(live.values()))
+            elif operation.kind is Kind.RECOMPUTE:
+                twice[key] = again.get(operation.stage, 0.0)
+            elif operation.kind in BACKWARDS:
+                twice.pop(key, None)
+            if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+                peak = max(peak, sum(live.values()) + sum(twice.values()))
             elif operation.kind.live < 0:
                 live.pop(key, None)
         peaks.append(peak)
@@ -207,11 +231,17 @@ def _order_faults(schedule: Schedule) -> Iterator[str]:
         for i, operation in enumerate(order):
             if operation.kind is Kind.FILLER:
                 continue
+            if operation.kind in BACKWARDS:
+                again = operation._replace(kind=Kind.RECOMPUTE)
+                if position.get(again, -1) > i:
+                    yield f"device {device} runs {operation} before {again}"
             if operation.kind is not Kind.FORWARD:
                 after_input = operation.kind is Kind.WEIGHT_GRAD
                 first = operation._replace(kind=Kind.INPUT_GRAD if after_input else Kind.FORWARD)
                 if position.get(first, -1) > i:
                     yield f"device {device} runs {operation} before {first}"
+            if operation.kind is Kind.RECOMPUTE:
+                continue
             line = (operation.kind, operation.stage)
             previous = last.get(line)
             if previous is not None and previous.microbatch > operation.microbatch:

@@ -34,6 +34,7 @@ from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.compiled import compiling
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
+from megatron_pulse.planner.schedule.recompute import with_recomputation
 from megatron_pulse.planner.schedule.search.anneal import anneal
 from megatron_pulse.planner.schedule.search.extend import extended
 from megatron_pulse.planner.schedule.search.improve import improve
@@ -125,8 +126,13 @@ def synthesize(
     or after ``seconds``. With ``effort``, the number of starts to improve, the clock has no part in
     the answer; without a limit of time (``math.inf``) the effort is by the size of the problem.
     ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top. ``beside`` is
-    asked now and then, with the best schedule and bound so far, whether that is enough.
+    asked now and then, with the best schedule and bound so far, whether that is enough. What is
+    computed again is a part of its backward until the end, and then goes to idle times.
     """
+    if problem.recompute is not None:
+        within = replace(problem, recompute=None, recomputed=None)
+        found = synthesize(within, seconds, effort, templates, beside)
+        return with_recomputation(problem, found)
     get_ready()
     began = time.monotonic()
     if effort is None and seconds == math.inf:

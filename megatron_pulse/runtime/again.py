@@ -1,0 +1,112 @@
+"""What a layer saves for its backward pass, computed again when it is wanted, or before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_pulse.runtime.failures import PulseError
+
+
+class Again:
+    """One layer on one microbatch, of which only what it takes is kept.
+
+    ``layer`` computes it, and must come to the same whenever it is called: nothing random, and
+    nothing that others change. What its operations save is dropped, and numbered::
+
+        forward()    layer ----> 0, 1, 2, ...                       numbers in autograd's graph
+        compute()    layer ----> saved tensors 0, 1, 2, ...         once more; ends with the last
+        backward                 ... 2, 1, 0 are taken, and free    computes, if compute() has not
+
+    As torch's own ``checkpoint`` does, which cannot be told to begin: here that may be while a
+    gradient is awaited.
+    """
+
+    def __init__(self, layer: Callable[[], Any]) -> None:
+        self._layer = layer
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._found: dict[int, Tensor] | None = None
+        self._within: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
+
+    def forward(self) -> Any:
+        """What the layer returns."""
+        self._within = tuple(_autocasts())
+        with saved_tensors_hooks(self._number, self._take):
+            return self._layer()
+
+    def compute(self) -> None:
+        """Have all that was saved; nothing where it is there."""
+        if self._found is not None:
+            return
+        found: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor) -> int:
+            number = len(found)
+            if self._saved[number] != (tensor.shape, tensor.dtype):
+                raise PulseError(
+                    f"what is computed again differs: {tuple(tensor.shape)} {tensor.dtype} instead "
+                    f"of {tuple(self._saved[number][0])} {self._saved[number][1]}"
+                )
+            found[number] = tensor.detach()
+            if len(found) == len(self._saved):
+                raise _Enough
+            return number
+
+        with ExitStack() as stack:
+            for make_context in self._within:
+                stack.enter_context(make_context())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(saved_tensors_hooks(keep, _never))
+            try:
+                if self._saved:
+                    self._layer()
+            except _Enough:
+                pass
+        if len(found) < len(self._saved):
+            raise PulseError(
+                f"a layer that is computed again saves {len(found)} tensors, it saved "
+                f"{len(self._saved)} before"
+            )
+        self._found = found
+
+    def _number(self, tensor: Tensor) -> int:
+        self._saved.append((tensor.shape, tensor.dtype))
+        return len(self._saved) - 1
+
+    def _take(self, number: int) -> Tensor:
+        self.compute()
+        assert self._found is not None
+        if number not in self._found:
+            raise PulseError("a backward pass takes what it saved twice: it is there once")
+        return self._found.pop(number)
+
+
+class _Enough(Exception):
+    """All that was saved is there."""
+
+
+def _never(number: int) -> Tensor:
+    raise AssertionError(f"nobody goes back through what is computed again ({number})")
+
+
+def _autocasts() -> list[Callable[[], AbstractContextManager[Any]]]:
+    """The regions of autocast that are open here."""
+
+    def region(device: str, enabled: bool, dtype: torch.dtype, cached: bool) -> Any:
+        return lambda: torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cached)
+
+    return [
+        region(
+            device,
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            torch.is_autocast_cache_enabled(),
+        )
+        for device in ("cpu", "cuda")
+        if torch.is_autocast_enabled(device)
+    ]

@@ -1,0 +1,133 @@
+"""Recomputation as an operation of its own: sooner, within memory, and what is proved of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.layout.placement import sequential
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.check.simulate import run
+from megatron_pulse.planner.schedule.check.validate import faults_for, held_most
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.recompute import placed
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.schedule.solve import solve
+from tests.planner.strategies import problems
+
+
+@st.composite
+def recomputing(draw: st.DrawFn) -> ScheduleProblem:
+    """Problems of which some stages compute activations again."""
+    problem = draw(problems())
+    share = [draw(st.sampled_from([0.0, 0.3, 0.6])) for _ in problem.backward]
+    again = [draw(st.floats(0.0, 2.0)) for _ in problem.backward]
+    part = (s * b for s, b in zip(share, problem.backward, strict=True))
+    return replace(problem, recompute=tuple(part), recomputed=tuple(again))
+
+
+def within(problem: ScheduleProblem) -> ScheduleProblem:
+    """The same where recomputation is part of each backward."""
+    return replace(problem, recompute=None, recomputed=None)
+
+
+def anywhere(problem: ScheduleProblem, schedule: Schedule, rng: random.Random) -> Schedule:
+    """Some of what is computed again, anywhere between its forward and its backward."""
+    orders = []
+    for order in schedule.order:
+        new = list(order)
+        for op in order:
+            if op.kind in BACKWARDS and rng.random() < 0.7:
+                first = new.index(op._replace(kind=Kind.FORWARD))
+                place = rng.randint(first + 1, new.index(op))
+                new.insert(place, op._replace(kind=Kind.RECOMPUTE))
+        orders.append(tuple(new))
+    return replace(schedule, order=tuple(orders))
+
+
+@settings(max_examples=60, derandomize=True)
+@given(recomputing(), st.integers(0, 1000))
+def test_never_longer_within_memory_and_no_bound_above(problem: ScheduleProblem, seed: int) -> None:
+    whole = synthesize(within(problem), effort=1)
+    found = synthesize(problem, effort=1)
+    assert faults_for(problem, found.schedule) == []
+    assert found.certificate.makespan == run(problem, found.schedule).makespan
+    assert found.certificate.makespan <= whole.certificate.makespan * (1 + 1e-9)
+    timeline = run(problem, whole.schedule)
+    assert timeline.makespan == pytest.approx(whole.certificate.makespan)
+    later = run(problem, placed(problem, whole.schedule))
+    assert all(later.end[op] <= end + 1e-9 for op, end in timeline.end.items())
+    mixed = anywhere(problem, whole.schedule, random.Random(seed))
+    assert lower_bound(problem) <= run(problem, mixed).makespan * (1 + 1e-9)
+    assert found.certificate.lower_bound <= run(problem, mixed).makespan * (1 + 1e-9)
+
+
+TWO = ScheduleProblem(
+    sequential(2), 1, (1.0, 1.0), (4.0, 4.0), cap=(1.5, 1.5), recompute=(2.0, 2.0)
+)
+"""One microbatch: device 0 waits 5 for its gradient, and computes 2 of 4 again."""
+
+
+def test_it_is_done_while_a_gradient_is_awaited() -> None:
+    found = solve(TWO, 1.0, "none")
+    assert run(within(TWO), synthesize(within(TWO)).schedule).makespan == 10
+    assert found.certificate.makespan == 8 and found.certificate.proved
+    assert found.schedule.order[0] == tuple(map(Operation.parse, ("F0:0", "R0:0", "B0:0")))
+    assert found.schedule.order[1] == tuple(map(Operation.parse, ("F1:0", "B1:0")))  # not awaited
+
+
+def test_where_there_is_no_room_it_stays_within_its_backward() -> None:
+    for room, apart in ((0.4, True), (0.6, False)):
+        problem = replace(TWO, recomputed=(room, room))
+        schedule = synthesize(problem).schedule
+        assert bool(schedule.recomputed_apart) is apart
+        assert max(held_most(problem, schedule)) == (1.4 if apart else 1.0)
+
+
+def test_it_goes_to_where_the_device_waits_longest() -> None:
+    """The second backward is ready when the first has ended: its recomputation goes before that."""
+    problem = ScheduleProblem(sequential(2), 2, (1.0, 1.0), (3.0, 3.0), recompute=(1.0, 0.0))
+    text = (("F0:0", "F0:1", "B0:0", "B0:1"), ("F1:0", "F1:1", "B1:0", "B1:1"))
+    order = tuple(tuple(map(Operation.parse, line)) for line in text)
+    schedule = placed(problem, Schedule("by hand", problem.placement, 2, order))
+    assert run(problem, Schedule("by hand", problem.placement, 2, order)).makespan == 12
+    assert run(problem, schedule).makespan == 11
+    assert list(map(str, schedule.order[0])) == ["F0:0", "F0:1", "R0:0", "B0:0", "R0:1", "B0:1"]
+    early = replace(problem, backward=(3.0, 2.0))  # the gradient of 1 is there before 0 is done
+    moved = placed(early, Schedule("by hand", problem.placement, 2, order))
+    assert list(map(str, moved.order[0])) == ["F0:0", "F0:1", "R0:0", "R0:1", "B0:0", "B0:1"]
+
+
+@pytest.mark.parametrize(
+    ("order", "fault"),
+    [
+        (("R0:0", "F0:0", "B0:0"), "device 0 runs R0:0 before F0:0"),
+        (("F0:0", "B0:0", "R0:0"), "device 0 runs B0:0 before R0:0"),
+        (("F0:0", "R0:0", "R0:0", "B0:0"), "R0:0 is in the schedule 2 times"),
+        (("F0:0", "R1:0", "B0:0"), "R1:0 is on device 0; stage 1 is on device 1"),
+        (("F0:0", "R0:3", "B0:0"), "R0:3 on device 0: there is no microbatch 3"),
+    ],
+)
+def test_what_cannot_be_is_refused(order: tuple[str, ...], fault: str) -> None:
+    lines = (order, ("F1:0", "B1:0"))
+    schedule = Schedule(
+        "wrong", sequential(2), 1, tuple(tuple(map(Operation.parse, line)) for line in lines)
+    )
+    assert fault in faults_for(TWO, schedule)
+    assert faults_for(within(TWO), schedule) == [
+        "the schedule has recomputation of its own (R), the problem has none"
+    ]
+
+
+def test_times_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="recompute: is a part of each backward, and must be less"):
+        replace(TWO, recompute=(4.0, 0.0))
+    with pytest.raises(ValueError, match="recompute: need 2 values, got 1"):
+        replace(TWO, recompute=(1.0,))
+    with pytest.raises(ValueError, match="recomputed: memory without the time"):
+        replace(TWO, recompute=None, recomputed=(1.0, 1.0))
