@@ -65,7 +65,7 @@ def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) 
     asked = f"{ASKED} {FAST} --pipeline 4 --tensor 1 --micro-batch-size 2"
     assert main([*asked.split(), *flags]) == 0
     outcomes = json.loads(capsys.readouterr().out)["outcomes"]
-    assert {o["layout"] for o in outcomes} == {"fold exact", "sequential"}
+    assert {o["layout"] for o in outcomes} <= {"fold exact", "sequential"}
     assert {o["pipeline"] for o in outcomes} == {4}
     for outcome in outcomes:
         assert outcome["micro_batch_size"] == 2 and outcome["tensor"] == 1

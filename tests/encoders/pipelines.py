@@ -40,7 +40,7 @@ def make_encoder(kind: str, width: int = 8, projection: int = 8, layers: int = 3
     if kind == "bert":
         bert = transformers.BertConfig(
             vocab_size=len(WORDS), hidden_size=width, num_hidden_layers=layers,
-            num_attention_heads=2, intermediate_size=12, max_position_embeddings=32,
+            num_attention_heads=2, intermediate_size=12, max_position_embeddings=80,
         )  # fmt: skip
         return transformers.BertModel(bert).eval()
     clip = transformers.CLIPTextConfig(

@@ -176,7 +176,8 @@ def stage_problem(
 
     With ``split`` the weight gradients are apart, and all takes what it takes then. An operation
     takes ``operation_s`` beside its layers, and ``least_s`` or more. The rest is as ScheduleProblem
-    has it, and so are the errors.
+    has it, and so are the errors; where what is ``recomputed`` is not known in the unit of
+    ``activation``, recomputation stays within backwards.
     """
 
     costs = costs.of_schedule(split)
@@ -191,7 +192,7 @@ def stage_problem(
             max(least_s, b + operation_s - w) for b, w in zip(backward, weight, strict=True)
         )
     recompute = None
-    if any(costs.recompute_s):
+    if recomputed is not None and any(costs.recompute_s):
         again = partition.per_stage(costs.recompute_s)
         recompute = tuple(
             max(0.0, min(r, b - least_s)) for r, b in zip(again, backward, strict=True)
