@@ -76,8 +76,8 @@ class Family:
             index[f"tokenizer{suffix}"] = ["transformers", "PreTrainedTokenizerFast"]
         make_pipeline(folder, *((kind, *sizes) for (kind, _), *sizes in self.encoders), **index)
         make_vae(
-            folder / "vae", latent_channels=self.latents[0], scaling_factor=0.5, shift_factor=self.shift,
-            block_out_channels=(8,) * self.levels,
+            folder / "vae", latent_channels=self.latents[0], scaling_factor=0.5,
+            shift_factor=self.shift, block_out_channels=(8,) * self.levels,
             down_block_types=("DownEncoderBlock2D",) * self.levels,
             up_block_types=("UpDecoderBlock2D",) * self.levels,
         )  # fmt: skip

@@ -63,6 +63,15 @@ class Stages:
         """What each device holds beside its state and activations, at most."""
         return tuple(map(sum, zip(self.working_bytes, self.carried_bytes, strict=True)))
 
+    @property
+    def most_again(self) -> tuple[float, ...]:
+        """Per device the most that one of its stages computes again."""
+        most = [0.0] * self.partition.placement.num_devices
+        homes = self.partition.placement.device_of_stage
+        for device, num_bytes in zip(homes, self.again_bytes or (), strict=False):
+            most[device] = max(most[device], num_bytes)
+        return tuple(most)
+
     def per_device(self, values: tuple[float, ...]) -> tuple[float, ...]:
         """Values of stages, summed over each device's."""
         sums = [0.0] * self.partition.placement.num_devices
@@ -97,13 +106,15 @@ class Cut(Costs):
         )
 
     def _room(self, config: Config, stages: Stages, num_microbatches: int) -> tuple[float, ...]:
-        """Bytes for activations: what is left, or P microbatches at the most, as 1F1B holds.
+        """Bytes for activations: what is left, or P microbatches at the most, as 1F1B holds, and
+        what a stage of the device computes again.
 
         No more than all microbatches take, so that problems that come to the same are equal.
         """
         room, most = [], num_microbatches
         if not config.ample:
             most = min(most, config.pipeline)
+        again = stages.most_again
         for device, least in enumerate(stages.per_device(stages.saved_bytes)):
             left = self.left(stages, device)
             if left < least:
@@ -112,7 +123,7 @@ class Cut(Costs):
                     f"{config}: device {device} has {max(0.0, left) / 1e9:.3g} GB for "
                     f"{least / 1e9:.3g} GB of one microbatch",
                 )
-            room.append(min(left, most * least))
+            room.append(min(left, most * least + again[device]))
         return tuple(room)
 
     def left(self, stages: Stages, device: int) -> float:
