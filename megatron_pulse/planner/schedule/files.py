@@ -1,9 +1,9 @@
 """Schedules as text: CSV in the style of torch.distributed.pipelining's action files, and JSON.
 
 CSV has one row per device and one cell per operation, in order: ``2F0`` is the forward of stage 2
-on microbatch 0 (B whole backward, I input gradient, W weight gradient), ``2X0`` slice 0 of filler
-2, of which only JSON tells more. Ours are also read and may be mixed: ``F2:0``. Empty cells (idle
-slots) count for nothing. Stages are on the devices whose rows name them.
+on microbatch 0 (B whole backward, I input gradient, W weight gradient, R recomputation), ``2X0``
+slice 0 of filler 2, of which only JSON tells more. Ours are also read and may be mixed: ``F2:0``.
+Empty cells (idle slots) count for nothing. Stages are on the devices whose rows name them.
 """
 
 from __future__ import annotations
