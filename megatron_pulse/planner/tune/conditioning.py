@@ -107,10 +107,11 @@ def with_copies(
     split_forward = list(costs.split_forward_s or costs.forward_s)
     split_backward = list(costs.split_backward_s or costs.backward_s)
     weight, saved = list(costs.weight_grad_s), list(costs.saved_bytes)
+    recompute_s, again_bytes = list(costs.recompute_s), list(costs.again_bytes)
     for i in (embedder.layer for embedder in copied):
-        for column in (forward, backward, split_forward, split_backward, weight):
+        for column in (forward, backward, split_forward, split_backward, weight, recompute_s):
             column[i] = 0.0
-        saved[i] = 0
+        saved[i] = again_bytes[i] = 0
     for embedder in copied:
         i = embedder.layer
         again = costs.forward_s[i] if i in recompute and costs.backward_s[i] else 0.0
@@ -128,4 +129,6 @@ def with_copies(
         split_forward_s=tuple(split_forward),
         split_backward_s=tuple(split_backward),
         saved_bytes=tuple(saved),
+        recompute_s=tuple(recompute_s),
+        again_bytes=tuple(again_bytes),
     )

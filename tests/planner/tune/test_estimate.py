@@ -107,6 +107,9 @@ def test_every_stage_that_uses_a_copied_embedder_computes_it(recompute: bool) ->
     ):
         moved = [b - a for a, b in zip(getattr(before, name), getattr(after, name), strict=True)]
         assert moved == pytest.approx([-own, added, added, added])
+    apart = [problem.recompute or (0.0,) * 4 for problem in (before, after)]
+    moved = [b - a for a, b in zip(*apart, strict=True)]
+    assert moved == pytest.approx([-again, 0.0, 0.0, 0.0])  # copies keep their activations
     saved = [b - a for a, b in zip(alone.saved_bytes, stages.saved_bytes, strict=True)]
     read = 10**9 if recompute else 0  # what recomputed layers read is kept
     kept = alone.costs.saved_bytes[0], embedder.saved_bytes
