@@ -302,15 +302,11 @@ class Profile:
             wants=tuple(layer.wants for layer in self.layers),
             recompute_s=tuple(
                 runs * layer.forward_s for layer, runs in zip(times, again, strict=True)
-            )
-            if any(again)
-            else (),
+            ),
             again_bytes=tuple(
                 runs * max(0, layer.saved_bytes - kept)
                 for layer, runs, kept in zip(times, again, saved, strict=True)
-            )
-            if any(again)
-            else (),
+            ),
             starts=tuple(i for i, layer in enumerate(self.layers) if layer.begins or not i),
         )
 

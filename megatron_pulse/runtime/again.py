@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,16 +97,12 @@ def _never(number: int) -> Tensor:
 
 def _autocasts() -> list[Callable[[], AbstractContextManager[Any]]]:
     """The regions of autocast that are open here."""
-
-    def region(device: str, enabled: bool, dtype: torch.dtype, cached: bool) -> Any:
-        return lambda: torch.autocast(device, enabled=enabled, dtype=dtype, cache_enabled=cached)
-
     return [
-        region(
+        partial(
+            torch.autocast,
             device,
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_cache_enabled(),
+            dtype=torch.get_autocast_dtype(device),
+            cache_enabled=torch.is_autocast_cache_enabled(),
         )
         for device in ("cpu", "cuda")
         if torch.is_autocast_enabled(device)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
-from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
@@ -35,6 +36,23 @@ def wave(
     )
     found = synthesize(problem, seconds=math.inf, effort=effort)
     return replace(found.schedule, name="wave")
+
+
+def recomputed_anywhere(
+    schedule: Schedule, stages: Collection[int], share: float, rng: random.Random
+) -> Schedule:
+    """``schedule`` with about that share of what ``stages`` compute again as operations of their
+    own, anywhere between forward and backward."""
+    orders = []
+    for order in schedule.order:
+        new = list(order)
+        for op in order:
+            if op.kind in BACKWARDS and op.stage in stages and rng.random() < share:
+                first = new.index(op._replace(kind=Kind.FORWARD))
+                place = rng.randint(first + 1, new.index(op))
+                new.insert(place, op._replace(kind=Kind.RECOMPUTE))
+        orders.append(tuple(new))
+    return replace(schedule, order=tuple(orders))
 
 
 def simulate(

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.placement import sequential
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for, held_most
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.recompute import placed
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.planner.step.plan import PlanError, make_plan
+from tests.planner.schedules import recomputed_anywhere
 from tests.planner.strategies import problems
+from tests.toys import toy_backbone
 
 
 @st.composite
@@ -31,29 +36,10 @@ def recomputing(draw: st.DrawFn) -> ScheduleProblem:
     return replace(problem, recompute=tuple(part), recomputed=tuple(again))
 
 
-def within(problem: ScheduleProblem) -> ScheduleProblem:
-    """The same where recomputation is part of each backward."""
-    return replace(problem, recompute=None, recomputed=None)
-
-
-def anywhere(problem: ScheduleProblem, schedule: Schedule, rng: random.Random) -> Schedule:
-    """Some of what is computed again, anywhere between its forward and its backward."""
-    orders = []
-    for order in schedule.order:
-        new = list(order)
-        for op in order:
-            if op.kind in BACKWARDS and rng.random() < 0.7:
-                first = new.index(op._replace(kind=Kind.FORWARD))
-                place = rng.randint(first + 1, new.index(op))
-                new.insert(place, op._replace(kind=Kind.RECOMPUTE))
-        orders.append(tuple(new))
-    return replace(schedule, order=tuple(orders))
-
-
 @settings(max_examples=60, derandomize=True)
 @given(recomputing(), st.integers(0, 1000))
 def test_never_longer_within_memory_and_no_bound_above(problem: ScheduleProblem, seed: int) -> None:
-    whole = synthesize(within(problem), effort=1)
+    whole = synthesize(problem.within_backwards, effort=1)
     found = synthesize(problem, effort=1)
     assert faults_for(problem, found.schedule) == []
     assert found.certificate.makespan == run(problem, found.schedule).makespan
@@ -62,7 +48,8 @@ def test_never_longer_within_memory_and_no_bound_above(problem: ScheduleProblem,
     assert timeline.makespan == pytest.approx(whole.certificate.makespan)
     later = run(problem, placed(problem, whole.schedule))
     assert all(later.end[op] <= end + 1e-9 for op, end in timeline.end.items())
-    mixed = anywhere(problem, whole.schedule, random.Random(seed))
+    stages = range(problem.placement.num_stages)
+    mixed = recomputed_anywhere(whole.schedule, stages, 0.7, random.Random(seed))
     assert lower_bound(problem) <= run(problem, mixed).makespan * (1 + 1e-9)
     assert found.certificate.lower_bound <= run(problem, mixed).makespan * (1 + 1e-9)
 
@@ -75,7 +62,7 @@ TWO = ScheduleProblem(
 
 def test_it_is_done_while_a_gradient_is_awaited() -> None:
     found = solve(TWO, 1.0, "none")
-    assert run(within(TWO), synthesize(within(TWO)).schedule).makespan == 10
+    assert run(TWO.within_backwards, synthesize(TWO.within_backwards).schedule).makespan == 10
     assert found.certificate.makespan == 8 and found.certificate.proved
     assert found.schedule.order[0] == tuple(map(Operation.parse, ("F0:0", "R0:0", "B0:0")))
     assert found.schedule.order[1] == tuple(map(Operation.parse, ("F1:0", "B1:0")))  # not awaited
@@ -119,7 +106,7 @@ def test_what_cannot_be_is_refused(order: tuple[str, ...], fault: str) -> None:
         "wrong", sequential(2), 1, tuple(tuple(map(Operation.parse, line)) for line in lines)
     )
     assert fault in faults_for(TWO, schedule)
-    assert faults_for(within(TWO), schedule) == [
+    assert faults_for(TWO.within_backwards, schedule) == [
         "the schedule has recomputation of its own (R), the problem has none"
     ]
 
@@ -131,3 +118,27 @@ def test_times_that_cannot_be_are_refused() -> None:
         replace(TWO, recompute=(1.0,))
     with pytest.raises(ValueError, match="recomputed: memory without the time"):
         replace(TWO, recompute=None, recomputed=(1.0, 1.0))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_files_own_recomputation_is_counted_once(known: bool, tmp_path: Path) -> None:
+    """Of known time it is an operation that long; else a part of its backward, and takes none."""
+    backbone = toy_backbone(2, [])
+    num = len(backbone.layers)
+    costs = weighted_costs(backbone, [1.0] * num)
+    if known:
+        backward = tuple(b + 1.0 for b in costs.backward_s)
+        costs = replace(costs, backward_s=backward, recompute_s=(1.0,) * num)
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0R0,0B0\n1F0,1B0\n")
+    plan = make_plan(backbone, costs, sequential(2), str(path), recompute=range(num))
+    problem, schedule = plan.problem_of(1), plan.step(1).schedule
+    again = problem.duration(Kind.RECOMPUTE, 0)
+    assert again == (len(plan.partition.layers_of_stage(0)) if known else 0.0)
+    timeline = run(problem, schedule)
+    first, last = (Operation(kind, 0, 0) for kind in (Kind.RECOMPUTE, Kind.BACKWARD))
+    spent = sum(timeline.end[op] - timeline.start[op] for op in (first, last))
+    assert spent == pytest.approx(problem.backward[0])
+    assert 0 < plan.idle_share(1) < 1
+    with pytest.raises(PlanError, match="computes activations of stage 0 again"):
+        make_plan(backbone, costs, sequential(2), str(path)).step(1)

@@ -17,13 +17,14 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.costs import weighted_costs
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.layout.placement import Partition, make_placement
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.plan import Plan, make_plan
 from megatron_pulse.profile.trained import choose_trained
 from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.pipeline import Pipeline
 from megatron_pulse.runtime.stage import layer_seed
+from tests.planner.schedules import recomputed_anywhere
 from tests.ranks import run_ranks
 
 SEED = 7
@@ -258,16 +259,7 @@ def computed_apart(
         for s in range(schedule.placement.num_stages)
         if recompute and any(i % recompute == 0 for i in partition.layers_of_stage(s))
     }
-    orders = []
-    for order in schedule.order:
-        new = list(order)
-        for op in order:
-            if op.kind in BACKWARDS and op.stage in again and rng.random() < 0.5:
-                first = new.index(op._replace(kind=Kind.FORWARD))
-                place = rng.randint(first + 1, new.index(op))
-                new.insert(place, op._replace(kind=Kind.RECOMPUTE))
-        orders.append(tuple(new))
-    return replace(schedule, order=tuple(orders))
+    return recomputed_anywhere(schedule, again, 0.5, rng)
 
 
 def merge(outcomes: list[Outcome]) -> Outcome:

@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+from megatron_pulse.planner.draw.looks import NAMES
 from megatron_pulse.planner.schedule.check.simulate import duration_of
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.step.plan import Plan
@@ -22,14 +23,6 @@ type Times = Mapping[tuple[Kind, int], float]
 
 ENOUGH = 10
 """Steps over which a device is judged."""
-_WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input gradient",
-    Kind.WEIGHT_GRAD: "weight gradient",
-    Kind.RECOMPUTE: "recomputation",
-    Kind.FILLER: "filler",
-}
 
 
 def planned_times(plan: Plan, num_microbatches: int, device: int) -> Times:
@@ -99,7 +92,7 @@ class Stragglers:
         return (
             f"warning: rank {self._rank} ({socket.gethostname()}) is slow: in {num_steps} steps "
             f"its operations took {ratio:.2f} times what {self._source}, those of the median rank "
-            f"{statistics.median_low(ratios):.2f} times; most of all {_WORDS[kind]} of stage "
+            f"{statistics.median_low(ratios):.2f} times; most of all {NAMES[kind]} of stage "
             f"{stage}, {own[worst] / self._expected[worst]:.2f} times"
         )
 

@@ -77,21 +77,26 @@ class ScheduleProblem:
         )
 
     @property
+    def within_backwards(self) -> ScheduleProblem:
+        """The same where all that is computed again is so within backwards."""
+        return replace(self, recompute=None, recomputed=None)
+
+    @property
     def without_recomputation(self) -> ScheduleProblem:
         """The same where nothing is computed again: no schedule of this one is shorter than its
         shortest."""
         if self.recompute is None:
             return self
         backward = tuple(b - r for b, r in zip(self.backward, self.recompute, strict=True))
-        return replace(self, backward=backward, recompute=None, recomputed=None)
+        return replace(self.within_backwards, backward=backward)
 
     def duration(self, kind: Kind, stage: int) -> float:
-        """Time of an operation; of a backward that computes activations again itself."""
+        """Time of an operation; of a backward that computes activations again itself. Where it is
+        not known what that takes, an R takes none of it."""
         if kind is Kind.FORWARD:
             return self.forward[stage]
         if kind is Kind.RECOMPUTE:
-            assert self.recompute is not None
-            return self.recompute[stage]
+            return 0.0 if self.recompute is None else self.recompute[stage]
         if kind is Kind.WEIGHT_GRAD:
             assert self.weight_grad is not None
             return self.weight_grad[stage]

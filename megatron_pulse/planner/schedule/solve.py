@@ -39,8 +39,7 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
     """
     chosen = choose(solver)
     if problem.recompute is not None:
-        within = replace(problem, recompute=None, recomputed=None)
-        return with_recomputation(problem, solve(within, seconds, solver))
+        return with_recomputation(problem, solve(problem.within_backwards, seconds, solver))
     get_ready()
     began = time.monotonic()
     if chosen is Solver.NONE:

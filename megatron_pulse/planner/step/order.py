@@ -91,16 +91,11 @@ def moments(
         device 1                  [  F1:0  ][  F1:1  ]
 
     All operations take one unit, and nothing time to travel, where there is no problem, or one that
-    knows no weight gradients, or recomputation, for a schedule that has them. Raises DeadlockError.
+    knows no weight gradients for a schedule that has them. Raises DeadlockError.
     """
     slots = logical_times(schedule)
-    unknown = problem is None or any(
-        (
-            Kind.WEIGHT_GRAD in schedule.kinds and problem.weight_grad is None,
-            schedule.recomputed_apart and problem.recompute is None,
-        )
-    )
-    if problem is None or unknown:
+    splits = Kind.WEIGHT_GRAD in schedule.kinds
+    if problem is None or (splits and problem.weight_grad is None):
         ends = {op: (float(slot), slot) for op, slot in slots.items()}
         starts = {op: (t - 1.0, slot) for op, (t, slot) in ends.items()}
         return Moments(

@@ -295,7 +295,9 @@ def _problem(
                 raise PlanError("wave-split needs a profile with weight gradients apart")
             costs = replace(costs, weight_grad_s=tuple(b / 2 for b in costs.backward_s))
     activation = caps = again = None
-    if synthesized:
+    if is_file(name):  # its R, if any, are where it says, whatever memory they take
+        again = (0.0,) * placement.num_stages
+    elif synthesized:
         activation, caps = _memory(costs, partition, cap, goal)
         if activation is not None and costs.again_bytes:
             again = partition.per_stage(costs.again_bytes)

@@ -199,10 +199,8 @@ class Costs:
                 for i, (seconds, summed) in enumerate(
                     zip(divide(costs.recompute_s), forward_s, strict=True)
                 )
-            )
-            if costs.recompute_s
-            else (),
-            again_bytes=share(costs.again_bytes) if costs.again_bytes else (),
+            ),
+            again_bytes=share(costs.again_bytes),
             saved_bytes=share(costs.saved_bytes),
             boundary_bytes=share(costs.boundary_bytes),
             skips=tuple(

@@ -138,11 +138,8 @@ def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
     """Run the schedule's orders as early as data and devices allow, with ``problem``'s times.
 
     Fillers take the times that the schedule gives. Raises DeadlockError naming the waiting
-    operations, and ValueError when ``problem`` has no weight gradients, or nothing that is computed
-    again, and the schedule has.
+    operations, and ValueError when ``problem`` has no weight gradients and the schedule has.
     """
-    if schedule.recomputed_apart and problem.recompute is None:
-        raise ValueError("a schedule with recomputation (R) needs its time for each stage")
     if Kind.WEIGHT_GRAD in schedule.kinds and problem.weight_grad is None:
         raise ValueError(
             f"a split schedule of {schedule.placement.num_stages} stages needs as many weight "

@@ -130,8 +130,7 @@ def synthesize(
     computed again is a part of its backward until the end, and then goes to idle times.
     """
     if problem.recompute is not None:
-        within = replace(problem, recompute=None, recomputed=None)
-        found = synthesize(within, seconds, effort, templates, beside)
+        found = synthesize(problem.within_backwards, seconds, effort, templates, beside)
         return with_recomputation(problem, found)
     get_ready()
     began = time.monotonic()
