@@ -45,7 +45,7 @@ from megatron_pulse.encoders.recipe import TextRecipe, text_fields
 from megatron_pulse.faults import UserError, raised, told, unknown
 from megatron_pulse.flag_fields import flag_value
 from megatron_pulse.profile.trained import trained_as
-from model_specs.common.identity import Comparison, compare_configs, left_open
+from model_specs.common.identity import BackboneComparison, compare_configs, left_open
 from model_specs.common.options import (
     FamilyConfig,
     OptionError,
@@ -251,7 +251,7 @@ def load_recorded(record: Mapping[str, Any]) -> Backbone:
     return trained_as(backbone, record)
 
 
-def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Comparison:
+def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> BackboneComparison:
     """The backbone of the record ``here`` beside the model of the record ``there``.
 
     Options that an older record lacks have the values of the named configuration.
@@ -260,26 +260,26 @@ def compare_models(there: Mapping[str, Any], here: Mapping[str, Any]) -> Compari
     if here["family"] == CASCADE and theirs == CASCADE:
         return _compare_cascades(there, here)
     if CASCADE in (theirs, here["family"]):
-        return Comparison((f"family {theirs} there, {here['family']} here",))
+        return BackboneComparison((f"family {theirs} there, {here['family']} here",))
     family = _family(here["name"])
     if theirs != here["family"]:
-        return Comparison((f"family {theirs} there, {here['family']} here",))
+        return BackboneComparison((f"family {theirs} there, {here['family']} here",))
     ours = resolve(here["name"], family.CONFIGS[here["name"]], here["options"])
     try:
         config, unknown = _recorded(family, there)
     except ValueError as error:
-        return Comparison((str(error),))
+        return BackboneComparison((str(error),))
     return compare_configs(config, ours, unknown)
 
 
-def _compare_cascades(there: Mapping[str, Any], here: Mapping[str, Any]) -> Comparison:
+def _compare_cascades(there: Mapping[str, Any], here: Mapping[str, Any]) -> BackboneComparison:
     """Chain by chain."""
     theirs, ours = parts_of(there["name"]), parts_of(here["name"])
     if list(theirs) != list(ours):
         said = f"chains {', '.join(theirs)} there, {', '.join(ours)} here"
-        return Comparison((said,))
+        return BackboneComparison((said,))
     found = [compare_models(part_record(there, chain), part_record(here, chain)) for chain in ours]
-    return Comparison(
+    return BackboneComparison(
         tuple(f"{c}: {text}" for c, one in zip(ours, found, strict=True) for text in one.different),
         tuple(f"{c}: {text}" for c, one in zip(ours, found, strict=True) for text in one.changed),
     )

@@ -145,3 +145,14 @@ def test_few_files_lie_loose():
     for path in MODULES.values():
         loose[str(path.parent.relative_to(ROOT))] += path.name != "__init__.py"
     assert {folder: count for folder, count in loose.items() if count > MOST_LOOSE} == {}
+
+
+def test_no_name_of_a_class_means_two_things():
+    """In the package; families of models each have a head, an attention and so on of their own."""
+    named = defaultdict(list)
+    for name, path in MODULES.items():
+        if name.startswith("megatron_pulse"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    named[node.name].append(name)
+    assert {word: where for word, where in named.items() if len(where) > 1} == {}

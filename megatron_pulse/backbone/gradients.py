@@ -15,7 +15,7 @@ from megatron_pulse.backbone.chain import Backbone
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedGradients:
     """Which tensors between a chain's layers want a gradient.
 
     ``boundaries[i]`` are those that enter layer i, ``layers[i]`` says whether layer i has a
@@ -28,7 +28,7 @@ class Wanted:
     conditioning: Mapping[str, bool]
 
 
-def wanted_gradients(backbone: Backbone) -> Wanted:
+def wanted_gradients(backbone: Backbone) -> WantedGradients:
     """The gradients that a step of ``backbone`` computes between its layers."""
     boundaries, layers, starts = [], [], backbone.starts
     skips: dict[str, bool] = {}
@@ -54,4 +54,4 @@ def wanted_gradients(backbone: Backbone) -> Wanted:
         for name, spec in layer.provides.items():
             conditioning[name] = within and spec.differentiable
         layers.append(within)
-    return Wanted(tuple(boundaries), tuple(layers), skips, conditioning)
+    return WantedGradients(tuple(boundaries), tuple(layers), skips, conditioning)

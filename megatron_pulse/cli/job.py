@@ -16,7 +16,7 @@ def ranks_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankOfJob:
     """One of ``num_ranks`` ranks, the ``local_rank``-th of its node; alone without a launcher."""
 
     rank: int = 0
@@ -24,7 +24,7 @@ class Place:
     local_rank: int = 0
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
+    def of(cls, environment: Mapping[str, str]) -> RankOfJob:
         """That of a process in torchrun, or in a step of Slurm: the script that calls srun is in
         none, although it has a rank."""
         if "RANK" not in environment and "SLURM_STEP_ID" not in environment:

@@ -14,7 +14,7 @@ from megatron_pulse.data.dataset import (
     Subset,
     split_indices,
 )
-from megatron_pulse.data.fields import Fitted, Wanted, made_otherwise
+from megatron_pulse.data.fields import Fitted, WantedFields, made_otherwise
 from megatron_pulse.data.images.conditioning import CONDITIONING, Conditioned
 from megatron_pulse.data.images.digits import DIGIT_SOURCES, open_digits
 from megatron_pulse.data.images.folder import ImageFiles, ImageFolder
@@ -40,7 +40,7 @@ def open_dataset(
     spec: str,
     image_size: int | None = None,
     channels: int = 3,
-    wanted: Wanted | None = None,
+    wanted: WantedFields | None = None,
     validation_fraction: float = 0.1,
     verify: bool = False,
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
@@ -55,7 +55,7 @@ def open_dataset(
 
 
 def open_buckets(
-    spec: str, wanted: Sequence[Wanted]
+    spec: str, wanted: Sequence[WantedFields]
 ) -> tuple[DiffusionDataset, DiffusionDataset, tuple[int, ...]]:
     """(training, validation) of all that ``spec`` names, separated by commas, and which of
     ``wanted``, the backbone's shapes, each of their ``parts`` has.
@@ -76,7 +76,9 @@ def open_buckets(
     return Buckets(trains), Buckets(validations), shapes
 
 
-def _bucket(name: str, wanted: Sequence[Wanted]) -> tuple[int, DiffusionDataset, DiffusionDataset]:
+def _bucket(
+    name: str, wanted: Sequence[WantedFields]
+) -> tuple[int, DiffusionDataset, DiffusionDataset]:
     """Which of ``wanted`` the samples of one dataset are, and (training, validation) of them."""
     if len(wanted) > 1 and not name.startswith("latents:"):
         raise DataError(
@@ -117,7 +119,7 @@ def _open(
     spec: str,
     image_size: int | None = None,
     channels: int = 3,
-    wanted: Wanted | None = None,
+    wanted: WantedFields | None = None,
     validation_fraction: float = 0.1,
     verify: bool = False,
 ) -> tuple[DiffusionDataset, DiffusionDataset]:
@@ -192,7 +194,7 @@ def _fitted(
     spec: str,
     train: DiffusionDataset,
     validation: DiffusionDataset,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedFields],
 ) -> tuple[int, DiffusionDataset, DiffusionDataset]:
     """Which of ``wanted`` both are, and both with the fields that the backbone reads; raises
     DataError with all that differs, from the nearest where they are none."""
@@ -211,7 +213,9 @@ def _fitted(
     )
 
 
-def _size_faults(train: DiffusionDataset, wanted: Sequence[Wanted], one: Wanted) -> Iterator[str]:
+def _size_faults(
+    train: DiffusionDataset, wanted: Sequence[WantedFields], one: WantedFields
+) -> Iterator[str]:
     if train.image_shape != one.shape:
         found = "x".join(map(str, train.image_shape))
         taken = " or ".join(dict.fromkeys("x".join(map(str, each.shape)) for each in wanted))

@@ -46,7 +46,7 @@ KEPT = frozenset({"guidance", CONDITIONING, FRAMING, *SIZES})
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedFields:
     """What a backbone takes of every sample.
 
     ``shape`` is its ``(c, h, w)``, ``fields`` what it reads beside timesteps and labels,
@@ -65,11 +65,11 @@ class Wanted:
 
 
 def unencoded(
-    wanted: Wanted,
+    wanted: WantedFields,
     tokenize: Tokenizes | None = None,
     text_fields: Collection[str] = (),
     pixels: tuple[int, int] | None = None,
-) -> Wanted:
+) -> WantedFields:
     """What a training step takes that encodes samples itself to what a backbone has ``wanted``.
 
     With ``tokenize`` it makes the ``text_fields`` of token ids and masks. ``pixels`` are the
@@ -157,7 +157,7 @@ class Fitted(Derived):
     ``faults`` lists what it cannot give.
     """
 
-    def __init__(self, source: DiffusionDataset, taken: Wanted) -> None:
+    def __init__(self, source: DiffusionDataset, taken: WantedFields) -> None:
         wanted, tokens = taken.fields, set[str]()
         if taken.tokenize is not None:
             tokens = set(taken.tokenize.shapes)

@@ -19,7 +19,7 @@ _STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 
 
 @dataclass(frozen=True)
-class Component:
+class PipelineComponent:
     """A part of a pipeline: its folder's name and its class, of ``library``.
 
     Of one with weights, how many ``num_parameters`` in how many bytes, and their types
@@ -35,7 +35,7 @@ class Component:
     fault: str = ""
 
 
-def components(folder: Path) -> list[Component]:
+def components(folder: Path) -> list[PipelineComponent]:
     """Those that ``model_index.json`` names, in its order; no weights are read. Raises
     EncodersError if there is no such file."""
     try:
@@ -63,28 +63,28 @@ def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
     return faults
 
 
-def _components(folder: Path, index: dict[str, object]) -> Iterator[Component]:
+def _components(folder: Path, index: dict[str, object]) -> Iterator[PipelineComponent]:
     for name, said in index.items():
         if not isinstance(said, list) or len(said) != 2 or None in said:
             continue  # a setting, or a part that this pipeline does without
         library, class_name = map(str, said)
         where = folder / name
         if not where.is_dir():
-            yield Component(name, class_name, library, fault="there is no such folder")
+            yield PipelineComponent(name, class_name, library, fault="there is no such folder")
         elif (where / "config.json").is_file() and library in _STEMS:
             yield _weighed(where, class_name, library)
         else:
-            yield Component(name, class_name, library)
+            yield PipelineComponent(name, class_name, library)
 
 
-def _weighed(where: Path, class_name: str, library: str) -> Component:
+def _weighed(where: Path, class_name: str, library: str) -> PipelineComponent:
     try:
         tensors = read_folder(where, stem=_STEMS[library])
     except PublishedError as error:
         fault = str(error).replace(f"{where}", where.name)
-        return Component(where.name, class_name, library, fault=fault)
+        return PipelineComponent(where.name, class_name, library, fault=fault)
     kinds = [tensors.kind_of(name) for name in tensors]
-    return Component(
+    return PipelineComponent(
         where.name,
         class_name,
         library,

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron_pulse.encoders.pieces import Piece
+from megatron_pulse.encoders.pieces import EncoderPiece
 
 PIXELS, MOMENTS = "pixels", "moments"
 _HIDDEN = "hidden"
 
 
-def image_pieces(model: Any) -> tuple[Piece, ...]:
+def image_pieces(model: Any) -> tuple[EncoderPiece, ...]:
     """The layers of ``model.encode``: convolutions, resnets, attentions, downsamplers."""
     encoder = model.encoder
     tail = (encoder.conv_norm_out, encoder.conv_out)
@@ -45,18 +45,18 @@ def _piece(
     *modules: nn.Module,
     source: str = _HIDDEN,
     result: str = _HIDDEN,
-) -> Piece:
+) -> EncoderPiece:
     def through(states: dict[str, Tensor]) -> dict[str, Tensor]:
         return {result: run(states[source])}
 
-    return Piece(name, through, modules)
+    return EncoderPiece(name, through, modules)
 
 
-def _resnet(name: str, module: Any) -> Piece:
+def _resnet(name: str, module: Any) -> EncoderPiece:
     return _piece(name, functools.partial(module, temb=None), module)
 
 
-def _block(name: str, block: Any) -> Iterator[Piece]:
+def _block(name: str, block: Any) -> Iterator[EncoderPiece]:
     """A plain level by its layers; one of another kind is a layer itself."""
     if type(block).__name__ != "DownEncoderBlock2D":
         yield _piece(name, block, block)
@@ -67,7 +67,7 @@ def _block(name: str, block: Any) -> Iterator[Piece]:
         yield _piece(f"{name}.downsamplers.{i}", downsampler, downsampler)
 
 
-def _middle(block: Any) -> Iterator[Piece]:
+def _middle(block: Any) -> Iterator[EncoderPiece]:
     first, *others = block.resnets
     yield _resnet("mid_block.resnets.0", first)
     for i, (attention, resnet) in enumerate(zip(block.attentions, others, strict=True)):

@@ -17,7 +17,7 @@ same, of the same shapes.
 
 
 @dataclass(frozen=True)
-class Piece:
+class EncoderPiece:
     """One layer of a frozen encoder: ``run`` takes the states before it and gives those after it.
 
     ``modules`` are the parts of the model that it uses.
@@ -39,7 +39,7 @@ class Piece:
 
 
 @torch.no_grad()
-def run_pieces(pieces: Sequence[Piece], states: States) -> States:
+def run_pieces(pieces: Sequence[EncoderPiece], states: States) -> States:
     """The states after the last piece."""
     for piece in pieces:
         states = piece.run(states)

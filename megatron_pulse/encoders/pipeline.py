@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.encoders.loading import require_all, silently
-from megatron_pulse.encoders.pieces import Piece, run_pieces
-from megatron_pulse.encoders.recipe import Kind, Part, State, TextRecipe, folder_name
+from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
+from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text import text_pieces
 from megatron_pulse.encoders.tokens import (
     Tokenizers,
@@ -68,11 +68,11 @@ class TextEncoder:
         self.model = model.eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype
         self.width = int(getattr(model.config, "d_model", 0) or model.config.hidden_size)
-        projected = self.kind is Kind.PROJECTED_CLIP
+        projected = self.kind is ComponentKind.PROJECTED_CLIP
         self.pooled_width = int(model.config.projection_dim) if projected else self.width
         masked = place in recipe.masked or bool(getattr(model.config, "use_attention_mask", False))
         masked = masked and weighs  # which mask it is depends on what is in it
-        self.pieces: tuple[Piece, ...] = text_pieces(
+        self.pieces: tuple[EncoderPiece, ...] = text_pieces(
             self.kind, self.model, recipe.states_of(place), masked
         )
         self._folder = where

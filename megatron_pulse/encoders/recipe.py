@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class ComponentKind(StrEnum):
     """What stands at a place of a pipeline, by transformers' classes."""
 
     CLIP = "CLIPTextModel"
@@ -57,7 +57,7 @@ class TextRecipe:
     """
 
     fields: Mapping[str, tuple[Row, ...]]
-    kinds: Mapping[int, Kind]
+    kinds: Mapping[int, ComponentKind]
     masked: frozenset[int] = frozenset()
     fitted: frozenset[int] = frozenset()
     zeros_if_empty: bool = False

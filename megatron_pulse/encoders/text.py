@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_pulse.encoders.pieces import Piece, States
-from megatron_pulse.encoders.recipe import Kind, State
+from megatron_pulse.encoders.pieces import EncoderPiece, States
+from megatron_pulse.encoders.recipe import ComponentKind, State
 
 _HIDDEN = "hidden"
 _SEEN = "_seen"
@@ -22,12 +22,12 @@ _BIAS = "bias"
 
 
 def text_pieces(
-    kind: Kind, model: Any, states: frozenset[State], masked: bool
-) -> tuple[Piece, ...]:
+    kind: ComponentKind, model: Any, states: frozenset[State], masked: bool
+) -> tuple[EncoderPiece, ...]:
     """The layers of ``model`` that give ``states``; if ``masked``, they see no padding."""
-    if kind is Kind.T5:
+    if kind is ComponentKind.T5:
         pieces = _t5(model, masked)
-    elif kind is Kind.BERT:
+    elif kind is ComponentKind.BERT:
         pieces = _bert(model, masked)
     else:
         pieces = _clip(model, masked, State.POOLED in states)
@@ -58,7 +58,7 @@ def _layer(
     run: Callable[[Tensor, Tensor | None], Tensor],
     seen: Callable[[States], Tensor],
     before_last: bool,
-) -> Piece:
+) -> EncoderPiece:
     """A layer of the trunk; the one ``before_last`` gives the penultimate states."""
 
     def through(states: States) -> States:
@@ -67,10 +67,10 @@ def _layer(
         made = {_HIDDEN: hidden, _SEEN: mask}
         return states | made | ({State.PENULTIMATE.value: hidden} if before_last else {})
 
-    return Piece(name, through, (module,))
+    return EncoderPiece(name, through, (module,))
 
 
-def _clip(model: Any, masked: bool, pooled: bool) -> tuple[Piece, ...]:
+def _clip(model: Any, masked: bool, pooled: bool) -> tuple[EncoderPiece, ...]:
     from transformers.masking_utils import create_causal_mask
 
     trunk = getattr(model, "text_model", model)
@@ -106,16 +106,16 @@ def _clip(model: Any, masked: bool, pooled: bool) -> tuple[Piece, ...]:
     layers = list(trunk.encoder.layers)
     ends = (trunk.final_layer_norm, *([projection] if pooled and projection is not None else []))
     return (
-        Piece("embeddings", embed, (trunk.embeddings,)),
+        EncoderPiece("embeddings", embed, (trunk.embeddings,)),
         *(
             _layer(f"layers.{i}", module, layer(module), seen, i == len(layers) - 2)
             for i, module in enumerate(layers)
         ),
-        Piece("end", end, ends),
+        EncoderPiece("end", end, ends),
     )
 
 
-def _t5(model: Any, masked: bool) -> tuple[Piece, ...]:
+def _t5(model: Any, masked: bool) -> tuple[EncoderPiece, ...]:
     from transformers.masking_utils import create_bidirectional_mask
 
     stack = model.encoder
@@ -143,13 +143,13 @@ def _t5(model: Any, masked: bool) -> tuple[Piece, ...]:
         return states | {State.LAST.value: stack.final_layer_norm(states[_HIDDEN])}
 
     return (
-        Piece("embeddings", embed, (stack.embed_tokens,)),
-        *(Piece(f"block.{i}", block(m), (m,)) for i, m in enumerate(stack.block)),
-        Piece("end", end, (stack.final_layer_norm,)),
+        EncoderPiece("embeddings", embed, (stack.embed_tokens,)),
+        *(EncoderPiece(f"block.{i}", block(m), (m,)) for i, m in enumerate(stack.block)),
+        EncoderPiece("end", end, (stack.final_layer_norm,)),
     )
 
 
-def _bert(model: Any, masked: bool) -> tuple[Piece, ...]:
+def _bert(model: Any, masked: bool) -> tuple[EncoderPiece, ...]:
     from transformers.masking_utils import create_bidirectional_mask
 
     def embed(states: States) -> States:
@@ -169,10 +169,10 @@ def _bert(model: Any, masked: bool) -> tuple[Piece, ...]:
 
     layers = list(model.encoder.layer)
     return (
-        Piece("embeddings", embed, (model.embeddings,)),
+        EncoderPiece("embeddings", embed, (model.embeddings,)),
         *(
             _layer(f"layer.{i}", module, layer(module), seen, i == len(layers) - 2)
             for i, module in enumerate(layers)
         ),
-        Piece("end", lambda states: states | {State.LAST.value: states[_HIDDEN]}),
+        EncoderPiece("end", lambda states: states | {State.LAST.value: states[_HIDDEN]}),
     )

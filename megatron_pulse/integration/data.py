@@ -17,7 +17,7 @@ from megatron_pulse.backbone.shapes import at_shape
 from megatron_pulse.data.buckets import BucketSampler
 from megatron_pulse.data.build import no_data_named, open_buckets
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, FieldSpec
-from megatron_pulse.data.fields import Wanted
+from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.microbatches import DiffusionLoader, Split
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.data.text.encoded import cut_short
@@ -51,7 +51,7 @@ def _are_pixels(data: str | None, encoders: str | None) -> bool:
     return not latents and not (encoders is not None and (Path(encoders) / VAE).is_dir())
 
 
-def wanted_by(backbone: Backbone) -> Wanted:
+def wanted_by(backbone: Backbone) -> WantedFields:
     """What ``backbone`` takes of every sample of its first shape, in the terms of the data room.
 
     Masks of ``bool`` come as whole numbers, as data hold them; what runs the chain converts them.
@@ -60,7 +60,7 @@ def wanted_by(backbone: Backbone) -> Wanted:
     recipe = None
     with suppress(ValueError):  # nobody knows how its text is made
         recipe = text_recipe(backbone.name, backbone)
-    return Wanted(
+    return WantedFields(
         shape=backbone.sample_spec.shape,
         fields={
             name: FieldSpec(spec.shape, "int64" if spec.dtype == "bool" else spec.dtype)
@@ -73,7 +73,7 @@ def wanted_by(backbone: Backbone) -> Wanted:
 
 
 @contextmanager
-def _naming_encoders(options: PulseOptions, wanted: Wanted) -> Iterator[None]:
+def _naming_encoders(options: PulseOptions, wanted: WantedFields) -> Iterator[None]:
     """Where data lack what encoders would make, say how the run makes it."""
     try:
         yield

@@ -18,7 +18,7 @@ import torch
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import names_of
-from megatron_pulse.data.fields import Wanted, unencoded
+from megatron_pulse.data.fields import WantedFields, unencoded
 from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.microbatches import noised_here
 from megatron_pulse.diffusion.objectives import DiffusionProcess
@@ -81,7 +81,7 @@ class InLoop:
             return None
         return Autoencoder(self.folder / VAE, self.dtype or torch.float32, weighs)
 
-    def unencoded(self, wanted: Wanted) -> Wanted:
+    def unencoded(self, wanted: WantedFields) -> WantedFields:
         """What the data are to give, for what a backbone has ``wanted``; latents that are stored
         must be of the folder's autoencoder, if it has one."""
         texts, autoencoder = self.texts(), self.autoencoder()

@@ -13,7 +13,7 @@ from megatron_pulse.diffusion.choice import ProcessChoice
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.faults import collecting, faults_in, told
 from megatron_pulse.flag_fields import flag_faults
-from megatron_pulse.integration.checkpoint.resume import Wanted, faults_of, process_of
+from megatron_pulse.integration.checkpoint.resume import NewRun, faults_of, process_of
 from megatron_pulse.integration.checkpoint.start import Start, enter, find_start, no_step_elsewhere
 from megatron_pulse.integration.data import DiffusionData, can_drop
 from megatron_pulse.integration.flags.arguments import (
@@ -193,7 +193,7 @@ def prepare(
         args.pulse_record = backbone.saved_record
         args.pulse_process = process.to_dict()
         if start is not None:
-            faults += faults_of(start, Wanted(args, options, backbone.record))
+            faults += faults_of(start, NewRun(args, options, backbone.record))
         if options.class_dropout and not can_drop(backbone):
             grown = "" if is_module(backbone.name) else ", or import with --null-class"
             faults.append(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest_named
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
-from megatron_pulse.integration.checkpoint.resume import Wanted, describe
+from megatron_pulse.integration.checkpoint.resume import NewRun, describe
 from megatron_pulse.integration.checkpoint.start import enter, finished, lock_for_job, whole_start
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.checks import check_world, refusing
@@ -74,7 +74,7 @@ def main() -> None:
                 start = whole_start(start, args, holds=lock is not None)
             enter(args, start)
         if start is not None and args.rank == 0:
-            print(describe(start, Wanted(args, options, args.pulse_record)), flush=True)
+            print(describe(start, NewRun(args, options, args.pulse_record)), flush=True)
         elif args.rank == 0 and (weights := describe_weights(options.backbone or "")):
             print(weights, flush=True)
         for caution in data.cautions if args.rank == 0 else ():

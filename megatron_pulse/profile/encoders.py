@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pulse.encoders.pieces import Piece, States, run_pieces
+from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
 from megatron_pulse.profile.devices import Roofline
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
 from megatron_pulse.profile.measuring.kernels import Kernels
@@ -32,11 +32,11 @@ class EncoderLayer:
 
 
 def measured(
-    pieces: Sequence[Piece], given: States, device: torch.device, patience: Patience
+    pieces: Sequence[EncoderPiece], given: States, device: torch.device, patience: Patience
 ) -> list[EncoderLayer]:
     """Each of ``pieces`` run alone, without gradients, on what those before it leave."""
 
-    def time_of(piece: Piece, states: States) -> float:
+    def time_of(piece: EncoderPiece, states: States) -> float:
         def work(mark: Callable[[], None]) -> None:
             mark()
             run_pieces((piece,), states)
@@ -48,10 +48,12 @@ def measured(
     return list(_layers(pieces, given, time_of))
 
 
-def worked_out(pieces: Sequence[Piece], given: States, roofline: Roofline) -> list[EncoderLayer]:
+def worked_out(
+    pieces: Sequence[EncoderPiece], given: States, roofline: Roofline
+) -> list[EncoderLayer]:
     """Each of ``pieces``, whose weights and inputs may be on the meta device, by its kernels."""
 
-    def time_of(piece: Piece, states: States) -> float:
+    def time_of(piece: EncoderPiece, states: States) -> float:
         with Kernels() as mode, mode.record() as kernels:
             run_pieces((piece,), states)
         return roofline.seconds(kernels)
@@ -59,14 +61,14 @@ def worked_out(pieces: Sequence[Piece], given: States, roofline: Roofline) -> li
     return list(_layers(pieces, given, time_of))
 
 
-def result_bytes(pieces: Sequence[Piece], given: States, results: Sequence[str]) -> int:
+def result_bytes(pieces: Sequence[EncoderPiece], given: States, results: Sequence[str]) -> int:
     """Bytes of one sample's ``results``, the names of states after the last layer."""
     states = run_pieces(pieces, given)
     return sum(states[name].nbytes for name in results)
 
 
 def _layers(
-    pieces: Sequence[Piece], given: States, time_of: Callable[[Piece, States], float]
+    pieces: Sequence[EncoderPiece], given: States, time_of: Callable[[EncoderPiece, States], float]
 ) -> Iterator[EncoderLayer]:
     states = given
     for piece in pieces:

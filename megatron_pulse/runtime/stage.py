@@ -17,7 +17,7 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.derived.nesting import Nest, container_of, register_parameters
 from megatron_pulse.backbone.returned import Kind, declared, misfit
 from megatron_pulse.backbone.shapes import tell_shape
-from megatron_pulse.planner.layout.crossing import Carrier
+from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.again import Again
 from megatron_pulse.runtime.failures import PulseError
@@ -68,7 +68,7 @@ class Stage(Nest):
         self._boundary_skips = {
             r.name: r.output_index
             for r in routes.skips_into(stage)
-            if r.carrier is Carrier.BOUNDARY
+            if r.carrier is SkipCarrier.BOUNDARY
         }
         self._computed = {
             edge.name: None if edge.spec.dtype == COMPUTE else getattr(torch, edge.spec.dtype)

@@ -40,7 +40,7 @@ Builder = Callable[..., Any]
 Rotary = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Parts(NamedTuple):
+class SublayerParts(NamedTuple):
     """The three replaceable parts of a transformer sublayer."""
 
     column: Builder
@@ -112,11 +112,11 @@ def left_out(mask: torch.Tensor) -> torch.Tensor:
     return (masked & ~masked.all(dim=1, keepdim=True))[:, None, None]
 
 
-def parts(config: TransformerConfig) -> Parts:
+def parts(config: TransformerConfig) -> SublayerParts:
     """Transformer Engine's parts if ``config.transformer_impl`` asks for them, else local ones."""
     if config.transformer_impl == "transformer_engine" and HAVE_TE:
-        return Parts(TEColumnParallelLinear, TERowParallelLinear, TEDotProductAttention)
-    return Parts(BiasColumnParallelLinear, RowParallelLinear, SdpaCoreAttention)
+        return SublayerParts(TEColumnParallelLinear, TERowParallelLinear, TEDotProductAttention)
+    return SublayerParts(BiasColumnParallelLinear, RowParallelLinear, SdpaCoreAttention)
 
 
 class PreparedCoreAttention(torch.nn.Module):
@@ -159,7 +159,7 @@ class PreparedCoreAttention(torch.nn.Module):
 
 
 def prepared(
-    part: Parts, head_norm: Builder | None, rotary: Rotary | None, rotary_keys: bool
+    part: SublayerParts, head_norm: Builder | None, rotary: Rotary | None, rotary_keys: bool
 ) -> Builder:
     """The core attention of ``part``, behind what ``PreparedCoreAttention`` does if anything."""
     if head_norm is None and rotary is None:

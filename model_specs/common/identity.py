@@ -12,7 +12,7 @@ from model_specs.common.options import CHOICE, REASON, SETTLED_BY, FamilyConfig,
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BackboneComparison:
     """A backbone here beside one there: ``different`` makes another model, ``changed`` does not.
 
     Both are texts ("sample_size 64 there, 128 here: ...") that say what follows.
@@ -43,7 +43,9 @@ def _open(config: FamilyConfig) -> dict[str, str]:
     }
 
 
-def compare_configs[C: FamilyConfig](there: C, here: C, unknown: Mapping[str, Any]) -> Comparison:
+def compare_configs[C: FamilyConfig](
+    there: C, here: C, unknown: Mapping[str, Any]
+) -> BackboneComparison:
     """``here`` beside the model ``there``, whose options ``unknown`` no field of ours names."""
     there, here = settle(there), settle(here)
     different = [
@@ -60,4 +62,4 @@ def compare_configs[C: FamilyConfig](there: C, here: C, unknown: Mapping[str, An
         else:
             reason = field.metadata.get(REASON)
             different.append(f"{text} ({reason})" if reason else text)
-    return Comparison(tuple(different), tuple(changed))
+    return BackboneComparison(tuple(different), tuple(changed))

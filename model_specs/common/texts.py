@@ -5,15 +5,15 @@ Facts of diffusers' pipelines' ``encode_prompt``, to which the tests hold them.
 
 from __future__ import annotations
 
-from megatron_pulse.encoders.recipe import Kind, Part, State, TextRecipe
+from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe
 
 _FIRST_LAST = Part(1, State.LAST)
 _PENULTIMATES = (Part(1, State.PENULTIMATE), Part(2, State.PENULTIMATE))
 
-SD = TextRecipe({"context": ((_FIRST_LAST,),)}, {1: Kind.CLIP})
+SD = TextRecipe({"context": ((_FIRST_LAST,),)}, {1: ComponentKind.CLIP})
 SDXL = TextRecipe(
     {"context": (_PENULTIMATES,), "pooled": ((Part(2, State.POOLED),),)},
-    {1: Kind.CLIP, 2: Kind.PROJECTED_CLIP},
+    {1: ComponentKind.CLIP, 2: ComponentKind.PROJECTED_CLIP},
     zeros_if_empty=True,
 )
 SD3 = TextRecipe(
@@ -21,17 +21,17 @@ SD3 = TextRecipe(
         "context": (_PENULTIMATES, (Part(3, State.LAST),)),
         "pooled": ((Part(1, State.POOLED), Part(2, State.POOLED)),),
     },
-    {1: Kind.PROJECTED_CLIP, 2: Kind.PROJECTED_CLIP, 3: Kind.T5},
+    {1: ComponentKind.PROJECTED_CLIP, 2: ComponentKind.PROJECTED_CLIP, 3: ComponentKind.T5},
     fitted=frozenset({3}),
 )
 FLUX = TextRecipe(
     {"context": ((Part(2, State.LAST),),), "pooled": ((Part(1, State.POOLED),),)},
-    {1: Kind.CLIP, 2: Kind.T5},
+    {1: ComponentKind.CLIP, 2: ComponentKind.T5},
     fitted=frozenset({2}),
 )
 PIXART = TextRecipe(
     {"context": ((_FIRST_LAST,),), "context_mask": ((Part(1, State.MASK),),)},
-    {1: Kind.T5},
+    {1: ComponentKind.T5},
     masked=frozenset({1}),
     fitted=frozenset({1}),
     lower=True,
@@ -43,7 +43,7 @@ HUNYUAN_DIT = TextRecipe(
         "context_t5": ((Part(2, State.LAST),),),
         "context_t5_mask": ((Part(2, State.MASK),),),
     },
-    {1: Kind.BERT, 2: Kind.T5},
+    {1: ComponentKind.BERT, 2: ComponentKind.T5},
     masked=frozenset({1, 2}),
     fitted=frozenset({1, 2}),
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from model_specs.derived.inputs import Config, Declared, Input, Known, Same, Sizes
+from model_specs.derived.inputs import Config, Declared, Input, Known, SameInput, Sizes
 from model_specs.derived.tokens import TOKENS
 
 _LARGEST = 1 << 14
@@ -67,7 +67,7 @@ def _unet_2d_condition(config: Config, size: Sizes) -> Declared:
             raise ValueError(f"cross_attention_dim {width}: one width for all is declared here")
         width = width[0]
     labels, said = _labelled(config)
-    inputs: list[Input | Same] = [
+    inputs: list[Input | SameInput] = [
         Input("sample", (config.in_channels, size.height, size.width)),
         _times(),
         Input("encoder_hidden_states", (size.text_length, width), field="context"),
@@ -141,7 +141,7 @@ def _kandinsky3(config: Config, size: Sizes) -> Declared:
 
 def _hunyuan_dit(config: Config, size: Sizes) -> Declared:
     grid = size.height // config.patch_size, size.width // config.patch_size
-    inputs: list[Input | Same] = [
+    inputs: list[Input | SameInput] = [
         Input("hidden_states", (config.in_channels, size.height, size.width)),
         Input("timestep", ()),  # of whose dtype the embedding is
         Input("encoder_hidden_states", (config.text_len, config.cross_attention_dim),
@@ -150,12 +150,12 @@ def _hunyuan_dit(config: Config, size: Sizes) -> Declared:
         Input("encoder_hidden_states_t5", (config.text_len_t5, config.cross_attention_dim_t5),
               field="context_t5"),
         Input("text_embedding_mask_t5", (config.text_len_t5,), "int64", "context_t5_mask"),
-        Same("image_rotary_emb", lambda batch: _hunyuan_rotary(config, grid)),
+        SameInput("image_rotary_emb", lambda batch: _hunyuan_rotary(config, grid)),
     ]  # fmt: skip
     if config.use_style_cond_and_image_meta_size:
         inputs += [
             Input("image_meta_size", (6,), "float32"),
-            Same("style", _zeros),
+            SameInput("style", _zeros),
         ]
     return Declared("hidden_states", "timestep", tuple(inputs), patch_size=config.patch_size)
 
@@ -231,7 +231,7 @@ def _pixart(config: Config, size: Sizes) -> Declared:
     declared = _text(config, size, config.caption_channels, *more)
     if sized:
         return declared
-    none = tuple(Same(f"added_cond_kwargs.{name}", lambda batch: None)
+    none = tuple(SameInput(f"added_cond_kwargs.{name}", lambda batch: None)
                  for name in ("resolution", "aspect_ratio"))  # fmt: skip
     return replace(declared, inputs=(*declared.inputs, *none))
 

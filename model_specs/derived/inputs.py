@@ -31,7 +31,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Same:
+class SameInput:
     """One input that is the same for every batch; ``value`` makes it for a number of samples."""
 
     path: str
@@ -47,7 +47,7 @@ class Declared:
 
     sample: str
     timestep: str | None
-    inputs: tuple[Input | Same, ...]
+    inputs: tuple[Input | SameInput, ...]
     timestep_scale: float = 1.0
     num_classes: int | None = None
     null_label: int | None = None
@@ -62,7 +62,7 @@ class Declared:
             "sample": self.sample,
             "timestep": self.timestep,
             "timestep_scale": self.timestep_scale,
-            "constants": [name for name, each in flat.items() if isinstance(each, Same)],
+            "constants": [name for name, each in flat.items() if isinstance(each, SameInput)],
             "fields": {
                 name: each.field
                 for name, each in flat.items()
@@ -148,10 +148,10 @@ def nested(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _value(given: Input | Same, size: int, dtype: str) -> Any:
+def _value(given: Input | SameInput, size: int, dtype: str) -> Any:
     import torch
 
-    if isinstance(given, Same):
+    if isinstance(given, SameInput):
         return given.value(size)
     kind = getattr(torch, dtype if given.dtype == COMPUTE else given.dtype)
     shape = (size * given.rows, *given.shape)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from model_specs.derived.inputs import Around, Config, Declared, Input, Known, Same, Sizes
+from model_specs.derived.inputs import Around, Config, Declared, Input, Known, SameInput, Sizes
 
 _THOUSANDTH = 1e-3
 """Of classes whose times are from 0 to 1."""
@@ -47,15 +47,15 @@ def _flux(config: Config, size: Sizes) -> Declared:
             .permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
         ),
     )  # fmt: skip
-    inputs: list[Input | Same] = [
+    inputs: list[Input | SameInput] = [
         Input("hidden_states", (config.in_channels // _SIDE**2, size.height, size.width)),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.joint_attention_dim), field="context"
         ),
         Input("pooled_projections", (config.pooled_projection_dim,), field="pooled"),
-        Same("img_ids", lambda batch: _places(height, width)),
-        Same("txt_ids", lambda batch: _nowhere(size.text_length)),
+        SameInput("img_ids", lambda batch: _places(height, width)),
+        SameInput("txt_ids", lambda batch: _nowhere(size.text_length)),
     ]
     if config.guidance_embeds:
         inputs.append(Input("guidance", (), "float32"))
@@ -122,17 +122,17 @@ def _ltx(config: Config, size: Sizes) -> Declared:
     if (config.patch_size, config.patch_size_t) != (1, 1):
         raise ValueError("patch_size and patch_size_t other than 1 are not declared here")
     packed = _packed(lambda x: x.flatten(2).mT, lambda x, shape: x.mT.unflatten(2, shape[2:]))
-    inputs: tuple[Input | Same, ...] = (
+    inputs: tuple[Input | SameInput, ...] = (
         _video(config, size),
         Input("timestep", (), "float32"),
         Input(
             "encoder_hidden_states", (size.text_length, config.caption_channels), field="context"
         ),
         Input("encoder_attention_mask", (size.text_length,), "int64", "context_mask"),
-        Same("num_frames", lambda batch: size.frames),
-        Same("height", lambda batch: size.height),
-        Same("width", lambda batch: size.width),
-        Same("rope_interpolation_scale", lambda batch: (8 / 25, 32.0, 32.0)),
+        SameInput("num_frames", lambda batch: size.frames),
+        SameInput("height", lambda batch: size.height),
+        SameInput("width", lambda batch: size.width),
+        SameInput("rope_interpolation_scale", lambda batch: (8 / 25, 32.0, 32.0)),
     )
     return Declared("hidden_states", "timestep", inputs, around=packed)
 
@@ -143,7 +143,7 @@ def _cogvideox(config: Config, size: Sizes) -> Declared:
     frames += -frames % (config.patch_size_t or 1)
     height, width = config.sample_height, config.sample_width
     text = (config.max_text_seq_length, config.text_embed_dim)
-    inputs: list[Input | Same] = [
+    inputs: list[Input | SameInput] = [
         Input("hidden_states", (frames, config.in_channels, height, width)),
         Input("timestep", (), "float32"),
         Input("encoder_hidden_states", text, field="context"),
@@ -152,7 +152,9 @@ def _cogvideox(config: Config, size: Sizes) -> Declared:
         inputs.append(Input("ofs", (), "float32"))
     if config.use_rotary_positional_embeddings:
         grid = height // config.patch_size, width // config.patch_size
-        inputs.append(Same("image_rotary_emb", lambda b: _cogvideox_rotary(config, frames, grid)))
+        inputs.append(
+            SameInput("image_rotary_emb", lambda b: _cogvideox_rotary(config, frames, grid))
+        )
     return Declared("hidden_states", "timestep", tuple(inputs))
 
 

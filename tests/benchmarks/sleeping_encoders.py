@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_pulse.encoders.pieces import Piece, States
+from megatron_pulse.encoders.pieces import EncoderPiece, States
 from megatron_pulse.planner.fill.components import Component
 from megatron_pulse.planner.schedule.operations import Filler, Schedule
 from megatron_pulse.runtime.encoding.encoding import Encoded as Results
@@ -87,7 +87,7 @@ class Encoded:
     def _frozen(self, component: Component, homes: tuple[int, ...]) -> Frozen:
         here = self._rank in homes
         pieces = tuple(
-            Piece(layer.name, partial(self._layer, component, i))
+            EncoderPiece(layer.name, partial(self._layer, component, i))
             for i, layer in enumerate(component.layers)
         )
         return Frozen(component.name, _given, ("result",), homes, pieces if here else None)

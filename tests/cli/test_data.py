@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_pulse.cli.job import Place
+from megatron_pulse.cli.job import RankOfJob
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.images.digits import load_digits
@@ -204,11 +204,11 @@ def test_ranks_write_what_one_writes(
 
 
 def test_places_of_torchrun_and_srun() -> None:
-    assert Place.of({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Place(5, 8, 1)
+    assert RankOfJob.of({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == RankOfJob(5, 8, 1)
     script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
-    assert Place.of(script) == Place.of({}) == Place()
+    assert RankOfJob.of(script) == RankOfJob.of({}) == RankOfJob()
     step = {**script, "SLURM_PROCID": "6", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "2"}
-    assert Place.of(step) == Place(6, 8, 2)
+    assert RankOfJob.of(step) == RankOfJob(6, 8, 2)
 
 
 def make_vae(folder: Path, **settings: Any) -> Any:

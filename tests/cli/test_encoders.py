@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import FieldSpec
-from megatron_pulse.data.fields import Wanted, unencoded
+from megatron_pulse.data.fields import WantedFields, unencoded
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.microbatches import make_microbatch, noised_here
 from megatron_pulse.diffusion.choice import Objective
@@ -126,7 +126,7 @@ def test_stored_or_made_in_the_step_is_the_same(
     assert write(folder, source, tmp_path / "tokens", *more) == 0
     shapes = {"context": (LENGTH, 8)}
     encoders, vae = TextEncoders(folder, SD, shapes), Autoencoder(folder / "vae")
-    plain = Wanted((4, 4, 4), {"context": FieldSpec((LENGTH, 8))}, made_by=encoders.made_by())
+    plain = WantedFields((4, 4, 4), {"context": FieldSpec((LENGTH, 8))}, made_by=encoders.made_by())
     text = unencoded(plain, Tokenizers(folder, SD, shapes), SD.fields)
     both = unencoded(text, pixels=(vae.in_channels, vae.factor))
     latents = {"latent": vae.made_by()}
@@ -392,7 +392,7 @@ def test_latents_of_a_controlnet_have_the_other_picture(
     ]  # fmt: skip
     assert main(argv) == 0
     stored = LatentFolder(tmp_path / "latents")
-    wanted = Wanted((3, 8, 8), {"conditioning": FieldSpec((3, 8, 8))})
+    wanted = WantedFields((3, 8, 8), {"conditioning": FieldSpec((3, 8, 8))})
     files, _ = open_dataset(f"folder:{photos}", wanted=wanted, validation_fraction=0)
     assert stored.fields["conditioning"].shape == (3, 8, 8)
     for i in range(4):

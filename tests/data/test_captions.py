@@ -8,7 +8,7 @@ from PIL import Image
 
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
-from megatron_pulse.data.fields import Wanted
+from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.folder import ImageFolder
 from megatron_pulse.data.text.captions import CaptionedImages
 from megatron_pulse.data.text.words import WordEncoder, split_words
@@ -185,7 +185,7 @@ def test_captioned_images(tmp_path):
         assert sample["image"][0, 0, 0].item() == pytest.approx(40 * i / 127.5 - 1)
         assert all(torch.equal(sample[n], v) for n, v in encode(TEXTS[i]).items())
     assert all(torch.equal(data.null_conditioning()[n], v) for n, v in encode("").items())
-    train, held_out = open_dataset(f"captions:{tmp_path}", wanted=Wanted((1, 4, 4), FIELDS))
+    train, held_out = open_dataset(f"captions:{tmp_path}", wanted=WantedFields((1, 4, 4), FIELDS))
     assert (len(train), len(held_out)) == (5, 1) and train[0]["image"].shape == (1, 4, 4)
     assert train.null_conditioning().keys() == FIELDS.keys()
     assert open_dataset(f"captions:{tmp_path}", 8)[0].fields == {}
@@ -194,7 +194,7 @@ def test_captioned_images(tmp_path):
 def test_a_backbone_that_wants_more_than_text(tmp_path):
     fields = {**FIELDS, "vector": FieldSpec((3,))}
     with pytest.raises(DataError, match="reads vector") as error:
-        open_dataset(f"captions:{captioned(tmp_path)}", wanted=Wanted((3, 4, 4), fields))
+        open_dataset(f"captions:{captioned(tmp_path)}", wanted=WantedFields((3, 4, 4), fields))
     assert len(error.value.faults) == 1
 
 

@@ -8,11 +8,11 @@ from PIL import Image
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
-from megatron_pulse.data.fields import Wanted
+from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.microbatches import make_microbatch
 from megatron_pulse.diffusion.objectives import DiffusionProcess, Objective
 
-WANTED = Wanted((3, 8, 8), {"conditioning": FieldSpec((3, 16, 16))})
+WANTED = WantedFields((3, 8, 8), {"conditioning": FieldSpec((3, 16, 16))})
 
 
 @pytest.fixture

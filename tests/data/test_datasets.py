@@ -8,7 +8,7 @@ from PIL import Image
 
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import CorruptSample, DataError, split_indices
-from megatron_pulse.data.fields import Wanted
+from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.images.digits import load_digits, open_digits
 from megatron_pulse.data.images.folder import ImageFolder
 
@@ -114,10 +114,10 @@ def test_folders_that_make_no_dataset(folder, tmp_path):
 def test_open_dataset(folder):
     train, held_out = open_dataset(f"folder:{folder}", 8, validation_fraction=0.25)
     assert (len(train), len(held_out)) == (3, 1) and train[2]["image"].shape == (3, 8, 8)
-    assert open_dataset("digits8", wanted=Wanted((1, 8, 8)))[0].num_classes == 10
+    assert open_dataset("digits8", wanted=WantedFields((1, 8, 8)))[0].num_classes == 10
     with pytest.raises(DataError, match="folder:PATH"):
         open_dataset("imagenet")
     with pytest.raises(DataError, match="1x32x32, the backbone takes 3x32x32"):
-        open_dataset("digits8", wanted=Wanted((3, 32, 32)))
+        open_dataset("digits8", wanted=WantedFields((3, 32, 32)))
     with pytest.raises(DataError, match="image_size"):
         open_dataset(f"folder:{folder}")

@@ -6,7 +6,7 @@ import torch
 
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import ArrayDataset, DataError, FieldSpec, Framing
-from megatron_pulse.data.fields import Fitted, Wanted, default_null, default_value
+from megatron_pulse.data.fields import Fitted, WantedFields, default_null, default_value
 
 CONTEXT, MASK = FieldSpec((4, 3)), FieldSpec((4,), "int64")
 
@@ -32,7 +32,7 @@ def test_exactly_the_wanted_fields_with_defaults():
         "time_ids": FieldSpec((6,), "float32"),
         "guidance": FieldSpec((), "float32"),
     }
-    data = Fitted(Texts(), Wanted((2, 4, 4), wanted))
+    data = Fitted(Texts(), WantedFields((2, 4, 4), wanted))
     assert not data.faults
     sample = data[2]
     assert sample.keys() == {"image", "label", "index", *wanted}
@@ -45,7 +45,7 @@ def test_exactly_the_wanted_fields_with_defaults():
 
 
 def test_a_mask_needs_what_it_masks():
-    (fault,) = Fitted(Texts(), Wanted((2, 4, 4), {"context_t5_mask": MASK})).faults
+    (fault,) = Fitted(Texts(), WantedFields((2, 4, 4), {"context_t5_mask": MASK})).faults
     assert fault == "the backbone reads context_t5_mask (4 int64), the data has none"
 
 
@@ -77,7 +77,7 @@ def test_null_values():
 def test_all_that_does_not_fit_is_listed_at_once():
     fields = {"context": CONTEXT, "pooled": FieldSpec((2,)), "timesteps_r": FieldSpec(())}
     with pytest.raises(DataError) as error:
-        open_dataset("digits8", wanted=Wanted((3, 8, 8), fields, num_classes=4))
+        open_dataset("digits8", wanted=WantedFields((3, 8, 8), fields, num_classes=4))
     faults = error.value.faults
     assert len(faults) == 5
     for part in ("1x8x8", "num_classes=10", "context (4x3", "pooled (2 ", "timesteps_r (scalar "):

@@ -13,7 +13,7 @@ from PIL import Image
 from megatron_pulse.cli.main import main
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DiffusionDataset, FieldSpec
-from megatron_pulse.data.fields import Wanted
+from megatron_pulse.data.fields import WantedFields
 
 SIZE = 16
 FILES = {"a.png": (64, 32), "b.png": (20, 60), "c.png": (16, 16), "d.png": (33, 40)}
@@ -58,7 +58,7 @@ def check(dataset: DiffusionDataset) -> None:
 @pytest.mark.parametrize("kind", ["folder", "captions"])
 def test_images_of_a_folder_and_their_latents(images: Path, tmp_path: Path, kind: str) -> None:
     fields = CAPTIONS if kind == "captions" else FIELDS
-    wanted = Wanted((3, SIZE, SIZE), fields)
+    wanted = WantedFields((3, SIZE, SIZE), fields)
     dataset, _ = open_dataset(f"{kind}:{images}", wanted=wanted, validation_fraction=0.0)
     check(dataset)
     argv = ["data", "write-latents", "--from", f"{kind}:{images}", "--image-size", str(SIZE)]
@@ -71,7 +71,7 @@ def test_images_of_a_folder_and_their_latents(images: Path, tmp_path: Path, kind
 
 
 def test_what_has_no_files_is_its_own_size() -> None:
-    wanted = Wanted((1, SIZE, SIZE), SIZES)
+    wanted = WantedFields((1, SIZE, SIZE), SIZES)
     dataset, _ = open_dataset("digits8", wanted=wanted)
     assert dataset.conditioning(3)["time_ids"].tolist() == [SIZE, SIZE, 0, 0, SIZE, SIZE]
     assert torch.equal(dataset.conditioning(3)["time_ids"], dataset.conditioning(4)["time_ids"])

@@ -6,7 +6,7 @@ import torch
 
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
-from megatron_pulse.data.fields import Wanted
+from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.latents.layout import LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
@@ -71,7 +71,7 @@ def test_round_trip(tmp_path, dtype):
     assert null.keys() == {"context", "context_mask"}, "time_ids stay"
     assert torch.equal(null["context"], NULLS["context"].to(stored).float())
     assert null["context_mask"].tolist() == [1, 1]
-    train, held_out = open_dataset(f"latents:{tmp_path}", wanted=Wanted(SHAPE, FIELDS, 10))
+    train, held_out = open_dataset(f"latents:{tmp_path}", wanted=WantedFields(SHAPE, FIELDS, 10))
     assert (len(train), len(held_out)) == (9, 1)
     assert torch.equal(held_out.null_conditioning()["context"], null["context"])
 
@@ -81,7 +81,9 @@ def test_what_made_the_latents_must_be_what_is_needed(tmp_path):
     write(tmp_path, layout(made_by=made))
 
     def opened(**needed):
-        return open_dataset(f"latents:{tmp_path}", wanted=Wanted(SHAPE, FIELDS, 10, made_by=needed))
+        return open_dataset(
+            f"latents:{tmp_path}", wanted=WantedFields(SHAPE, FIELDS, 10, made_by=needed)
+        )
 
     assert opened(context="text_encoder last", pooled="x")[0].made_by == made
     opened(**made)
@@ -103,7 +105,7 @@ def test_posteriors_are_kept_and_sampled_at_each_reading(tmp_path):
         for given, words in ((None, "deviation is missing"), (torch.ones(2), "deviation has")):
             with pytest.raises(DataError, match=words):
                 writer.add(*samples()[0], deviation=given)
-    train, _ = open_dataset(f"latents:{tmp_path}", wanted=Wanted(SHAPE, FIELDS, 10))
+    train, _ = open_dataset(f"latents:{tmp_path}", wanted=WantedFields(SHAPE, FIELDS, 10))
     index = train.source.at(7)
     assert (train.deviation(7) == index / 4).all()
     flow = DiffusionProcess(Objective.FLOW)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_pulse.data.build import open_buckets, open_dataset
 from megatron_pulse.data.dataset import ArrayDataset, DataError, DiffusionDataset, FieldSpec
-from megatron_pulse.data.fields import Wanted, unencoded
+from megatron_pulse.data.fields import WantedFields, unencoded
 from megatron_pulse.data.microbatches import DiffusionLoader, Split, make_microbatch, noised_here
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.data.text.encoded import Encoded
@@ -28,7 +28,7 @@ from tests.encoders.pipelines import LENGTH, make_pipeline
 from tests.ranks import run_ranks
 
 FIELDS = {"context": FieldSpec((LENGTH, 20)), "pooled": FieldSpec((10,))}
-LATENTS = Wanted((2, 4, 4), {**FIELDS, "time_ids": FieldSpec((6,), "float32")}, num_classes=1)
+LATENTS = WantedFields((2, 4, 4), {**FIELDS, "time_ids": FieldSpec((6,), "float32")}, num_classes=1)
 SHAPES = {name: spec.shape for name, spec in FIELDS.items()}
 FLOW = DiffusionProcess(Objective.FLOW)
 ITEMS = [(index, 30 + index) for index in range(8)]

@@ -11,21 +11,26 @@ from diffusers import AutoencoderKL
 
 from megatron_pulse.encoders.autoencoder import Autoencoder, posterior_noise
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
-from megatron_pulse.encoders.pieces import Piece, run_pieces
+from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.pipeline import TextEncoders
-from megatron_pulse.encoders.recipe import Kind, State
+from megatron_pulse.encoders.recipe import ComponentKind, State
 from megatron_pulse.encoders.text import text_pieces
-from megatron_pulse.runtime.encoding.packing import Layout
+from megatron_pulse.runtime.encoding.packing import PackedLayout
 from model_specs.common.texts import SD
 from tests.encoders.pipelines import LENGTH, make_encoder, make_pipeline
 from tests.ranks import run_ranks
 
-KINDS = {"clip": Kind.CLIP, "projected": Kind.PROJECTED_CLIP, "t5": Kind.T5, "bert": Kind.BERT}
+KINDS = {
+    "clip": ComponentKind.CLIP,
+    "projected": ComponentKind.PROJECTED_CLIP,
+    "t5": ComponentKind.T5,
+    "bert": ComponentKind.BERT,
+}
 IDS = torch.tensor([[2, 5, 6, 7, 1, 1], [2, 8, 1, 1, 1, 1], [2, 9, 10, 11, 12, 1]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
 
 
-def weights(pieces: tuple[Piece, ...]) -> list[int]:
+def weights(pieces: tuple[EncoderPiece, ...]) -> list[int]:
     return [id(p) for piece in pieces for p in piece.parameters()]
 
 
@@ -55,7 +60,9 @@ def test_text(kind: str, masked: bool) -> None:
 
 
 def test_layers_that_nothing_needs_are_left_out() -> None:
-    pieces = text_pieces(Kind.CLIP, make_encoder("clip"), frozenset({State.PENULTIMATE}), False)
+    pieces = text_pieces(
+        ComponentKind.CLIP, make_encoder("clip"), frozenset({State.PENULTIMATE}), False
+    )
     assert [piece.name for piece in pieces] == ["embeddings", "layers.0", "layers.1"]
 
 
@@ -129,7 +136,7 @@ def test_every_sample_leaves_the_same_states(kind: str) -> None:
     whole = [run_pieces(pieces, given)["last"] for given in states]
     for piece in pieces:
         states = [run_pieces((piece,), given) for given in states]
-        assert len({Layout.of(each) for each in states}) == 1
+        assert len({PackedLayout.of(each) for each in states}) == 1
         sent = [{n: v for n, v in each.items() if not n.startswith("_")} for each in states]
         states = sent  # as on another device
     assert all(torch.equal(s["last"], w) for s, w in zip(states, whole, strict=True))

@@ -16,8 +16,8 @@ from megatron_pulse.planner.layout.routes import embedders_of, trace_routes
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.collectives import (
-    Collective,
-    Kind,
+    CollectiveCall,
+    CollectiveKind,
     backward_sums,
     buckets,
     forward_sums,
@@ -46,10 +46,14 @@ def issued(num_ranks: int, flags: list[str], count: int) -> list[Counter[Call]]:
     return run_ranks(num_ranks, census, [*BASE, *flags, *batch])
 
 
-def of(calls: Counter[Call], group: str) -> Counter[Collective]:
+def of(calls: Counter[Call], group: str) -> Counter[CollectiveCall]:
     """The calls on one kind of group."""
     return Counter(
-        {Collective(Kind(c.kind), c.num_bytes): n for c, n in calls.items() if c.group == group}
+        {
+            CollectiveCall(CollectiveKind(c.kind), c.num_bytes): n
+            for c, n in calls.items()
+            if c.group == group
+        }
     )
 
 
@@ -65,11 +69,18 @@ def test_replicas_sum_and_gather_what_is_counted(divided: bool) -> None:
     flags = ["--overlap-grad-reduce", *["--use-distributed-optimizer"] * divided]
     backbone = load_backbone("uvit-tiny", {"in_channels": 1, "depth": 6, "embed_dim": 32})
     (size,) = buckets(tensors(backbone), 2, divided)
-    kinds = [Kind.REDUCE_SCATTER, Kind.ALL_GATHER] if divided else [Kind.ALL_REDUCE]
+    kinds = (
+        [CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER]
+        if divided
+        else [CollectiveKind.ALL_REDUCE]
+    )
     for calls in issued(2, [*TINY["uvit"], *flags], 8):
         # Beside them the losses of two microbatches are averaged in fp64.
         assert of(calls, "data") == Counter(
-            [*(Collective(kind, 4 * size) for kind in kinds), Collective(Kind.ALL_REDUCE, 16)]
+            [
+                *(CollectiveCall(kind, 4 * size) for kind in kinds),
+                CollectiveCall(CollectiveKind.ALL_REDUCE, 16),
+            ]
         )
 
 
@@ -99,9 +110,9 @@ def test_buckets_are_megatrons(divided: bool, first: bool) -> None:
 
 def expected(
     profile: Profile, count: int, sequence_parallel: bool, recompute: bool = False
-) -> Counter[Collective]:
+) -> Counter[CollectiveCall]:
     """Sums over tensor-parallel ranks in a step of ``count`` microbatches."""
-    found: Counter[Collective] = Counter()
+    found: Counter[CollectiveCall] = Counter()
     for layer in profile.layers:
         given = layer.shard_sums, MICROBATCH, sequence_parallel
         for call in forward_sums(*given):
@@ -145,11 +156,11 @@ def test_tensor_parallel_ranks_sum_what_is_counted(
     # Norms of queries and keys, whose gradients Megatron sums over the ranks once a step, are in no
     # profile; under sequence parallelism neither are all other replicated parameters, nor the
     # tokens that are gathered at the ends of the chain.
-    once = [call for call, times in more.items() if call.kind is Kind.ALL_REDUCE]
+    once = [call for call, times in more.items() if call.kind is CollectiveKind.ALL_REDUCE]
     assert len(once) <= 1 and all(more[call] == 1 for call in once)
-    gathered = sum(times for call, times in more.items() if call.kind is Kind.ALL_GATHER)
+    gathered = sum(times for call, times in more.items() if call.kind is CollectiveKind.ALL_GATHER)
     assert gathered <= sequence_parallel * count * (3 + 3 * recompute)
-    assert not any(call.kind is Kind.REDUCE_SCATTER for call in more)
+    assert not any(call.kind is CollectiveKind.REDUCE_SCATTER for call in more)
 
 
 @pytest.mark.parametrize("name", ["hunyuan", "sd"])

@@ -78,7 +78,7 @@ def _plain_torch(folder: Path, like: Run) -> tuple[list[float], dict[str, Tensor
     import diffusers
 
     from megatron_pulse.data.build import open_dataset
-    from megatron_pulse.data.fields import Wanted
+    from megatron_pulse.data.fields import WantedFields
     from megatron_pulse.data.microbatches import DiffusionLoader
     from megatron_pulse.data.sampler import MicrobatchSampler
     from megatron_pulse.diffusion.choice import NoiseSchedule, Objective
@@ -86,7 +86,7 @@ def _plain_torch(folder: Path, like: Run) -> tuple[list[float], dict[str, Tensor
 
     module: Any = diffusers.UNet2DModel.from_pretrained(folder).train()
     process = DiffusionProcess(Objective.V, NoiseSchedule.SCALED_LINEAR)
-    dataset, _ = open_dataset("digits8", wanted=Wanted((1, 8, 8), num_classes=10))
+    dataset, _ = open_dataset("digits8", wanted=WantedFields((1, 8, 8), num_classes=10))
     sampler = MicrobatchSampler(
         len(dataset), consumed_samples=0, micro_batch_size=2, data_parallel_rank=0,
         data_parallel_size=1, seed=1234, shuffle=True, period=None,

@@ -32,7 +32,7 @@ def column(result: Run, name: str) -> list[float]:
 
 def said(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
     """The line that a run with these flags begins with."""
-    from megatron_pulse.integration.checkpoint.resume import Wanted, describe
+    from megatron_pulse.integration.checkpoint.resume import NewRun, describe
     from megatron_pulse.integration.preparing import prepare, read_command_line
 
     monkeypatch.setattr(sys, "argv", ["pretrain_diffusion.py", *GOOD, *SEED, *COSINE, *flags])
@@ -40,7 +40,7 @@ def said(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
     args = line.args
     _, _, start = prepare(line, options, given)
     assert start is not None
-    return describe(start, Wanted(args, options, args.pulse_record))
+    return describe(start, NewRun(args, options, args.pulse_record))
 
 
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])

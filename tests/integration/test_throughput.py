@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_pulse.integration.loop.throughput import Step, Sums, Work, figures, sum_up
+from megatron_pulse.integration.loop.throughput import Sums, TimedStep, WorkOfStep, figures, sum_up
 from megatron_pulse.integration.planning import planning
 from megatron_pulse.integration.pretrain import leave_connections
 from megatron_pulse.planner.schedule.operations import Kind, Operation
@@ -98,20 +98,20 @@ def test_tensorboard_has_it_too(said: tuple[list[Any], Path]) -> None:
 def test_figures() -> None:
     """Two devices, the second slower; half and three quarters of the window computing."""
     steps = [
-        Step(16, 2.0, StepTime(1.0, 1.6)),
-        Step(16, 2.0, StepTime(1.0, 2.4)),
-        Step(16, 2, None),
+        TimedStep(16, 2.0, StepTime(1.0, 1.6)),
+        TimedStep(16, 2.0, StepTime(1.0, 2.4)),
+        TimedStep(16, 2, None),
     ]
     ranks = [sum_up(steps, 10**9), Sums(8.0, 3.0, 4.0, 3 * 10**9)]
     assert ranks[0] == Sums(6.0, 2.0, 4.0, 10**9)
-    found = figures(Work(10**12, 24e12, 0.25, 2), steps, ranks, 1000, "CUDA")
+    found = figures(WorkOfStep(10**12, 24e12, 0.25, 2), steps, ranks, 1000, "CUDA")
     assert found.line() == (
         " throughput: 6 samples/s | 3 TFLOP/s per device | MFU 12.5 % | bubble 37.5 % (plan 25.0 %)"
         " | peak 3 GB (CUDA) | 0:44:27 left"
     )
     assert found.scalars()["mfu"] == 0.125
-    traced = [Step(16, 2.0, None)]
-    unknown = figures(Work(None, None, 0.0, 1), traced, [sum_up(traced, 0)], 0, "RSS")
+    traced = [TimedStep(16, 2.0, None)]
+    unknown = figures(WorkOfStep(None, None, 0.0, 1), traced, [sum_up(traced, 0)], 0, "RSS")
     assert unknown.line() == " throughput: 8 samples/s | peak 0 GB (RSS) | 0:00:00 left"
     assert set(unknown.scalars()) == {
         "samples-per-second", "bubble-planned", "peak-memory-gb", "seconds-left"

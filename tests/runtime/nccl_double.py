@@ -155,7 +155,7 @@ class DoubleChannel:
             _shared.append(_Worker())
         self._worker = _shared[0]
 
-    def send(self, tensor: torch.Tensor) -> channels.Work:
+    def send(self, tensor: torch.Tensor) -> channels.PendingTransfer:
         self._look()
         sent, is_late = _Sent(tensor), os.environ.get(VARIABLE) == LATE
 
@@ -170,7 +170,7 @@ class DoubleChannel:
         self._sent.append(sent)
         return transfer
 
-    def receive(self, buffer: torch.Tensor) -> channels.Work:
+    def receive(self, buffer: torch.Tensor) -> channels.PendingTransfer:
         self._look()
         _poison(buffer)
 

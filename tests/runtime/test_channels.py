@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_pulse.planner.layout.placement import fold
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Event, Receive, Run, Send, Wait
-from megatron_pulse.runtime.messages.channels import Work
+from megatron_pulse.runtime.messages.channels import PendingTransfer
 from tests.planner.schedules import wave
 from tests.planner.test_channels import shuffled
 from tests.planner.test_nccl import Programs, compiled, programs
@@ -35,7 +35,7 @@ def _play(events: list[Event], limit: timedelta) -> bool:
         pair: DoubleChannel(group, *pair, 60.0)
         for pair in sorted({(m.source, m.destination) for m in messages})
     }
-    works: dict[object, tuple[Work, torch.Tensor]] = {}
+    works: dict[object, tuple[PendingTransfer, torch.Tensor]] = {}
     with contextlib.suppress(RuntimeError):
         for event in events:
             match event:

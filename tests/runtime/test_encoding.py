@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_pulse.encoders.pieces import Piece, States, run_pieces
+from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.fill.components import Component, FrozenLayer
 from megatron_pulse.planner.fill.fillers import filled_schedule
@@ -29,12 +29,12 @@ NUM_LAYERS = {"text": 5, "image": 3}
 RESULTS = {"text": ("last", "pooled"), "image": ("moments",)}
 
 
-def pieces(name: str) -> tuple[Piece, ...]:
+def pieces(name: str) -> tuple[EncoderPiece, ...]:
     """Layers that keep what they are given (text: ids), change dtypes, and leave several states."""
     torch.manual_seed(len(name))
     layers = [nn.Linear(6, 6).requires_grad_(False) for _ in range(NUM_LAYERS[name])]
 
-    def layer(i: int) -> Piece:
+    def layer(i: int) -> EncoderPiece:
         def run(states: States) -> States:
             if name == "image":
                 hidden = torch.tanh(layers[i](states.get("hidden", states.get("pixels"))))
@@ -46,7 +46,7 @@ def pieces(name: str) -> tuple[Piece, ...]:
                 made |= {"last": hidden, "pooled": (hidden * states["odd"][..., None]).mean(1)}
             return states | made
 
-        return Piece(f"{i}", run, (layers[i],))
+        return EncoderPiece(f"{i}", run, (layers[i],))
 
     return tuple(map(layer, range(NUM_LAYERS[name])))
 

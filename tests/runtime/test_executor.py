@@ -138,7 +138,7 @@ def test_bytes_are_the_formula() -> None:
 
 
 def _direct_skips(num_devices: int) -> int:
-    from megatron_pulse.planner.layout.crossing import Carrier
+    from megatron_pulse.planner.layout.crossing import SkipCarrier
     from megatron_pulse.planner.layout.placement import sequential
     from megatron_pulse.planner.step.plan import make_plan
 
@@ -146,7 +146,7 @@ def _direct_skips(num_devices: int) -> int:
     plan = make_plan(
         backbone, weighted_costs(backbone, [1.0] * len(backbone.layers)), sequential(num_devices)
     )
-    return sum(route.carrier is Carrier.DIRECT for route in plan.routes.skips)
+    return sum(route.carrier is SkipCarrier.DIRECT for route in plan.routes.skips)
 
 
 def run_failing() -> None:

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from megatron_pulse.backbone.derived.exported import DerivationError, export
 from megatron_pulse.backbone.derived.inputs import Inputs
 from megatron_pulse.backbone.derived.reading import UNKNOWN
-from megatron_pulse.backbone.derived.units import Chain, derive, other_way
+from megatron_pulse.backbone.derived.units import UnitChain, derive, other_way
 from megatron_pulse.processes import without_collecting
 
 
@@ -37,11 +37,11 @@ class Chains:
         self.module, self._name, self._inputs = module, name, tuple(inputs)
         self.output, self._pieces = output, pieces
         self._device = torch.get_default_device()
-        self._found: dict[tuple[int, int], Chain] = {}
+        self._found: dict[tuple[int, int], UnitChain] = {}
         self.size, self.constants = inputs[0].size, inputs[0].constants
         self.first = self[0, self.size]
 
-    def __getitem__(self, at: tuple[int, int]) -> Chain:
+    def __getitem__(self, at: tuple[int, int]) -> UnitChain:
         """The chain at one of the shapes, by its number, and a microbatch size.
 
         Raises DerivationError if the module cannot be exported there, or has other units.
@@ -61,7 +61,7 @@ class Chains:
             self._found[at] = chain
         return self._found[at]
 
-    def _derive(self, which: int, size: int) -> Chain:
+    def _derive(self, which: int, size: int) -> UnitChain:
         try:
             return self._derived(which, size, with_lines=False)
         except DerivationError as error:
@@ -85,7 +85,7 @@ class Chains:
         with ThreadPoolExecutor(1) as thread, without_collecting():
             return thread.submit(called).result()
 
-    def _derived(self, which: int, size: int, with_lines: bool) -> Chain:
+    def _derived(self, which: int, size: int, with_lines: bool) -> UnitChain:
         inputs = self._inputs[which]
         given = inputs.make(size)
         exported = export(self.module, given, inputs.constants, self.output, with_lines)

@@ -17,9 +17,9 @@ from megatron_pulse.backbone.context import LayerContext
 from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.inputs import Make, read_inputs, read_others
-from megatron_pulse.backbone.derived.layer import DerivedLayer, Sample, Source
+from megatron_pulse.backbone.derived.layer import ChainSource, DerivedLayer, Sample
 from megatron_pulse.backbone.derived.trial import trial
-from megatron_pulse.backbone.derived.units import Chain
+from megatron_pulse.backbone.derived.units import UnitChain
 from megatron_pulse.backbone.derived.weights.first import Weights, from_module_itself
 
 _NO_FIELDS: Mapping[str, str] = MappingProxyType({})
@@ -110,7 +110,7 @@ def from_module(
     times = [n for n, name in called.items() if name == read.timestep and timestep_scale != 1]
     scale_of = dict.fromkeys(times, timestep_scale)
     values = weights or from_module_itself(module)
-    source = Source(chains, (samples, *of_others), specs, field_of, scale_of, dtype, values)
+    source = ChainSource(chains, (samples, *of_others), specs, field_of, scale_of, dtype, values)
     backbone = Backbone(
         name,
         tuple(_layers(source, first)),
@@ -132,13 +132,13 @@ def try_out(backbone: Backbone, module: nn.Module) -> None:
         raise DerivationError(type(module).__name__, faults)
 
 
-def source_of(backbone: Backbone) -> Source | None:
+def source_of(backbone: Backbone) -> ChainSource | None:
     """What the layers of a derived chain share; None of another."""
     build = backbone.layers[0].build
     while isinstance(build, functools.partial) and build.func is not _build and build.args:
         build = build.args[0]  # of a layer of which a part is trained
     if isinstance(build, functools.partial) and build.func is _build:
-        source: Source = build.args[0]
+        source: ChainSource = build.args[0]
         return source
     return None
 
@@ -154,7 +154,7 @@ def check_weights(backbone: Backbone) -> None:
         source.weights.check()
 
 
-def _source(backbone: Backbone) -> Source:
+def _source(backbone: Backbone) -> ChainSource:
     source = source_of(backbone)
     if source is None:
         raise ValueError(f"{backbone.name} is not derived of a module")
@@ -184,7 +184,7 @@ def buffers_of(backbone: Backbone) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in state.items() if name not in weights}
 
 
-def _layers(source: Source, chain: Chain) -> list[Layer]:
+def _layers(source: ChainSource, chain: UnitChain) -> list[Layer]:
     layers: list[Layer] = []
     before: tuple[str, ...] = (chain.sample,)
     for index, unit in enumerate(chain.units):
@@ -195,7 +195,11 @@ def _layers(source: Source, chain: Chain) -> list[Layer]:
 
 
 def _layer(
-    source: Source, chain: Chain, index: int, before: tuple[str, ...], after: tuple[str, ...]
+    source: ChainSource,
+    chain: UnitChain,
+    index: int,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
 ) -> Layer:
     specs, unit = source.specs, chain.units[index]
     return Layer(
@@ -215,11 +219,11 @@ def _layer(
     )
 
 
-def _build(source: Source, index: int, context: LayerContext | None) -> DerivedLayer:
+def _build(source: ChainSource, index: int, context: LayerContext | None) -> DerivedLayer:
     return DerivedLayer(source, index, context is None or context.config.perform_initialization)
 
 
-def _sample_of(module: str, name: str, chain: Chain, probe: Chain, size: int) -> Sample:
+def _sample_of(module: str, name: str, chain: UnitChain, probe: UnitChain, size: int) -> Sample:
     """How ``name`` holds samples: ``probe`` is the same chain with one sample more."""
     a, b = chain.values[name].shape, probe.values[name].shape
     dims = [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y]
@@ -237,7 +241,7 @@ def _sample_of(module: str, name: str, chain: Chain, probe: Chain, size: int) ->
     return Sample(dim, a[dim] // size)
 
 
-def _sample_there(module: str, name: str, sample: Sample, chain: Chain, size: int) -> Sample:
+def _sample_there(module: str, name: str, sample: Sample, chain: UnitChain, size: int) -> Sample:
     """How ``name`` holds samples in a chain of another shape, of a microbatch of ``size``."""
     shape = tuple(chain.values[name].shape)
     if sample.dim is None:

@@ -15,7 +15,7 @@ from megatron_pulse.backbone.chain import TensorSpec
 from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.nesting import Nest, container_of, register_parameters
 from megatron_pulse.backbone.derived.reading import operation
-from megatron_pulse.backbone.derived.units import Chain, Unit
+from megatron_pulse.backbone.derived.units import Unit, UnitChain
 from megatron_pulse.backbone.derived.weights.first import Weights
 from megatron_pulse.backbone.derived.weights.hollow import is_hollow
 
@@ -59,7 +59,7 @@ class Sample:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Source:
+class ChainSource:
     """What the layers of one derived chain share.
 
     ``chains`` gives it at every shape and microbatch size, with equal units. ``samples`` says for
@@ -74,9 +74,9 @@ class Source:
     scale_of: Mapping[str, float]
     dtype: torch.dtype
     weights: Weights
-    known: dict[tuple[Chain, torch.device], dict[str, Any]] = field(default_factory=dict)
+    known: dict[tuple[UnitChain, torch.device], dict[str, Any]] = field(default_factory=dict)
 
-    def constants(self, chain: Chain, device: torch.device) -> dict[str, Any]:
+    def constants(self, chain: UnitChain, device: torch.device) -> dict[str, Any]:
         """What depends on neither inputs nor parameters, once for each device."""
         if (chain, device) not in self.known:
             with torch.no_grad():
@@ -85,7 +85,7 @@ class Source:
             self.known[chain, device] = dict(zip(chain.constant_names, values, strict=True))
         return self.known[chain, device]
 
-    def buffer(self, name: str, chain: Chain) -> Any:
+    def buffer(self, name: str, chain: UnitChain) -> Any:
         """A buffer, or a tensor among the module's constants."""
         buffers = self.weights.buffers()
         if name not in buffers:
@@ -101,7 +101,7 @@ class DerivedLayer(Nest):
     of the chain. Every shape (``chain_shape``) has a graph of its own on the same parameters.
     """
 
-    def __init__(self, source: Source, index: int, initialise: bool = True) -> None:
+    def __init__(self, source: ChainSource, index: int, initialise: bool = True) -> None:
         super().__init__()
         self._source, self._index = source, index
         self.chain_shape = 0
@@ -118,7 +118,7 @@ class DerivedLayer(Nest):
             name: nn.Parameter(self._first(name, values, device), name in chain.trained)
             for name in unit.weights
         }
-        self._compiled: dict[tuple[Chain, torch.device], Any] = {}
+        self._compiled: dict[tuple[UnitChain, torch.device], Any] = {}
         self._containers: dict[str, tuple[nn.Module, str]] = {}
         self._undivided = undivided(unit)
         register_parameters(self, parameters)
@@ -202,7 +202,7 @@ class DerivedLayer(Nest):
         container, leaf = self._containers[name]
         return container._parameters[leaf]
 
-    def _state(self, name: str, chain: Chain, device: torch.device) -> Any:
+    def _state(self, name: str, chain: UnitChain, device: torch.device) -> Any:
         if name in self._containers:
             return self._parameter(name)
         constants = self._source.constants(chain, device)
@@ -213,7 +213,7 @@ class DerivedLayer(Nest):
             constants[key] = self._source.buffer(name, chain).to(device)
         return constants[key]
 
-    def _executable(self, chain: Chain, device: torch.device) -> Any:
+    def _executable(self, chain: UnitChain, device: torch.device) -> Any:
         if (chain, device) not in self._compiled:
             unit = chain.units[self._index]
             self._compiled[chain, device] = executable(unit.graph, chain, device)
@@ -245,7 +245,7 @@ def undivided(unit: Unit) -> frozenset[str]:
     return frozenset(found)
 
 
-def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:
+def executable(graph: fx.Graph, chain: UnitChain, device: torch.device) -> Any:
     """A graph of ``chain`` as a function on ``device``, whatever device it was exported on."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
@@ -267,7 +267,7 @@ def executable(graph: fx.Graph, chain: Chain, device: torch.device) -> Any:
     return fx.GraphModule(regions, copy)
 
 
-def run(chain: Chain, given: Mapping[str, Tensor]) -> Tensor:
+def run(chain: UnitChain, given: Mapping[str, Tensor]) -> Tensor:
     """All units one after another, on the module's own parameters, where they are; ``given`` are
     the module's inputs by the caller's names."""
     device = next(iter(given.values())).device

@@ -16,7 +16,7 @@ from megatron_pulse.backbone.derived.chains import Chains
 from megatron_pulse.backbone.derived.exported import dataclasses_as_dictionaries
 from megatron_pulse.backbone.derived.layer import run
 from megatron_pulse.backbone.derived.leaves import leaves_of
-from megatron_pulse.backbone.derived.units import Chain
+from megatron_pulse.backbone.derived.units import UnitChain
 from megatron_pulse.backbone.derived.weights.hollow import is_hollow
 from megatron_pulse.faults import raised
 
@@ -78,7 +78,7 @@ def _called(module: nn.Module, given: Mapping[str, Any], output: int | None) -> 
     return results[output or 0].detach().clone()
 
 
-def _run(chain: Chain, own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Tensor:
+def _run(chain: UnitChain, own: Mapping[str, Tensor], given: Mapping[str, Any]) -> Tensor:
     tensors = {name: leaf for name, leaf in leaves_of(given).items() if isinstance(leaf, Tensor)}
     state = {name: own.get(name, value) for name, value in chain.state.items()}
     with torch.no_grad():

@@ -44,7 +44,7 @@ class Unit:
 
 
 @dataclass(frozen=True, eq=False)
-class Chain:
+class UnitChain:
     """Embedders first, then the links; ``values`` holds a fake tensor of every value.
 
     ``inputs`` are those of the module, with the caller's names, ``sample`` is the noisy one.
@@ -66,7 +66,7 @@ class Chain:
     decided: Decided
 
 
-def other_way(first: Chain, other: Chain) -> str | None:
+def other_way(first: UnitChain, other: UnitChain) -> str | None:
     """What differs first between the units of two chains; None where nothing does."""
     for a, b in zip_longest(first.units, other.units):
         if a is None or b is None:
@@ -79,7 +79,7 @@ def other_way(first: Chain, other: Chain) -> str | None:
 
 def derive(
     exported: Exported, module: str, sample: str, pieces: bool, like: Decided | None = None
-) -> Chain:
+) -> UnitChain:
     """The chain of a graph whose noisy sample is the input ``sample``.
 
     ``module`` is its name, for DerivationError. ``pieces`` cuts within blocks too; a chain of
@@ -92,7 +92,7 @@ def derive(
     kept = [n for n in placing.constants if any(u not in constant for u in users[n])]
     graph, taken = _graph(exported, placing.constants, [], kept)
     trained = {exported.names[n] for n in exported.reading.with_gradient() & exported.weights}
-    return Chain(
+    return UnitChain(
         (*units[placing.num_links :], *units[: placing.num_links]),
         placing.source.name,
         {node.name: name for node, name in exported.inputs.items()},

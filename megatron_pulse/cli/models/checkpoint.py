@@ -13,7 +13,7 @@ from megatron_pulse.cli.errors import add_parser, mending, require
 from megatron_pulse.cli.output import add_json, answer, json_faults, table
 
 if TYPE_CHECKING:
-    from megatron_pulse.integration.checkpoint.stored import Stored
+    from megatron_pulse.integration.checkpoint.stored import StoredCheckpoint
 
 _DESCRIPTION = """\
 Looks after the checkpoints in a folder that training was given as --save.
@@ -99,17 +99,17 @@ def _faults(args: argparse.Namespace) -> list[str]:
     return faults
 
 
-def _listed(stored: Sequence[Stored]) -> list[str]:
+def _listed(stored: Sequence[StoredCheckpoint]) -> list[str]:
     rows = [["step", "size", "age", "state"]]
     rows += [[_name(one), _size(one.num_bytes), _age(one.written), _state(one)] for one in stored]
     return table(rows, left=[-1])
 
 
-def _name(one: Stored) -> str:
+def _name(one: StoredCheckpoint) -> str:
     return str(one.step) if one.step is not None else one.folder.name
 
 
-def _state(one: Stored) -> str:
+def _state(one: StoredCheckpoint) -> str:
     said = list(one.faults[:1]) or ["sizes as saved" if one.is_hashed else "saved without hashes"]
     said += [f"and {len(one.faults) - 1} more"] * (len(one.faults) > 1)
     return ", ".join([*said, *["the newest"] * one.is_newest, *["a link"] * one.is_link])
@@ -132,7 +132,7 @@ def _age(written: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _record(one: Stored) -> dict[str, Any]:
+def _record(one: StoredCheckpoint) -> dict[str, Any]:
     return {
         "folder": str(one.folder),
         "step": one.step,
@@ -143,7 +143,7 @@ def _record(one: Stored) -> dict[str, Any]:
     }
 
 
-def _verify(args: argparse.Namespace, stored: Sequence[Stored]) -> None:
+def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> None:
     from tqdm import tqdm
 
     chosen = [one for one in stored if one.step is not None or not one.faults]
@@ -172,7 +172,7 @@ def _verify(args: argparse.Namespace, stored: Sequence[Stored]) -> None:
         raise SystemExit(1)
 
 
-def _prune(args: argparse.Namespace, stored: list[Stored]) -> None:
+def _prune(args: argparse.Namespace, stored: list[StoredCheckpoint]) -> None:
     from megatron_pulse.integration.checkpoint.stored import remove, to_remove
 
     chosen = to_remove(stored, args.keep, args.every, args.damaged)

@@ -117,14 +117,14 @@ def _others(args: argparse.Namespace, train: DiffusionDataset) -> Path | None:
     one that is there is told."""
     from megatron_pulse.data.build import open_dataset
     from megatron_pulse.data.dataset import DataError, FieldSpec
-    from megatron_pulse.data.fields import Wanted
+    from megatron_pulse.data.fields import WantedFields
     from megatron_pulse.data.images.conditioning import CONDITIONING, others_of
 
     kind, _, path = args.spec.partition(":")
     others = others_of(Path(path.partition("#")[0])) if path else Path()
     if kind not in ("folder", "captions") or not others.is_dir():
         return None
-    wanted = Wanted(train.image_shape, {CONDITIONING: FieldSpec(train.image_shape)})
+    wanted = WantedFields(train.image_shape, {CONDITIONING: FieldSpec(train.image_shape)})
     try:
         with_others, _ = open_dataset(args.spec, wanted=wanted, verify=args.verify)
     except DataError as error:

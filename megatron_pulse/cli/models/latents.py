@@ -18,7 +18,7 @@ from megatron_pulse.cli.errors import (
     out_of,
     require,
 )
-from megatron_pulse.cli.job import Place
+from megatron_pulse.cli.job import RankOfJob
 from megatron_pulse.cli.models.encoding import (
     add_encoder_flags,
     autoencoder_folder,
@@ -98,7 +98,7 @@ def add_write_latents(
 
 def run(args: argparse.Namespace) -> None:
     """Encode what is not yet in the folder."""
-    place, faults = Place.of(os.environ), _check(args)
+    place, faults = RankOfJob.of(os.environ), _check(args)
     if faults and place.rank:
         raise SystemExit(2)  # rank 0 says why
     require(faults)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from megatron_pulse.cli.backbone_flags import options_of
 from megatron_pulse.cli.errors import mending, require, warn
-from megatron_pulse.cli.job import Place
+from megatron_pulse.cli.job import RankOfJob
 from megatron_pulse.cli.models.encoding import (
     autoencoder_folder,
     open_encoders,
@@ -22,7 +22,7 @@ from megatron_pulse.cli.models.encoding import (
 )
 from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import FieldSpec
-from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, Wanted, framing_field
+from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, WantedFields, framing_field
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.latents.layout import FILES, LatentLayout, LatentType
 from megatron_pulse.data.latents.writer import LatentWriter
@@ -47,7 +47,7 @@ _LOG_S = 60.0
 
 
 def write_latents(
-    args: argparse.Namespace, place: Place, text_states: tuple[int, int] | None
+    args: argparse.Namespace, place: RankOfJob, text_states: tuple[int, int] | None
 ) -> None:
     """Encode what is not yet in the folder, of this rank's share."""
     if torch.cuda.is_available():
@@ -150,7 +150,7 @@ def _write(
     dataset: DiffusionDataset,
     autoencoder: Autoencoder | None,
     args: argparse.Namespace,
-    place: Place,
+    place: RankOfJob,
 ) -> None:
     progress = _Progress(writer, len(dataset), place)
     with writer, progress.bar:
@@ -179,7 +179,7 @@ def _write(
 class _Progress:
     """What rank 0 shows of all ranks: a bar on a terminal, a line now and then in a log."""
 
-    def __init__(self, writer: LatentWriter, total: int, place: Place) -> None:
+    def __init__(self, writer: LatentWriter, total: int, place: RankOfJob) -> None:
         self._writer, self._total = writer, total
         self._first = self._done = writer.count()
         self._logs = not place.rank and not sys.stderr.isatty()
@@ -216,7 +216,7 @@ class _Progress:
 
 def _wanted(
     args: argparse.Namespace, text_states: tuple[int, int] | None, backbone: Backbone | None
-) -> Wanted | None:
+) -> WantedFields | None:
     """Captions as random states with their mask, and the other picture that a control branch sees;
     nothing else is asked of the data."""
     fields = {}
@@ -228,7 +228,7 @@ def _wanted(
         fields[CONDITIONING] = FieldSpec(backbone.batch_fields[CONDITIONING].shape)
     if not fields:
         return None
-    return Wanted((args.channels, args.image_size, args.image_size), fields)
+    return WantedFields((args.channels, args.image_size, args.image_size), fields)
 
 
 def _open_autoencoder(args: argparse.Namespace, dataset: DiffusionDataset) -> Autoencoder | None:

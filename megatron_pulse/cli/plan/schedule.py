@@ -18,7 +18,7 @@ from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
 
 if TYPE_CHECKING:
-    from megatron_pulse.cli.plan.schedule_input import Task
+    from megatron_pulse.cli.plan.schedule_input import ScheduleInput
     from megatron_pulse.planner.fill.fillers import FilledSchedule
     from megatron_pulse.planner.schedule.operations import Schedule
     from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _filled(
-    args: argparse.Namespace, task: Task, problem: ScheduleProblem, found: Synthesis
+    args: argparse.Namespace, task: ScheduleInput, problem: ScheduleProblem, found: Synthesis
 ) -> FilledSchedule:
     """The schedule with the components of ``--encoders`` in its idle time."""
     from megatron_pulse.cli.plan.schedule_input import profile_link
@@ -210,7 +210,7 @@ def _filled(
         return FilledSchedule.of(to_fill, fill(to_fill, args.seconds), found.certificate)
 
 
-def _answer(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synthesis]:
+def _answer(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
     """The schedule that was asked for, and the problem on its placement."""
     from megatron_pulse.planner.schedule.cache import cached
     from megatron_pulse.planner.schedule.solve import solve
@@ -227,7 +227,7 @@ def _answer(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synt
         return problem, cached(problem, args.seconds, args.solver, solve)
 
 
-def _named(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synthesis]:
+def _named(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
     """A classic schedule, on the placement that was asked for or else on its own."""
     from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
     from megatron_pulse.planner.schedule.compare import rival
@@ -243,7 +243,7 @@ def _named(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synth
     return _evaluated(args, problem, schedule)
 
 
-def _own(args: argparse.Namespace, task: Task) -> tuple[ScheduleProblem, Synthesis]:
+def _own(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:
     """The schedule of ``--schedule``; raises UserError with all of its faults."""
     from megatron_pulse.file_kinds import FileKind
     from megatron_pulse.files import read_text

@@ -23,7 +23,7 @@ KEYS = ("forward", "backward", "input_grad", "weight_grad", "activation", "link"
 
 
 @dataclass(frozen=True)
-class Task:
+class ScheduleInput:
     """The problem with whole and with split backwards (None: not known), and how to show times.
 
     A time is shown in ``unit`` after multiplication by ``scale``; ``samples`` is how many a
@@ -38,7 +38,7 @@ class Task:
     samples: int | None
 
 
-def from_times(args: argparse.Namespace) -> Task:
+def from_times(args: argparse.Namespace) -> ScheduleInput:
     """The stages of ``--times``; raises UserError with every fault of the file."""
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
@@ -68,7 +68,7 @@ def from_times(args: argparse.Namespace) -> Task:
         if "input_grad" in column:
             given = column["input_grad"], column["weight_grad"]
             split = replace(whole, backward=given[0], weight_grad=given[1])
-    return Task(args.times.stem, whole, split, "", 1.0, None)
+    return ScheduleInput(args.times.stem, whole, split, "", 1.0, None)
 
 
 def profile_link(args: argparse.Namespace) -> Link:
@@ -81,7 +81,7 @@ def profile_link(args: argparse.Namespace) -> Link:
     )
 
 
-def from_profile(args: argparse.Namespace) -> Task:
+def from_profile(args: argparse.Namespace) -> ScheduleInput:
     """The stages of the best partition of ``--profile``, as 'pulse partition' finds it."""
     from megatron_pulse.planner.layout.layouts import best_known, layout_of
     from megatron_pulse.planner.partition.best import best
@@ -111,7 +111,7 @@ def from_profile(args: argparse.Namespace) -> Task:
     split = make(cap=limit, split=True, least_s=1e-6 * max(whole.backward))
     record = profile.backbone
     name = str(record.get("name") or record.get("table") or args.profile.stem)
-    return Task(name, whole, split, "ms", 1e3, size)
+    return ScheduleInput(name, whole, split, "ms", 1e3, size)
 
 
 def cap(

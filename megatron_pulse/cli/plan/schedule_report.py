@@ -11,7 +11,7 @@ from typing import Any
 from megatron_pulse.cli import page
 from megatron_pulse.cli.output import columns, draw, table
 from megatron_pulse.cli.plan.plan_text import filling_facts, homes
-from megatron_pulse.cli.plan.schedule_input import Task
+from megatron_pulse.cli.plan.schedule_input import ScheduleInput
 from megatron_pulse.planner.draw.schedule import draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.fill.fillers import FilledSchedule
@@ -27,7 +27,7 @@ _GRID_WIDTH = 180
 class ScheduleReport:
     """A schedule for ``problem``, which is one of the task's, and others, if asked for."""
 
-    task: Task
+    task: ScheduleInput
     problem: ScheduleProblem
     found: Synthesis
     others: Sequence[Rival]

@@ -14,13 +14,13 @@ from megatron_pulse.faults import told
 from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
 from megatron_pulse.integration.checkpoint.start import Start
-from megatron_pulse.integration.flags.arguments import Mark, PulseOptions, pulse_flags
+from megatron_pulse.integration.flags.arguments import FlagMark, PulseOptions, pulse_flags
 from megatron_pulse.profile.trained import patterns_of, shown_patterns
 from model_specs import compare_models, weights_folder
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NewRun:
     """The run that is to begin."""
 
     arguments: argparse.Namespace
@@ -54,12 +54,12 @@ def process_of(start: Start | None, options: PulseOptions) -> DiffusionProcess:
         raise ValueError(f"{start.given}: {error}") from error
 
 
-def faults_of(start: Start, wanted: Wanted) -> list[str]:
+def faults_of(start: Start, wanted: NewRun) -> list[str]:
     """Every reason why ``wanted`` cannot begin with ``start``; the same for every way in."""
     return [f"{start.given}: {fault}" for find in _FAULTS for fault in find(start, wanted)]
 
 
-def describe(start: Start, wanted: Wanted) -> str:
+def describe(start: Start, wanted: NewRun) -> str:
     """What the run begins with and what is changed from here on, in one line."""
     saved = start.saved
     changes = [change for find in _CHANGES for change in find(start, wanted)]
@@ -71,7 +71,7 @@ def describe(start: Start, wanted: Wanted) -> str:
     return what + (f"; from here on: {', '.join(changes)}" if changes else "")
 
 
-def _other_backbone(start: Start, wanted: Wanted) -> Iterator[str]:
+def _other_backbone(start: Start, wanted: NewRun) -> Iterator[str]:
     theirs, ours = start.saved.record, wanted.record
     if different := compare_models(theirs, ours).different:
         what = f"another backbone ({theirs['name']}, not {ours['name']})"
@@ -81,7 +81,7 @@ def _other_backbone(start: Start, wanted: Wanted) -> Iterator[str]:
         yield told(f"it holds {what}", different, remedy)
 
 
-def _other_sizes(start: Start, wanted: Wanted) -> Iterator[str]:
+def _other_sizes(start: Start, wanted: NewRun) -> Iterator[str]:
     yield from compare_models(start.saved.record, wanted.record).changed
 
 
@@ -90,18 +90,18 @@ def has_averages_of(start: Start, record: Mapping[str, Any]) -> bool:
     return start.saved.has_averages and patterns_of(start.saved.record) == patterns_of(record)
 
 
-def _newly_trained(start: Start, wanted: Wanted) -> Iterator[str]:
+def _newly_trained(start: Start, wanted: NewRun) -> Iterator[str]:
     theirs, ours = patterns_of(start.saved.record), patterns_of(wanted.record)
     if theirs != ours:
         yield f"what is trained: {shown_patterns(ours)} (was {shown_patterns(theirs)})"
 
 
-def _new_averages(start: Start, wanted: Wanted) -> Iterator[str]:
+def _new_averages(start: Start, wanted: NewRun) -> Iterator[str]:
     if wanted.options.ema_decay and not has_averages_of(start, wanted.record):
         yield "averages of the weights, which begin with these (--pulse-ema-decay 0 keeps none)"
 
 
-def _no_optimizer(start: Start, wanted: Wanted) -> Iterator[str]:
+def _no_optimizer(start: Start, wanted: NewRun) -> Iterator[str]:
     """Only what is continued reads the optimizer's state, unless --no-load-optim says not to."""
     args, saved = wanted.arguments, start.saved
     if not start.continued or args.no_load_optim:
@@ -136,7 +136,7 @@ def _no_optimizer(start: Start, wanted: Wanted) -> Iterator[str]:
         )
 
 
-def _other_count(start: Start, wanted: Wanted) -> Iterator[str]:
+def _other_count(start: Start, wanted: NewRun) -> Iterator[str]:
     """Megatron finds the samples of --override-ckpt-iteration by today's batch."""
     args, before = wanted.arguments, start.saved.arguments
     if args.override_ckpt_iteration is None:
@@ -154,7 +154,7 @@ def _precision(args: argparse.Namespace) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
-def _other_seed(start: Start, wanted: Wanted) -> Iterator[str]:
+def _other_seed(start: Start, wanted: NewRun) -> Iterator[str]:
     """--save alone goes on with the same run, and the seed is what tells two of a kind apart."""
     before, now, folder = start.saved.arguments.seed, wanted.arguments.seed, start.saved.folder
     if not start.named and before != now:
@@ -183,12 +183,12 @@ _SCHEDULE = (
 _STEPS = ("global_batch_size", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "seed")
 
 
-def _other_flags(start: Start, wanted: Wanted) -> Iterator[str]:
+def _other_flags(start: Start, wanted: NewRun) -> Iterator[str]:
     """Flags that are free to change, and change what is computed; layouts do not."""
     if not start.continued:
         return
     before, now = start.saved.arguments, wanted.arguments
-    for name in (*_SCHEDULE, *_STEPS, *pulse_flags(Mark.STEPS)):
+    for name in (*_SCHEDULE, *_STEPS, *pulse_flags(FlagMark.STEPS)):
         old, new = _given(before, name), _given(now, name)
         if old != new:
             kept = name in _SCHEDULE[2:] and now.use_checkpoint_opt_param_scheduler
@@ -213,14 +213,14 @@ def _text(value: Any) -> str:
     return "not given" if value is None else str(value)
 
 
-def _other_process(start: Start, wanted: Wanted) -> Iterator[str]:
+def _other_process(start: Start, wanted: NewRun) -> Iterator[str]:
     """What is left to a run (see process_of); all else was refused before."""
     now, before = wanted.process, start.saved.process
     if now != before:
         yield f"{now.describe()} (was {before.describe()})"
 
 
-_Comparison = Callable[[Start, Wanted], Iterator[str]]
+_Comparison = Callable[[Start, NewRun], Iterator[str]]
 _FAULTS: tuple[_Comparison, ...] = (_other_backbone, _no_optimizer, _other_count, _other_seed)
 _CHANGES: tuple[_Comparison, ...] = (
     _other_sizes,

@@ -32,7 +32,7 @@ _STEP = re.compile(r"iter_([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredCheckpoint:
     """A folder of one checkpoint.
 
     ``step`` is None of imported weights and of what was set aside or half removed; ``faults`` are
@@ -72,7 +72,7 @@ class Stored:
         return list(dict.fromkeys(found))
 
 
-def stored_in(folder: Path) -> list[Stored]:
+def stored_in(folder: Path) -> list[StoredCheckpoint]:
     """The checkpoints below ``folder``, oldest first, with what was set aside or half removed.
 
     Raises CheckpointError where there is none.
@@ -96,7 +96,7 @@ def stored_in(folder: Path) -> list[Stored]:
     return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.folder.name))
 
 
-def _look_at(path: Path, step: int | None, is_newest: bool) -> Stored:
+def _look_at(path: Path, step: int | None, is_newest: bool) -> StoredCheckpoint:
     files = [file for file in path.rglob("*") if file.is_file()]
     faults: tuple[str, ...] = ()
     if path.name.endswith(REMOVED):
@@ -111,14 +111,14 @@ def _look_at(path: Path, step: int | None, is_newest: bool) -> Stored:
         except Faults as error:
             faults = tuple(error.faults)
     written = max((file.stat().st_mtime for file in files), default=path.stat().st_mtime)
-    return Stored(
+    return StoredCheckpoint(
         path, step, sum(file.stat().st_size for file in files), written, faults, is_newest
     )
 
 
 def to_remove(
-    stored: list[Stored], keep: int, every: int | None = None, damaged: bool = False
-) -> list[Stored]:
+    stored: list[StoredCheckpoint], keep: int, every: int | None = None, damaged: bool = False
+) -> list[StoredCheckpoint]:
     """Which can go: all but the ``keep`` newest steps whose sizes are as saved, those divisible by
     ``every``, and the one that is named the newest; with ``damaged`` also what is half-written, set
     aside, or has other sizes. What is half removed goes in any case; links and imported weights
@@ -138,7 +138,7 @@ def to_remove(
     return found
 
 
-def remove(folder: Path, chosen: list[Stored]) -> Iterator[Stored]:
+def remove(folder: Path, chosen: list[StoredCheckpoint]) -> Iterator[StoredCheckpoint]:
     """Remove ``chosen`` from ``folder``, one after the other; each when it is gone.
 
     Each gets another name first, so that what is half removed is nobody's checkpoint. Raises

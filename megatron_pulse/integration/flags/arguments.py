@@ -34,7 +34,7 @@ ENCODE = ("auto", "store", "fill", "front")
 """When an encoder runs (see the flag)."""
 
 
-class Mark(Enum):
+class FlagMark(Enum):
     """What else is to be known of a flag."""
 
     PLAN = "a plan file decides it: given beside one it is refused"
@@ -125,7 +125,7 @@ class PulseOptions:
         "their names, as blocks.* (repeatable; all of them: --recompute-granularity full)",
         (),
         metavar="PATTERN",
-        marks=[Mark.PLAN],
+        marks=[FlagMark.PLAN],
     )
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are the "
@@ -159,13 +159,13 @@ class PulseOptions:
         "auto",
         metavar="NAME|FILE.csv",
         read=_schedule_name,
-        marks=[Mark.PLAN],
+        marks=[FlagMark.PLAN],
     )
     activation_cap: int | None = flag(
         "at most N live stage activations per device (default: what 1F1B would hold)",
         metavar="N",
         within=FROM_ONE,
-        marks=[Mark.PLAN],
+        marks=[FlagMark.PLAN],
     )
     conditioning: Policy = flag(
         "embeddings of timesteps and captions: send them (and their gradients) once to each "
@@ -177,34 +177,34 @@ class PulseOptions:
         "costs of the layers, by which stages are cut: a file that 'pulse profile' wrote, or a "
         f"device to work them out for ({', '.join(PRESETS)}; default: the GPU here)",
         metavar="FILE|DEVICE",
-        marks=[Mark.PLAN],
+        marks=[FlagMark.PLAN],
     )
     partition: Literal["exact", "soft"] = flag(
         "under fold: exact keeps both ends of every skip on one device (default); soft lets those "
         "travel, directly, for which that is cheaper over the given links",
         "exact",
-        marks=[Mark.PLAN],
+        marks=[FlagMark.PLAN],
     )
     link_gbs: float = flag(
         "bandwidth between pipeline devices, each way (default 12.5, 100 Gbit/s)",
         12.5,
         metavar="GB/S",
         within=ABOVE_ZERO,
-        marks=[Mark.PLAN],
+        marks=[FlagMark.PLAN],
     )
     link_us: float = flag(
         "latency of a message between pipeline devices (default 5)",
         5.0,
         metavar="US",
         within=FROM_ZERO,
-        marks=[Mark.PLAN],
+        marks=[FlagMark.PLAN],
     )
     memory_gb: float | None = flag(
         "what a device may hold of weights, gradients, optimizer and activations (default: the "
         "GPU's memory; without a GPU there is no limit)",
         metavar="GB",
         within=ABOVE_ZERO,
-        marks=[Mark.PLAN, Mark.AUTO],
+        marks=[FlagMark.PLAN, FlagMark.AUTO],
     )
     solver: str = flag(
         "integer programming beside the constructive search for waves (default auto: the best "
@@ -245,14 +245,14 @@ class PulseOptions:
         "what to train on: mnist, digits8, folder:PATH (images), captions:PATH (images with "
         "texts), or latents:PATH (see 'pulse data'); of a cascade base=SPEC,upper=SPEC",
         metavar="SPEC",
-        marks=[Mark.STEPS],
+        marks=[FlagMark.STEPS],
     )
     encoders: str | None = flag(
         "a diffusers pipeline folder whose vae/ and text_encoder*/ make latents and text states in "
         "the loop, of the pictures and captions of --pulse-data; what latents:PATH has is not made "
         "again",
         metavar="DIR",
-        marks=[Mark.STEPS],
+        marks=[FlagMark.STEPS],
     )
     encode: tuple[str, ...] = flag(
         "when an encoder runs: fill (in the idle time of the step before, where the plan has it), "
@@ -266,7 +266,7 @@ class PulseOptions:
     encoders_dtype: Literal["fp32", "bf16", "fp16"] | None = flag(
         "of the encoders (default: the folder's for text and fp32 for the autoencoder; fp32 on a "
         "CPU)",
-        marks=[Mark.STEPS],
+        marks=[FlagMark.STEPS],
         check=_encoders_dtype,
     )
     process: ProcessChoice = flags_of(
@@ -289,7 +289,7 @@ class PulseOptions:
         0.1,
         metavar="P",
         within=BELOW_ONE,
-        marks=[Mark.STEPS],
+        marks=[FlagMark.STEPS],
     )
     self_conditioning: float | None = flag(
         "share of the steps in which the backbone is given its own prediction behind the noisy "
@@ -297,14 +297,14 @@ class PulseOptions:
         "twice the channels that they predict (default: what the plan was made for, else none)",
         metavar="P",
         within=SHARE,
-        marks=[Mark.STEPS],
+        marks=[FlagMark.STEPS],
     )
     ema_decay: float = flag(
         "decay of the exponential moving average of the weights; 0 keeps none",
         0.9999,
         metavar="D",
         within=BELOW_ONE,
-        marks=[Mark.STEPS],
+        marks=[FlagMark.STEPS],
     )
     no_progress: bool = flag("no progress bar (without a terminal there is none anyway)", False)
     verbose: bool = flag(
@@ -316,7 +316,7 @@ class PulseOptions:
         "write DIR/trace.json: when each operation of some steps ran on every device, what it "
         "waited for, and what was sent; 'pulse compare' sets it beside the plan",
         metavar="DIR",
-        marks=[Mark.FOLDER],
+        marks=[FlagMark.FOLDER],
     )
     trace_steps: tuple[int, int] = flag(
         "the steps to trace, counted from 1 in this run (default 3-5: after the warm-up)",
@@ -335,7 +335,7 @@ class PulseOptions:
         return backstop_s(self.timeout_s)
 
 
-def pulse_flags(mark: Mark) -> list[str]:
+def pulse_flags(mark: FlagMark) -> list[str]:
     """The names in the parsed arguments of our flags with this mark."""
     return [f"pulse_{name}" for name in marked(PulseOptions, mark)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_pulse.faults import faults_in, told
 from megatron_pulse.files import unwritable
 from megatron_pulse.flag_fields import flag_faults, flag_name
-from megatron_pulse.integration.flags.arguments import PREFIX, Mark, PulseOptions, pulse_flags
+from megatron_pulse.integration.flags.arguments import PREFIX, FlagMark, PulseOptions, pulse_flags
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.flags.together import check_together
 from megatron_pulse.profile.devices import PRESETS
@@ -134,7 +134,7 @@ _FOLDERS = (
 
 
 def _check_folders(args: argparse.Namespace) -> Iterator[str]:
-    for name in (*_FOLDERS, *pulse_flags(Mark.FOLDER)):
+    for name in (*_FOLDERS, *pulse_flags(FlagMark.FOLDER)):
         folder = getattr(args, name)
         if folder is not None and (fault := unwritable(Path(folder))):
             yield f"{flag_name(name)} {folder}: {fault}"

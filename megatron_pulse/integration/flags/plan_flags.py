@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_pulse.flag_fields import flag_name, marked
-from megatron_pulse.integration.flags.arguments import Mark, PulseOptions
+from megatron_pulse.integration.flags.arguments import FlagMark, PulseOptions
 from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.profile.memory_format import OPTION, in_format_of, in_given_format
@@ -106,9 +106,9 @@ def contradictions(
 
 def decided_by(by: str, line: CommandLine) -> Iterator[str]:
     """Each of our flags that was given although ``by`` (--pulse-plan or -auto) decides it."""
-    names = list(marked(PulseOptions, Mark.PLAN))
+    names = list(marked(PulseOptions, FlagMark.PLAN))
     if by == "--pulse-auto":
-        kept = marked(PulseOptions, Mark.AUTO)
+        kept = marked(PulseOptions, FlagMark.AUTO)
         names = [n for n in ("placement", "num_chunks", *names) if n not in kept]
     for name in names:
         flag = flag_name(f"pulse_{name}")

@@ -27,7 +27,7 @@ from megatron_pulse.runtime.measure.busy import StepTime
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkOfStep:
     """What a run's speed is measured by.
 
     ``flops_per_sample`` of the model's forward and backward, and ``peak_flops`` of a device per
@@ -43,7 +43,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """One training step on one rank; ``time`` is None where the step was traced instead."""
 
     num_samples: int
@@ -109,7 +109,7 @@ class Sums:
     num_corrupt: float = 0
 
 
-def sum_up(steps: Sequence[Step], peak_bytes: int, num_corrupt: int = 0) -> Sums:
+def sum_up(steps: Sequence[TimedStep], peak_bytes: int, num_corrupt: int = 0) -> Sums:
     """The interval that ``steps`` were; ``num_corrupt`` is of the run until its end."""
     times = [step.time for step in steps if step.time is not None]
     return Sums(
@@ -122,7 +122,11 @@ def sum_up(steps: Sequence[Step], peak_bytes: int, num_corrupt: int = 0) -> Sums
 
 
 def figures(
-    work: Work, steps: Sequence[Step], ranks: Sequence[Sums], steps_left: int, memory: str
+    work: WorkOfStep,
+    steps: Sequence[TimedStep],
+    ranks: Sequence[Sums],
+    steps_left: int,
+    memory: str,
 ) -> Figures:
     """What ``steps``, of which every rank had as many samples, say of the run.
 
@@ -152,7 +156,7 @@ def figures(
 
 def describe_work(
     args: argparse.Namespace, backbone: Backbone, dtype: str, planned_idle: float
-) -> Work:
+) -> WorkOfStep:
     """What the last rank, which logs, needs to know of the run; it alone counts operations.
 
     ``backbone`` is the whole one. A layer that cannot be counted leaves that unknown.
@@ -165,7 +169,7 @@ def describe_work(
             print(f"no TFLOP/s in the log: operations cannot be counted ({error})", flush=True)
     device = known_device(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     peak = None if device is None else device.peak_flops.get(dtype)
-    return Work(flops, peak, planned_idle, args.world_size, args.data_parallel_size)
+    return WorkOfStep(flops, peak, planned_idle, args.world_size, args.data_parallel_size)
 
 
 class ThroughputLog:
@@ -179,7 +183,7 @@ class ThroughputLog:
 
     def __init__(
         self,
-        work: Work,
+        work: WorkOfStep,
         step_time: Callable[[], StepTime | None],
         num_corrupt: Callable[[], int] = lambda: 0,
         stragglers: Stragglers | None = None,
@@ -188,7 +192,7 @@ class ThroughputLog:
         self._work = work
         self._step_time = step_time
         self._num_corrupt = num_corrupt
-        self._steps: list[Step] = []
+        self._steps: list[TimedStep] = []
         self._warm = False
 
     def timed(self, train_step: Callable[..., Any], args: argparse.Namespace) -> Callable[..., Any]:
@@ -198,7 +202,7 @@ class ThroughputLog:
             count = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size
             began = time.perf_counter()
             result = train_step(*given, **named)
-            self._steps.append(Step(count, time.perf_counter() - began, self._step_time()))
+            self._steps.append(TimedStep(count, time.perf_counter() - began, self._step_time()))
             if self._stragglers is not None:
                 self._stragglers.note(self._steps[-1].time)
             return result

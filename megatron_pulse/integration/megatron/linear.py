@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.integration.megatron.engine import wait_in_engine
 from megatron_pulse.runtime.parameters.linear_maps import LinearMap, put_off_linear
-from megatron_pulse.runtime.parameters.weight_gradients import Split, put_off, waiting_weights
+from megatron_pulse.runtime.parameters.weight_gradients import SplitCall, put_off, waiting_weights
 
 _Fused = layers.LinearWithGradAccumulationAndAsyncCommunication
 
@@ -72,7 +72,7 @@ _FUSED = LinearMap(_fused, torch.matmul)
 """Megatron's node as it multiplies where there is nothing to reduce or to fuse."""
 
 
-class _FusedSplit(Split):
+class _FusedSplit(SplitCall):
     """Megatron's node, through its own forward and, twice, its own backward.
 
     Its backward multiplies the output's gradient by the weight and by the input. For the product

@@ -11,7 +11,7 @@ import torch
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.images import MOMENTS, PIXELS
-from megatron_pulse.encoders.pieces import Piece, States
+from megatron_pulse.encoders.pieces import EncoderPiece, States
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import VAE, folder_name
 from megatron_pulse.planner.fill.components import Component, FrozenLayer
@@ -78,7 +78,7 @@ def _components(
 
 def _component(
     name: str,
-    pieces: tuple[Piece, ...],
+    pieces: tuple[EncoderPiece, ...],
     given: States,
     results: list[str],
     roofline: Roofline | None,

@@ -45,14 +45,14 @@ class Draft:
 
 
 @dataclass(slots=True)
-class Job:
+class SampleBlock:
     """A block of samples on its way through a component's layers."""
 
     component: int
     samples: tuple[int, int]
     seconds: list[float]
     priority: float
-    needs: list[Job]
+    needs: list[SampleBlock]
     held: float
     device: int = -1
     done: int = 0
@@ -114,9 +114,9 @@ class Decoder:
             pieces[device, len(self.problem.schedule.order[device])] += line
         return merged(self.problem, pieces)
 
-    def _jobs(self, draft: Draft) -> list[Job]:
+    def _jobs(self, draft: Draft) -> list[SampleBlock]:
         problem = self.problem
-        by_component: dict[int, list[Job]] = {}
+        by_component: dict[int, list[SampleBlock]] = {}
         keys = iter(draft.priority)
         blocks = {}
         for c, component in enumerate(problem.components):
@@ -128,7 +128,7 @@ class Decoder:
             component = problem.components[c]
             most = max(layer.output_bytes for layer in component.layers)
             by_component[c] = [
-                Job(
+                SampleBlock(
                     c,
                     block,
                     self._times(c, block[1] - block[0]),
@@ -177,7 +177,7 @@ class Decoder:
         self,
         gap: Gap,
         scale: float,
-        jobs: list[Job],
+        jobs: list[SampleBlock],
         room: list[float],
         draft: Draft,
         line: list[Piece],
@@ -210,12 +210,12 @@ class Decoder:
                     if job.is_done:
                         room[device] += job.held
 
-    def _may(self, job: Job, device: int, draft: Draft) -> bool:
+    def _may(self, job: SampleBlock, device: int, draft: Draft) -> bool:
         if job.is_done or device not in draft.homes[job.component]:
             return False
         return draft.moving or job.device in (-1, device)
 
-    def _ready(self, job: Job, device: int) -> float:
+    def _ready(self, job: SampleBlock, device: int) -> float:
         """When the job can go on on ``device``."""
         problem = self.problem
         if job.done:
@@ -231,8 +231,8 @@ class Decoder:
         return ready
 
     def _options(
-        self, jobs: list[Job], device: int, room: list[float], draft: Draft | None
-    ) -> list[Job]:
+        self, jobs: list[SampleBlock], device: int, room: list[float], draft: Draft | None
+    ) -> list[SampleBlock]:
         """With ``draft`` those here first, then new ones, then those of other devices, and among
         them those with fewer homes; not too many alike."""
         alike: dict[tuple[int, int, int], int] = defaultdict(int)
@@ -259,7 +259,7 @@ class Decoder:
         return found
 
 
-def _put(line: list[Piece], job: Job, count: int) -> None:
+def _put(line: list[Piece], job: SampleBlock, count: int) -> None:
     """Append a piece, or lengthen the last where that is the same job's."""
     layers = job.done, job.done + count
     if line and line[-1][0] == job.component and line[-1].samples == job.samples:

@@ -79,7 +79,7 @@ def fill(
     ``factors`` times as long as planned: some idle time then stays free where it is needed.
     Raises FillError where no device has the memory, or links cannot take what components send.
     """
-    return _Search(problem, seconds, random.Random(seed), factors, most).run()
+    return _FillSearch(problem, seconds, random.Random(seed), factors, most).run()
 
 
 def hosting(problem: FillProblem) -> tuple[frozenset[int], ...]:
@@ -139,7 +139,7 @@ def counts_of(component: Component, num_samples: int) -> list[int]:
     return [*good, *sorted((n for n in counts if n not in good), key=each.__getitem__)]
 
 
-class _Search:
+class _FillSearch:
     def __init__(
         self,
         problem: FillProblem,

@@ -29,7 +29,7 @@ class SkipEnds(Protocol):
         ...
 
 
-class Carrier(StrEnum):
+class SkipCarrier(StrEnum):
     """What carries a skip from its source stage to its destination stage."""
 
     AUTOGRAD = "autograd"
@@ -38,17 +38,17 @@ class Carrier(StrEnum):
     DIRECT = "direct"
 
 
-def carried(skip: SkipEnds, partition: Partition) -> tuple[int, int, Carrier]:
+def carried(skip: SkipEnds, partition: Partition) -> tuple[int, int, SkipCarrier]:
     """The stages of the skip's ends, and what carries it from one to the other."""
     source = partition.stage_of_layer(skip.source)
     destination = partition.stage_of_layer(skip.destination)
     home = partition.placement.device_of_stage
     if source == destination:
-        return source, destination, Carrier.AUTOGRAD
+        return source, destination, SkipCarrier.AUTOGRAD
     if destination == source + 1 and skip.source + 1 == partition.cuts[destination]:
-        return source, destination, Carrier.BOUNDARY
+        return source, destination, SkipCarrier.BOUNDARY
     same = home[source] == home[destination]
-    return source, destination, Carrier.LOCAL if same else Carrier.DIRECT
+    return source, destination, SkipCarrier.LOCAL if same else SkipCarrier.DIRECT
 
 
 class Crossing(NamedTuple):
@@ -86,5 +86,5 @@ def crossings(costs: ChainCosts, partition: Partition) -> Iterator[Crossing]:
     for skip in costs.skips:
         source, destination, carrier = carried(skip, partition)
         if home[source] != home[destination]:
-            merged = carrier is Carrier.BOUNDARY
+            merged = carrier is SkipCarrier.BOUNDARY
             yield Crossing(source, destination, skip.num_bytes, True, merged, skip.wants)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.gradients import wanted_gradients
-from megatron_pulse.planner.layout.crossing import Carrier, carried
+from megatron_pulse.planner.layout.crossing import SkipCarrier, carried
 from megatron_pulse.planner.layout.placement import Partition
 
 
@@ -70,7 +70,7 @@ class SkipRoute:
     source_stage: int
     destination_stage: int
     output_index: int
-    carrier: Carrier
+    carrier: SkipCarrier
     wants: bool = True
 
 
@@ -118,7 +118,7 @@ class Routes:
             for index in range(len(self.boundaries[stage]))
         ]
         for skip in self.skips:
-            if skip.carrier in (Carrier.LOCAL, Carrier.DIRECT):
+            if skip.carrier in (SkipCarrier.LOCAL, SkipCarrier.DIRECT):
                 ends = skip.source_stage, skip.destination_stage
                 found.append(Delivery(Payload.SKIP, skip.name, *ends, skip.wants))
         for edge in self.conditioning:
@@ -151,7 +151,7 @@ class Routes:
         return tuple(
             r
             for r in self.skips
-            if r.destination_stage == stage and r.carrier is not Carrier.AUTOGRAD
+            if r.destination_stage == stage and r.carrier is not SkipCarrier.AUTOGRAD
         )
 
     def skips_out_of(self, stage: int) -> tuple[SkipRoute, ...]:
@@ -159,7 +159,7 @@ class Routes:
         return tuple(
             r
             for r in self.skips
-            if r.source_stage == stage and r.carrier in (Carrier.LOCAL, Carrier.DIRECT)
+            if r.source_stage == stage and r.carrier in (SkipCarrier.LOCAL, SkipCarrier.DIRECT)
         )
 
     def conditioning_into(self, stage: int) -> tuple[ConditioningRoute, ...]:

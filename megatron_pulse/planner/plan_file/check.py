@@ -10,7 +10,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError, from_record
-from megatron_pulse.planner.layout.crossing import Carrier
+from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.embedders import EmbedderChoice
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.validate import held_most
@@ -49,7 +49,7 @@ def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict
             sizes.append(f"{len(step.communication.messages)}")
     home = given.partition.placement.device_of_stage
     travelling = [r for r in plan.routes.skips if home[r.source_stage] != home[r.destination_stage]]
-    direct = sum(route.carrier is Carrier.DIRECT for route in travelling)
+    direct = sum(route.carrier is SkipCarrier.DIRECT for route in travelling)
     carried = len(travelling) - direct
     fine["skips"] = (
         f"{len(backbone.skips) - len(travelling)} stay on their device, {direct} travel directly"

@@ -26,7 +26,7 @@ BUCKET_PARAMETERS_PER_REPLICA = 1_000_000
 """The bucket of many replicas."""
 
 
-class Kind(StrEnum):
+class CollectiveKind(StrEnum):
     """Kinds of collectives."""
 
     ALL_REDUCE = "all-reduce"
@@ -35,45 +35,49 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveCall:
     """One call; ``num_bytes`` of the whole tensor, of which divided ones are parts."""
 
-    kind: Kind
+    kind: CollectiveKind
     num_bytes: int
 
 
 def collective_s(
-    cluster: Cluster, call: Collective, ranks: Sequence[int], concurrent: int = 1
+    cluster: Cluster, call: CollectiveCall, ranks: Sequence[int], concurrent: int = 1
 ) -> float:
     """Seconds of ``call`` on ``ranks``, with ``concurrent`` such groups at once."""
     seconds = {
-        Kind.ALL_REDUCE: cluster.allreduce_s,
-        Kind.REDUCE_SCATTER: cluster.reduce_scatter_s,
-        Kind.ALL_GATHER: cluster.all_gather_s,
+        CollectiveKind.ALL_REDUCE: cluster.allreduce_s,
+        CollectiveKind.REDUCE_SCATTER: cluster.reduce_scatter_s,
+        CollectiveKind.ALL_GATHER: cluster.all_gather_s,
     }
     return seconds[call.kind](call.num_bytes, ranks, concurrent) if call.num_bytes else 0.0
 
 
-def forward_sums(sums: ShardSums, samples: int, sequence_parallel: bool) -> Iterator[Collective]:
+def forward_sums(
+    sums: ShardSums, samples: int, sequence_parallel: bool
+) -> Iterator[CollectiveCall]:
     """Of a layer's forward on one microbatch of ``samples``."""
     if sequence_parallel:
-        yield from _all(Kind.ALL_GATHER, sums.columns, samples)
-    kind = Kind.REDUCE_SCATTER if sequence_parallel else Kind.ALL_REDUCE
+        yield from _all(CollectiveKind.ALL_GATHER, sums.columns, samples)
+    kind = CollectiveKind.REDUCE_SCATTER if sequence_parallel else CollectiveKind.ALL_REDUCE
     yield from _all(kind, sums.rows, samples)
 
 
-def backward_sums(sums: ShardSums, samples: int, sequence_parallel: bool) -> Iterator[Collective]:
+def backward_sums(
+    sums: ShardSums, samples: int, sequence_parallel: bool
+) -> Iterator[CollectiveCall]:
     """Of a layer's whole backward on one microbatch of ``samples``."""
-    yield from _all(Kind.ALL_REDUCE, sums.contexts, samples)
+    yield from _all(CollectiveKind.ALL_REDUCE, sums.contexts, samples)
     if sequence_parallel:
-        yield from _all(Kind.ALL_GATHER, sums.rows, samples)
-        yield from _all(Kind.ALL_GATHER, sums.columns, samples)
-    kind = Kind.REDUCE_SCATTER if sequence_parallel else Kind.ALL_REDUCE
+        yield from _all(CollectiveKind.ALL_GATHER, sums.rows, samples)
+        yield from _all(CollectiveKind.ALL_GATHER, sums.columns, samples)
+    kind = CollectiveKind.REDUCE_SCATTER if sequence_parallel else CollectiveKind.ALL_REDUCE
     yield from _all(kind, sums.columns, samples)
 
 
-def _all(kind: Kind, sizes: Sequence[int], samples: int) -> Iterator[Collective]:
-    return (Collective(kind, samples * size) for size in sizes)
+def _all(kind: CollectiveKind, sizes: Sequence[int], samples: int) -> Iterator[CollectiveCall]:
+    return (CollectiveCall(kind, samples * size) for size in sizes)
 
 
 def buckets(

@@ -13,7 +13,7 @@ from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.memory import bytes_per_parameter
 from megatron_pulse.planner.tune.collectives import (
-    Collective,
+    CollectiveCall,
     backward_sums,
     collective_s,
     forward_sums,
@@ -213,7 +213,7 @@ class Costs:
     ) -> tuple[list[float], list[float]]:
         """Seconds in which each layer's forward and backward sum over tensor-parallel ranks."""
 
-        def seconds(calls: Iterable[Collective]) -> float:
+        def seconds(calls: Iterable[CollectiveCall]) -> float:
             return sum(collective_s(self.cluster, call, ranks) for call in calls)
 
         given = micro_batch_size, self.sequence_parallel

@@ -30,7 +30,7 @@ NEAR = 0.02
 """How far above the least load one is that counts as near it, as a share."""
 
 
-class Chain(Sparing):
+class ChainOnCluster(Sparing):
     """One backbone's chain on one cluster: the stages and schedule problems of configs.
 
     Arguments are those of ``Costs``. Where ``stages`` may be given, the default are the config's

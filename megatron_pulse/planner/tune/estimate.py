@@ -14,7 +14,7 @@ from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
 from megatron_pulse.planner.tune.config import Config, Recompute
-from megatron_pulse.planner.tune.cuts import Chain
+from megatron_pulse.planner.tune.cuts import ChainOnCluster
 from megatron_pulse.planner.tune.stages import Stages
 from megatron_pulse.profile.devices import known_device
 from megatron_pulse.profile.profile import Profile
@@ -51,7 +51,7 @@ def memory_bytes_per_s(profile: Profile, cluster: Cluster) -> float:
     )
 
 
-class Estimator(Chain):
+class Estimator(ChainOnCluster):
     """A chain whose configs are bounded and estimated, without and with their partition.
 
     ``self_conditioning`` is the share of the steps that run all forwards once before: times are the

@@ -19,7 +19,7 @@ CLOSEST = 24
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """Where the seconds of a step go."""
 
     compute: float
@@ -28,11 +28,11 @@ class Parts:
     optimizer: float
 
 
-def parts(outcome: Outcome) -> Parts:
+def parts(outcome: Outcome) -> StepParts:
     """Computing of the mean device, its waiting in the pipeline, and what comes after."""
     compute = outcome.pipeline_s * (1 - outcome.bubble)
     idle = outcome.pipeline_s * outcome.bubble
-    return Parts(compute, idle, outcome.reduce_s, outcome.optimizer_s)
+    return StepParts(compute, idle, outcome.reduce_s, outcome.optimizer_s)
 
 
 def explain(found: Tuning) -> list[str]:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_pulse.encoders.pieces import Piece, States, run_pieces
+from megatron_pulse.encoders.pieces import EncoderPiece, States, run_pieces
 from megatron_pulse.faults import told, unknown
 from megatron_pulse.planner.schedule.message import STEP_END, Message
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Schedule
-from megatron_pulse.runtime.encoding.packing import Layout
+from megatron_pulse.runtime.encoding.packing import PackedLayout
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.settings import Batch
@@ -46,7 +46,7 @@ class Frozen:
     given: Callable[[Batch, int], States]
     results: tuple[str, ...]
     homes: tuple[int, ...]
-    pieces: tuple[Piece, ...] | None
+    pieces: tuple[EncoderPiece, ...] | None
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class _Sizes:
     ``kept[i]`` are those of what the component was given that layers after layer i take too.
     """
 
-    layers: tuple[Layout, ...]
+    layers: tuple[PackedLayout, ...]
     kept: tuple[tuple[str, ...], ...]
-    results: Layout
+    results: PackedLayout
 
 
 class Encoding:
@@ -225,7 +225,7 @@ class Encoding:
         filler = self._fillers[message.producer.stage]
         return self._sizes[filler.name].kept[filler.pieces[message.producer.microbatch][1] - 1]
 
-    def _content(self, message: Message) -> tuple[str, range, Layout]:
+    def _content(self, message: Message) -> tuple[str, range, PackedLayout]:
         """The component, the samples, and what is sent of each."""
         filler = self._fillers[message.producer.stage]
         _, last, one, end = filler.pieces[message.producer.microbatch]
@@ -268,9 +268,9 @@ def _measured(component: Frozen, batch: Batch) -> _Sizes:
     layers, kept = [], []
     for piece in component.pieces:
         states = run_pieces((piece,), states)
-        layers.append(Layout.of({k: v for k, v in states.items() if v is not given.get(k)}))
+        layers.append(PackedLayout.of({k: v for k, v in states.items() if v is not given.get(k)}))
         kept.append(tuple(k for k, v in states.items() if v is given.get(k)))
-    results = Layout.of({name: states[name] for name in component.results})
+    results = PackedLayout.of({name: states[name] for name in component.results})
     return _Sizes(tuple(layers), tuple(kept), results)
 
 

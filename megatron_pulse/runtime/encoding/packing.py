@@ -13,13 +13,13 @@ _ALIGNED = 16
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """Names, shapes and dtypes of the tensors of one sample."""
 
     entries: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def of(cls, tensors: Mapping[str, Tensor]) -> PackedLayout:
         """That of ``tensors``, in the order of their names, but for names that begin with ``_``."""
         sent = (item for item in sorted(tensors.items()) if not item[0].startswith("_"))
         return cls(tuple((n, tuple(t.shape), t.dtype) for n, t in sent))

@@ -24,7 +24,7 @@ _THREAD_BLOCKS = 4
 """What a transfer takes of a GPU at most: it runs beside the computing."""
 
 
-class Work(Protocol):
+class PendingTransfer(Protocol):
     """A transfer under way, as torch.distributed has it."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
@@ -42,11 +42,11 @@ class Channel(Protocol):
 
     on_stream: bool
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor) -> PendingTransfer:
         """Start sending; at the source."""
         ...
 
-    def receive(self, buffer: torch.Tensor) -> Work:
+    def receive(self, buffer: torch.Tensor) -> PendingTransfer:
         """Start receiving; at the destination."""
         ...
 
@@ -67,14 +67,14 @@ class PlainChannel:
         self._group = group
         self._peer = destination if group.rank() == source else source
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor) -> PendingTransfer:
         """See ``Channel``."""
-        work: Work = self._group.send([tensor], self._peer, 0)
+        work: PendingTransfer = self._group.send([tensor], self._peer, 0)
         return work
 
-    def receive(self, buffer: torch.Tensor) -> Work:
+    def receive(self, buffer: torch.Tensor) -> PendingTransfer:
         """See ``Channel``."""
-        work: Work = self._group.recv([buffer], self._peer, 0)
+        work: PendingTransfer = self._group.recv([buffer], self._peer, 0)
         return work
 
 
@@ -101,14 +101,14 @@ class OwnChannel:
         work.wait()
         torch.cuda.synchronize()
 
-    def send(self, tensor: torch.Tensor) -> Work:
+    def send(self, tensor: torch.Tensor) -> PendingTransfer:
         """See ``Channel``."""
-        work: Work = self._group.send([tensor], self._peer, 0)
+        work: PendingTransfer = self._group.send([tensor], self._peer, 0)
         return work
 
-    def receive(self, buffer: torch.Tensor) -> Work:
+    def receive(self, buffer: torch.Tensor) -> PendingTransfer:
         """See ``Channel``."""
-        work: Work = self._group.recv([buffer], self._peer, 0)
+        work: PendingTransfer = self._group.recv([buffer], self._peer, 0)
         return work
 
 

@@ -23,7 +23,7 @@ from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.step.communication import CommunicationPlan
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
-from megatron_pulse.runtime.messages.channels import OPENERS, Channel, Work
+from megatron_pulse.runtime.messages.channels import OPENERS, Channel, PendingTransfer
 from megatron_pulse.runtime.watch.place import HERE
 from megatron_pulse.runtime.watch.words import of_message
 
@@ -44,7 +44,7 @@ _CLOSED = (
 class _Transfer:
     """A message under way, or a collective ``what``."""
 
-    work: Work
+    work: PendingTransfer
     what: Message | str
     tensor: torch.Tensor
 
@@ -79,7 +79,7 @@ class Links:
         self._channels: dict[tuple[int, int], Channel] = {}
         self._sends: dict[Message, _Transfer] = {}
         self._receives: dict[Message, _Transfer] = {}
-        self._ending: list[tuple[Work, Message | str]] = []
+        self._ending: list[tuple[PendingTransfer, Message | str]] = []
         self.traffic = LinkCounts()
 
     def connect(self, plan: CommunicationPlan) -> None:
@@ -191,7 +191,10 @@ class Links:
             self.traffic.replica_bytes += tensor.nbytes
 
     def _started(
-        self, message: Message, tensor: torch.Tensor, start: Callable[[torch.Tensor], Work]
+        self,
+        message: Message,
+        tensor: torch.Tensor,
+        start: Callable[[torch.Tensor], PendingTransfer],
     ) -> _Transfer:
         try:
             work = start(tensor)
@@ -199,7 +202,9 @@ class Links:
             self._fail("starting", message, error)
         return _Transfer(work, message, tensor)
 
-    def _together(self, start: Callable[[], Work], tensor: torch.Tensor, what: str) -> None:
+    def _together(
+        self, start: Callable[[], PendingTransfer], tensor: torch.Tensor, what: str
+    ) -> None:
         try:
             work = start()
         except RuntimeError as error:

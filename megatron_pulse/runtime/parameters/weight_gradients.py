@@ -58,7 +58,7 @@ def waiting_weights() -> Later | None:
     return _later.get()
 
 
-class Split(ABC):
+class SplitCall(ABC):
     """One call of ``operation(given, weight, bias)``, whose gradients can be asked for apart.
 
     It must not hold what it is given: what ``run`` says is saved comes back, perhaps recomputed.
@@ -88,7 +88,7 @@ class Split(ABC):
         """Of ``parameters``; called once, last."""
 
 
-def put_off(split: Split, given: Tensor, bias: Tensor | None, later: Later) -> Tensor:
+def put_off(split: SplitCall, given: Tensor, bias: Tensor | None, later: Later) -> Tensor:
     """The result of ``split``; its weights' gradients are left to ``later``."""
     # An input without a gradient would end the graph.
     anchor = None if given.requires_grad else torch.empty(0, requires_grad=True)
@@ -102,7 +102,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, split: Split, later: Later, given: Tensor, bias: Tensor | None, anchor: Any
+        ctx: Any, split: SplitCall, later: Later, given: Tensor, bias: Tensor | None, anchor: Any
     ) -> Tensor:
         ctx.split, ctx.later = split, later
         ctx.set_materialize_grads(False)
@@ -152,7 +152,7 @@ class _Interception(TorchFunctionMode):
         return put_off(_TorchSplit(operation, weight, bias), given, bias, self._later)
 
 
-class _TorchSplit(Split):
+class _TorchSplit(SplitCall):
     """An operation of torch's: its own graph, of which autograd computes what is asked for.
 
     ``operation(given, weight, bias)`` is run on stand-ins that no other graph knows.

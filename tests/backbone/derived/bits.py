@@ -13,7 +13,7 @@ from megatron_pulse.backbone.derived.exported import export
 from megatron_pulse.backbone.derived.inputs import Make, read_inputs
 from megatron_pulse.backbone.derived.layer import run
 from megatron_pulse.backbone.derived.leaves import leaves_of
-from megatron_pulse.backbone.derived.units import Chain, derive
+from megatron_pulse.backbone.derived.units import UnitChain, derive
 from tests.backbone.derived.unlike import Answer
 
 
@@ -23,7 +23,7 @@ def chain_equal_to(
     sample: str | None = None,
     output: int | None = None,
     pieces: bool = True,
-) -> Chain:
+) -> UnitChain:
     """The chain of ``module``, whose output and gradients are the module's bit for bit."""
     name = type(module).__name__
     read = read_inputs(name, given, sample, None, ())
@@ -49,6 +49,6 @@ def chain_equal_to(
     return chain
 
 
-def skips_of(chain: Chain) -> int:
+def skips_of(chain: UnitChain) -> int:
     """How many skips a chain has."""
     return sum(len(unit.pops) for unit in chain.units)

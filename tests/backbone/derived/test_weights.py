@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import megatron_pulse as pulse
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.derived.from_module import with_weights
-from megatron_pulse.backbone.derived.weights.first import Stored, from_stored
+from megatron_pulse.backbone.derived.weights.first import TensorFiles, from_stored
 from megatron_pulse.backbone.derived.weights.hollow import hollow, made_hollow
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.published import find_component, read_folder
@@ -29,7 +29,7 @@ FILE = "diffusion_pytorch_model.safetensors"
 class Watched:
     """Stored tensors, and which of them were read."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: TensorFiles) -> None:
         self.stored, self.read = stored, list[str]()
 
     def __getitem__(self, name: str) -> Tensor:

@@ -63,7 +63,7 @@ class _Parameters(Mapping[str, Tensor]):
         return len(list(iter(self)))
 
 
-class Stored(Protocol):
+class TensorFiles(Protocol):
     """Tensors in files, each read when it is asked for."""
 
     def __getitem__(self, name: str) -> Tensor: ...
@@ -75,7 +75,7 @@ class Stored(Protocol):
         ...
 
 
-def from_stored(stored: Stored, module: nn.Module, place: str) -> Weights:
+def from_stored(stored: TensorFiles, module: nn.Module, place: str) -> Weights:
     """The weights of ``module``, which may be without memory, as they are in files of ``place``.
 
     All names, shapes and dtypes are compared before a tensor is read: every parameter must be
@@ -138,7 +138,7 @@ def _names(module: nn.Module, found: set[str]) -> dict[str, str]:
     return names
 
 
-def _unlike(name: str, stored: Stored, own: Tensor) -> Iterator[str]:
+def _unlike(name: str, stored: TensorFiles, own: Tensor) -> Iterator[str]:
     shape, dtype = stored.kind_of(name)
     if shape != tuple(own.shape):
         yield f"{name} has the shape {list(shape)}, expected {list(own.shape)}"
@@ -153,7 +153,7 @@ class _Renamed(Mapping[str, Tensor]):
     Raises PublishedError for one that holds NaN or infinite values.
     """
 
-    def __init__(self, stored: Stored, names: Mapping[str, str], place: str) -> None:
+    def __init__(self, stored: TensorFiles, names: Mapping[str, str], place: str) -> None:
         self._stored, self._names, self._place = stored, names, place
 
     def __getitem__(self, name: str) -> Tensor:

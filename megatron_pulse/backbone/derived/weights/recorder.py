@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_pulse.backbone.derived.weights.hollow import registering
 from megatron_pulse.backbone.derived.weights.tape import (
     FromGenerator,
-    Place,
-    Step,
+    StorageView,
     Tape,
+    TapedCall,
     name_of,
     tensors_in,
 )
@@ -43,7 +43,7 @@ def _restore(target: Tensor, values: Tensor) -> Tensor:
     return target.copy_(values)
 
 
-class Recorder(TorchDispatchMode):
+class TapeRecorder(TorchDispatchMode):
     """Within ``making``, operations go to ``tape``, and parameters have no memory."""
 
     def __init__(self) -> None:
@@ -83,14 +83,14 @@ class Recorder(TorchDispatchMode):
         self._hollow.add(place.storage)
         return self._twin(tensor.detach(), place)
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> StorageView:
         """Where ``tensor`` is. What came from outside is kept as it is now."""
         memory = tensor.untyped_storage()
         key = memory._cdata
         if key not in self._known:
             self._name(memory)
         number = self._known[key][1]
-        place = Place(
+        place = StorageView(
             number,
             tensor.dtype,
             tuple(tensor.shape),
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
                 ),
                 (tuple(args), kwargs),
             )
-            step = Step(func, at, by, given, torch.get_default_dtype(), state)
+            step = TapedCall(func, at, by, given, torch.get_default_dtype(), state)
             self.tape.add(step, writes)
         return written[0] if len(written) == 1 and _returns_written(func) else results
 
@@ -188,16 +188,18 @@ class Recorder(TorchDispatchMode):
         if last is not None and torch.equal(last, now):
             return
         self._outside[number] = copy = now.clone()
-        whole = Place(number, torch.uint8, (len(now),), (1,), 0, False, False)
+        whole = StorageView(number, torch.uint8, (len(now),), (1,), 0, False, False)
         dtype = torch.get_default_dtype()
         if not self.tape.fills(number):
             size: Any = [len(now)]
             make = torch.ops.aten.zeros.default
-            made = Step(make, (size,), {"dtype": torch.uint8, "device": "cpu"}, (whole,), dtype)
+            made = TapedCall(
+                make, (size,), {"dtype": torch.uint8, "device": "cpu"}, (whole,), dtype
+            )
             self.tape.add(made, (number,))
-        self.tape.add(Step(_restore, (whole, copy), {}, (whole,), dtype), (number,))
+        self.tape.add(TapedCall(_restore, (whole, copy), {}, (whole,), dtype), (number,))
 
-    def _twin(self, tensor: Tensor, place: Place) -> Tensor:
+    def _twin(self, tensor: Tensor, place: StorageView) -> Tensor:
         """``tensor``, or what stands for it where its memory has been let go."""
         if isinstance(tensor, FakeTensor):
             return tensor
@@ -251,7 +253,7 @@ def _apply(part: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 class _Python(TorchFunctionMode):
     """What reads values into Python, or replaces a tensor's memory."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TapeRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from megatron_pulse.backbone.derived.exported import DerivationError
 from megatron_pulse.backbone.derived.refused.untraced import other_generators
 from megatron_pulse.backbone.derived.weights.first import Weights
-from megatron_pulse.backbone.derived.weights.recorder import Recorder
-from megatron_pulse.backbone.derived.weights.tape import Place, Tape
+from megatron_pulse.backbone.derived.weights.recorder import TapeRecorder
+from megatron_pulse.backbone.derived.weights.tape import StorageView, Tape
 from megatron_pulse.faults import raised
 
 
@@ -34,7 +34,7 @@ def from_scratch(make: Callable[[], nn.Module]) -> Weights:
 class _Recorded(Mapping[str, Tensor]):
     """Parameters by name, each computed when it is asked for."""
 
-    def __init__(self, tape: Tape, places: Mapping[str, Place]) -> None:
+    def __init__(self, tape: Tape, places: Mapping[str, StorageView]) -> None:
         self._tape, self._places = tape, places
 
     def __getitem__(self, name: str) -> Tensor:
@@ -54,7 +54,7 @@ class _Recorded(Mapping[str, Tensor]):
 
 def _record(make: Callable[[], nn.Module], seed: int) -> Mapping[str, Tensor]:
     others = other_generators()
-    recorder = Recorder()
+    recorder = TapeRecorder()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

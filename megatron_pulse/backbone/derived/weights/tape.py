@@ -17,7 +17,7 @@ _UNFILLED = ("empty", "new_empty")
 
 
 @dataclass(frozen=True)
-class Place:
+class StorageView:
     """A tensor as a view of the memory ``storage``."""
 
     storage: int
@@ -41,13 +41,13 @@ class FromGenerator:
 
 
 @dataclass(frozen=True)
-class Step:
+class TapedCall:
     """One operation with places instead of tensors; ``state`` is that of its generator before."""
 
     call: Callable[..., Any]
     args: Any
     kwargs: Any
-    results: tuple[Place, ...]
+    results: tuple[StorageView, ...]
     dtype: torch.dtype
     state: Tensor | None = None
 
@@ -55,7 +55,7 @@ class Step:
     def storages(self) -> set[int]:
         """What it reads and writes."""
         leaves = (*pytree.tree_leaves((self.args, self.kwargs)), *self.results)
-        return {leaf.storage for leaf in leaves if isinstance(leaf, Place)}
+        return {leaf.storage for leaf in leaves if isinstance(leaf, StorageView)}
 
     @property
     def leaves_unfilled(self) -> bool:
@@ -67,10 +67,10 @@ class Tape:
     """Operations in order, and which of them write to which memory."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[TapedCall] = []
         self._writers: dict[int, list[int]] = defaultdict(list)
 
-    def add(self, step: Step, writes: Iterable[int]) -> None:
+    def add(self, step: TapedCall, writes: Iterable[int]) -> None:
         """Record ``step``, which writes to the storages ``writes``."""
         for storage in set(writes):
             self._writers[storage].append(len(self.steps))
@@ -88,7 +88,7 @@ class Tape:
         """Whether something was written to ``storage``."""
         return bool(self._writers.get(storage))
 
-    def history(self, storage: int) -> list[Step]:
+    def history(self, storage: int) -> list[TapedCall]:
         """All that what is in ``storage`` depends on, in order."""
         queue = [-i for i in self._writers[storage]]
         heapq.heapify(queue)
@@ -104,7 +104,7 @@ class Tape:
                     heapq.heappush(queue, -i)
         return [self.steps[i] for i in reversed(found)]
 
-    def play(self, place: Place) -> Tensor:
+    def play(self, place: StorageView) -> Tensor:
         """The tensor at ``place``; the state of torch's generator is what it was."""
         memory: dict[int, torch.UntypedStorage] = {}
         before = torch.get_rng_state(), torch.get_default_dtype()
@@ -118,12 +118,12 @@ class Tape:
             torch.set_default_dtype(before[1])
 
 
-def _play(step: Step, memory: dict[int, torch.UntypedStorage]) -> None:
+def _play(step: TapedCall, memory: dict[int, torch.UntypedStorage]) -> None:
     generator = torch.default_generator
 
     def given(leaf: Any) -> Any:
         nonlocal generator
-        if isinstance(leaf, Place):
+        if isinstance(leaf, StorageView):
             return leaf.of(memory[leaf.storage])
         if isinstance(leaf, FromGenerator):
             generator = torch.Generator()
@@ -140,7 +140,7 @@ def _play(step: Step, memory: dict[int, torch.UntypedStorage]) -> None:
             memory[place.storage] = _laid_out(result, place).untyped_storage()
 
 
-def _laid_out(tensor: Tensor, place: Place) -> Tensor:
+def _laid_out(tensor: Tensor, place: StorageView) -> Tensor:
     """``tensor`` where its memory is as ``place`` says, or a copy that is."""
     if (tensor.stride(), tensor.storage_offset()) == (place.stride, place.offset):
         return tensor

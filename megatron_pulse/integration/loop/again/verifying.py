@@ -55,7 +55,7 @@ class Computed:
 
 
 @dataclass
-class Task:
+class CheckedCall:
     """A layer's operation: its weights, what it took (``wants``: with gradients; ``compared`` are
     the places of those that it does not hand on as they are), by these names, and the gradients
     that came back to it."""
@@ -116,7 +116,7 @@ class Verifier:
                 if name not in replicated
             ]
             name, module = layers[turn // size % len(layers)]
-            task, seen = Task(name, turn % num_microbatches), Computed()
+            task, seen = CheckedCall(name, turn % num_microbatches), Computed()
             handle = module.register_forward_hook(partial(_keep, task, seen))
             try:
                 yield
@@ -133,7 +133,7 @@ class Verifier:
 
     def _ask(
         self,
-        task: Task,
+        task: CheckedCall,
         seen: Computed,
         helper: int,
         group: dist.ProcessGroup,
@@ -176,7 +176,7 @@ class Verifier:
         _send(text, owner, group)
         raise PulseError(text)
 
-    def _computed(self, task: Task, context: LayerContext, device: torch.device) -> Computed:
+    def _computed(self, task: CheckedCall, context: LayerContext, device: torch.device) -> Computed:
         """The operation on this rank, in a layer built for it."""
         with torch.random.fork_rng(devices=[]):
             module = self._layers[task.layer].build(context).to(device)
@@ -205,7 +205,7 @@ class Verifier:
         return made
 
 
-def _keep(task: Task, seen: Computed, module: nn.Module, given: Any, results: Any) -> None:
+def _keep(task: CheckedCall, seen: Computed, module: nn.Module, given: Any, results: Any) -> None:
     """A forward hook: keep what the task's microbatch brings, and what comes back of it."""
     event = HERE.event
     if (

@@ -139,7 +139,7 @@ def synthesize(
         effort = min(MOST_STARTS, max(16, OPERATIONS // operations))
     share = seconds / LONG_S if effort is None else max(effort, LEAST_STARTS) / MOST_STARTS
     until = math.inf if effort is not None else began + BOUND_SHARE * seconds
-    search = _Search(problem, BOUND_WORK * min(1.0, share), until)
+    search = _ScheduleSearch(problem, BOUND_WORK * min(1.0, share), until)
     left = seconds - (time.monotonic() - began)
     stop = None if beside is None else lambda: beside(search.best, search.bound)
     search.spend(_Budget(left, effort, stop), tuple(templates))
@@ -245,7 +245,7 @@ class _Budget:
         return lambda _: 1.0 if self.spent else (time.monotonic() - began) / length
 
 
-class _Search:
+class _ScheduleSearch:
     """The shortest schedule so far, in the problem's unit, and its start times in ticks."""
 
     def __init__(
@@ -337,7 +337,7 @@ class _Search:
 
     def by_core(self, count: int, budget: _Budget) -> Iterator[list[int]]:
         """The best schedule of ``count`` microbatches, its steady state repeated."""
-        core = _Search(replace(self.problem, num_microbatches=count), bound_work=0.0)
+        core = _ScheduleSearch(replace(self.problem, num_microbatches=count), bound_work=0.0)
         core.spend(budget)
         yield from islice(extended(core.shop, core.start, self.shop), CORES)
 

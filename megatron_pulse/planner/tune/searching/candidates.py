@@ -17,7 +17,7 @@ MOST_KNOWN = 4
 type Kind = tuple[int, Layout]
 
 
-class Step(IntEnum):
+class Reached(IntEnum):
     """How far a config has come (``searching.search`` has the table)."""
 
     EVEN = 0
@@ -38,7 +38,7 @@ class Candidate:
     simplicity: tuple[int, ...]
     config: Config
     bound: float
-    step: Step = Step.EVEN
+    step: Reached = Reached.EVEN
     stages: Stages | None = field(default=None, compare=False)
     reached_s: float = field(default=float("inf"), compare=False)
     final: bool = field(default=False, compare=False)

@@ -37,7 +37,7 @@ from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.candidates import (
     Candidate,
     KnownCuts,
-    Step,
+    Reached,
     by_kind,
     by_ranks,
     has_several,
@@ -86,7 +86,7 @@ def search(
     ready_s = time.monotonic() - began
     budget = budget or Budget(float("inf"))
     budget.begin()
-    found = _Search(evaluator, keep, budget, progress, finish_s).run(candidates)
+    found = _ConfigSearch(evaluator, keep, budget, progress, finish_s).run(candidates)
     found.ready_s = ready_s
     return found
 
@@ -95,7 +95,7 @@ class _TooLongError(Exception):
     """A piece of work would take too much of the time that is left."""
 
 
-class _Search:
+class _ConfigSearch:
     def __init__(
         self,
         evaluator: Evaluator,
@@ -169,7 +169,7 @@ class _Search:
     def next_near(self) -> Candidate | None:
         """The most promising of the best's neighbours that was not simulated."""
         known = (self.waiting.get(config) for config in self.near())
-        todo = [one for one in known if one is not None and one.step < Step.QUICK]
+        todo = [one for one in known if one is not None and one.step < Reached.QUICK]
         return min(todo, default=None)
 
     def estimated(self, configs: Iterable[Config]) -> list[Candidate]:
@@ -198,8 +198,8 @@ class _Search:
         scout = min(candidates)
         rest = [candidate for candidate in candidates if candidate is not scout]
         following: Candidate | None = scout
-        while following is not None and following.step < Step.QUICK:
-            if self.ended or (following.step > Step.EVEN and self.is_far(following)):
+        while following is not None and following.step < Reached.QUICK:
+            if self.ended or (following.step > Reached.EVEN and self.is_far(following)):
                 break
             following = self.advance(following)
         if self.known.of(scout.kind):
@@ -226,11 +226,11 @@ class _Search:
         """The candidate after its next step; None if there is none, or no time for it."""
         following = None
         try:
-            if candidate.step is Step.EVEN:
+            if candidate.step is Reached.EVEN:
                 following = self.liken(candidate)
-            elif candidate.step is Step.LIKE and self.must_cut(candidate):
+            elif candidate.step is Reached.LIKE and self.must_cut(candidate):
                 following = self.cut(candidate)
-            elif candidate.step is Step.QUICK:
+            elif candidate.step is Reached.QUICK:
                 self.complete(candidate)
             else:
                 following = self.simulate(candidate)
@@ -272,7 +272,7 @@ class _Search:
         return replace(
             candidate,
             seconds=max(seconds, candidate.bound),
-            step=Step.LIKE,
+            step=Reached.LIKE,
             stages=choices[at] if fitting else None,
         )
 
@@ -291,7 +291,7 @@ class _Search:
         config, stages = candidate.config, self.own(candidate)
         bound = max(candidate.bound, self.evaluator.bound(config, stages))
         seconds = max(bound, self.evaluator.cut_estimate(config, stages))
-        return replace(candidate, seconds=seconds, bound=bound, step=Step.CUT, stages=stages)
+        return replace(candidate, seconds=seconds, bound=bound, step=Reached.CUT, stages=stages)
 
     def own(self, candidate: Candidate) -> Stages:
         """The config's own stages, whose cuts are known from then on."""
@@ -322,7 +322,7 @@ class _Search:
         return replace(
             candidate,
             seconds=outcome.step_s - hope,
-            step=Step.QUICK,
+            step=Reached.QUICK,
             stages=outcome.stages,
             reached_s=outcome.step_s,
             final=self.is_final(outcome),

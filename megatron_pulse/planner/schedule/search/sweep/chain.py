@@ -14,7 +14,7 @@ import numpy as np
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
 
-class Chain(NamedTuple):
+class SweptChain(NamedTuple):
     """``microbatches`` M on P devices, ``columns`` of them under way at once or next to come; times
     in ticks, memory in units, both as the shop. ``is_split``: there are weight gradients.
 
@@ -60,7 +60,7 @@ def most_open(shop: JobShop) -> int:
     return min(shop.num_microbatches, room // takes if takes else shop.num_microbatches)
 
 
-def chain_of(shop: JobShop, mirrored: bool = False) -> Chain:
+def chain_of(shop: JobShop, mirrored: bool = False) -> SweptChain:
     """``shop`` as a path; ``mirrored``: with time running backwards, for whole backwards alone."""
     count, num = shop.num_microbatches, shop.placement.num_stages
     classes = path_of(shop)
@@ -91,7 +91,7 @@ def chain_of(shop: JobShop, mirrored: bool = False) -> Chain:
         life[d, s + 1 : back + 1] += part * (ends[back] - begin[s + 1 : back + 1])
     on = np.array(device) == np.arange(devices)[:, None]
     rest = begin[-1] + time[-1] - begin - time
-    return Chain(
+    return SweptChain(
         count,
         min(count, most_open(shop) + 1),
         any(weight),

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-from megatron_pulse.planner.schedule.search.sweep.chain import Chain, path_of
+from megatron_pulse.planner.schedule.search.sweep.chain import SweptChain, path_of
 from megatron_pulse.planner.schedule.search.sweep.states import beginning, levels, no_children
 
 MOST_KEPT = 16_000_000
@@ -44,7 +44,7 @@ class Sweep:
 
 
 def sweep(
-    chain: Chain, width: int, below: int, favour: float, stop: Callable[[int], bool]
+    chain: SweptChain, width: int, below: int, favour: float, stop: Callable[[int], bool]
 ) -> Sweep:
     """The shortest schedule of less than ``below`` ticks that a beam of ``width`` finds.
 

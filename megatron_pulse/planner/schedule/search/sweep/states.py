@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
 from megatron_pulse.planner.schedule.search.ascending import ascending
-from megatron_pulse.planner.schedule.search.sweep.chain import Chain
+from megatron_pulse.planner.schedule.search.sweep.chain import SweptChain
 
 BLOCK = 20_000
 """Starts of operations to look at between two looks at the clock."""
@@ -20,13 +20,13 @@ BLOCK = 20_000
 _FREE = 1 << 60
 
 
-class Layer(NamedTuple):
+class StateLayer(NamedTuple):
     """``size`` states after equally many operations; microbatch ``base[z] + w`` is in column w.
 
     ``at``: its position; ``ready``: when its next operation can start. By stage, ``waiting`` weight
     gradients. By device: ``free``, from when it is; ``live`` memory; ``left``, what it has to do on
     paths and ``extra`` in weight gradients; ``held`` shares of the cap and what they come to,
-    ``life``, as ``Chain`` has it, ``held`` being from time 0 on. ``bound``: no rest is shorter.
+    ``life``, as ``SweptChain`` has it, ``held`` being from 0 on. ``bound``: no rest is shorter.
     """
 
     base: Any
@@ -53,10 +53,10 @@ class Children(NamedTuple):
     rank: Any
 
 
-def beginning(chain: Chain, width: int) -> Layer:
+def beginning(chain: SweptChain, width: int) -> StateLayer:
     """Room for ``width`` states; the first is the beginning of the step."""
     columns, devices = chain.columns, len(chain.cap)
-    layer = Layer(
+    layer = StateLayer(
         base=np.zeros(width, np.int64),
         at=np.zeros((width, columns), np.int64),
         ready=np.zeros((width, columns), np.int64),
@@ -75,7 +75,7 @@ def beginning(chain: Chain, width: int) -> Layer:
     return layer
 
 
-def no_children(layer: Layer) -> Children:
+def no_children(layer: StateLayer) -> Children:
     """Room for what all states of a layer may go on with."""
     width, columns = layer.at.shape
     rows = width * (columns + layer.waiting.shape[1])
@@ -90,9 +90,9 @@ def no_children(layer: Layer) -> Children:
 
 @compiled
 def levels(
-    chain: Chain,
-    now: Layer,
-    then: Layer,
+    chain: SweptChain,
+    now: StateLayer,
+    then: StateLayer,
     children: Children,
     table: Any,
     parent: Any,
@@ -117,7 +117,7 @@ def levels(
 
 @part
 def _expand(
-    chain: Chain, now: Layer, size: int, children: Children, below: float, favour: float
+    chain: SweptChain, now: StateLayer, size: int, children: Children, below: float, favour: float
 ) -> tuple[int, int]:
     """Put what can start next into ``children``: how many, and how many were looked at.
 
@@ -226,9 +226,9 @@ def _is_safe(
 
 @part
 def _keep(
-    chain: Chain,
-    now: Layer,
-    then: Layer,
+    chain: SweptChain,
+    now: StateLayer,
+    then: StateLayer,
     children: Children,
     found: int,
     table: Any,

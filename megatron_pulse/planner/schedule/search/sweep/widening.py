@@ -9,7 +9,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.grid import on_grid
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import JobShop, job_shop
-from megatron_pulse.planner.schedule.search.sweep.chain import Chain, chain_of
+from megatron_pulse.planner.schedule.search.sweep.chain import SweptChain, chain_of
 from megatron_pulse.planner.schedule.search.sweep.dynamic import MOST_KEPT, lines_of, sweep
 
 FIRST, GROWTH = 64, 4
@@ -48,7 +48,7 @@ class Widening:
         self.bound, self.reached, self.done = 0.0, 0, False
         whole = problem.weight_grad is None
         self.turns = ((False, FAVOUR), (True, FAVOUR) if whole else (False, LITTLE))
-        self.chains: dict[bool, Chain] = {}
+        self.chains: dict[bool, SweptChain] = {}
         self.turn, self.width, self.each, self.looked = 0, FIRST, 0.0, 0
 
     def starts(
