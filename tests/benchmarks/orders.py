@@ -3,8 +3,9 @@
     .venv/bin/python -m tests.benchmarks.orders --plans 10000 --mutated 1000     # some minutes
     .venv/bin/python -m tests.benchmarks.orders --plans 200 --seed 7
 
-Plans: random chains with skips and conditioning, cut for sequential, interleaved, folded and
-opposite placements of 2 to 5 devices, their schedules and random times. Each must pass the check
+Plans: random chains with skips and conditioning, cut anywhere for sequential, interleaved, folded
+and opposite placements of 2 to 5 devices, their schedules, whole and split, with recomputation as
+operations at random places, collectives of embedders and random times. Each must pass the check
 and come to its end where messages have channels of their own, and where a device moves one at a
 time. Mutated: receives posted elsewhere, neighbours in the order swapped, an event lost. What the
 check accepts must end, with every operation after what it takes has arrived; what it refuses either
@@ -26,9 +27,9 @@ from megatron_pulse.planner.schedule.operations import Kind, Schedule
 from megatron_pulse.planner.schedule.problem import equal_stages
 from megatron_pulse.planner.schedule.registry import make_schedule, pick
 from megatron_pulse.planner.step.nccl_check import check_events
-from megatron_pulse.planner.step.program import Receive, Send, Wait
+from megatron_pulse.planner.step.program import Receive, Run, Send, Wait
 from tests.planner.channel_times import Rule, play
-from tests.planner.schedules import wave
+from tests.planner.schedules import recomputed_anywhere, wave
 from tests.planner.test_channels import shuffled, unit
 from tests.planner.test_nccl import Programs, compiled, programs
 
@@ -47,22 +48,35 @@ def drawn(seed: int) -> tuple[Schedule, Programs]:
     )
     count, stages = rng.randint(1, 9), placement.num_stages
     name = rng.choice(("auto", "gpipe", "wave", "wave"))
+
+    def times() -> tuple[float, ...]:
+        return tuple(rng.uniform(0.1, 5.0) for _ in range(stages))
+
     if pick(name, placement) == "wave":
-        times = [[rng.uniform(0.1, 5.0) for _ in range(stages)] for _ in range(2)]
-        schedule = wave(placement, count, forward=times[0], backward=times[1], effort=1)
+        forward, backward = times(), times()
+        weight = times() if rng.random() < 0.5 else None
+        schedule = wave(
+            placement, count, forward=forward, backward=backward, weight_grad=weight, effort=1
+        )
     else:
         schedule = make_schedule(name, placement, count)
+    splits = Kind.WEIGHT_GRAD in schedule.kinds
     forward_only = rng.random() < 0.2
     if forward_only:
         schedule = schedule.forward_only()
+    elif rng.random() < 0.3:
+        schedule = recomputed_anywhere(schedule, range(stages), rng.random(), rng)
+    backward = times()
     problem = replace(
-        equal_stages(placement, count, Kind.WEIGHT_GRAD in schedule.kinds),
-        forward=tuple(rng.uniform(0.1, 5.0) for _ in range(stages)),
-        backward=tuple(rng.uniform(0.1, 5.0) for _ in range(stages)),
+        equal_stages(placement, count, splits),
+        forward=times(),
+        backward=backward,
+        weight_grad=times() if splits else None,
+        recompute=tuple(rng.uniform(0.0, 0.9) * seconds for seconds in backward),
         link=rng.choice((0.0, 0.5, 3.0)),
     )
     plan = compiled(schedule, seed, forward_only, None if rng.random() < 0.2 else problem)
-    return schedule, programs(schedule, plan)
+    return schedule, programs(schedule, plan, replicated=rng.random() < 0.2)
 
 
 def mutated(rng: random.Random, good: Programs) -> Programs:
@@ -72,7 +86,7 @@ def mutated(rng: random.Random, good: Programs) -> Programs:
         return shuffled(rng, good)
     broken = [list(mine) for mine in good]
     mine = rng.choice(broken)
-    at = [i for i, event in enumerate(mine) if isinstance(event, Send | Receive | Wait)]
+    at = [i for i, event in enumerate(mine) if not isinstance(event, Run)]
     if not at:
         return shuffled(rng, good)
     i = rng.choice(at)

@@ -67,7 +67,8 @@ def play(
     rule: Rule,
 ) -> Step:
     """Play ``programs``, one for each device. A transfer begins when both of its ends have issued
-    it (``FREE``, ``LINK``: when it is sent), and what the device did before has ended."""
+    it (``FREE``, ``LINK``: when it is sent), and what the device did before has ended; by ``ONE`` a
+    collective too."""
     step = Step()
     now = [0.0] * len(programs)
     at = [0] * len(programs)
@@ -135,6 +136,8 @@ def play(
             events[i] if i < len(events) else None for events, i in zip(programs, at, strict=True)
         }
         if len(heads) > 1 or not isinstance(next(iter(heads)), Together):
+            return False
+        if rule is Rule.ONE and any(message not in step.arrival for message, _ in issued):
             return False
         for device in range(len(programs)):
             now[device] = max(now)

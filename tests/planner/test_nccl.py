@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_pulse.backbone.cascade import cascade
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.planner.layout.placement import fold, sequential
+from megatron_pulse.planner.layout.placement import Partition, fold, sequential
 from megatron_pulse.planner.layout.routes import Payload, Routes, trace_routes
-from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.message import Message
@@ -52,13 +50,17 @@ def compiled(
 
 
 def routes_of(schedule: Schedule, seed: int) -> Routes:
-    """Of random chains with skips and conditioning, cut for ``schedule``."""
+    """Of random chains with skips and conditioning, cut anywhere for ``schedule``."""
     rng, count = random.Random(seed), len(schedule.placement.starts)
-    parts = [some_chain(rng, schedule.placement.num_stages // count) for _ in range(count)]
+    stages = schedule.placement.num_stages // count
+    parts = [some_chain(rng, stages) for _ in range(count)]
     backbone = cascade({f"c{i}": part for i, part in enumerate(parts)}) if count > 1 else parts[0]
-    weights = [rng.random() for _ in backbone.layers]
-    partition = find_partition(weighted_costs(backbone, weights), schedule.placement)
-    return trace_routes(backbone, partition)
+    cuts = [0]
+    for part in parts:
+        num = len(part.layers)
+        inner = sorted(rng.sample(range(1, num), stages - 1))
+        cuts += [cuts[-1] + cut for cut in (*inner, num)]
+    return trace_routes(backbone, Partition(schedule.placement, tuple(cuts)))
 
 
 def some_chain(rng: random.Random, num_stages: int) -> Backbone:
@@ -70,8 +72,10 @@ def some_chain(rng: random.Random, num_stages: int) -> Backbone:
     return chain(num, skips, users if rng.random() < 0.5 else None)
 
 
-def programs(schedule: Schedule, plan: CommunicationPlan) -> Programs:
-    return [list(compile_program(schedule, plan, d)) for d in range(len(schedule.order))]
+def programs(schedule: Schedule, plan: CommunicationPlan, replicated: bool = False) -> Programs:
+    """What each device does; with ``replicated`` embedders."""
+    devices = range(len(schedule.order))
+    return [list(compile_program(schedule, plan, d, replicated)) for d in devices]
 
 
 def on_demand(schedule: Schedule, plan: CommunicationPlan) -> Programs:
