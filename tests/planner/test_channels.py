@@ -8,6 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.planner.schedule.check.simulate import duration_of
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import equal_stages
@@ -15,6 +16,7 @@ from megatron_pulse.planner.step.communication import compile_communication, mes
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import Event, Receive, compile_program
 from tests.planner.channel_times import Rule, play, without_releases
+from tests.planner.schedules import recomputed_anywhere
 from tests.planner.strategies import schedules
 from tests.planner.test_nccl import Programs, compiled, programs, routes_of
 
@@ -57,10 +59,12 @@ def test_posted_receives_hold_up_nothing(
     schedule: Schedule, seed: int, data: st.DataObject
 ) -> None:
     """A step takes as long as where a link carries what is made, whether anybody waits for it yet
-    or not: within 3 % where times are as planned."""
+    or not: within 3 % where times are as planned, recomputation by itself or not."""
     placement = schedule.placement
     times = st.integers(2, 6).map(float)
     count = placement.num_stages
+    if data.draw(st.booleans()):
+        schedule = recomputed_anywhere(schedule, range(count), 0.7, random.Random(seed))
     routes = routes_of(schedule, seed)
     rate = data.draw(st.sampled_from((0.0, 0.05, 0.3)))
 
@@ -71,17 +75,19 @@ def test_posted_receives_hold_up_nothing(
         rate * sum(spec.bytes_per_sample(2) for spec in routes.boundaries[s + 1])
         for s in range(count - 1)
     )
+    backward = tuple(data.draw(times) for _ in range(count))
     problem = replace(
         equal_stages(placement, schedule.num_microbatches, Kind.WEIGHT_GRAD in schedule.kinds),
         forward=tuple(data.draw(times) for _ in range(count)),
-        backward=tuple(data.draw(times) for _ in range(count)),
+        backward=backward,
+        recompute=tuple(seconds / 3 for seconds in backward),
         link=link,
     )
     plan = compile_communication(routes, schedule, problem)
     all_events = [list(compile_program(schedule, plan, d)) for d in range(placement.num_devices)]
 
     def makespan(programs: list[list[Event]], rule: Rule) -> float:
-        step = play(programs, lambda op: problem.duration(op.kind, op.stage), seconds, rule)
+        step = play(programs, duration_of(problem, schedule), seconds, rule)
         assert step.makespan is not None
         return step.makespan
 
