@@ -4,7 +4,8 @@
 
 Planning: CPU seconds for hunyuan-dit-3b (118 units, 18 skips) on a fold. An operation: a step of
 two ranks whose operations take no time, over all its operations on a rank, transfers included;
-Megatron's 1F1B and torch's on the same stages beside ours. A split backward: CPU microseconds of a
+Megatron's 1F1B and torch's on the same stages beside ours; of which are calls of gloo that start a
+transfer, and those that wait for one. A split backward: CPU microseconds of a
 small layer's forward, input gradient and weight gradient above its forward and whole backward.
 Needs no namespaces.
 """
@@ -14,7 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -85,10 +87,16 @@ def planning(emulation: Emulation, devices: int, count: int) -> Planning:
 
 @dataclass(frozen=True)
 class Overhead:
-    """Microseconds of an operation that itself takes none."""
+    """Microseconds of an operation that itself takes none, over Megatron's in the same repetition;
+    and in steps that are looked at, those within calls of gloo on the first rank, and all others.
+    """
 
     contestant: str
     operation_us: float
+    of_megatron: float
+    starting_us: float
+    waiting_us: float
+    other_us: float
 
 
 def overheads(repetitions: int = 20) -> list[Overhead]:
@@ -100,10 +108,26 @@ def overheads(repetitions: int = 20) -> list[Overhead]:
         for c in contestants(emulation, Link(), 2, COUNT, solver_s=0.0)
         if c.engine in engines and "fold" not in c.name
     ]
-    steps = run_ranks(2, _time_steps, emulation.backbone, entered, repetitions, timeout_s=300)[0]
+    taken = run_ranks(2, _time_steps, emulation.backbone, entered, repetitions, timeout_s=300)[0]
+    theirs = next(
+        steps
+        for c, (steps, _) in zip(entered, taken, strict=True)
+        if c.engine is Engine.MEGATRON_1F1B
+    )
+
+    def each(times: Sequence[float]) -> float:
+        return 1e6 * median(times) / (2 * COUNT)
+
     return [
-        Overhead(c.name, 1e6 * median(times) / (2 * COUNT))
-        for c, times in zip(entered, steps, strict=True)
+        Overhead(
+            c.name,
+            each(steps),
+            median(a / b for a, b in zip(steps, theirs, strict=True)),
+            each([gloo.starting for gloo in calls]),
+            each([gloo.waiting for gloo in calls]),
+            each([gloo.elsewhere for gloo in calls]),
+        )
+        for c, (steps, calls) in zip(entered, taken, strict=True)
     ]
 
 
@@ -166,22 +190,71 @@ def splitting(number: int = 20, repetitions: int = 50) -> list[Splitting]:
     return found
 
 
-def _time_steps(backbone: Any, entered: list[Contestant], repetitions: int) -> list[list[float]]:
-    """On a rank: seconds of every repetition, contestants in turn."""
+@dataclass
+class Calls:
+    """Seconds of a step within calls of gloo that start transfers, that wait for them, and
+    elsewhere."""
+
+    starting: float = 0.0
+    waiting: float = 0.0
+    elsewhere: float = 0.0
+
+
+type Taken = list[tuple[list[float], list[Calls]]]
+"""By contestant: seconds of its steps, and the calls of others, in which they were looked at."""
+
+
+def _time_steps(backbone: Any, entered: list[Contestant], repetitions: int) -> Taken:
+    """On a rank: all repetitions, contestants in turn."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     groups = Groups.join()
     runners = [make_runner(c, backbone, groups) for c in entered]
-    times: list[list[float]] = [[] for _ in runners]
-    for _ in range(repetitions + 2):
-        for runner, mine in zip(runners, times, strict=True):
+    taken: Taken = [([], []) for _ in runners]
+    for repetition in range(-2, repetitions):
+        for runner, (steps, calls) in zip(runners, taken, strict=True):
             dist.barrier()
             began = time.perf_counter()
             runner.step()
             dist.barrier()
-            mine.append(time.perf_counter() - began)
-    return [mine[2:] for mine in times]
+            seconds = time.perf_counter() - began
+            with _calls() as found:
+                runner.step()
+            if repetition >= 0:
+                steps.append(seconds)
+                calls.append(found)
+    return taken
+
+
+@contextmanager
+def _calls() -> Iterator[Calls]:
+    """What torch's process groups are called for within."""
+    from torch.distributed import ProcessGroup, Work
+
+    found = Calls()
+
+    def timed(function: Callable[..., Any], field: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                setattr(found, field, getattr(found, field) + time.perf_counter() - began)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, field in (
+            (ProcessGroup, "send", "starting"),
+            (ProcessGroup, "recv", "starting"),
+            (Work, "wait", "waiting"),
+        ):
+            stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, timed(getattr(owner, name), field))
+        began = time.perf_counter()
+        yield found
+        found.elsewhere = time.perf_counter() - began - found.starting - found.waiting
 
 
 def main() -> None:
@@ -200,7 +273,19 @@ def main() -> None:
     rows = [[f"{value:.4g}" for value in asdict(p).values()] for p in plans]
     print(table(names, rows))
     print(f"\nMicroseconds of an operation that takes none, 2 ranks, {COUNT} microbatches\n")
-    print(table(("executor", "us"), [(s.contestant, f"{s.operation_us:.0f}") for s in steps]))
+    rows = [
+        (
+            s.contestant,
+            f"{s.operation_us:.0f}",
+            f"{s.of_megatron:.2f}",
+            f"{s.starting_us:.0f}",
+            f"{s.waiting_us:.0f}",
+            f"{s.other_us:.0f}",
+        )
+        for s in steps
+    ]
+    parts = ("starts transfers", "waits for them", "all else")
+    print(table(("executor", "us", "of Megatron's", *parts), rows))
     print("\nCPU microseconds of a small layer, and what splitting its backward adds\n")
     rows = [(s.layer, f"{s.whole_us:.0f}", f"{s.added_us:.0f}") for s in splits]
     print(table(("layer", "whole", "added"), rows))
