@@ -42,12 +42,13 @@ from megatron_pulse.planner.fill.greedy import greedy
 from megatron_pulse.planner.fill.problem import FillProblem
 from megatron_pulse.planner.fill.simulate import FilledStep
 from megatron_pulse.planner.fill.table import components_of, table_of_components
-from megatron_pulse.planner.layout.placement import Placement, sequential
+from megatron_pulse.planner.layout.placement import sequential
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.replay import edges_of, replay
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.filling import slowest_link
 from megatron_pulse.planner.tune.plans.policies import EncodedPlan, encode_plan
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.searching.search import search
@@ -183,7 +184,8 @@ def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) 
         known = _knowing(chosen, other, seconds)
         name = f"{slower}, planned {factor:g}"
         entered.append(_ours(planner, case, name, known.plan, other, known.in_front_s))
-    front = _front_s(case, records, plans[0].placement)
+    every = components_of(records, plans[0].placement)
+    front = front_s(every, case.num_samples, case.ranks, slowest_link(plans[0]))
     entered.append(_ours(planner, case, FRONT, plans[0], records, front))
     entered.append(replace(_ours(planner, case, STORED, plans[0], records, 0.0), encoders=None))
     row = planner.cut(planner.relayed, sequential(case.ranks))
@@ -204,11 +206,12 @@ def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) 
             backbone=relaying(emulation.backbone, planner.relayed),
         )
     )
-    slow_front = front_s(encoders.components, case.num_samples, case.ranks)
+    slow_front = front_s(encoders.components, case.num_samples, case.ranks, link)
     classic = planner.relay(Engine.MEGATRON_1F1B, row)
     entered.append(_in_front(classic, FRONT_1F1B, encoders, slow_front))
+    own = front_s(encoders.components, case.num_samples // case.ranks, 1, link)
     for replicas in planner.data_parallel():
-        entered.append(_in_front(replicas, REPLICAS, encoders, slow_front))
+        entered.append(_in_front(replicas, REPLICAS, encoders, own))
     busy = sum(filling.timeline.busy)
     work = encoders.compute_s
     alone = classic.predicted_s
@@ -253,10 +256,6 @@ def _late(planned: Contestant, name: str, factor: float) -> Contestant:
 def _in_front(contestant: Contestant, name: str, encoders: Encoders, seconds: float) -> Contestant:
     takes = contestant.predicted_s + seconds
     return replace(contestant, name=name, encoders=encoders, predicted_s=takes)
-
-
-def _front_s(case: Case, records: Sequence[Mapping[str, Any]], placement: Placement) -> float:
-    return front_s(components_of(records, placement), case.num_samples, case.ranks)
 
 
 def _knowing(

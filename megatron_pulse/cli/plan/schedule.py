@@ -200,14 +200,15 @@ def _filled(
     assert task.samples is not None
     records = read_table(args.encoders)
     with mending(ValueError, FillError):
+        link = profile_link(args)
         to_fill = FillProblem(
             problem,
             found.schedule,
             components_of(records, problem.placement),
             task.samples * problem.num_microbatches,
-            link=profile_link(args),
+            link=link,
         )
-        return FilledSchedule.of(to_fill, fill(to_fill, args.seconds), found.certificate)
+        return FilledSchedule.of(to_fill, fill(to_fill, args.seconds), found.certificate, link)
 
 
 def _answer(args: argparse.Namespace, task: ScheduleInput) -> tuple[ScheduleProblem, Synthesis]:

@@ -80,11 +80,13 @@ def num_jobs(problem: FillProblem, counts: tuple[int, ...]) -> int:
 
 
 class Decoder:
-    """Makes filled steps of drafts for one problem."""
+    """Makes filled steps of drafts for one problem; ``looked`` counts the jobs and layers that were
+    looked at, which is what it takes."""
 
     def __init__(self, problem: FillProblem) -> None:
         self.problem = problem
         self.closed = closed_gaps(problem)
+        self.looked = 0
         self._seconds: dict[tuple[int, int], list[float]] = {}
 
     def fill(self, draft: Draft) -> Filled:
@@ -193,6 +195,7 @@ class Decoder:
                 draft if local else None,
             )
             chains = [job.seconds[job.done :] for job in options]
+            self.looked += len(jobs) + sum(map(len, chains))
             taken = prefixes((gap.end - now) / scale, chains)
             if not any(taken):
                 later = [when for _, when in at if now + 1e-12 < when < gap.end]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pulse.faults import Faults, unknown
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.fill.components import Component, Piece
 from megatron_pulse.planner.fill.problem import FillCertificate, Filled, FillProblem
 from megatron_pulse.planner.fill.search import Filling
@@ -57,15 +58,18 @@ def filled_schedule(problem: FillProblem, filled: Filled) -> Schedule:
 @dataclass(frozen=True)
 class FilledSchedule:
     """A filled schedule with its certificate, and that of filling; ``front_s`` is the step with all
-    components before it, samples divided over all devices."""
+    components before it, as ``front_s`` has them."""
 
     synthesis: Synthesis
     certificate: FillCertificate
     front_s: float
 
     @classmethod
-    def of(cls, problem: FillProblem, found: Filling, known: Certificate) -> FilledSchedule:
-        """Of a schedule with the certificate ``known``."""
+    def of(
+        cls, problem: FillProblem, found: Filling, known: Certificate, link: Link
+    ) -> FilledSchedule:
+        """Of a schedule with the certificate ``known``; ``link`` is what a device has in front of
+        the step, when no messages of the step are there."""
         schedule, made = filled_schedule(problem, found.filled), found.certificate
         # Without results' way, which devices do not wait for.
         takes = run(problem.step, schedule).makespan
@@ -77,14 +81,25 @@ class FilledSchedule:
             f"{known.solver}, filled by {made.solver}",
             known.seconds + made.seconds,
         )
-        front = front_s(problem.components, problem.num_samples, problem.num_devices)
+        front = front_s(problem.components, problem.num_samples, problem.num_devices, link)
         return cls(Synthesis(schedule, certificate), made, made.without + front)
 
 
-def front_s(components: Iterable[Component], num_samples: int, num_devices: int) -> float:
-    """Seconds of components in front of a step, samples divided over all devices."""
+def front_s(
+    components: Iterable[Component], num_samples: int, num_devices: int, link: Link
+) -> float:
+    """Seconds of components in front of a step, samples divided over all devices.
+
+    One device after the other broadcasts the results of its share through a ring of all others.
+    """
     share = -(-num_samples // num_devices)
-    return sum(c.least_s(share) for c in components)
+    others, senders = num_devices - 1, min(num_devices, num_samples)
+    return sum(
+        c.least_s(share)
+        + bool(others and c.result_bytes)
+        * (num_samples * c.result_bytes / link.bytes_per_s + senders * others * link.latency_s)
+        for c in components
+    )
 
 
 def unfilled(schedule: Schedule) -> Schedule:

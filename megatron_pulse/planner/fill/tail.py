@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_pulse.planner.fill.components import Piece
@@ -114,18 +114,18 @@ def _spread_until(
             else:
                 left.append(r)
         pool = left
-        can = [
-            r
-            for r in pool
-            if moving
-            and device in homes[r.component]
-            and r.component not in waited
-            and not problem.before[r.component]
-        ]
+        # Of those that are alike the first: the others split in the same way.
+        can: dict[tuple[int, int, int], Rest] = {}
+        for r in pool if moving else ():
+            waits = r.component in waited or problem.before[r.component]
+            if device in homes[r.component] and not waits:
+                can.setdefault((r.component, r.done, r.samples[1] - r.samples[0]), r)
         found = None
         for other in order[at + 1 :]:
             if first[other] is None:
-                split = _split(problem, can, homes, free[device], other, starts[other], end, free)
+                split = _split(
+                    problem, can.values(), homes, free[device], other, starts[other], end, free
+                )
                 if split is not None and (found is None or split[0] > found[0]):
                     found = (*split, other)
         if found is not None:
@@ -148,7 +148,7 @@ def _spread_until(
 
 def _split(
     problem: FillProblem,
-    rest: Sequence[Rest],
+    rest: Iterable[Rest],
     homes: Sequence[frozenset[int]],
     room: float,
     other: int,

@@ -67,11 +67,11 @@ def test_a_knapsack_takes_what_fills_best_and_the_first_first() -> None:
 
 def test_text_costs_nothing_and_images_are_within_a_per_cent_of_the_bound() -> None:
     text = one_f_one_b((TEXT,), link=Link(1e-3, 100.0))
-    found = fill(text, most=30)
+    found = fill(text, 0.05)
     assert found.certificate.makespan == pytest.approx(33) == text.timeline.makespan
     assert found.certificate.spill_share == 0 and faults_of(text, found.filled) == []
     both = one_f_one_b((IMAGE, TEXT), 32, link=Link(1e-3, 1000.0))
-    found = fill(both, most=60)
+    found = fill(both, 0.2)
     bound = (4 * 24 + 32 * (12 * 0.04 + 1.2 + 0.4)) / 4  # 40.6 s: work of all devices
     assert found.certificate.lower_bound == pytest.approx(bound)
     assert found.certificate.makespan <= 1.01 * bound
@@ -82,7 +82,7 @@ def test_text_costs_nothing_and_images_are_within_a_per_cent_of_the_bound() -> N
 
 def test_slower_and_faster_components_cost_little() -> None:
     problem = one_f_one_b((IMAGE, TEXT), 24, link=Link(1e-3, 1000.0))
-    found = fill(problem, most=60)
+    found = fill(problem, 0.15)
     step = FilledStep(problem, found.filled)
     for factor in (0.85, 1.15):
         over = step.run(factor).makespan / lower_bound(problem, factor)
@@ -94,7 +94,7 @@ def test_slower_and_faster_components_cost_little() -> None:
             )
             for c in problem.components
         )
-        known = fill(replace(problem, components=components), most=60)
+        known = fill(replace(problem, components=components), 0.15)
         lost = step.run(factor).makespan / known.certificate.makespan - 1
         assert lost <= (0.03 if factor > 1 else 0.04)  # idle time that is won is not used
 
@@ -103,15 +103,15 @@ def test_memory_decides_where_parameters_live() -> None:
     free = (0.0, 200.0, 0.0, 100.0)
     unread = tuple(replace(c, result_bytes=0) for c in (IMAGE, TEXT))
     problem = one_f_one_b(unread, free_bytes=free)
-    found = fill(problem, most=40)
+    found = fill(problem, 0.07)
     assert faults_of(problem, found.filled) == []
     assert {d for home in found.filled.homes.values() for d in home} <= {1, 3}
     assert found.filled.homes[1] == (1,)  # 120 bytes
     with pytest.raises(FillError, match="component 'text' needs 121 bytes.*at.* is 100"):
-        fill(replace(problem, free_bytes=(100.0,) * 4), most=1)
+        fill(replace(problem, free_bytes=(100.0,) * 4), 0.0)
     read = one_f_one_b((IMAGE, TEXT), free_bytes=free)
     with pytest.raises(FillError, match="device 0 lacks 32 bytes for the results"):
-        fill(read, most=1)
+        fill(read, 0.0)
 
 
 def test_what_memory_and_links_count() -> None:
@@ -140,7 +140,7 @@ def test_what_memory_and_links_count() -> None:
 
 def test_every_fault_is_told() -> None:
     problem = one_f_one_b((TEXT, replace(IMAGE, devices=(0, 1), counts=(1, 2))), 4)
-    found = fill(problem, most=3).filled
+    found = fill(problem, 0.0).filled
     assert faults_of(problem, found) == []
     device, piece = next((d, p) for d, p in found.pieces if p.component == 1)
 
@@ -169,7 +169,7 @@ def test_every_fault_is_told() -> None:
 def test_components_wait_for_each_other() -> None:
     later = replace(IMAGE, after=("text",))
     problem = one_f_one_b((later, TEXT), 8, link=Link(1e-3, 1000.0))
-    found = fill(problem, most=20)
+    found = fill(problem, 0.05)
     assert faults_of(problem, found.filled) == []
     timeline = FilledStep(problem, found.filled).run()
     for _, piece in found.filled.pieces:
@@ -222,7 +222,7 @@ def test_random_timelines(data: st.DataObject) -> None:
     )
     free = data.draw(st.sampled_from([None, (enough + 1e-6,) * devices]))
     problem = FillProblem(step, schedule, tuple(components), samples, free, Link(1e-3, 50.0))
-    found = fill(problem, most=6)
+    found = fill(problem, 0.003)
     assert faults_of(problem, found.filled) == []
     made = found.certificate
     assert made.lower_bound * (1 - 1e-9) <= made.makespan < math.inf
@@ -236,7 +236,7 @@ def test_random_timelines(data: st.DataObject) -> None:
 def test_within_two_per_cent_of_the_exact_model(number: int) -> None:
     """The first of ``python -m tests.benchmarks.fill --random 200``."""
     problem = draw_case(random.Random(f"0/{number}"))
-    found = fill(problem, seconds=5.0, factors=(), most=150)
+    found = fill(problem, 0.06, factors=())
     assert faults_of(problem, found.filled) == []
     optimum, proved = shortest(problem, 5.0)
     assert lower_bound(problem) <= optimum + 1e-9
@@ -264,11 +264,11 @@ def test_components_that_cannot_be() -> None:
 
 def test_states_do_not_travel_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps of about the same time the one that moves less is found."""
-    problem = one_f_one_b((TEXT, IMAGE), link=Link(0.0, 20.0))
+    problem = one_f_one_b((TEXT, IMAGE), link=Link(0.0, 6.0))
 
     def found(weight: float) -> tuple[float, float]:
         monkeypatch.setattr(search, "MOVED", weight)
-        step = FilledStep(problem, fill(problem, 60.0, 1, most=200).filled)
+        step = FilledStep(problem, fill(problem, 0.3, 1).filled)
         lags = sum(lag for needs in step.needs.values() for _, lag in needs)
         return step.run().makespan, lags
 

@@ -76,7 +76,7 @@ def filled_plan(wanted: PlanFile, problem: FillProblem, filling: Filling) -> Fil
         said["solver"],
         said.get("seconds", 0.0),
     )
-    found = FilledSchedule.of(problem, filling, known)
+    found = FilledSchedule.of(problem, filling, known, slowest_link(wanted))
     made = found.synthesis.certificate
     provenance = {**wanted.provenance, "schedule": {**said, **asdict(made), "gap": made.gap}}
     filled = replace(wanted, schedule=found.synthesis.schedule, provenance=provenance)
@@ -129,14 +129,19 @@ def policy_faults(plan: PlanFile) -> list[str]:
     return []
 
 
-def _left_of_links(plan: PlanFile) -> Link:
-    """Of the slowest link between neighbours, what the step's own messages leave."""
+def slowest_link(plan: PlanFile) -> Link:
+    """That between neighbours of the pipeline."""
     if plan.pipeline == 1:
         return Link()
     cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
     ranks = Ranks(cluster, plan.pipeline, plan.data, plan.tensor, plan.rank_order == "tp-pp-dp")
     links = [ranks.link(d, (d + 1) % plan.pipeline) for d in range(plan.pipeline)]
-    slowest = Link(max(link.latency_s for link in links), min(link.bytes_per_s for link in links))
+    return Link(max(link.latency_s for link in links), min(link.bytes_per_s for link in links))
+
+
+def _left_of_links(plan: PlanFile) -> Link:
+    """Of the slowest link between neighbours, what the step's own messages leave."""
+    slowest = slowest_link(plan)
     home = plan.placement.device_of_stage
     busy = [0.0] * plan.pipeline
     for edge in plan.edges:

@@ -20,7 +20,12 @@ from megatron_pulse.planner.fill.problem import FillProblem
 from megatron_pulse.planner.fill.search import FillError, Filling, fill
 from megatron_pulse.planner.fill.table import components_of
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.tune.plans.filling import fill_problem, filled_plan, free_bytes
+from megatron_pulse.planner.tune.plans.filling import (
+    fill_problem,
+    filled_plan,
+    free_bytes,
+    slowest_link,
+)
 
 MOST = 4
 """Components that are decided apart; of more, those with the least work are decided as one."""
@@ -154,9 +159,7 @@ def encode_plan(
         made, schedule = found.plan, found.schedule
     choices = tuple(_choice(c, plan, names, tried) for c in components)
     made = replace(made, policies=tuple(asdict(choice) for choice in choices))
-    in_front = front_s(
-        [c for c in components if c.name not in names], plan.num_samples, plan.pipeline
-    )
+    in_front = _front_s([c for c in components if c.name not in names], plan)
     return EncodedPlan(made, schedule, choices, best.step_s, in_front)
 
 
@@ -181,7 +184,7 @@ def _try(
     filled = tuple(one for one in encoders if one["name"] in names)
     others = tuple(one for one in encoders if one["name"] not in names)
     wanted = replace(plan, encoders=filled or None, in_front=others or None)
-    front = front_s(components_of(others, plan.placement), plan.num_samples, plan.pipeline)
+    front = _front_s(components_of(others, plan.placement), plan)
     if not filled:
         if (short := min(free_bytes(wanted))) < 0:
             raise FillError(f"encoders in front of the step lack {-short:.3g} bytes on a device")
@@ -200,7 +203,7 @@ def _choice(
     name = component.name
     filled = [one.step_s for chosen, one in tried.items() if name in chosen]
     front = [one.step_s for chosen, one in tried.items() if name not in chosen]
-    alone = front_s([component], plan.num_samples, plan.pipeline)
+    alone = _front_s([component], plan)
     # Without it the others are as they are: those in front take what they took.
     without = tried.get(names - {name})
     stored = None if without is None else min(without.step_s - alone, tried[names].step_s)
@@ -212,3 +215,7 @@ def _choice(
         stored,
         component.result_bytes,
     )
+
+
+def _front_s(components: Collection[Component], plan: PlanFile) -> float:
+    return front_s(components, plan.num_samples, plan.pipeline, slowest_link(plan))
