@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +148,19 @@ def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tenso
         faults.append(f"{next(iter(by_channel))} is given alone: both or neither have a meaning")
     if by_channel and config.get("shift_factor"):
         faults.append("latents_mean and shift_factor are both given: which one counts?")
-    scale = torch.tensor([float(config["scaling_factor"])])
-    shift = torch.tensor([float(config.get("shift_factor") or 0.0)])
-    if by_channel and not faults:
-        shift = torch.tensor(by_channel["latents_mean"], dtype=torch.float32)
-        scale = scale / torch.tensor(by_channel["latents_std"], dtype=torch.float32)
+    scale = shift = torch.zeros(1)
+    with suppress(TypeError, ValueError):  # of what is no number: the scale stays 0
+        shift = torch.tensor([float(config.get("shift_factor") or 0.0)])
+        factor = torch.tensor([float(config["scaling_factor"])])
+        if by_channel and not faults:
+            shift = torch.tensor(by_channel["latents_mean"], dtype=torch.float32)
+            factor = factor / torch.tensor(by_channel["latents_std"], dtype=torch.float32)
+        scale = factor
     if not faults and not (scale.isfinite().all() and shift.isfinite().all() and scale.all()):
-        faults.append("scaling_factor, shift_factor, latents_mean and latents_std must be finite")
+        faults.append(
+            "scaling_factor, shift_factor, latents_mean and latents_std must be finite numbers, "
+            "scales not 0"
+        )
     if faults:
         raise AutoencoderError(told(f"{folder}/config.json", faults))
     return scale.view(-1, 1, 1), shift.view(-1, 1, 1)

@@ -282,6 +282,9 @@ def test_contradictory_normalizations_are_refused(tmp_path: Path) -> None:
         Autoencoder(tmp_path)
     for words in ("each of 2 channels", "latents_mean is given alone", "both given"):
         assert words in str(caught.value)
+    make_vae(tmp_path / "vae", scaling_factor=None)
+    with pytest.raises(AutoencoderError, match="scaling_factor.*must be finite numbers"):
+        Autoencoder(tmp_path / "vae")
 
 
 def test_latents_that_fp16_cannot_hold_are_refused(

@@ -10,6 +10,7 @@ import torch
 from PIL import ExifTags, Image
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.data.dataset import DataError
 from megatron_pulse.data.images.folder import ImageFolder
 
 RAMP = np.linspace(0, 255, 24, dtype=np.uint8)[None].repeat(16, 0)
@@ -78,3 +79,13 @@ def test_what_is_left_aside_is_told(tmp_path, capsys):
         assert "warning: " in told.err and "4 for" not in told.out
         assert "5 texts (old.txt, p.txt, q.txt, ...) without a picture of that name" in told.err
         assert "1 picture (old.bmp) in formats that are not read" in told.err
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    """Also where no more than its size is asked for; a folder is no picture."""
+    (tmp_path / "class" / "x.png").mkdir(parents=True)
+    Image.fromarray(RAMP).save(tmp_path / "class" / "a.png")
+    assert len(ImageFolder(tmp_path, 8, channels=1)) == 1
+    (tmp_path / "class" / "b.png").symlink_to("nothing.png")
+    with pytest.raises(DataError, match=r"b\.png: .*No such file"):
+        ImageFolder(tmp_path, 8, channels=1).revision(1)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import (
@@ -277,7 +278,8 @@ def _asked(
 
         for text in dict.fromkeys([*args.prompt, *filter(None, [negative])]):
             if over := encoders.tokenizers.excess(text):
-                warn(f"{text!r} is {over} tokens too long: its end does not count")
+                named = shorten(text, 60, placeholder=" ...")
+                warn(f"{named!r} is {over} tokens too long: its end does not count")
         return "prompts", rows, encoded
     if args.negative_prompt is not None:
         raise UserError("--negative-prompt needs text encoders: give --encoders DIR")

@@ -89,7 +89,8 @@ class ImageFiles(DiffusionDataset):
 
     def revision(self, index: int) -> str:
         path = self.files[index]
-        return f"{os.path.relpath(path, self.root)}, {path.stat().st_size} bytes"
+        with self._told(index):
+            return f"{os.path.relpath(path, self.root)}, {path.stat().st_size} bytes"
 
     def _decoded(self, index: int) -> Image.Image:
         """The whole image; raises DataError with the file's name and what to do."""
@@ -101,10 +102,15 @@ class ImageFiles(DiffusionDataset):
     @contextmanager
     def _opened(self, index: int) -> Iterator[Image.Image]:
         """The file, of which only the beginning was read; what is wrong with it is a DataError."""
+        with self._told(index), opened(self.files[index]) as file:
+            yield file
+
+    @contextmanager
+    def _told(self, index: int) -> Iterator[None]:
+        """What is wrong with a file becomes a DataError."""
         channels, size, _ = self.image_shape
         try:
-            with opened(self.files[index]) as file:
-                yield file
+            yield
         except UNREADABLE as error:
             # What storage does not give has a number; it may be there for others, or later.
             missing = isinstance(error, OSError) and error.errno is not None
@@ -173,7 +179,9 @@ def _scan(root: Path) -> tuple[list[str], list[Path], list[int]]:
     flat = sorted(p for p in root.iterdir() if not p.is_dir() and p.suffix.lower() in SUFFIXES)
     folders = sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
     by_class = {
-        folder.name: sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES)
+        folder.name: sorted(
+            p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.is_dir()
+        )
         for folder in folders
     }
     if flat and any(by_class.values()):
