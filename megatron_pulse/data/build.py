@@ -99,8 +99,7 @@ def data_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str]:
     """What ``--pulse-data`` names for every chain; raises DataError where it leaves one out."""
     if spec is None:
         raise no_data_named()
-    starts = re.compile(rf"(?:^|,)({'|'.join(map(re.escape, chains))})=")
-    parts = starts.split(spec)
+    parts = _split_by_chain(spec, chains)
     found = dict(zip(parts[1::2], parts[2::2], strict=True))
     missing = [chain for chain in chains if not found.get(chain)]
     others = re.findall(r",([A-Za-z]\w*)=", ",".join(["", *found.values()]))
@@ -113,6 +112,20 @@ def data_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str]:
             f"--pulse-data {spec}", [fault], f"A cascade has data for each chain: {form}."
         )
     return found
+
+
+def encoders_of_chains(spec: str | None, chains: Sequence[str]) -> dict[str, str | None]:
+    """The folder that ``--pulse-encoders`` names for every chain: one for all, or its own, or none
+    where others have theirs."""
+    parts = _split_by_chain(spec or "", chains)
+    if len(parts) == 1:
+        return dict.fromkeys(chains, spec)
+    return dict.fromkeys(chains, None) | dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _split_by_chain(spec: str, chains: Sequence[str]) -> list[str]:
+    """What is before the first chain's name, then names and what each is given, by turns."""
+    return re.split(rf"(?:^|,)({'|'.join(map(re.escape, chains))})=", spec)
 
 
 def _open(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,9 @@ from megatron_pulse.integration.encoding import Encoders, in_loop
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.operations import Filler
 from megatron_pulse.planner.step.plan import Plan
-from model_specs import is_cascade, text_recipe
+from model_specs import text_recipe
 
 _MOST_NAMED = 20
 """So many corrupt files are named in a run's log; then they are only counted."""
@@ -79,7 +80,7 @@ def _naming_encoders(options: PulseOptions, wanted: WantedFields) -> Iterator[No
         yield
     except DataError as error:
         lost = [name for name in wanted.made_by if any(f" {name} (" in f for f in error.faults)]
-        if options.encoders is not None or not lost or is_cascade(options.backbone or ""):
+        if options.encoders is not None or not lost:
             raise
         make = f"Encode captions in the loop (--pulse-encoders DIR makes {', '.join(lost)})"
         raise DataError(error.what, error.faults, f"{make}. {error.remedy}") from error
@@ -148,6 +149,10 @@ class DiffusionData:
             return [told] if names else []
         self.homes = self.in_loop.homes(filled, plan.placement.num_devices)
         return self.in_loop.filling_faults(filled, plan.routes, plan.backbone)
+
+    def describe_encoders(self, fillers: Sequence[Filler], num_devices: int) -> list[str]:
+        """Which encoder of the loop runs when and where, for people."""
+        return [] if self.in_loop is None else [self.in_loop.describe(fillers, num_devices)]
 
     def encoders(self, device: int) -> Encoders:
         """Those of a pipeline device, with their weights, where samples are encoded in the loop."""

@@ -114,7 +114,7 @@ def _lay_cascade(args: argparse.Namespace, line: CommandLine) -> Iterator[str]:
     refused = {
         "--pulse-auto": args.pulse_auto,
         "--pulse-plan": args.pulse_plan,
-        "--pulse-encoders": args.pulse_encoders,
+        "--pulse-encode": args.pulse_encode,
         "--pulse-self-conditioning": args.pulse_self_conditioning,
     }
     for flag, given in refused.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from megatron_pulse.integration.checkpoint.masters import with_fp32_weights, wit
 from megatron_pulse.integration.checkpoint.saving import Saving, patch_saving
 from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.data import DiffusionData
+from megatron_pulse.integration.encoding import Encoders
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.loop.again.verifying import Verifier
 from megatron_pulse.integration.loop.cascade import CascadeData
@@ -81,8 +82,11 @@ def train(
     if options.trace is not None:
         first, last = options.trace_steps
         tracing = TraceOptions(Path(options.trace), range(first, last + 1))
-    encoders = own = None
-    if isinstance(data, DiffusionData) and data.in_loop is not None:
+    encoders: Callable[[int], Encoders] | Mapping[str, Callable[[int], Encoders]] | None = None
+    own = None
+    if isinstance(data, CascadeData):
+        encoders = data.encoders or None
+    elif data.in_loop is not None:
         encoders = data.encoders
     if isinstance(data, DiffusionData) and (share := options.self_conditioning) is not None:
         own = SelfConditioning(share, args.seed, lambda: args.curr_iteration, data.estimate)
@@ -105,9 +109,9 @@ def train(
     args.log_throughput = False  # Megatron's line; ours is always there
     if args.rank == 0:
         print(plan.describe())
-        if data.in_loop is not None:
-            fillers = plan.step(num_microbatches(args)).schedule.fillers
-            print(data.in_loop.describe(fillers, plan.placement.num_devices))
+        fillers = plan.step(num_microbatches(args)).schedule.fillers
+        for said in data.describe_encoders(fillers, plan.placement.num_devices):
+            print(said)
         if own is not None:
             print(own.describe(plan.placement))
         print(f"process: {data.description}", flush=True)

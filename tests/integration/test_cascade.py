@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_pulse.integration.checkpoint.folders import CheckpointError
-from tests.data.captioned import captioned_digits
-from tests.integration.runs import BASE, STEPS, TEXT, TINY, Run, alone, pipeline, run
-from tests.integration.test_bad_input import refuse
+from tests.integration.runs import STEPS, TINY, Run, alone, pipeline, run
 from tests.ranks import RanksFailed, run_ranks, said_once
 
 CHAINS = {"base": "uvit", "upper": "unet"}
@@ -30,23 +29,22 @@ CASCADE = [
 ]  # fmt: skip
 
 
-def require_each_alone(got: Run, *argv: str) -> None:
-    """Losses, validation, weights, masters and averages of every chain."""
-    for chain, backbone in CHAINS.items():
-        expected = alone(*argv, backbone=backbone)
+def require_each(got: Run, alone_of: Mapping[str, Run]) -> None:
+    """Losses, validation, weights, masters and averages of every chain; the first one's norms."""
+    for chain, expected in alone_of.items():
         assert [found[chain] for found in got.losses] == expected.losses
         assert [found[chain] for found in got.validation] == expected.validation
         for kind in ("weights", "masters", "averages"):
             mine = getattr(got, kind)
             for name, value in getattr(expected, kind).items():
                 assert torch.equal(mine[f"{chain}.{name}"], value), (chain, kind, name)
-    assert got.grad_norms == alone(*argv, backbone=CHAINS["base"]).grad_norms
+    assert got.grad_norms == next(iter(alone_of.values())).grad_norms
 
 
 def test_each_chain_trains_as_it_does_alone() -> None:
     got = run(2, *CASCADE, *STEPS, *pipeline(2), backbone="none")
     assert got.executed.placement == "opposite"
-    require_each_alone(got, *STEPS)
+    require_each(got, {chain: alone(*STEPS, backbone=name) for chain, name in CHAINS.items()})
 
 
 def _chains_of(folder: str) -> dict[str, torch.Tensor]:
@@ -82,21 +80,6 @@ def test_a_cascade_goes_on_elsewhere_and_its_chains_are_models(tmp_path: Path) -
         for name, value in one.masters.items():
             assert torch.equal(got.masters[f"{chain}.{name}"], value), (chain, name)
             assert torch.equal(saved[f"{chain}.{name}"], value), (chain, name)
-
-
-def test_a_cascade_encodes_nothing_in_the_loop(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    texts = [f"{chain}={TEXT[1]}" for chain in CHAINS]
-    source = captioned_digits(tmp_path).replace("captions", "folder", 1)
-    data = ",".join(f"{chain}={source}" for chain in CHAINS)
-    flags = ["--pulse-backbone", f"cascade:{','.join(texts)}", "--pulse-data", data]
-    faults = refuse(
-        monkeypatch, 2, [*flags, "--pulse-encoders", str(tmp_path)], [*BASE, *STEPS, *pipeline(2)]
-    )
-    said = "\n".join(faults)
-    assert "--pulse-encoders: is not for a cascade" in said
-    assert "reads context" in said and "Encode captions in the loop" not in said
 
 
 def test_what_a_cascade_cannot_be_is_told_at_once() -> None:

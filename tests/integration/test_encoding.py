@@ -24,12 +24,14 @@ from tests.integration.runs import (
     TEXT,
     TINY,
     Run,
+    alone,
     assert_equal_to_rounding,
     assert_same,
     pipeline,
     run,
 )
 from tests.integration.test_bad_input import refuse
+from tests.integration.test_cascade import require_each
 from tests.integration.test_plans import make_plan
 
 READS = [
@@ -101,6 +103,30 @@ def test_in_idle_time(
     got = run(config.pipeline, *given, *obeyed, backbone="none")
     assert "X" in got.executed.operations
     assert_same(got, expected)
+
+
+def test_chains_of_a_cascade_encode_as_they_do_alone(
+    folder: Path, flags: list[str], expected: Run, tmp_path: Path
+) -> None:
+    """One of two; prompts are drawn with its encoders."""
+
+    def options(chain: str, *given: str) -> list[str]:
+        return [word for g in given if "=" in g for word in ("--pulse-option", f"{chain}.{g}")]
+
+    source, drops = flags[flags.index("--pulse-data") + 1], ["--pulse-class-dropout", "0.4"]
+    cascade = [
+        "--pulse-backbone", "cascade:base=sd-tiny,upper=unet-tiny", *STEPS, *drops,
+        *options("base", *TINY["unet"], *READS), *options("upper", *TINY["unet"]),
+        "--pulse-data", f"base={source},upper=digits8", "--pulse-encoders", f"base={folder}",
+    ]  # fmt: skip
+    kept = ["--save", str(tmp_path / "kept")]
+    got = run(2, *cascade, *kept, *pipeline(2), backbone="none")
+    require_each(got, {"base": expected, "upper": alone(*STEPS, *drops, backbone="unet")})
+    argv = ["sample", "--load", str(tmp_path / "kept"), "--chain", "base", "--steps", "2"]
+    argv += ["--prompt", "a red bird", "--per-class", "1", "-o"]
+    assert main([*argv, str(tmp_path / "a.png")]) == 0
+    assert main([*argv, str(tmp_path / "b.png"), "--encoders", str(folder)]) == 0
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_goes_on_in_the_middle(

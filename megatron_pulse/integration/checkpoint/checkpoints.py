@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import data_of_chains
+from megatron_pulse.data.build import data_of_chains, encoders_of_chains
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.faults import told
 from megatron_pulse.integration.checkpoint.folders import (
@@ -67,6 +67,8 @@ class SavedRun:
         if arguments.pulse_data is not None:
             chains = list(parts_of(self.record["name"]))
             arguments.pulse_data = data_of_chains(arguments.pulse_data, chains)[chain]
+            used = getattr(arguments, "pulse_encoders", None)
+            arguments.pulse_encoders = encoders_of_chains(used, chains)[chain]
         return replace(self, arguments=arguments, chain=chain)
 
     @property

@@ -250,7 +250,7 @@ class PulseOptions:
     encoders: str | None = flag(
         "a diffusers pipeline folder whose vae/ and text_encoder*/ make latents and text states in "
         "the loop, of the pictures and captions of --pulse-data; what latents:PATH has is not made "
-        "again",
+        "again; of a cascade for all chains, or base=DIR for those that need them",
         metavar="DIR",
         marks=[FlagMark.STEPS],
     )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.data.build import data_of_chains
+from megatron_pulse.data.build import data_of_chains, encoders_of_chains
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.faults import Faults, collecting
 from megatron_pulse.integration.data import DiffusionData
+from megatron_pulse.integration.encoding import Encoders
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.schedule.operations import Filler
 from megatron_pulse.planner.step.plan import Plan
 from megatron_pulse.runtime.settings import LossFunction
 
@@ -25,19 +27,19 @@ type Batches = Iterator[dict[str, Tensor]]
 class CascadeData:
     """Opens the data of every chain as a run of that chain alone does (see ``DiffusionData``).
 
-    ``--pulse-data base=DATA,upper=DATA`` names them. Raises Faults with everything that is wrong.
+    ``--pulse-data base=DATA,upper=DATA`` names them, ``--pulse-encoders`` the encoders of all or of
+    some. Raises Faults with everything that is wrong.
     """
-
-    in_loop = None
-    """Encoders of a cascade's data are not run in the loop."""
 
     def __init__(
         self, options: PulseOptions, backbone: Backbone, process: DiffusionProcess, seed: int
     ) -> None:
         faults: list[str] = []
         self.parts: dict[str, DiffusionData] = {}
+        folders = encoders_of_chains(options.encoders, tuple(backbone.parts))
         for chain, data in data_of_chains(options.data, tuple(backbone.parts)).items():
-            own = replace(options, data=data, encoders=None)  # which are refused for a cascade
+            name, folder = backbone.parts[chain].name, folders[chain]
+            own = replace(options, backbone=name, data=data, encoders=folder)
             with collecting(faults, (ValueError, OSError)):
                 self.parts[chain] = DiffusionData(own, backbone.parts[chain], process, seed)
         if faults:
@@ -63,8 +65,21 @@ class CascadeData:
         return {chain: part.loss for chain, part in self.parts.items()}
 
     def place_encoders(self, plan: Plan, given: PlanFile | None) -> list[str]:
-        """Why a plan's encoders cannot be run."""
-        return [] if given is None else next(iter(self.parts.values())).place_encoders(plan, given)
+        """Put the encoders of every chain on all devices; why it cannot be."""
+        return [fault for part in self.parts.values() for fault in part.place_encoders(plan, given)]
+
+    def describe_encoders(self, fillers: Sequence[Filler], num_devices: int) -> list[str]:
+        """Which encoder of the loop runs when and where, for people."""
+        return [
+            f"{chain}: {said}"
+            for chain, part in self.parts.items()
+            for said in part.describe_encoders(fillers, num_devices)
+        ]
+
+    @property
+    def encoders(self) -> Mapping[str, Callable[[int], Encoders]]:
+        """Of every chain whose samples are encoded in the loop, those of a pipeline device."""
+        return {c: part.encoders for c, part in self.parts.items() if part.in_loop is not None}
 
     def iterators(self, args: argparse.Namespace, placement: Placement) -> tuple[Batches, Batches]:
         """(training, validation) microbatches of this rank, without end, as each chain alone has

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_pulse.integration.encoding import Encoders
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -19,14 +19,14 @@ class EncodedBatches:
     """
 
     def __init__(self, encoders: Encoders, encoding: Encoding) -> None:
-        self._encoders, self._encoding = encoders, encoding
+        self._encoders, self.encoding = encoders, encoding
         self._next: list[Batch] | None = None
         self._results: list[Encoded] = []
         self._filled: frozenset[str] = frozenset()
 
     def anew(self) -> EncodedBatches:
         """One that has encoded nothing yet."""
-        return EncodedBatches(self._encoders, self._encoding)
+        return EncodedBatches(self._encoders, self.encoding)
 
     def begin(
         self, batches: Iterator[Batch], schedule: Schedule, *, training: bool
@@ -41,24 +41,60 @@ class EncodedBatches:
         self._next = None
         if self._filled:
             self._next = taken(batches, count)
-            self._encoding.fill(schedule, self._next)
+            self.encoding.fill(schedule, self._next)
         return iter(ready)
 
     def end(self) -> None:
         """The step of training has ended."""
         if self._filled:
-            self._results = self._encoding.filled()
+            self._results = self.encoding.filled()
 
     def _in_front(self, batches: Sequence[Batch], results: Sequence[Encoded]) -> list[Batch]:
         """``batches`` with results, of which some may be there."""
         done = self._filled if results else frozenset()
-        others = [c.name for c in self._encoding.components if c.name not in done]
-        fresh = self._encoding.front(batches, others) if others else [{} for _ in batches]
+        others = [c.name for c in self.encoding.components if c.name not in done]
+        fresh = self.encoding.front(batches, others) if others else [{} for _ in batches]
         known = results or [{} for _ in batches]
         return [
             self._encoders.finished(batch, {**old, **new})
             for batch, old, new in zip(batches, known, fresh, strict=True)
         ]
+
+
+class EncodedChains:
+    """What the steps of one pipeline device of a cascade are given: each chain's samples as in a
+    run of its own, in front of the step."""
+
+    def __init__(self, parts: Mapping[str, EncodedBatches]) -> None:
+        self._parts = parts
+
+    def anew(self) -> EncodedChains:
+        """One that has encoded nothing yet."""
+        return EncodedChains({chain: part.anew() for chain, part in self._parts.items()})
+
+    def begin(
+        self, batches: Iterator[Batch], schedule: Schedule, *, training: bool
+    ) -> Iterator[Batch]:
+        """The microbatches of a step that begins."""
+        whole = taken(batches, schedule.num_microbatches)
+        for chain, part in self._parts.items():
+            start = f"{chain}."
+            own = [
+                {
+                    name.removeprefix(start): batch.pop(name)
+                    for name in [*batch]
+                    if name.startswith(start)
+                }
+                for batch in whole
+            ]
+            for batch, ready in zip(
+                whole, part.begin(iter(own), schedule, training=training), strict=True
+            ):
+                batch |= {start + name: value for name, value in ready.items()}
+        return iter(whole)
+
+    def end(self) -> None:
+        """The step of training has ended."""
 
 
 def taken(batches: Iterator[Batch], count: int) -> list[Batch]:

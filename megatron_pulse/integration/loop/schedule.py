@@ -19,7 +19,7 @@ from megatron_pulse.backbone.recomputed import tell_layers
 from megatron_pulse.integration.encoding import Encoders
 from megatron_pulse.integration.loop.again.not_finite import GradientCheck, losses_not_finite
 from megatron_pulse.integration.loop.again.verifying import Verifier
-from megatron_pulse.integration.loop.encoding import EncodedBatches, taken
+from megatron_pulse.integration.loop.encoding import EncodedBatches, EncodedChains, taken
 from megatron_pulse.integration.loop.self_conditioning import SelfConditioning
 from megatron_pulse.integration.megatron.model import unwrap
 from megatron_pulse.planner.step.plan import Plan
@@ -61,7 +61,8 @@ class PulseSchedule:
     Called with the keyword arguments of ``megatron.core.pipeline_parallel`` schedules; returns
     one ``{"loss": tensor}`` per microbatch on every rank, averaged over data-parallel replicas; of
     a cascade one ``{"base loss": tensor, "upper loss": tensor}``, by its chains.
-    ``encoders(device)`` loads those of a pipeline device where samples are encoded in the loop.
+    ``encoders(device)`` loads those of a pipeline device where samples are encoded in the loop, of
+    a cascade those of each of such chains.
     Where ``self_conditioning`` has it, a step runs forward once before; evaluation never does.
     ``verifier`` has another rank compute again what one has computed.
     With ``tracing`` the first pipeline (of data- and tensor-parallel rank 0) is traced.
@@ -73,7 +74,7 @@ class PulseSchedule:
         loss: LossFunction | Mapping[str, LossFunction],
         board: FailureBoard,
         timeout_s: float,
-        encoders: Callable[[int], Encoders] | None = None,
+        encoders: Callable[[int], Encoders] | Mapping[str, Callable[[int], Encoders]] | None = None,
         tracing: TraceOptions | None = None,
         self_conditioning: SelfConditioning | None = None,
         verifier: Verifier | None = None,
@@ -84,7 +85,7 @@ class PulseSchedule:
         self._timeout_s = timeout_s
         self._encoders = encoders
         self._encoding: Encoding | None = None
-        self._encoded: EncodedBatches | None = None
+        self._encoded: EncodedBatches | EncodedChains | None = None
         self._tracing = tracing
         self._tracer: Tracer | None = None
         self._self_conditioning = self_conditioning
@@ -197,7 +198,7 @@ class PulseSchedule:
         return self._verifier.verifying(call.chunks, group, call.num_microbatches, replicated)
 
     def _ready(
-        self, batches: Iterator[Batch], encoded: EncodedBatches | None, call: _Call
+        self, batches: Iterator[Batch], encoded: EncodedBatches | EncodedChains | None, call: _Call
     ) -> Iterator[Batch]:
         """A step's microbatches as stages take them: encoded, with what was predicted of them."""
         count, training = call.num_microbatches, not call.forward_only
@@ -257,12 +258,9 @@ class PulseSchedule:
                 self._links = Links(pipeline, self._board, self._timeout_s)
                 if plan.routes.replicated:
                     self._replicas = self._replicate(stages, device)
-            if self._encoding is None and self._encoders is not None:
+            if self._encoded is None and self._encoders is not None:
                 with HERE.during("loading encoders", patient=True):
-                    encoders = self._encoders(device)
-                where = self._settings_or_fail().device
-                self._encoding = Encoding(encoders.components, where, device, self._links)
-                self._encoded = EncodedBatches(encoders, self._encoding)
+                    self._encoded = self._load_encoders(device)
             if predicts and self._predictions is None:
                 assert self._self_conditioning is not None
                 self._predictions = Predictions(
@@ -285,6 +283,21 @@ class PulseSchedule:
                 self._predictions if predicts else self._encoding,
             )
         return self._executors[key]
+
+    def _load_encoders(self, device: int) -> EncodedBatches | EncodedChains:
+        where = self._settings_or_fail().device
+
+        def load(of_device: Callable[[int], Encoders]) -> EncodedBatches:
+            encoders = of_device(device)
+            encoding = Encoding(encoders.components, where, device, self._links)
+            return EncodedBatches(encoders, encoding)
+
+        if isinstance(self._encoders, Mapping):
+            return EncodedChains({chain: load(one) for chain, one in self._encoders.items()})
+        assert self._encoders is not None
+        encoded = load(self._encoders)
+        self._encoding = encoded.encoding
+        return encoded
 
     def _replicate(self, chunks: dict[int, nn.Module], device: int) -> Replicas:
         """Copies of the replicated embedders for this device's stages, owned by some of them."""
