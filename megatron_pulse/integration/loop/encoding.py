@@ -77,24 +77,25 @@ class EncodedChains:
     ) -> Iterator[Batch]:
         """The microbatches of a step that begins."""
         whole = taken(batches, schedule.num_microbatches)
-        for chain, part in self._parts.items():
-            start = f"{chain}."
-            own = [
-                {
-                    name.removeprefix(start): batch.pop(name)
-                    for name in [*batch]
-                    if name.startswith(start)
-                }
+        ready = {
+            chain: part.begin(iter([_of(chain, b) for b in whole]), schedule, training=training)
+            for chain, part in self._parts.items()
+        }
+        return iter(
+            [
+                {n: value for n, value in batch.items() if n.partition(".")[0] not in ready}
+                | {f"{c}.{n}": v for c, own in ready.items() for n, v in next(own).items()}
                 for batch in whole
             ]
-            for batch, ready in zip(
-                whole, part.begin(iter(own), schedule, training=training), strict=True
-            ):
-                batch |= {start + name: value for name, value in ready.items()}
-        return iter(whole)
+        )
 
     def end(self) -> None:
         """The step of training has ended."""
+
+
+def _of(chain: str, batch: Batch) -> Batch:
+    start = f"{chain}."
+    return {n.removeprefix(start): v for n, v in batch.items() if n.startswith(start)}
 
 
 def taken(batches: Iterator[Batch], count: int) -> list[Batch]:
