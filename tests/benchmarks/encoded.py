@@ -76,6 +76,9 @@ LAYOUTS = {
     "filled, fold of 2, split": Config(2, 1, 1, 2, FOLD_EXACT, split=True),
     "filled, soft fold of 2, recomputed": Config(2, 1, 1, 4, FOLD_SOFT, recompute=Recompute.ALWAYS),
     "filled, sequence of 2": Config(2, 1, 1, 1, ROW),
+    "filled, sequence of 2, split, recomputed": Config(
+        2, 1, 1, 2, ROW, split=True, recompute=Recompute.ALWAYS
+    ),
     "filled, sequence of 4, split": Config(4, 1, 1, 2, ROW, split=True),
 }
 
@@ -111,7 +114,8 @@ class Case:
 
     def filled(self, config: Config) -> Run:
         """By a plan that fills; a run that is stopped in the middle, and goes on."""
-        name = "-".join(map(str, (config.pipeline, config.layout.name, config.micro_batch_size)))
+        kind = config.pipeline, config.layout.name, config.micro_batch_size, config.split
+        name = "-".join(map(str, kind))
         plan = make_plan(
             self.root / f"{name.replace(' ', '-')}.json",
             config,
@@ -160,12 +164,13 @@ def compare(name: str, steps: int) -> list[str]:
                 expected[size] = case.run(1, *flags)
             began = time.monotonic()
             try:
-                assert_same(make(), expected[size])
-                said = "the same bits"
+                made = make()
+                assert_same(made, expected[size])
+                said = f"the same bits; operations {' '.join(sorted(made.executed.operations))}"
             except AssertionError as error:
                 said = f"DIFFERS: {str(error)[-600:]}"
                 wrong.append(f"{name}, {way}")
-            print(f"{name:8s} {way:36s} {time.monotonic() - began:5.1f} s  {said}", flush=True)
+            print(f"{name:8s} {way:42s} {time.monotonic() - began:5.1f} s  {said}", flush=True)
     return wrong
 
 
