@@ -30,8 +30,8 @@ class Draft:
     layers; those of larger ``priority`` come first. ``margin[g]`` of interval g (as of
     ``closed_gaps``) stays free, as a share of what is in it. ``homes[c]`` may host component c.
     ``shuffle[g]``, where it is not 0, is the seed of another order of some of the jobs in that
-    interval, or ``FURTHEST``: those first that have come furthest, wherever they are. That of
-    ``tail`` is of a list schedule after the last operations, in the place of even ends. With
+    interval, or ``FURTHEST``: those first that have come furthest, wherever they are. Those of
+    ``tail`` are of a list schedule after the last operations, in the place of even ends. With
     ``moving`` a job goes on wherever it can.
     """
 
@@ -39,7 +39,7 @@ class Draft:
     priority: tuple[float, ...]
     margin: tuple[float, ...]
     shuffle: tuple[int, ...]
-    tail: int
+    tail: tuple[int, ...]
     homes: tuple[frozenset[int], ...]
     moving: bool = True
 

@@ -36,6 +36,8 @@ LOOKED_S, SIMULATED_S, DRAFT_S = 0.6e-6, 2.7e-6, 0.2e-3
 """What a look of the decoder, an item of a simulated step, and all else of a draft take on a core
 of an AMD EPYC. The search counts its time by these and not by a clock: busy machines give the same
 answer."""
+TAIL = 16
+"""Seeds of a list schedule: so many of its choices are changed apart."""
 MARGINS = (0.0, 0.05, 0.15)
 PATIENCE = 40
 """Changes in vain after which the search starts again."""
@@ -260,7 +262,7 @@ class _FillSearch:
             tuple(self.chance.random() for _ in range(jobs)),
             (margin,) * len(self.decoder.closed),
             (0,) * len(self.decoder.closed),
-            0,
+            (),
             self.homes,
             moving,
         )
@@ -287,7 +289,7 @@ class _FillSearch:
             draft = self._furthest(counts)
         if self.chance.random() < 0.5:
             draft = self._elsewhere(draft)
-        return draft if self.chance.random() < 0.5 else replace(draft, tail=1)
+        return draft if self.chance.random() < 0.5 else replace(draft, tail=self._seeds())
 
     def _elsewhere(self, draft: Draft) -> Draft:
         """The draft with one device more, or less, that may host a component."""
@@ -300,7 +302,10 @@ class _FillSearch:
         """The draft with something changed at random."""
         chance = self.chance
         if draft.tail and chance.random() < 0.5:
-            return replace(draft, tail=chance.getrandbits(16))
+            seeds = [*draft.tail]
+            for _ in range(chance.choice((1, 1, 2, 4, TAIL))):
+                seeds[chance.randrange(TAIL)] = chance.getrandbits(16)
+            return replace(draft, tail=tuple(seeds))
         kind = chance.random()
         if kind < 0.1:
             return self._elsewhere(draft)
@@ -331,7 +336,10 @@ class _FillSearch:
             return replace(draft, counts=tuple(counts), priority=tuple(keys))
         if kind < 0.94:
             return replace(draft, moving=not draft.moving)
-        return replace(draft, tail=0 if draft.tail else chance.getrandbits(16))
+        return replace(draft, tail=() if draft.tail else self._seeds())
+
+    def _seeds(self) -> tuple[int, ...]:
+        return tuple(self.chance.getrandbits(16) for _ in range(TAIL))
 
     def _fewer_hosts(self, best: _Tried) -> _Tried:
         """Components taken off devices while the step is hardly longer."""

