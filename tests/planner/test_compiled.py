@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -42,3 +44,42 @@ def test_equal_keys_stay_in_their_order() -> None:
     for count in (0, 1, 2, RUN - 1, RUN, RUN + 1, 2 * RUN + 1, 5 * RUN + 3, 1000):
         for keys in (random.integers(0, 1 + count // 3, count), random.random(count)):
             assert _order(keys).tolist() == np.argsort(keys, kind="stable").tolist()
+
+
+KEPT = """
+from typing import NamedTuple
+from megatron_pulse.planner.schedule.compiled import compiled
+
+class {name}(NamedTuple):
+    value: int
+
+@compiled
+def double(given):
+    return {by} * given.value
+
+made = double({name}(21))
+"""
+
+
+def test_what_is_kept_counts_for_the_sources_that_it_is_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class has another name: numba cannot read what it kept, though the file is another."""
+
+    def made(name: str, by: int, sources: str) -> Any:
+        monkeypatch.setattr(compiled, "_sources", lambda: sources)
+        file, text = tmp_path / "kept.py", KEPT.format(name=name, by=by)
+        if not file.exists() or file.read_text() != text:  # numba looks at when it was written
+            file.write_text(text)
+        spec = importlib.util.spec_from_file_location("kept", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "kept", module)
+        spec.loader.exec_module(module)
+        return module
+
+    assert made("Pair", 2, "first").made == 42
+    again = made("Pair", 2, "first")
+    assert again.made == 42 and again.double.stats.cache_hits
+    later = made("Couple", 3, "second")
+    assert later.made == 63 and not later.double.stats.cache_hits

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import os
 import tempfile
 import time
@@ -27,11 +29,23 @@ def part[F: Callable[..., Any]](function: F) -> F:
 
 
 def _compiled(function: Callable[..., Any], **options: bool) -> Any:
-    options |= {"cache": True}
     try:
-        return njit(error_model="numpy", **options)(function)
+        made = njit(error_model="numpy", cache=True, **options)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return njit(error_model="numpy", **options | {"cache": False})(function)
+        return njit(error_model="numpy", **options)(function)
+    # numba asks whether a function's own file has changed. What it calls is in others, and so are the
+    # classes of what it is given: without them not even the index of what is kept can be read.
+    made._cache._cache_file._version += f" {_sources()}"
+    return made
+
+
+@functools.cache
+def _sources() -> str:
+    """Another for other files beside this one and below."""
+    root = Path(__file__).parent
+    files = sorted((str(path), path.stat()) for path in root.rglob("*.py"))
+    about = [(path, found.st_mtime_ns, found.st_size) for path, found in files]
+    return hashlib.sha256(repr(about).encode()).hexdigest()
 
 
 @part
