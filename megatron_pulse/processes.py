@@ -52,8 +52,8 @@ def port_is_taken(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """For long imports and exports: they make hundreds of thousands of objects that stay, and to
-    look for garbage among them again and again takes a quarter of their time."""
+    """For long imports, exports and searches: they make hundreds of thousands of objects that stay,
+    and to look for garbage among them again and again takes a quarter of their time."""
     collects = gc.isenabled()
     gc.disable()
     try:

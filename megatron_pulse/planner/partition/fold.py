@@ -23,6 +23,11 @@ from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, Pair
 
 _MOST_AT_ONCE = 4_000_000
 
+_STEPS = tuple(1.02 * 1.1**k for k in range(48))
+"""Times an even spread: up to a hundred. With nothing found a search is soon over, and takes the
+longer the further its bound is above what there is.
+"""
+
 
 def optimal_fold(
     pairs: PairCosts, closed: Bools | None, order: tuple[str, ...], slack: float = 0.0
@@ -95,8 +100,7 @@ def _widening(pairs: PairCosts, measure: str) -> list[float]:
     }
     if measure not in even or even[measure] == 0:
         return [np.inf]
-    steps = (1.02, 1.05, 1.1, 1.2, 1.4, 1.8, 2.6, 4.2, 8.0)
-    return [even[measure] * step for step in steps] + [np.inf]
+    return [even[measure] * step for step in _STEPS] + [np.inf]
 
 
 @dataclass
@@ -145,11 +149,13 @@ def _next_level(
             state, a2, b2 = _where(closed[a2, b2], state, a2, b2)
         a, b = level.a[state], level.b[state]
         state, a2, b2 = _where(pairs.fits(pair, a, a2, b2, b), state, a2, b2)
-        for name in ("load", "stage"):
-            if caps.get(name, np.inf) < np.inf:
-                values = getattr(pairs, name)(pair, level.a[state], a2, b2, level.b[state])
-                state, a2, b2 = _where(values <= caps[name] * SLACK, state, a2, b2)
-        values = getattr(pairs, measure)(pair, level.a[state], a2, b2, level.b[state])
+        capped = [name for name in ("load", "stage") if caps.get(name, np.inf) < np.inf]
+        for name in (*(name for name in capped if name != measure), measure):
+            values = getattr(pairs, name)(pair, level.a[state], a2, b2, level.b[state])
+            if name in capped:
+                within: Bools = values <= caps[name] * SLACK
+                values = values[within]
+                state, a2, b2 = _where(within, state, a2, b2)
         before = level.value[state]
         total = before + values if measure == "bytes" else np.maximum(before, values)
         found.append(_best(a2, b2, total, state))
@@ -164,12 +170,18 @@ def _where(keep: Bools, *columns: Ints) -> tuple[Ints, ...]:
 
 
 def _best(a: Ints, b: Ints, value: Floats, parent: Ints) -> tuple[Ints, Ints, Floats, Ints]:
-    """Each state once, with its smallest value."""
-    order = np.lexsort((value, b, a))
-    a, b, value, parent = a[order], b[order], value[order], parent[order]
-    first: Bools = np.ones(len(a), dtype=np.bool_)
-    first[1:] = (a[1:] != a[:-1]) | (b[1:] != b[:-1])
-    return a[first], b[first], value[first], parent[first]
+    """Each state once, with its smallest value; the first of those with equal ones."""
+    if not len(a):
+        return a, b, value, parent
+    width = int(b.max()) + 1
+    state = a * width + b
+    least = np.full(int(state.max()) + 1, np.inf)
+    np.minimum.at(least, state, value)
+    smallest = np.flatnonzero(value == least[state])
+    first = np.full(len(least), -1)
+    first[state[smallest[::-1]]] = smallest[::-1]
+    chosen: Ints = first[first >= 0]
+    return a[chosen], b[chosen], value[chosen], parent[chosen]
 
 
 def _portions(

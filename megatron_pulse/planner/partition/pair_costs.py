@@ -122,24 +122,28 @@ class _SkipSums:
             edges[skip.source, skip.destination] += weight
         self._any = bool(costs.skips)
         self._ends = running_sum(ends.tolist())
-        self._edges = np.zeros((num + 1, num + 1))
-        self._edges[1:, 1:] = edges.cumsum(0).cumsum(1)
+        table = np.zeros((num + 1, num + 1))
+        table[1:, 1:] = edges.cumsum(0).cumsum(1)
+        self._edges, self._width = table.ravel(), num + 1
+        begin, end = np.indices(table.shape)
+        self._inside = self._between(begin, end, begin, end).ravel()
 
     def single_ends(self, a: Ints, a2: Ints, b2: Ints, b: Ints) -> Floats:
         """The weight of skips with exactly one end in [a, a2) and [b2, b) together."""
         if not self._any:
             return np.zeros(len(a))
-        inside = (
-            self._between(a, a2, a, a2) + self._between(b2, b, b2, b) + self._between(a, a2, b2, b)
-        )
+        within, width = self._inside, self._width
+        inside = within[a * width + a2] + within[b2 * width + b] + self._between(a, a2, b2, b)
         ends = self._ends[a2] - self._ends[a] + self._ends[b] - self._ends[b2]
         result: Floats = ends - 2 * inside
         return result
 
     def _between(self, from_: Ints, from_end: Ints, to: Ints, to_end: Ints) -> Floats:
-        table = self._edges
+        """Of skips from layers ``from_`` on before ``from_end`` to layers ``to`` on before
+        ``to_end``."""
+        table, above, below = self._edges, from_ * self._width, from_end * self._width
         result: Floats = (
-            table[from_end, to_end] - table[from_, to_end] - table[from_end, to] + table[from_, to]
+            table[below + to_end] - table[above + to_end] - table[below + to] + table[above + to]
         )
         return result
 

@@ -81,6 +81,7 @@ class Costs:
         self.global_batch_size = global_batch_size
         self.sequence_parallel = sequence_parallel
         self.num_heads = num_heads
+        self._times_at = lru_cache(maxsize=None)(profile.times_at)
         self._costs_of = lru_cache(maxsize=512)(self._make_costs)
         self._ranks_of = lru_cache(maxsize=None)(partial(Ranks, cluster))
         self._totals_of = lru_cache(maxsize=512)(self._make_totals)

@@ -204,11 +204,11 @@ class Estimator(ChainOnCluster):
         """
         key = (
             config.pipeline,
-            config.data,
             config.tensor,
             config.micro_batch_size,
-            config.layout,
-            config.recompute,
+            config.layout.kind.name,
+            config.layout.num_chunks,
+            config.recompute is Recompute.ALWAYS,
             config.pipeline_inside,
             config.split,
         )

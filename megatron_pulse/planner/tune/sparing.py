@@ -175,7 +175,7 @@ class Sparing(Cut):
         """What each of ``layers`` takes and spares ``times`` in flight, where it spares any."""
         kept = self.costs(config, frozenset())
         again = self.costs(config, self.profile.recomputed(True))
-        held = self.profile.times_at(config.micro_batch_size)
+        held = self._times_at(config.micro_batch_size)
         for i in layers:
             fewer = kept.saved_bytes[i] - again.saved_bytes[i]
             if fewer > 0 and i not in self.profile.embedders:

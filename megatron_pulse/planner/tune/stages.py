@@ -135,7 +135,7 @@ class Cut(Costs):
         """The config's stages by these cuts, whether or not they fit, where the activations of
         ``recompute`` are computed again."""
         costs, placement = self.costs(config, recompute), partition.placement
-        times = self.profile.times_at(config.micro_batch_size)
+        times = self._times_at(config.micro_batch_size)
         samples = self.global_batch_size // config.data
         sent, copied = conditioning(self.profile, partition, costs, samples)
         costs = with_copies(costs, partition, copied, times, recompute)

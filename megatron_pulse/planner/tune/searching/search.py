@@ -46,6 +46,7 @@ from megatron_pulse.planner.tune.searching.candidates import (
 )
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, simplicity
 from megatron_pulse.planner.tune.stages import Stages
+from megatron_pulse.processes import without_collecting
 
 HOPE = 0.5
 """Part of the gap of a quick schedule that a search for a better one may close."""
@@ -85,8 +86,9 @@ def search(
     get_ready()
     ready_s = time.monotonic() - began
     budget = budget or Budget(float("inf"))
-    budget.begin()
-    found = _ConfigSearch(evaluator, keep, budget, progress, finish_s).run(candidates)
+    with without_collecting():
+        budget.begin()
+        found = _ConfigSearch(evaluator, keep, budget, progress, finish_s).run(candidates)
     found.ready_s = ready_s
     return found
 
