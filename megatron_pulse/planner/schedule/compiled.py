@@ -33,8 +33,8 @@ def _compiled(function: Callable[..., Any], **options: bool) -> Any:
         made = njit(error_model="numpy", cache=True, **options)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
         return njit(error_model="numpy", **options)(function)
-    # numba asks whether a function's own file has changed. What it calls is in others, and so are the
-    # classes of what it is given: without them not even the index of what is kept can be read.
+    # numba asks whether a function's own file has changed. What it calls is in others, and so are
+    # the classes of what it is given, without which not even the index can be read.
     made._cache._cache_file._version += f" {_sources()}"
     return made
 

@@ -192,13 +192,14 @@ class _Run:
         op = order[self.position[device]]
         if self.awaited[op]:
             return
-        slices = list(self.schedule.slices_before(op))
-        if any(source not in self.end for source, _ in slices):
-            return
-        ready = max((self.end[source] + lag for source, lag in slices), default=now)
-        if ready > now:
-            self._push(ready, device)
-            return
+        if op.kind is Kind.FILLER:
+            slices = list(self.schedule.slices_before(op))
+            if any(source not in self.end for source, _ in slices):
+                return
+            ready = max((self.end[source] + lag for source, lag in slices), default=now)
+            if ready > now:
+                self._push(ready, device)
+                return
         needed = dependency(op, self.schedule.placement)
         if needed is not None and self.home[needed.stage] == device and needed not in self.end:
             return

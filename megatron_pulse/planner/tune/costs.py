@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from operator import add
 
 from megatron_pulse.backbone.costs import ChainCosts
@@ -84,6 +83,7 @@ class Costs:
         self._times_at = lru_cache(maxsize=None)(profile.times_at)
         self._costs_of = lru_cache(maxsize=512)(self._make_costs)
         self._ranks_of = lru_cache(maxsize=None)(partial(Ranks, cluster))
+        self._sums_of = lru_cache(maxsize=None)(self._make_sums)
         self._totals_of = lru_cache(maxsize=512)(self._make_totals)
         self._indivisible = lru_cache(maxsize=None)(self._find_indivisible)
 
@@ -164,7 +164,11 @@ class Costs:
         layers = self.profile.layers
         parts = [tensor if layer.sharded_parameters else 1 for layer in layers]
         edges = parts if self.sequence_parallel else [1] * len(layers)
-        forward_s, backward_s = self._sums_s(micro_batch_size, recompute, range(tensor))
+        forward_s, backward_s = self._sums_of(micro_batch_size, tensor)
+        backward_s = tuple(
+            backward + forward if i in recompute else backward
+            for i, (forward, backward) in enumerate(zip(forward_s, backward_s, strict=True))
+        )
 
         # Sequence parallelism divides norms and residuals too.
         shares = [
@@ -209,21 +213,20 @@ class Costs:
             ),
         )
 
-    def _sums_s(
-        self, micro_batch_size: int, recompute: frozenset[int], ranks: Sequence[int]
-    ) -> tuple[list[float], list[float]]:
-        """Seconds in which each layer's forward and backward sum over tensor-parallel ranks."""
+    def _make_sums(
+        self, micro_batch_size: int, tensor: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Seconds in which each layer's forward and backward sum over tensor-parallel ranks, where
+        nothing is computed again."""
 
-        def seconds(calls: Iterable[CollectiveCall]) -> float:
-            return sum(collective_s(self.cluster, call, ranks) for call in calls)
+        @cache
+        def seconds(calls: tuple[CollectiveCall, ...]) -> float:
+            return sum(collective_s(self.cluster, call, range(tensor)) for call in calls)
 
         given = micro_batch_size, self.sequence_parallel
         sums = [layer.shard_sums for layer in self.profile.layers]
-        forward = [seconds(forward_sums(x, *given)) for x in sums]
-        backward = [seconds(backward_sums(x, *given)) for x in sums]
-        for i in recompute:
-            backward[i] += forward[i]
-        return forward, backward
+        forward = tuple(seconds(tuple(forward_sums(x, *given))) for x in sums)
+        return forward, tuple(seconds(tuple(backward_sums(x, *given))) for x in sums)
 
     def _make_totals(
         self, micro_batch_size: int, recompute: Recompute, tensor: int, split: bool

@@ -42,20 +42,18 @@ class ChainOnCluster(Sparing):
         return lru_cache(maxsize=4096)(self._make_stages)
 
     @cached_property
+    def _cut_of(self) -> Callable[[Config, Partition], Stages]:
+        return lru_cache(maxsize=4096)(self._make_cut)
+
+    @cached_property
     def _partition_of(
         self,
     ) -> Callable[[CostsKey, Placement, Goal], Partition | PartitionError]:
         return lru_cache(maxsize=1024)(self._find_partition)
 
     def stages(self, config: Config) -> Stages:
-        """The config's own: of its best cuts. Raises UnfitError.
-
-        Split backwards do not bear on it, nor does ample room where nothing is computed again.
-        """
-        key = replace(config, split=False)
-        if config.recompute is not Recompute.NEEDED:
-            key = replace(key, ample=False)
-        found = self._stages_of(key)
+        """The config's own: of its best cuts. Raises UnfitError."""
+        found = self._stages_of(_what_bears(config))
         if isinstance(found, UnfitError):
             raise UnfitError(found.reason, found.detail)
         return found
@@ -69,9 +67,7 @@ class ChainOnCluster(Sparing):
     def cut(self, config: Config, partition: Partition) -> Stages:
         """The config's stages by these cuts, whether or not they fit; of as few layers as are
         needed activations are computed again, where it says so."""
-        needed = config.recompute is Recompute.NEEDED
-        chosen = self.needed(config, partition) if needed else self.recomputed(config)
-        return self.cut_with(config, partition, chosen)
+        return self._cut_of(_what_bears(config), partition)
 
     def cheap_cuts(self, config: Config) -> Partition:
         """Cuts of about the least load, whatever memory and all else; raises UnfitError for none.
@@ -111,6 +107,11 @@ class ChainOnCluster(Sparing):
             if isinstance(with_room, Partition) and with_room not in found:
                 found.append(with_room)
                 yield with_room
+
+    def _make_cut(self, config: Config, partition: Partition) -> Stages:
+        needed = config.recompute is Recompute.NEEDED
+        chosen = self.needed(config, partition) if needed else self.recomputed(config)
+        return self.cut_with(config, partition, chosen)
 
     def _best_cuts(self, config: Config, placement: Placement, goal: Goal) -> Partition:
         found = self._partition_of(self._costs_key(config), placement, goal)
@@ -215,6 +216,13 @@ class ChainOnCluster(Sparing):
             return find_partition(self._costs_of(*costs_key), placement, goal, explain=False)
         except PartitionError as error:
             return error
+
+
+def _what_bears(config: Config) -> Config:
+    """What bears on a config's stages: not split backwards, nor ample room where nothing is
+    computed again."""
+    key = replace(config, split=False)
+    return key if config.recompute is Recompute.NEEDED else replace(key, ample=False)
 
 
 def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

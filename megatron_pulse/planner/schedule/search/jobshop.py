@@ -6,7 +6,7 @@ problem in order; operation ``class * M + m`` is it on microbatch m.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -167,6 +167,24 @@ def job_shop(problem: ScheduleProblem, ticks: int = TICKS) -> JobShop:
         tuple(delta),
         cap,
     )
+
+
+def exact_time(problem: ScheduleProblem, shop: JobShop) -> Callable[[Sequence[int]], float]:
+    """How long ``problem`` takes, in its own unit and as ``simulate.run`` says, in the orders of
+    such starts of the operations of its ``shop``."""
+    count, num = shop.num_microbatches, shop.placement.num_stages
+    duration = [problem.duration(kind, s) for kind in shop.kinds for s in range(num)]
+    each = [seconds for seconds in duration for _ in range(count)]
+    before = []
+    for i, edges in enumerate(shop.before):
+        stage = i // count % num
+        before.append([(j, problem.lag(j // count % num, stage)) for j, _ in edges])
+
+    def seconds(start: Sequence[int]) -> float:
+        _, end, _ = play(shop.lines(start), before.__getitem__, each.__getitem__)
+        return max(end.values())
+
+    return seconds
 
 
 def _source(

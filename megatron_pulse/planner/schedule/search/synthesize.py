@@ -28,7 +28,6 @@ from itertools import chain, islice
 from megatron_pulse.planner.layout.placement import Placement, fold
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK
-from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import cap_faults, validate
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.compiled import compiling
@@ -38,7 +37,7 @@ from megatron_pulse.planner.schedule.recompute import with_recomputation
 from megatron_pulse.planner.schedule.search.anneal import anneal
 from megatron_pulse.planner.schedule.search.extend import extended
 from megatron_pulse.planner.schedule.search.improve import improve
-from megatron_pulse.planner.schedule.search.jobshop import job_shop
+from megatron_pulse.planner.schedule.search.jobshop import exact_time, job_shop
 from megatron_pulse.planner.schedule.search.listing import list_schedule
 from megatron_pulse.planner.schedule.search.starts import (
     from_template,
@@ -176,7 +175,7 @@ def classics(problem: ScheduleProblem) -> list[Schedule]:
     return found
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def _classic(name: str, placement: Placement, num_microbatches: int) -> Schedule | None:
     """A classic schedule, proven but for what devices hold; None if it is not for the placement."""
     try:
@@ -253,14 +252,16 @@ class _ScheduleSearch:
     ) -> None:
         self.problem, self.shop = problem, job_shop(problem)
         self.bound = lower_bound(problem, bound_work, until)
-        self.fitting = classics(problem)
-        first = [self.shop.schedule("wave", next(starts(self.shop))), *self.fitting]
-        ticks = [self.shop.makespan(self.shop.earliest(schedule)) for schedule in first]
-        near = [s for s, took in zip(first, ticks, strict=True) if took <= ROUNDED * min(ticks)]
-        reached = [run(problem, schedule).makespan for schedule in near]
+        self.seconds = exact_time(problem, self.shop)
+        first = self.shop.lines(next(starts(self.shop)))
+        wave, fitting = self.shop.timed(first), classics(problem)
+        self.fitting = list(map(self.shop.earliest, fitting))
+        begun = [(wave, self.shop.schedule("wave", wave)), *zip(self.fitting, fitting, strict=True)]
+        most = ROUNDED * min(self.shop.makespan(start) for start, _ in begun)
+        near = [each for each in begun if self.shop.makespan(each[0]) <= most]
+        reached = [self.seconds(start) for start, _ in near]
         self.length = min(reached)
-        self.best = near[reached.index(self.length)]
-        self.start = self.shop.earliest(self.best)
+        self.start, self.best = near[reached.index(self.length)]
         self.ticks = self.shop.makespan(self.start)
 
     @property
@@ -271,7 +272,7 @@ class _ScheduleSearch:
     def spend(self, budget: _Budget, templates: Iterable[Template] = ()) -> None:
         """Search until the bound is reached or the budget spent."""
         given = (start for t in templates for start in from_template(self.shop, t))
-        self.try_all(chain(map(self.shop.earliest, self.fitting), given), None)
+        self.try_all(chain(self.fitting, given), None)
         if self.proved or budget.spent:
             return
         sweeps = None
@@ -330,10 +331,8 @@ class _ScheduleSearch:
         if ticks > self.ticks:
             return
         self.start, self.ticks = improved, ticks
-        schedule = self.shop.schedule("wave", improved)
-        reached = run(self.problem, schedule).makespan
-        if reached < self.length:
-            self.best, self.length = schedule, reached
+        if (reached := self.seconds(improved)) < self.length:
+            self.best, self.length = self.shop.schedule("wave", improved), reached
 
     def by_core(self, count: int, budget: _Budget) -> Iterator[list[int]]:
         """The best schedule of ``count`` microbatches, its steady state repeated."""
