@@ -24,9 +24,9 @@ from megatron_pulse.planner.partition.pair_costs import SLACK, Bools, Ints, Pair
 _MOST_AT_ONCE = 4_000_000
 
 _STEPS = tuple(1.02 * 1.1**k for k in range(48))
-"""Times an even spread: up to a hundred. With nothing found a search is soon over, and takes the
-longer the further its bound is above what there is.
-"""
+_FEW_STEPS = (1.02, 1.05, 1.1, 1.2, 1.4, 1.8, 2.6, 4.2, 8.0)
+"""Bounds to try, times an even spread. The further a bound is above what there is, the longer takes
+its search, and one that finds nothing is soon over; not so where memory leaves nothing to find."""
 
 
 def optimal_fold(
@@ -100,7 +100,8 @@ def _widening(pairs: PairCosts, measure: str) -> list[float]:
     }
     if measure not in even or even[measure] == 0:
         return [np.inf]
-    return [even[measure] * step for step in _STEPS] + [np.inf]
+    steps = _STEPS if pairs.memory is None else _FEW_STEPS
+    return [even[measure] * step for step in steps] + [np.inf]
 
 
 @dataclass
