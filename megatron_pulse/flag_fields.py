@@ -40,7 +40,8 @@ class Range:
             return []
         shown = f"{value:g}" if isinstance(value, float) else f"{value:,}"
         shown = shown if len(shown) <= 40 else f"{shown[:20]}..."
-        return [f"{flag} is {shown}; it must be {self.must}"]
+        must = f"finite, {self.must}" if value == math.inf else self.must
+        return [f"{flag} is {shown}; it must be {must}"]
 
 
 ABOVE_ZERO = Range(lambda value: value > 0, "above 0")

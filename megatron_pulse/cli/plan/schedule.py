@@ -112,7 +112,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add(
         "--solver",
-        choices=("auto", *Solver),
+        choices=("auto", *map(str, Solver)),
         default="auto",
         help="exact solver after the construction (default auto: what is installed and fits)",
     )

@@ -104,7 +104,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--seconds", type=float, default=28.0, metavar="S", help="to decide (default 28)")
     add(
         "--solver",
-        choices=("auto", *Solver),
+        choices=("auto", *map(str, Solver)),
         default="auto",
         help="for whole schedules (default auto)",
     )
