@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
@@ -10,6 +11,7 @@ from itertools import combinations, pairwise
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
+from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Config, Recompute
@@ -22,6 +24,9 @@ type CostsKey = tuple[int, frozenset[int], int]
 
 SHARES = (1.0, 0.7, 0.4)
 """Of what is in flight at full rate, for which cuts are looked for that leave room."""
+
+LIGHT = (1.1, 1.4)
+"""Times an even share of the parameters that light cuts leave to a device at the most."""
 
 MOVES = 200
 """Moved cuts that are looked at, at the most, where activations are computed again."""
@@ -108,6 +113,19 @@ class ChainOnCluster(Sparing):
                 found.append(with_room)
                 yield with_room
 
+    def light_cuts(self, config: Config) -> Iterator[Partition]:
+        """Cuts that leave no device with many more parameters than the others, in whose sums of
+        gradients a step ends. None of a single replica, and where the config's own are such."""
+        own, goal = self.stages(config), self._goal(config)
+        held = own.per_device(own.trained)
+        for times in LIGHT if config.data > 1 else ():
+            most = times * sum(held) / len(held)
+            if max(held) <= most:
+                return
+            rule = MemoryRule(most, 1.0, (0.0,) * config.placement.num_stages, 0.0)
+            with suppress(PartitionError):
+                yield self._under(rule, self.costs(config), config.placement, goal)
+
     def _make_cut(self, config: Config, partition: Partition) -> Stages:
         needed = config.recompute is Recompute.NEEDED
         chosen = self.needed(config, partition) if needed else self.recomputed(config)
@@ -193,20 +211,25 @@ class ChainOnCluster(Sparing):
         if config.recompute is Recompute.NEEDED:
             levels = self.levels(config)
         rule = self.rule(config, share, max(free.transient_bytes))
-        tight = replace(goal, memory=lambda _: rule)
         low, high = 0, len(levels) - 1
         found: Partition | PartitionError = PartitionError("no cuts leave room for activations")
         while low <= high:
             middle = (low + high) // 2
             costs = self.costs(config, levels[middle])
             try:
-                found = find_partition(costs, placement, tight, explain=False)
+                found = self._under(rule, costs, placement, goal)
                 high = middle - 1
             except PartitionError as error:
                 if not isinstance(found, Partition):
                     found = error
                 low = middle + 1
         return found
+
+    def _under(
+        self, rule: MemoryRule, costs: ChainCosts, placement: Placement, goal: Goal
+    ) -> Partition:
+        """The best cut that keeps the rule; raises PartitionError."""
+        return find_partition(costs, placement, replace(goal, memory=lambda _: rule), explain=False)
 
     def _find_partition(
         self, costs_key: CostsKey, placement: Placement, goal: Goal

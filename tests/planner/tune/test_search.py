@@ -11,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, LOOP, ROW
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.find import Goal
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
+from megatron_pulse.planner.tune.cuts import LIGHT
 from megatron_pulse.planner.tune.estimate import even_cuts
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import nothing_fits
 from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.candidates import neighbours
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
@@ -93,6 +96,53 @@ def test_out_of_time_says_what_is_left() -> None:
     for found in (short, long):
         counted = sum(found.refused.values()) + found.num_left
         assert counted <= found.num_configs
+
+
+def test_cuts_of_the_best_are_tried_with_its_neighbours() -> None:
+    """None of what differs from the best in one thing is sooner with the best's cuts."""
+    for seed in range(3):
+        machine = cluster(4, 2, inter_gbs=1.0)
+        evaluator = Evaluator(profile(random.Random(seed), 14, 6), machine, 32)
+        candidates = list(configs(8, 2, 32, True, Choices(tensor=(1,), pipeline=(2,))))
+        best = search(evaluator, candidates, budget=Budget(1.5, Clock())).outcomes[0]
+        cuts, tried = best.stages.partition, 0
+        for config in set(neighbours(best.config)) & set(candidates):
+            if config.layout == best.config.layout and config.recompute is best.config.recompute:
+                stages = evaluator.cut(config, cuts)
+                if evaluator.fits(stages):
+                    tried += 1
+                    step_s = evaluator.evaluate(config, quick=True, stages=stages).step_s
+                    assert step_s >= best.step_s * (1 - 1e-9)
+        assert tried
+
+
+def test_light_cuts_are_the_best_that_divide_parameters_evenly() -> None:
+    """Of all cuts of two stages that leave no device with more."""
+    choices = Choices(pipeline=(2,), tensor=(1,), micro_batch_size=(1,), ample=(False,))
+    found = 0
+    for seed in range(8):
+        chain = profile(random.Random(seed), 12, 4)
+        layers = [
+            replace(layer, parameters=layer.parameters * (4 if i < 4 else 1))
+            for i, layer in enumerate(chain.layers)
+        ]
+        evaluator = Evaluator(replace(chain, layers=tuple(layers)), cluster(2, 2), 16)
+        config = next(c for c in configs(4, 2, 16, True, choices) if c.layout == ROW)
+        costs = evaluator.costs(config)
+        own = evaluator.stages(config).partition
+        every = {}
+        for cuts in [Partition(config.placement, (0, i, 12)) for i in range(1, 12)]:
+            share = max(cuts.per_stage(costs.parameters)) / sum(costs.parameters)
+            load_s = max(evaluator._goal(config).evaluate(costs, cuts).load_s)
+            every[cuts] = 2 * share, load_s
+        for light in evaluator.light_cuts(config):
+            heaviest, load_s = every[light]
+            limit = next(times for times in LIGHT if heaviest <= times)
+            assert every[own][0] > limit
+            least_s = min(seconds for heavy, seconds in every.values() if heavy <= limit)
+            assert load_s <= least_s * (1 + 1e-9)
+            found += 1
+    assert found > 3
 
 
 def test_finalists_have_whole_schedules() -> None:

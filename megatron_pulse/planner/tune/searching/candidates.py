@@ -45,8 +45,13 @@ class Candidate:
 
     @property
     def kind(self) -> Kind:
-        """What configs have in common that are cut alike."""
-        return self.config.pipeline, self.config.layout
+        """That of its config."""
+        return kind_of(self.config)
+
+
+def kind_of(config: Config) -> Kind:
+    """What configs have in common that are cut alike."""
+    return config.pipeline, config.layout
 
 
 class KnownCuts:
@@ -84,7 +89,7 @@ def by_kind(configs: Iterable[Config]) -> list[list[Config]]:
     """Configs of each degree and layout, the fewest stages first."""
     kinds: dict[Kind, list[Config]] = {}
     for config in configs:
-        kinds.setdefault((config.pipeline, config.layout), []).append(config)
+        kinds.setdefault(kind_of(config), []).append(config)
     return sorted(kinds.values(), key=lambda alike: num_stages(alike[0]))
 
 

@@ -15,7 +15,7 @@ First the best config of every degree and layout becomes quick, unless its estim
 from the best, the fewest stages first; how far that is from its estimate of even work corrects the
 others', for each tensor degree. From then on whatever has the least time so far takes its next
 step, in the end by turns with what differs from the best in one thing, which is simulated with cuts
-of its own.
+of its own and with the best's.
 What is bound to take longer than all that are kept is dropped; what is far from the best by its
 estimate is cut for such a bound before it is simulated.
 """
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.search.synthesize import get_ready
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
@@ -41,6 +42,7 @@ from megatron_pulse.planner.tune.searching.candidates import (
     by_kind,
     by_ranks,
     has_several,
+    kind_of,
     neighbours,
     num_stages,
 )
@@ -115,6 +117,8 @@ class _ConfigSearch:
         self.is_near = False
         """Most of the time is up, and what takes its step differs from the best in one thing."""
         self.aside: list[Candidate] = []
+        self.bounds: dict[Config, float] = {}
+        self.lent: set[tuple[Config, Partition]] = set()
         self.unseen = 0
 
     @property
@@ -136,9 +140,12 @@ class _ConfigSearch:
         while self.queue and not self.ended:
             if (candidate := self.next_near()) is not None:
                 self.take(candidate)
+            self.lend(self.near())
             candidate = heapq.heappop(self.queue)
             if self.waiting.get(candidate.config) is candidate:
                 self.take(candidate)
+        while not self.ended and self.lend(self.neighbours()):
+            pass
         found = self.found
         self.queue = [*self.waiting.values(), *self.aside]
         left = [c for c in self.queue if c.bound < self.listed.limit]
@@ -164,15 +171,38 @@ class _ConfigSearch:
 
     def near(self) -> list[Config]:
         """The best's neighbours, when most of the time is up."""
-        if not self.listed.best or self.budget.spent < ALONE * self.budget.seconds:
-            return []
-        return list(neighbours(self.listed.best[0].config))
+        return [] if self.budget.spent < ALONE * self.budget.seconds else self.neighbours()
+
+    def neighbours(self) -> list[Config]:
+        """What differs from the best in one thing."""
+        return list(neighbours(self.listed.best[0].config)) if self.listed.best else []
 
     def next_near(self) -> Candidate | None:
         """The most promising of the best's neighbours that was not simulated."""
         known = (self.waiting.get(config) for config in self.near())
         todo = [one for one in known if one is not None and one.step < Reached.QUICK]
         return min(todo, default=None)
+
+    def lend(self, configs: Iterable[Config]) -> bool:
+        """Simulate one of the best's neighbours with the best's cuts, which need not be its own;
+        whether there was one."""
+        for config in configs:
+            best, bound = self.listed.best[0], self.bounds.get(config, float("inf"))
+            cuts = best.stages.partition
+            if (config, cuts) in self.lent or bound >= self.listed.limit:
+                continue
+            self.lent.add((config, cuts))
+            stricter = config.layout.collocates and not best.config.layout.collocates
+            if config.placement != cuts.placement or stricter:
+                continue
+            with suppress(UnfitError, _TooLongError):
+                stages = self.evaluator.cut(config, cuts)
+                idle = config.recompute is Recompute.NEEDED and not stages.recompute
+                if self.evaluator.fits(stages) and not idle:
+                    self.evaluate(config, "quick", stages)
+                    self.tell()
+                    return True
+        return False
 
     def estimated(self, configs: Iterable[Config]) -> list[Candidate]:
         """All that are not refused at once, or those that there is time for."""
@@ -189,6 +219,7 @@ class _ConfigSearch:
                 continue
             bound = evaluator.quick_bound(config)
             estimate = max(bound, evaluator.estimate(config))
+            self.bounds[config] = bound
             candidates.append(Candidate(estimate, simplicity(config), config, bound))
         return candidates
 
@@ -240,10 +271,14 @@ class _ConfigSearch:
             self.refuse(candidate.config, error.reason, error.detail)
         except _TooLongError:
             self.aside.append(candidate)
+        self.tell()
+        return following
+
+    def tell(self) -> None:
+        """What there is by now."""
         self.found.outcomes = self.listed.best
         self.found.seconds = self.budget.spent
         self.progress(self.found)
-        return following
 
     @contextmanager
     def within(self, work: str, size: float) -> Iterator[None]:
@@ -311,12 +346,12 @@ class _ConfigSearch:
         has several stages, or pairs of them."""
         config = candidate.config
         first = not self.known.were_tried(candidate.kind)
-        outcome = self.evaluate(candidate, "quick", candidate.stages)
+        outcome = self.evaluate(config, "quick", candidate.stages)
         if first and has_several(config):
             with suppress(UnfitError, _TooLongError):
                 level = self.evaluator.cut(config, self.found_by(self.evaluator.level_cuts, config))
                 self.known.learn(candidate.kind, level.partition)
-                beside = self.evaluate(candidate, "quick", level)
+                beside = self.evaluate(config, "quick", level)
                 outcome = min(outcome, beside, key=lambda o: o.step_s)
         self.found.num_simulated += 1
         certificate = outcome.synthesis.certificate
@@ -351,30 +386,38 @@ class _ConfigSearch:
                 choices.append(evaluator.cut(config, self.found_by(cut, config)))
         with suppress(UnfitError, _TooLongError):
             choices += self.found_by(self.roomy, config)
+        with suppress(UnfitError, _TooLongError):
+            choices += self.found_by(self.light, config)
         todo = [] if candidate.final else [(candidate.reached_s, candidate.stages)]
         seen = [candidate.stages.partition]
         for stages in choices[1:]:
             if stages.partition not in seen and evaluator.fits(stages):
                 seen.append(stages.partition)
-                outcome = self.evaluate(candidate, "quick", stages)
+                outcome = self.evaluate(config, "quick", stages)
                 if not self.is_final(outcome):
                     todo.append((outcome.step_s, stages))
         todo.sort(key=lambda each: each[0])
+        if todo:
+            self.known.learn(candidate.kind, todo[0][1].partition)
         for rank, (_, stages) in enumerate(todo):
             if rank < SEARCHED or stages.partition == own:
-                self.evaluate(candidate, "searched", stages)
+                self.evaluate(config, "searched", stages)
 
     def roomy(self, config: Config) -> list[Stages]:
         """The config's stages by cuts that leave more room."""
         return [self.evaluator.cut(config, cuts) for cuts in self.evaluator.roomy_cuts(config)]
 
-    def evaluate(self, candidate: Candidate, how: str, stages: Stages | None) -> Outcome:
+    def light(self, config: Config) -> list[Stages]:
+        """The config's stages by cuts that divide parameters more evenly."""
+        return [self.evaluator.cut(config, cuts) for cuts in self.evaluator.light_cuts(config)]
+
+    def evaluate(self, config: Config, how: str, stages: Stages | None) -> Outcome:
         """The simulation, listed."""
-        config, found = candidate.config, self.found
+        found = self.found
         with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
         expected = self.evaluator.cut_estimate(config, outcome.stages)
-        self.known.took(candidate.kind, outcome.stages.partition, outcome.step_s / expected)
+        self.known.took(kind_of(config), outcome.stages.partition, outcome.step_s / expected)
         self.listed.add(outcome)
         for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
             if rival not in found.rivals or outcome.step_s < found.rivals[rival].step_s:
