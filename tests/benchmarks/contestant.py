@@ -12,7 +12,7 @@ from megatron_pulse.planner.fill.components import Component
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from tests.benchmarks.sharding import Sharding
+from megatron_pulse.planner.tune.sharded.sharding import Sharding
 
 TIMEOUT_S = 120.0
 """For any one wait of a rank."""

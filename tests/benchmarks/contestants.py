@@ -28,11 +28,11 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.step.replay import edges_of, replay
 from megatron_pulse.planner.tune.evaluate import Outcome
+from megatron_pulse.planner.tune.sharded.sharding import peak_bytes
 from tests.benchmarks.contestant import Contestant, Engine
 from tests.benchmarks.emulation import Emulation, element_count
 from tests.benchmarks.predict import CLASSIC, predict
 from tests.benchmarks.sharded_best import replicated
-from tests.benchmarks.sharding import peak_bytes
 
 SYNTHESIS_EFFORT = 6
 """As the tuner searches, so that a schedule is the same every time."""

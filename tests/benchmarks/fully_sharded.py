@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_pulse.planner.tune.sharded.sharding import Gathering, Sharding, asked_soon
 from tests.benchmarks.cell import compute_s
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Engine
 from tests.benchmarks.data_parallel import SleepingLayer
 from tests.benchmarks.emulation import emulate
 from tests.benchmarks.network import Node, namespaces, sent_bytes, unavailable
 from tests.benchmarks.sharded import sharded
-from tests.benchmarks.sharded_best import DataParallel
-from tests.benchmarks.sharding import Gathering, Sharding, asked_soon
+from tests.benchmarks.sharded_best import DataParallel, elements
 from tests.ranks import run_ranks
 
 
@@ -53,9 +53,9 @@ def fully_sharded(way: Sharding, called: Called | None = None) -> Callable[[], N
 
     shape = (way.num_devices,) if way.replicas == 1 else (way.replicas, way.group)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "shard")[-len(shape) :])
-    layers = [SleepingLayer(u.forward_s, u.backward_s, u.elements) for u in way.units]
+    layers = [SleepingLayer(u.forward_s, u.backward_s, elements(u)) for u in way.units]
     each_pass, whole_step = (way.gathering is g for g in (Gathering.PASS, Gathering.STEP))
-    near_begin = [asked_soon(at, way) for at in range(len(layers))]
+    near_begin = [asked_soon(at, way.prefetch) for at in range(len(layers))]
     units: list[Any] = [
         fully_shard(layer, mesh=mesh, reshard_after_forward=each_pass and not near_end)
         for layer, near_end in zip(layers, near_begin[::-1], strict=True)

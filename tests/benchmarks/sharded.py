@@ -20,8 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_pulse.planner.tune.sharded.sharding import (
+    REDUCING,
+    Sharding,
+    passes,
+    peak_bytes,
+    step_bytes,
+)
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Runner
-from tests.benchmarks.sharding import REDUCING, Sharding, operations, peak_bytes, step_bytes
+from tests.benchmarks.sharded_best import elements
 from tests.runtime.emulated import sleep_until
 
 
@@ -43,7 +50,7 @@ class _Device:
     """This rank's shards and what is on its way."""
 
     def __init__(self, way: Sharding) -> None:
-        self.way, self.program = way, list(operations(way))
+        self.way, self.program = way, passes(way)
         world = dist.get_world_size()
         if world != way.num_devices:
             raise ValueError(f"a way for {way.num_devices} devices on {world} ranks")
@@ -52,7 +59,7 @@ class _Device:
         self.gathers, self.reduces = _join(groups), _join(groups)
         across = [list(range(i, world, way.group)) for i in range(way.group)]
         self.sums = _join(across) if way.replicas > 1 else None
-        self.shards = [torch.zeros(unit.elements // way.group) for unit in way.units]
+        self.shards = [torch.zeros(elements(unit) // way.group) for unit in way.units]
         self.reduced = [torch.zeros_like(shard) for shard in self.shards]
         # A thread is what a stream is on a GPU: one collective after the other.
         self.reduce_stream, self.sum_stream = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -71,9 +78,9 @@ class _Device:
                 if ahead.gathers:
                     self._gather(ahead.unit)
             asked = at + 1 + self.way.prefetch
-            clock = self._ready(op.unit, clock) + op.seconds
+            clock = self._ready(op.unit, clock) + op.seconds(self.way)
             if not op.forward:
-                made = torch.zeros(self.way.units[op.unit].elements)
+                made = torch.zeros(elements(self.way.units[op.unit]))
                 if op.unit in self.gradients:
                     self.gradients[op.unit].add_(made)
                 else:
@@ -90,7 +97,7 @@ class _Device:
             futures.clear()
 
     def _gather(self, unit: int) -> None:
-        whole = torch.empty(self.way.units[unit].elements)
+        whole = torch.empty(elements(self.way.units[unit]))
         work = dist.all_gather_into_tensor(
             whole, self.shards[unit], group=self.gathers, async_op=True
         )

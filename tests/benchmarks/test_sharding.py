@@ -9,26 +9,27 @@ import pytest
 import torch.distributed as dist
 
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.tune.sharded.sharding import (
+    REDUCING,
+    Gathering,
+    ShardedUnit,
+    Sharding,
+    grouped,
+    over,
+    passes,
+    peak_bytes,
+    state_bytes,
+    step_bytes,
+    step_s,
+)
+from megatron_pulse.planner.tune.sharded.ways import recomputed
 from tests.benchmarks.capped import capped
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Engine
 from tests.benchmarks.contestants import needed_bytes
 from tests.benchmarks.emulation import Emulation, emulate
 from tests.benchmarks.fully_sharded import Called, called_by_torch
 from tests.benchmarks.network import unavailable
-from tests.benchmarks.sharded_best import DataParallel, recomputed
-from tests.benchmarks.sharding import (
-    ELEMENT_BYTES,
-    REDUCING,
-    Gathering,
-    Sharding,
-    Unit,
-    grouped,
-    operations,
-    peak_bytes,
-    state_bytes,
-    step_bytes,
-    step_s,
-)
+from tests.benchmarks.sharded_best import FP32_BYTES, DataParallel, elements
 from tests.ranks import run_ranks
 
 UNITS, NUM, SIZE = 6, 4, 2.0
@@ -44,7 +45,8 @@ def a_way(
 ) -> Sharding:
     """Units of 4, 8, 12 ... elements for each device, and parameters of ``SIZE`` bytes."""
     units = tuple(
-        Unit(seconds, 2 * seconds, 4 * NUM * (u + 1), SIZE, saved_bytes=0.0) for u in range(UNITS)
+        ShardedUnit(seconds, 2 * seconds, FP32_BYTES * 4 * NUM * (u + 1), SIZE, 8 * SIZE)
+        for u in range(UNITS)
     )
     return Sharding(units, NUM, count, group, gathering, once, prefetch)
 
@@ -54,8 +56,8 @@ def a_way(
 @pytest.mark.parametrize("gathering", list(Gathering))
 def test_bytes_of_a_step_are_the_formula_s(gathering: Gathering, once: bool, group: int) -> None:
     way = a_way(gathering, once, group=group)
-    whole = ELEMENT_BYTES * sum(u.elements for u in way.units)
-    first, last = (ELEMENT_BYTES * way.units[at].elements for at in (0, -1))
+    whole = sum(u.moved_bytes for u in way.units)
+    first, last = (way.units[at].moved_bytes for at in (0, -1))
     again = (way.count - 1) * first  # kept for the next microbatch's forward
     gathered = {
         Gathering.PASS: way.count * (2 * whole - last) - again,
@@ -89,7 +91,7 @@ def called_in_all_modes() -> list[Called]:
 
 def test_torch_gathers_and_reduces_the_same_units_in_the_same_order() -> None:
     for way, called in zip(MODES, run_ranks(NUM, called_in_all_modes)[0], strict=True):
-        program, sizes = list(operations(way)), [u.elements for u in way.units]
+        program, sizes = passes(way), [elements(u) for u in way.units]
         assert called.gathered == [sizes[op.unit] for op in program if op.gathers]
         assert called.reduced == [sizes[op.unit] for op in program if op.reduces]
         summed = [sizes[op.unit] // way.group for op in program if op.last]
@@ -126,9 +128,9 @@ def test_a_step_takes_its_computing_or_its_bytes() -> None:
     for gathering in Gathering:
         for count in (1, 2, 7):
             way = a_way(gathering, count=count)
-            assert step_s(way, Link()) == pytest.approx(3 * UNITS * count)
+            assert step_s(way, over(Link(), way)) == pytest.approx(3 * UNITS * count)
             slow = Link(0.0, 1e-3)
-            assert step_s(way, slow) == pytest.approx(step_bytes(way) / 1e-3, rel=0.01)
+            assert step_s(way, over(slow, way)) == pytest.approx(step_bytes(way) / 1e-3, rel=0.01)
 
 
 def test_units_are_neighbours_of_about_as_many_parameters() -> None:
@@ -173,6 +175,59 @@ def test_under_a_cap_more_is_recomputed_and_everything_fits(emulation: Emulation
     assert all(c.num_microbatches * c.micro_batch_size == samples for c in tight + plain)
 
 
+@pytest.mark.parametrize(
+    ("usable", "expected"),
+    [
+        (
+            1e18,
+            [
+                ("Megatron DDP", "b=32", 0.2060056, 2240742800),
+                (
+                    "FSDP2, gathered each microbatch",
+                    "b=32, gathered each microbatch, reduced once a step, 10 units",
+                    0.226949550259376,
+                    2151216528,
+                ),
+                (
+                    "HSDP",
+                    "b=32, gathered each microbatch, reduced once a step, 10 units",
+                    0.23144955025937594,
+                    2330306592,
+                ),
+            ],
+        ),
+        (
+            1.2e9,
+            [
+                ("Megatron DDP", "b=32, 21 of 28 layers recomputed", 0.2060056, 1128231712),
+                (
+                    "FSDP2, gathered each microbatch",
+                    "b=32, 20 of 28 layers recomputed, gathered each microbatch, "
+                    "reduced once a step, 10 units",
+                    0.2283762100359676,
+                    1101294600,
+                ),
+                (
+                    "HSDP",
+                    "b=32, 22 of 28 layers recomputed, gathered each microbatch, "
+                    "reduced once a step, 10 units",
+                    0.23287621003596753,
+                    1128077976,
+                ),
+            ],
+        ),
+    ],
+)
+def test_predictions_stay_what_they_were(
+    emulation: Emulation, usable: float, expected: list[tuple[str, str, float, float]]
+) -> None:
+    samples = 8 * emulation.micro_batch_size
+    entered, _ = DataParallel(emulation, emulation.link(1.25e9), NUM, samples, usable).offers()
+    found = [(c.name, c.way, c.predicted_s, needed_bytes(c)) for c in entered]
+    assert [row[:2] for row in found] == [row[:2] for row in expected]
+    assert [row[2:] for row in found] == [pytest.approx(row[2:], rel=1e-9) for row in expected]
+
+
 def test_what_needs_more_than_the_cap_is_refused_with_the_figure(emulation: Emulation) -> None:
     link, samples = emulation.link(10e9), 4 * emulation.micro_batch_size
     none, least = DataParallel(emulation, link, NUM, samples, 1.0).offers()
@@ -198,7 +253,8 @@ def test_ranks_send_what_the_kernel_counts(emulation: Emulation) -> None:
     entered = []
     for way in MODES:
         units = tuple(
-            replace(u, forward_s=1e-3, backward_s=2e-3, elements=40_000) for u in way.units
+            replace(u, forward_s=1e-3, backward_s=2e-3, moved_bytes=FP32_BYTES * 40_000)
+            for u in way.units
         )
         way = replace(way, units=units)
         entered.append(
@@ -206,7 +262,7 @@ def test_ranks_send_what_the_kernel_counts(emulation: Emulation) -> None:
                 f"{way}",
                 Engine.FSDP2,
                 NUM * way.count,
-                layers=tuple((u.forward_s, u.backward_s, u.elements) for u in units),
+                layers=tuple((u.forward_s, u.backward_s, elements(u)) for u in units),
                 expected_bytes=NUM * step_bytes(way),
                 state_bytes=(0.0,) * NUM,
                 sharding=way,

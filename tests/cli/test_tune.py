@@ -50,6 +50,11 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     assert sure["schedule"]["proved"] == (best["gap"] < 1e-9)
     assert sure["among_simulated"]["num_simulated"] == record["num_simulated"]
     assert sure["among_all"]["proved"] or sure["among_all"]["bound_s"] < best["step_s"]
+    other = record["fully_sharded"]
+    assert other["num_microbatches"] * other["micro_batch_size"] * 4 == 16
+    assert f"FSDP2 (torch's fully_shard) is predicted at {other['samples_per_s']:.4g}" in text
+    said = "more" if other["samples_per_s"] > best["samples_per_s"] else "less"
+    assert f" % {said} than this plan" in text and "ideal collectives" in text
     assert "why P=" in text and "the mean device computes" in text
     plan = load_checked(here / "plan.json")
     assert (plan.pipeline, plan.data, plan.tensor) == (

@@ -46,7 +46,8 @@ estimated from the device's peaks, and ratios are better than seconds.
 The search simulates one config of every degree and layout, then the most promising first, until
 nothing that is left can be better, or for --seconds, whole schedules from a solver for the best
 three among them; the profile, and compiling once on a machine, come before that. It says what is
-proved of the best config: of its schedule, and among all configs.
+proved of the best config: of its schedule, and among all configs; and what torch's FSDP2 would come
+to at its best, with ideal collectives, so that you can take that where it is faster.
 
   samples/s    of the whole cluster          b, M    samples of a microbatch, microbatches of a step
   bubble       of the pipeline's time, what the mean device waits

@@ -37,6 +37,7 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
         f"{found.seconds:.1f} s{_ready(found)}; how sure the best is",
         *(f"  {line}" for line in certainty(found)),
+        *_beside(found, explained),
     ]
     rest = []
     for reason, count in found.refused.most_common():
@@ -59,6 +60,19 @@ def _conditioned(evaluator: Evaluator) -> list[str]:
     return [f"self-conditioning: {share:g} % of the steps run all forwards once before"] * (
         share > 0
     )
+
+
+def _beside(found: Tuning, explained: bool) -> list[str]:
+    """What FSDP2 would come to, where it can run."""
+    if (other := found.opponent) is None:
+        return []
+    lines = [f"{other.beside(found.outcomes[0].throughput)} ({other.facts})"]
+    if explained:
+        lines.append(
+            "  the fastest of its ways that fit, with ideal collectives at the cluster's bandwidths "
+            "that slow no computing, in half precision where layers are, and no buffers"
+        )
+    return lines
 
 
 def encoding(encoded: EncodedPlan) -> list[str]:
@@ -84,6 +98,7 @@ def as_json(
         "global_batch_size": evaluator.global_batch_size,
         "self_conditioning": evaluator.self_conditioning,
         "outcomes": [_record(outcome) for outcome in found.outcomes],
+        "fully_sharded": found.opponent and found.opponent.record(),
         "num_configs": found.num_configs,
         "num_simulated": found.num_simulated,
         "certainty": _certainty(found),

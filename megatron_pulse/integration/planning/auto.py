@@ -131,6 +131,8 @@ def _tune(
     save_plan(plan, path)
     rate = plan.predicted["samples_per_s"]
     print(f"plan: {best.config}; {rate:.4g} samples/s expected; in {path}", flush=True)
+    if found.opponent is not None:
+        print(f"{found.opponent.beside(best.throughput)} ({found.opponent.facts})", flush=True)
     return plan
 
 

@@ -10,6 +10,7 @@ stages        what its stages are: cuts, memory, the problem to schedule
 estimate      what a config takes at the least, and about, without a schedule
 evaluate      what a config takes, by simulating the schedule that would run
 searching     best-first branch and bound over all configs, with an answer at any moment
+sharded       what FSDP2 and HSDP would come to at their best, to say so where they win
 explain       why the best is the best, and what to change where nothing fits
 tune          all of these in one call
 plans         what was found as a plan file; a plan file's figures worked out again

@@ -13,6 +13,7 @@ from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
+from megatron_pulse.planner.tune.sharded.opponent import opponent
 
 
 class UntunableError(UserError):
@@ -28,7 +29,7 @@ def tune(
     keep: int = 10,
     progress: Callable[[str, Tuning], None] = lambda what, found: None,
 ) -> Tuning:
-    """The ``keep`` best configs, the best of them with whole schedules, soonest first.
+    """The ``keep`` best configs, the best of them with whole schedules, soonest first, and FSDP2.
 
     ``search_s`` seconds at most go to the search over configs, about ``finish_s`` to schedules of
     all microbatches by ``solver``. ``progress`` is called after every step of the search and once
@@ -55,4 +56,7 @@ def tune(
         raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates, whole))
     progress("whole schedules", found)
     finish(evaluator, found, max(0.0, finish_s - late), solver)
+    if not evaluator.self_conditioning:  # how FSDP2 runs forwards of their own is not predicted
+        of = evaluator.profile, evaluator.cluster, evaluator.global_batch_size
+        found.opponent = opponent(*of, evaluator.adam_s)
     return found

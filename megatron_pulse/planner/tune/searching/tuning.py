@@ -9,6 +9,7 @@ from megatron_pulse.planner.layout.layouts import WHOLE
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit
 from megatron_pulse.planner.tune.evaluate import Outcome
+from megatron_pulse.planner.tune.sharded.opponent import Opponent
 
 EQUAL = 1 + 1e-9
 
@@ -19,8 +20,8 @@ class Tuning:
 
     ``bound_s`` is the least that any config could take that was left. ``examples`` has one refusal
     in full for each reason. ``rivals`` are the best of every degree and layout that was simulated,
-    by "P=4" or "fold exact", and ``degrees`` counts refusals by pipeline degree. ``seconds`` do not
-    have in them the ``ready_s`` of compiling.
+    by "P=4" or "fold exact", and ``degrees`` counts refusals by pipeline degree. ``opponent`` is
+    what FSDP2 would come to. ``seconds`` do not have in them the ``ready_s`` of compiling.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -34,6 +35,7 @@ class Tuning:
     bound_s: float = float("inf")
     seconds: float = 0.0
     ready_s: float = 0.0
+    opponent: Opponent | None = None
 
     @property
     def proved(self) -> bool:

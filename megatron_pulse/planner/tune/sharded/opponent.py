@@ -1,0 +1,155 @@
+"""FSDP2 and HSDP at their best on a cluster: what a plan has to be faster than.
+
+Seconds are those of ideal collectives at the cluster's bandwidths, and of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.tune.config import divisors
+from megatron_pulse.planner.tune.sharded.sharding import (
+    Sharding,
+    Transfers,
+    gradient_bytes,
+    least_s,
+    step_s,
+)
+from megatron_pulse.planner.tune.sharded.ways import FittedWay, Way, Ways
+from megatron_pulse.profile.profile import Profile
+
+ALIKE = 0.005
+"""Share of a step within which two predictions are called alike."""
+
+
+@dataclass(frozen=True)
+class Opponent:
+    """The fastest way to shard that fits, on ``samples`` a step; ``step_s`` has in it the
+    optimizer's seconds."""
+
+    fitted: FittedWay
+    samples: int
+    step_s: float
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of the whole cluster."""
+        return self.samples / self.step_s
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        way = self.fitted.sharding
+        if way.replicas == 1:
+            return "FSDP2 (torch's fully_shard)"
+        return f"HSDP (torch's fully_shard, {way.replicas} groups of {way.group})"
+
+    @property
+    def facts(self) -> str:
+        """How it would run."""
+        size, again, way = self.fitted.way.micro_batch_size, self.fitted.again, self.fitted.sharding
+        told = [f"b = {size}", *[f"{len(again.layers)} layers recomputed"] * bool(again.layers)]
+        return ", ".join([*told, str(way), f"{self.fitted.needs_bytes / 1e9:.3g} GB"])
+
+    def beside(self, throughput: float) -> str:
+        """What it is to a plan of so many samples a second."""
+        gain = self.throughput / throughput - 1
+        if abs(gain) < ALIKE:
+            said = "as much as this plan"
+        elif gain > 0:
+            said = f"{_percent(gain)} more than this plan: use it here"
+        else:
+            said = f"{_percent(-gain)} less than this plan"
+        return f"{self.name} is predicted at {self.throughput:.4g} samples/s, {said}"
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        way, sharding = self.fitted.way, self.fitted.sharding
+        return {
+            "samples_per_s": self.throughput,
+            "step_s": self.step_s,
+            "micro_batch_size": way.micro_batch_size,
+            "num_microbatches": sharding.count,
+            "group": way.group,
+            "units": len(sharding.units),
+            "gathered": str(way.gathering),
+            "reduce_once": way.reduce_once,
+            "prefetch": way.prefetch,
+            "recomputed": len(self.fitted.again.layers),
+            "memory_bytes": self.fitted.needs_bytes,
+        }
+
+
+def opponent(
+    profile: Profile, cluster: Cluster, samples: int, adam_s: float = 0.0
+) -> Opponent | None:
+    """The fastest of all ways, of which Adam takes ``adam_s`` for a parameter; None where there is
+    none: of one device, of a batch that the devices do not divide, or where nothing fits.
+
+    No way that was not played is faster than the one that is returned (``least_s``).
+    """
+    each, left = divmod(samples, cluster.num_devices)
+    if cluster.num_devices == 1 or left:
+        return None
+    sizes = [2**k for k in range(each.bit_length()) if each % 2**k == 0]
+    ways = Ways(profile, cluster.num_devices, samples, cluster.usable_bytes, sizes)
+    trained = sum(layer.trained_parameters for layer in profile.layers)
+
+    @cache
+    def carried(group: int, about: int) -> Transfers:
+        way = Way(group, sizes[0], about, *next(ways.ways(group))[3:])
+        return on_cluster(cluster, ways.bare_sharding(way))
+
+    def least(way: Way) -> float:
+        transfers = carried(way.group, way.about)
+        computed_s = ways.computed_s(way)
+        return (
+            least_s(ways.bare_sharding(way), transfers, computed_s) + adam_s * trained / way.group
+        )
+
+    entered = (way for group in groups(cluster) for way in ways.ways(group))
+    best: Opponent | None = None
+    for bound, way in sorted((least(way), way) for way in entered if not ways.hopeless(way)):
+        if best is not None and bound >= best.step_s:
+            break
+        fitted = ways.fit(way)
+        if fitted.needs_bytes > cluster.usable_bytes:
+            continue
+        seconds = step_s(fitted.sharding, carried(way.group, way.about))
+        seconds += adam_s * trained / way.group
+        if best is None or seconds < best.step_s:
+            best = Opponent(fitted, samples, seconds)
+    return best
+
+
+def groups(cluster: Cluster) -> Iterator[int]:
+    """Devices that can share the parameters: all, or neighbours of one node, or whole nodes."""
+    inside = cluster.devices_per_node
+    for size in divisors(cluster.num_devices):
+        if size > 1 and (inside % size == 0 or size % inside == 0):
+            yield size
+
+
+def on_cluster(cluster: Cluster, way: Sharding) -> Transfers:
+    """Seconds of the way's collectives, all groups at once; neighbours in a group are neighbours in
+    a node."""
+    inside, num = cluster.devices_per_node, cluster.num_devices
+    group, across = range(way.group), range(0, num, way.group)
+    own, sums = max(1, inside // way.group), min(way.group, inside)
+    apart = way.group <= inside < num  # sums cross the network, all else stays in a node
+    gather, reduce, total = [], [], []
+    for unit in way.units:
+        gradients = gradient_bytes(unit)
+        gather.append(cluster.all_gather_s(unit.moved_bytes, group, own) if unit.moved_bytes else 0)
+        reduce.append(cluster.reduce_scatter_s(gradients, group, own) if gradients else 0.0)
+        shard = gradients / way.group * (way.replicas > 1)
+        total.append(cluster.allreduce_s(shard, across, sums) if shard else 0.0)
+    return Transfers(tuple(gather), tuple(reduce), tuple(total), apart)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"

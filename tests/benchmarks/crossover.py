@@ -1,0 +1,134 @@
+"""The bandwidth at which FSDP2 at its best comes to the tuner's pick: below it the pick is ahead.
+
+    python -m tests.benchmarks.crossover --json crossover.json
+
+Predicted, on analytic V100s under one cap on memory; nothing is run. Where FSDP2 would be as fast
+as the pick at one bandwidth, the tuner is asked again, until both agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
+from megatron_pulse.planner.tune.config import Choices
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.sharded.opponent import opponent
+from megatron_pulse.profile.profile import Profile
+from tests.benchmarks.emulation import BACKBONES, more_sizes, real_profile, setup_of
+
+USABLE = 0.9
+
+SLOWEST, FASTEST = 0.1, 1000.0
+"""GB/s between which both are compared."""
+
+NEAR = 1.01
+"""Bandwidths that differ by less are one."""
+
+MOST_SEARCHES = 8
+
+
+@dataclass(frozen=True)
+class Place:
+    """A backbone's profile, devices of so many GB, and the samples of a step."""
+
+    profile: Profile
+    num_devices: int
+    memory_gb: float
+    samples: int
+    search_s: float
+
+    def cluster(self, rate: float) -> Cluster:
+        """Devices each with a link of ``rate`` GB/s of its own."""
+        link = ClusterLink("other", rate, 10.0, Shared.DEVICE)
+        of = self.num_devices, 1, self.memory_gb, "V100-32GB"
+        return Cluster("crossover", *of, link, link, usable_memory=USABLE)
+
+    def picked(self, rate: float) -> tuple[float, str]:
+        """The tuner's samples/s, and its pick."""
+        evaluator = Evaluator(self.profile, self.cluster(rate), self.samples)
+        choices = Choices(tensor=(1,), micro_batch_size=self.profile.micro_batch_sizes)
+        budget = Budget(self.search_s, time.process_time)
+        found = search(evaluator, evaluator.candidates(choices), 1, budget)
+        if not found.outcomes:
+            return 0.0, "nothing fits"
+        return found.outcomes[0].throughput, str(found.outcomes[0].config)
+
+    def sharded(self, rate: float) -> float:
+        """FSDP2's or HSDP's samples/s."""
+        adam_s = Evaluator(self.profile, self.cluster(rate), self.samples).adam_s
+        found = opponent(self.profile, self.cluster(rate), self.samples, adam_s)
+        return 0.0 if found is None else found.throughput
+
+    def meets(self, throughput: float) -> float | None:
+        """GB/s at which FSDP2 comes to ``throughput``; None where no bandwidth is enough."""
+        if self.sharded(FASTEST) < throughput:
+            return None
+        low, high = SLOWEST, FASTEST
+        while high / low > NEAR:
+            middle = (low * high) ** 0.5
+            low, high = (low, middle) if self.sharded(middle) >= throughput else (middle, high)
+        return high
+
+    def crossover(self) -> tuple[float | None, str]:
+        """GB/s, and the pick there."""
+        rate: float | None = SLOWEST
+        for _ in range(MOST_SEARCHES):
+            assert rate is not None
+            throughput, pick = self.picked(rate)
+            met = self.meets(throughput)
+            if met is None or met <= NEAR * rate:
+                return met, pick
+            rate = met
+        return rate, pick
+
+
+def main() -> None:
+    """Predict and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backbones", type=lambda t: t.split(","), default=list(BACKBONES))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--memory-gb", type=float, default=32.0, help="of a device")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="times the usual")
+    parser.add_argument("--rates", type=lambda t: [*map(float, t.split(","))], default=[10.0, 2.5])
+    parser.add_argument("--seconds", type=float, default=8.0, help="for each search")
+    parser.add_argument("--json", type=Path, help="write rows here")
+    args = parser.parse_args()
+    rows = []
+    at = " | ".join(f"{rate:g} GB/s: pick, FSDP2" for rate in args.rates)
+    print(f"| backbone | samples | crossover, GB/s | the pick there | {at} |")
+    print("|" + "---|" * (4 + len(args.rates)))
+    for name in args.backbones:
+        setup, profile = setup_of(name), real_profile(name, more_sizes(name))
+        for batch in args.batches:
+            each = setup.micro_batch_size * setup.microbatches_per_device
+            samples = batch * each * args.ranks
+            place = Place(profile, args.ranks, args.memory_gb, samples, args.seconds)
+            met, pick = place.crossover()
+            both = {rate: (place.picked(rate)[0], place.sharded(rate)) for rate in args.rates}
+            told = " | ".join(f"{own:.3g}, {other:.3g}" for own, other in both.values())
+            where = "none" if met is None else f"{met:.3g}"
+            print(f"| {name} | {samples} | {where} | {pick} | {told} |", flush=True)
+            rows.append(
+                {
+                    "backbone": name,
+                    "samples": samples,
+                    "crossover_gb_per_s": met,
+                    "pick": pick,
+                    "samples_per_s": {f"{rate:g}": pair for rate, pair in both.items()},
+                }
+            )
+            if args.json is not None:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

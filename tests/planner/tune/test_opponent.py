@@ -1,0 +1,107 @@
+"""FSDP2 and HSDP at their best on a cluster: against all ways, and against hand arithmetic."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.tune.sharded.opponent import groups, on_cluster, opponent
+from megatron_pulse.planner.tune.sharded.sharding import (
+    Gathering,
+    ShardedUnit,
+    Sharding,
+    step_s,
+)
+from megatron_pulse.planner.tune.sharded.ways import Ways
+from megatron_pulse.profile.profile import Profile
+from tests.planner.tune.problems import cluster, profile
+
+ADAM_S = 1e-10
+
+
+def soonest_of_all(chain_: Profile, where: Cluster, samples: int) -> float | None:
+    """Seconds of the fastest of all ways, each of them played."""
+    each = samples // where.num_devices
+    sizes = [size for size in (1, 2, 4, 8, 16) if each % size == 0]
+    ways = Ways(chain_, where.num_devices, samples, where.usable_bytes, sizes)
+    fitted = map(ways.fit, chain.from_iterable(map(ways.ways, groups(where))))
+    trained = sum(layer.trained_parameters for layer in chain_.layers)
+    return min(
+        (
+            step_s(one.sharding, on_cluster(where, one.sharding))
+            + ADAM_S * trained / one.sharding.group
+            for one in fitted
+            if one.needs_bytes <= where.usable_bytes
+        ),
+        default=None,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_none_of_all_ways_is_faster(seed: int) -> None:
+    rng = random.Random(seed)
+    nodes, inside = rng.choice([(1, 2), (1, 4), (2, 2), (4, 1)])
+    memory, rate = rng.choice([1.2, 2.5, 16.0]), rng.choice([0.5, 5.0, 50.0])
+    where = cluster(nodes, inside, memory, intra_gbs=4 * rate, inter_gbs=rate)
+    layers = profile(rng, rng.randint(6, 12), 2, saved_mb=rng.choice([5.0, 60.0]))
+    samples = where.num_devices * rng.choice([2, 4, 8])
+    found = opponent(layers, where, samples, ADAM_S)
+    least = soonest_of_all(layers, where, samples)
+    assert (found and found.step_s) == (least and pytest.approx(least))
+    if found is not None:
+        assert found.fitted.needs_bytes <= where.usable_bytes
+
+
+def test_a_step_by_hand() -> None:
+    """Two nodes of one device with 1 GB/s: 10 ms for half of each unit, and 10 us to begin."""
+    where = cluster(2, 1, inter_gbs=1.0)
+    unit = ShardedUnit(0.1, 0.2, 20_000_000, 20e6, 160e6)
+    way = Sharding((unit,) * 3, 2, 1, 2, Gathering.PASS, False, 1)
+    moved_s = 10e-6 + 0.01
+    # The first gathering and the last reduction are not hidden, all others are.
+    assert step_s(way, on_cluster(where, way)) == pytest.approx(0.9 + 2 * moved_s)
+    # Sent for longer than computed: 3 units forth, 2 back (the last is there), 3 reduced.
+    busy = replace(way, units=(replace(unit, forward_s=1e-6, backward_s=1e-6),) * 3)
+    assert step_s(busy, on_cluster(where, busy)) == pytest.approx(8 * moved_s, rel=1e-3)
+
+
+def test_shards_within_a_node_are_summed_over_the_network() -> None:
+    """Two nodes of four: gathered over NVLink, summed by four rings that share 5 GB/s."""
+    where = cluster(2, 4)
+    unit = ShardedUnit(0.1, 0.2, 40_000_000, 40e6, 320e6)
+    found = on_cluster(where, Sharding((unit,), 8, 1, 4, Gathering.MICROBATCH, False, 1))
+    assert found.apart
+    assert found.gather == found.reduce == pytest.approx((3 * (5e-6 + 1e7 / 50e9),))
+    assert found.sum == pytest.approx((2 * (10e-6 + 5e6 / (5e9 / 4)),))
+    assert list(groups(where)) == [2, 4, 8]
+
+
+def test_frozen_parameters_are_gathered_and_no_more() -> None:
+    whole = profile(random.Random(0), 8, 2)
+    frozen = replace(
+        whole, layers=tuple(replace(x, frozen_parameters=x.parameters) for x in whole.layers)
+    )
+    made = [Ways(p, 4, 16, 1e12, [4]) for p in (whole, frozen)]
+    trained, still = (ways.fit(next(ways.ways(4))).sharding for ways in made)
+    assert [u.moved_bytes for u in trained.units] == [u.moved_bytes for u in still.units]
+    assert {u.trained for u in trained.units} == {1.0} and {u.trained for u in still.units} == {0.0}
+    assert on_cluster(cluster(), still).reduce == (0.0,) * len(still.units)
+    assert sum(u.state_bytes for u in trained.units) == 16 * 8 * 20_000_000
+    assert sum(u.state_bytes for u in still.units) == 2 * 8 * 20_000_000
+
+
+def test_says_who_is_ahead_and_nothing_where_nothing_can_be_said() -> None:
+    layers, where = profile(random.Random(0), 8, 2), cluster()
+    found = opponent(layers, where, 16)
+    assert found is not None
+    rate = found.throughput
+    assert found.beside(rate / 1.1).endswith("10 % more than this plan: use it here")
+    assert found.beside(rate / 0.9).endswith("10 % less than this plan")
+    assert found.beside(rate * 1.001).endswith("as much as this plan")
+    assert opponent(layers, where, 15) is None  # four devices do not divide it
+    assert opponent(layers, cluster(devices_per_node=1), 16) is None
+    assert opponent(layers, cluster(memory_gb=0.5), 16) is None
