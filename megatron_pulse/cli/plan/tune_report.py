@@ -69,8 +69,8 @@ def _beside(found: Tuning, explained: bool) -> list[str]:
     lines = [f"{other.beside(found.outcomes[0].throughput)} ({other.facts})"]
     if explained:
         lines.append(
-            "  the fastest of its ways that fit, with ideal collectives at the cluster's bandwidths "
-            "that slow no computing, in half precision where layers are, and no buffers"
+            "  the fastest of its ways that fit, with ideal collectives at the links' bandwidth, "
+            "which slow no computing, and no buffers but for what is gathered and reduced"
         )
     return lines
 
