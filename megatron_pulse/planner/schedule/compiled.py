@@ -35,7 +35,8 @@ def _compiled(function: Callable[..., Any], **options: bool) -> Any:
         return njit(error_model="numpy", **options)(function)
     # numba asks whether a function's own file has changed. What it calls is in others, and so are
     # the classes of what it is given, without which not even the index can be read.
-    made._cache._cache_file._version += f" {_sources()}"
+    if made is not function:  # as it is where NUMBA_DISABLE_JIT is set
+        made._cache._cache_file._version += f" {_sources()}"
     return made
 
 
