@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.crossing import crossings
-from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
+from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -24,9 +23,6 @@ type CostsKey = tuple[int, frozenset[int], int]
 
 SHARES = (1.0, 0.7, 0.4)
 """Of what is in flight at full rate, for which cuts are looked for that leave room."""
-
-LIGHT = (1.1, 1.4)
-"""Times an even share of the parameters that light cuts leave to a device at the most."""
 
 MOVES = 200
 """Moved cuts that are looked at, at the most, where activations are computed again."""
@@ -74,57 +70,38 @@ class ChainOnCluster(Sparing):
         needed activations are computed again, where it says so."""
         return self._cut_of(_what_bears(config), partition)
 
-    def cheap_cuts(self, config: Config) -> Partition:
-        """Cuts of about the least load, whatever memory and all else; raises UnfitError for none.
-
-        Several stages or pairs of stages of a device are cut as if each had one of its own. A stage
-        for each device is cut at its best, which takes as little.
-        """
-        placement, goal = config.placement, self._goal(config)
-        num = placement.num_stages
-        spread = fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
-        if placement.num_chunks > 1:
-            goal = replace(goal, order=("load",))
-        return Partition(placement, self._best_cuts(config, spread, goal).cuts)
-
-    def level_cuts(self, config: Config) -> Partition:
+    def level_cuts(self, config: Config) -> list[Partition]:
         """Cuts with the least largest stage, whatever memory; raises UnfitError for none.
 
         Several stages of a device wait less for each other where all are alike.
         """
         goal = replace(self._goal(config), order=("stage", "load"))
-        return self._best_cuts(config, config.placement, goal)
+        return [self._best_cuts(config, config.placement, goal)]
 
-    def near_cuts(self, config: Config) -> Partition:
+    def near_cuts(self, config: Config) -> list[Partition]:
         """Of those with about the least load the cuts with the least largest stage."""
         goal = replace(self._goal(config), slack=NEAR)
-        return self._best_cuts(config, config.placement, goal)
+        return [self._best_cuts(config, config.placement, goal)]
 
-    def roomy_cuts(self, config: Config) -> Iterator[Partition]:
+    def roomy_cuts(self, config: Config) -> list[Partition]:
         """Cuts that leave room for activations: for all that are in flight at full rate, and, where
         they have a larger load, for a part of these. None where memory binds none of the others."""
         best, goal = self.stages(config), self._goal(config)
         found: list[Partition] = []
         for share in SHARES:
             if self.holds(config, best, share):
-                return
+                break
             with_room = self._with_room(config, goal, best, share)
             if isinstance(with_room, Partition) and with_room not in found:
                 found.append(with_room)
-                yield with_room
+        return found
 
-    def light_cuts(self, config: Config) -> Iterator[Partition]:
-        """Cuts that leave no device with many more parameters than the others, in whose sums of
-        gradients a step ends. None of a single replica, and where the config's own are such."""
-        own, goal = self.stages(config), self._goal(config)
-        held = own.per_device(own.trained)
-        for times in LIGHT if config.data > 1 else ():
-            most = times * sum(held) / len(held)
-            if max(held) <= most:
-                return
-            rule = MemoryRule(most, 1.0, (0.0,) * config.placement.num_stages, 0.0)
-            with suppress(PartitionError):
-                yield self._under(rule, self.costs(config), config.placement, goal)
+    def moved_cuts(self, config: Config, partition: Partition) -> Iterator[Partition]:
+        """Legal cuts that differ by one cut moved by a layer, then by two."""
+        for cuts in _moves(partition.cuts):
+            moved = Partition(config.placement, cuts)
+            if _is_legal(self.costs(config), moved, config.layout.collocates):
+                yield moved
 
     def _make_cut(self, config: Config, partition: Partition) -> Stages:
         needed = config.recompute is Recompute.NEEDED
@@ -183,10 +160,7 @@ class ChainOnCluster(Sparing):
         least, looks, better = self._load_s(goal, stages), MOVES, True
         while better:
             better = False
-            for cuts in _moves(stages.partition.cuts):
-                partition = Partition(config.placement, cuts)
-                if not _is_legal(self.costs(config), partition, goal):
-                    continue
+            for partition in self.moved_cuts(config, stages.partition):
                 if not looks:
                     return stages
                 looks -= 1
@@ -260,8 +234,8 @@ def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield tuple(moved)
 
 
-def _is_legal(costs: ChainCosts, partition: Partition, goal: Goal) -> bool:
+def _is_legal(costs: ChainCosts, partition: Partition, collocate: bool) -> bool:
     """Whether skips stay on their devices where they have to, and each stage in its chain."""
     starts = tuple(partition.cuts[stage] for stage in partition.placement.starts)
-    travels = goal.collocate and any(crossing.skip for crossing in crossings(costs, partition))
+    travels = collocate and any(crossing.skip for crossing in crossings(costs, partition))
     return starts == costs.starts and not travels

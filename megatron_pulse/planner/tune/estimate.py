@@ -170,14 +170,15 @@ class Estimator(ChainOnCluster):
         held = self.totals(config).trained / config.pipeline
         return self._about(config, max(loads, link_s), delay, held)
 
-    def cut_estimate(self, config: Config, stages: Stages) -> float:
-        """About what a step takes with these stages, whether or not they fit."""
+    def cut_estimate(self, config: Config, stages: Stages, held: float | None = None) -> float:
+        """About what a step takes with these stages, whether or not they fit; with ``held``
+        parameters on the heaviest device in place of their own."""
         costs, partition = stages.costs.of_schedule(config.split), stages.partition
         work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
         loads = stages.per_device(partition.per_stage(work))
         busy = max(*loads, _busiest_link(partition.placement, stages.edges))
-        held = max(stages.per_device(stages.trained))
-        return self._about(config, busy, _delay(stages.edges), held)
+        heaviest = max(stages.per_device(stages.trained)) if held is None else held
+        return self._about(config, busy, _delay(stages.edges), heaviest)
 
     def optimizer_s(self, config: Config, parameters: float) -> float:
         """Seconds of Adam over the ``parameters`` of a rank."""

@@ -17,11 +17,8 @@ from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.replay import Edge, link_bound, replay
 from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, configs
-from megatron_pulse.planner.tune.estimate import (
-    GRADIENT_BYTES,
-    PARAMETER_BYTES,
-    Estimator,
-)
+from megatron_pulse.planner.tune.estimate import GRADIENT_BYTES, PARAMETER_BYTES
+from megatron_pulse.planner.tune.lighter import LighterCuts
 from megatron_pulse.planner.tune.stages import Stages
 
 CORE = 3
@@ -81,7 +78,7 @@ class Outcome:
         }
 
 
-class Evaluator(Estimator):
+class Evaluator(LighterCuts):
     """A chain whose configs are simulated.
 
     ``effort`` bounds the search for a schedule (see ``synthesize``), so that an evaluation always

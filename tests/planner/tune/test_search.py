@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from megatron_pulse.planner.partition.find import Goal
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
-from megatron_pulse.planner.tune.cuts import LIGHT
 from megatron_pulse.planner.tune.estimate import even_cuts
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import nothing_fits
@@ -98,8 +98,9 @@ def test_out_of_time_says_what_is_left() -> None:
         assert counted <= found.num_configs
 
 
-def test_cuts_of_the_best_are_tried_with_its_neighbours() -> None:
-    """None of what differs from the best in one thing is sooner with the best's cuts."""
+def test_variants_of_the_best_are_tried() -> None:
+    """None of what differs from it in one thing is sooner with its cuts, nor is it with a cut moved
+    by a layer."""
     for seed in range(3):
         machine = cluster(4, 2, inter_gbs=1.0)
         evaluator = Evaluator(profile(random.Random(seed), 14, 6), machine, 32)
@@ -114,35 +115,43 @@ def test_cuts_of_the_best_are_tried_with_its_neighbours() -> None:
                     step_s = evaluator.evaluate(config, quick=True, stages=stages).step_s
                     assert step_s >= best.step_s * (1 - 1e-9)
         assert tried
+        own = evaluator.evaluate(best.config, quick=True, stages=best.stages).step_s
+        for moved in islice(evaluator.moved_cuts(best.config, cuts), 2 * len(cuts.cuts)):
+            stages = evaluator.cut(best.config, moved)
+            if evaluator.fits(stages):
+                step_s = evaluator.evaluate(best.config, quick=True, stages=stages).step_s
+                assert step_s >= own * (1 - 1e-9)
 
 
-def test_light_cuts_are_the_best_that_divide_parameters_evenly() -> None:
-    """Of all cuts of two stages that leave no device with more."""
+def test_light_cuts_end_a_step_sooner_and_are_the_best_of_their_weight() -> None:
+    """Beside all cuts of two stages: none has less to do and no more to sum, and the soonest is
+    nearly that of all."""
     choices = Choices(pipeline=(2,), tensor=(1,), micro_batch_size=(1,), ample=(False,))
     found = 0
-    for seed in range(8):
-        chain = profile(random.Random(seed), 12, 4)
+    for seed in range(12):
+        chain = profile(random.Random(seed), 16, 4)
         layers = [
             replace(layer, parameters=layer.parameters * (4 if i < 4 else 1))
             for i, layer in enumerate(chain.layers)
         ]
-        evaluator = Evaluator(replace(chain, layers=tuple(layers)), cluster(2, 2), 16)
+        few = replace(chain, layers=tuple(layers))
+        evaluator = Evaluator(few, cluster(2, 2, inter_gbs=0.3), 16)
         config = next(c for c in configs(4, 2, 16, True, choices) if c.layout == ROW)
-        costs = evaluator.costs(config)
-        own = evaluator.stages(config).partition
+        costs, own = evaluator.costs(config), evaluator.stages(config)
         every = {}
-        for cuts in [Partition(config.placement, (0, i, 12)) for i in range(1, 12)]:
-            share = max(cuts.per_stage(costs.parameters)) / sum(costs.parameters)
+        for cuts in [Partition(config.placement, (0, i, 16)) for i in range(1, 16)]:
             load_s = max(evaluator._goal(config).evaluate(costs, cuts).load_s)
-            every[cuts] = 2 * share, load_s
-        for light in evaluator.light_cuts(config):
-            heaviest, load_s = every[light]
-            limit = next(times for times in LIGHT if heaviest <= times)
-            assert every[own][0] > limit
-            least_s = min(seconds for heavy, seconds in every.values() if heavy <= limit)
-            assert load_s <= least_s * (1 + 1e-9)
-            found += 1
-    assert found > 3
+            step_s = evaluator.cut_estimate(config, evaluator.cut(config, cuts))
+            every[cuts] = max(cuts.per_stage(costs.parameters)), load_s, step_s
+        light = evaluator.light_cuts(config)
+        for cuts in light:
+            held, load_s, step_s = every[cuts]
+            assert step_s < every[own.partition][2]
+            assert not any(h <= held and s < load_s * (1 - 1e-9) for h, s, _ in every.values())
+        soonest = min(every[cuts][2] for cuts in (own.partition, *light))
+        assert soonest <= 1.03 * min(step_s for _, _, step_s in every.values())
+        found += len(light)
+    assert found > 8
 
 
 def test_finalists_have_whole_schedules() -> None:
@@ -197,7 +206,8 @@ def test_cuts_of_the_least_load_are_not_the_only_ones_tried(seed: int) -> None:
     own = evaluator.evaluate(config)
     assert search(evaluator, [config]).outcomes[0].step_s < 0.97 * own.step_s
     loads, largest = [], []
-    for cuts in (own.stages.partition, evaluator.near_cuts(config), evaluator.level_cuts(config)):
+    near, level = evaluator.near_cuts(config), evaluator.level_cuts(config)
+    for cuts in (own.stages.partition, *near, *level):
         found = Goal().evaluate(evaluator.costs(config), cuts)
         loads.append(max(found.load_s))
         largest.append(max(found.stage_s))
@@ -282,7 +292,8 @@ class Clock:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_more_work_is_never_worse(seed: int) -> None:
+def test_more_work_is_not_worse(seed: int) -> None:
+    """By more than a percent: what is near the best is tried from a share of the time on."""
     chain = profile(random.Random(seed), 12, 5)
     steps = []
     for seconds in (0.03, 0.1, 0.3, 1.0):
@@ -290,7 +301,7 @@ def test_more_work_is_never_worse(seed: int) -> None:
         budget = Budget(seconds, Clock())
         found = search(evaluator, evaluator.candidates(Choices()), 3, budget)
         steps.append(found.outcomes[0].step_s)
-    assert steps == sorted(steps, reverse=True)
+    assert all(step_s <= 1.01 * min(steps[: i + 1]) for i, step_s in enumerate(steps))
     assert steps[0] > 1.1 * steps[-1]
 
 

@@ -29,9 +29,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.search.synthesize import get_ready
-from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
@@ -47,6 +46,7 @@ from megatron_pulse.planner.tune.searching.candidates import (
     num_stages,
 )
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, simplicity
+from megatron_pulse.planner.tune.searching.variants import Variants, recomputes_nothing
 from megatron_pulse.planner.tune.stages import Stages
 from megatron_pulse.processes import without_collecting
 
@@ -117,8 +117,7 @@ class _ConfigSearch:
         self.is_near = False
         """Most of the time is up, and what takes its step differs from the best in one thing."""
         self.aside: list[Candidate] = []
-        self.bounds: dict[Config, float] = {}
-        self.lent: set[tuple[Config, Partition]] = set()
+        self.variants = Variants(evaluator)
         self.unseen = 0
 
     @property
@@ -140,11 +139,12 @@ class _ConfigSearch:
         while self.queue and not self.ended:
             if (candidate := self.next_near()) is not None:
                 self.take(candidate)
-            self.lend(self.near())
+            if self.is_late:
+                self.vary()
             candidate = heapq.heappop(self.queue)
             if self.waiting.get(candidate.config) is candidate:
                 self.take(candidate)
-        while not self.ended and self.lend(self.neighbours()):
+        while not self.ended and self.vary():
             pass
         found = self.found
         self.queue = [*self.waiting.values(), *self.aside]
@@ -169,13 +169,14 @@ class _ConfigSearch:
             self.waiting[following.config] = following
             heapq.heappush(self.queue, following)
 
-    def near(self) -> list[Config]:
-        """The best's neighbours, when most of the time is up."""
-        return [] if self.budget.spent < ALONE * self.budget.seconds else self.neighbours()
+    @property
+    def is_late(self) -> bool:
+        """Whether most of the time is up."""
+        return self.budget.spent >= ALONE * self.budget.seconds
 
-    def neighbours(self) -> list[Config]:
-        """What differs from the best in one thing."""
-        return list(neighbours(self.listed.best[0].config)) if self.listed.best else []
+    def near(self) -> list[Config]:
+        """What differs from the best in one thing, when most of the time is up."""
+        return list(neighbours(self.listed.best[0].config)) if self.is_late else []
 
     def next_near(self) -> Candidate | None:
         """The most promising of the best's neighbours that was not simulated."""
@@ -183,25 +184,20 @@ class _ConfigSearch:
         todo = [one for one in known if one is not None and one.step < Reached.QUICK]
         return min(todo, default=None)
 
-    def lend(self, configs: Iterable[Config]) -> bool:
-        """Simulate one of the best's neighbours with the best's cuts, which need not be its own;
-        whether there was one."""
-        for config in configs:
-            best, bound = self.listed.best[0], self.bounds.get(config, float("inf"))
-            cuts = best.stages.partition
-            if (config, cuts) in self.lent or bound >= self.listed.limit:
-                continue
-            self.lent.add((config, cuts))
-            stricter = config.layout.collocates and not best.config.layout.collocates
-            if config.placement != cuts.placement or stricter:
-                continue
-            with suppress(UnfitError, _TooLongError):
-                stages = self.evaluator.cut(config, cuts)
-                idle = config.recompute is Recompute.NEEDED and not stages.recompute
-                if self.evaluator.fits(stages) and not idle:
-                    self.evaluate(config, "quick", stages)
-                    self.tell()
-                    return True
+    def vary(self) -> bool:
+        """Simulate one variant of the best; whether there was one. Where it is sooner than the best
+        by schedules that are found at once, they are searched for."""
+        if not self.listed.best:
+            return False
+        best = self.listed.best[0]
+        for config, stages in self.variants.of(best, self.listed.limit):
+            with suppress(_TooLongError):
+                quick_s = self.evaluate(best.config, "quick", best.stages).step_s
+                outcome = self.evaluate(config, "quick", stages)
+                if outcome.step_s < quick_s and not self.is_final(outcome):
+                    self.evaluate(config, "searched", stages)
+                self.tell()
+                return True
         return False
 
     def estimated(self, configs: Iterable[Config]) -> list[Candidate]:
@@ -219,7 +215,7 @@ class _ConfigSearch:
                 continue
             bound = evaluator.quick_bound(config)
             estimate = max(bound, evaluator.estimate(config))
-            self.bounds[config] = bound
+            self.variants.bounds[config] = bound
             candidates.append(Candidate(estimate, simplicity(config), config, bound))
         return candidates
 
@@ -246,8 +242,7 @@ class _ConfigSearch:
         rest = [candidate for candidate in candidates if candidate is not first]
         if not self.ended and not self.is_far(first):
             with suppress(UnfitError, _TooLongError):
-                own = self.found_by(self.evaluator.cheap_cuts, first.config)
-                self.known.learn(first.kind, own)
+                self.learn(first)
         if self.ended or (following := self.advance(first)) is None:
             return rest
         factor = following.seconds / first.seconds
@@ -294,9 +289,9 @@ class _ConfigSearch:
         longer than that lets expect a step of them took."""
         config, evaluator = candidate.config, self.evaluator
         if not self.known.of(candidate.kind):
-            self.known.learn(candidate.kind, self.found_by(evaluator.cheap_cuts, config))
+            self.learn(candidate)
         choices = [evaluator.cut(config, cuts) for cuts in self.known.of(candidate.kind)]
-        if config.recompute is Recompute.NEEDED and not all(s.recompute for s in choices):
+        if any(recomputes_nothing(config, stages) for stages in choices):
             raise UnfitError(Unfit.SAME, f"{config}: no activations need to be computed again")
         estimates = [evaluator.cut_estimate(config, stages) for stages in choices]
         fitting = [i for i, stages in enumerate(choices) if evaluator.fits(stages)]
@@ -330,6 +325,11 @@ class _ConfigSearch:
         seconds = max(bound, self.evaluator.cut_estimate(config, stages))
         return replace(candidate, seconds=seconds, bound=bound, step=Reached.CUT, stages=stages)
 
+    def learn(self, candidate: Candidate) -> None:
+        """Let others of its kind be tried with cuts that are found for it at once."""
+        for cuts in self.found_by(self.evaluator.cheap_cuts, candidate.config):
+            self.known.learn(candidate.kind, cuts)
+
     def own(self, candidate: Candidate) -> Stages:
         """The config's own stages, whose cuts are known from then on."""
         stages = self.found_by(self.evaluator.stages, candidate.config)
@@ -349,10 +349,10 @@ class _ConfigSearch:
         outcome = self.evaluate(config, "quick", candidate.stages)
         if first and has_several(config):
             with suppress(UnfitError, _TooLongError):
-                level = self.evaluator.cut(config, self.found_by(self.evaluator.level_cuts, config))
-                self.known.learn(candidate.kind, level.partition)
-                beside = self.evaluate(config, "quick", level)
-                outcome = min(outcome, beside, key=lambda o: o.step_s)
+                for cuts in self.found_by(self.evaluator.level_cuts, config):
+                    self.known.learn(candidate.kind, cuts)
+                    beside = self.evaluate(config, "quick", self.evaluator.cut(config, cuts))
+                    outcome = min(outcome, beside, key=lambda o: o.step_s)
         self.found.num_simulated += 1
         certificate = outcome.synthesis.certificate
         hope = HOPE * outcome.pipeline_s * certificate.gap / (1 + certificate.gap)
@@ -380,14 +380,12 @@ class _ConfigSearch:
         with suppress(UnfitError, _TooLongError):
             choices.append(self.own(candidate))
             own = choices[-1].partition
-        more = evaluator.cheap_cuts, evaluator.near_cuts, evaluator.level_cuts
-        for cut in more[: 1 + (config.layout.num_chunks > 1) + has_several(config)]:
+        more = [evaluator.cheap_cuts, evaluator.roomy_cuts, evaluator.light_cuts]
+        more += [evaluator.near_cuts] * (config.layout.num_chunks > 1)
+        more += [evaluator.level_cuts] * has_several(config)
+        for find in more:
             with suppress(UnfitError, _TooLongError):
-                choices.append(evaluator.cut(config, self.found_by(cut, config)))
-        with suppress(UnfitError, _TooLongError):
-            choices += self.found_by(self.roomy, config)
-        with suppress(UnfitError, _TooLongError):
-            choices += self.found_by(self.light, config)
+                choices += [evaluator.cut(config, cuts) for cuts in self.found_by(find, config)]
         todo = [] if candidate.final else [(candidate.reached_s, candidate.stages)]
         seen = [candidate.stages.partition]
         for stages in choices[1:]:
@@ -402,14 +400,6 @@ class _ConfigSearch:
         for rank, (_, stages) in enumerate(todo):
             if rank < SEARCHED or stages.partition == own:
                 self.evaluate(config, "searched", stages)
-
-    def roomy(self, config: Config) -> list[Stages]:
-        """The config's stages by cuts that leave more room."""
-        return [self.evaluator.cut(config, cuts) for cuts in self.evaluator.roomy_cuts(config)]
-
-    def light(self, config: Config) -> list[Stages]:
-        """The config's stages by cuts that divide parameters more evenly."""
-        return [self.evaluator.cut(config, cuts) for cuts in self.evaluator.light_cuts(config)]
 
     def evaluate(self, config: Config, how: str, stages: Stages | None) -> Outcome:
         """The simulation, listed."""

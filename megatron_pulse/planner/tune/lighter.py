@@ -1,0 +1,82 @@
+"""Cuts whose busiest device may have more to do where the heaviest has fewer gradients to sum.
+
+A step ends when the device with the most parameters has summed its gradients over the replicas: it
+takes about M times the largest load, and what the heaviest device sums. Cuts of the least load are
+one end of what can be had, those of even parameters the other. Between them a limit on a device's
+parameters is lowered from one cut to the next, each of the least load under its limit, as long as
+the estimate of a step gains by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
+from megatron_pulse.planner.partition.evaluate import MemoryRule
+from megatron_pulse.planner.partition.find import PartitionError
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.estimate import Estimator
+from megatron_pulse.planner.tune.stages import Stages
+
+LIGHTER = 0.9
+"""Times the parameters of the heaviest device that the next cuts may have."""
+
+EVEN = 1.01
+"""Times an even share of the parameters under which no lighter cuts are looked for."""
+
+WORTH = 0.01
+"""Of a step, what even parameters must be able to gain for lighter cuts to be looked for."""
+
+PATIENCE = 2
+"""Cuts in a row that gain nothing, after which no lighter ones are looked for."""
+
+BEST = 2
+"""Lighter cuts that are simulated for a config, the soonest by their estimates."""
+
+
+class LighterCuts(Estimator):
+    """A chain whose cuts weigh loads against sums of gradients."""
+
+    def cheap_cuts(self, config: Config) -> list[Partition]:
+        """Cuts of about the least load, whatever memory, and lighter ones where these promise a
+        shorter step; raises UnfitError for none.
+
+        Several stages or pairs of stages of a device are cut as if each had one of its own. A stage
+        for each device is cut at its best, which takes as little.
+        """
+        placement, goal = config.placement, self._goal(config)
+        num = placement.num_stages
+        spread = fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
+        if placement.num_chunks > 1:
+            goal = replace(goal, order=("load",))
+        free = Partition(placement, self._best_cuts(config, spread, goal).cuts)
+        return [free, *self._lighter(config, self.cut(config, free), spread)[:1]]
+
+    def light_cuts(self, config: Config) -> list[Partition]:
+        """Cuts with fewer parameters on the heaviest device than the config's own, those of the
+        shortest steps by their estimates. None where gradients are not summed, or soon."""
+        return self._lighter(config, self.stages(config), config.placement)[:BEST]
+
+    def _lighter(self, config: Config, free: Stages, spread: Placement) -> list[Partition]:
+        """Lighter cuts than ``free`` by which a step is estimated shorter, the shortest first; each
+        is the best over ``spread`` under its limit."""
+        trained = free.per_device(free.trained)
+        held, even = max(trained), sum(trained) / len(trained)
+        own_s = least_s = self.cut_estimate(config, free)
+        if config.data == 1 or self.cut_estimate(config, free, even) > (1 - WORTH) * own_s:
+            return []
+        costs, goal, found, gainless = self.costs(config), self._goal(config), {}, 0
+        while held > EVEN * even and gainless < PATIENCE:
+            most = LIGHTER * held if LIGHTER * held > even else (held + even) / 2
+            each = most * config.pipeline / spread.num_devices
+            rule = MemoryRule(each, 1.0, (0.0,) * spread.num_stages, 0.0)
+            try:
+                cuts = self._under(rule, costs, spread, goal).cuts
+            except PartitionError:
+                break
+            stages = self.cut(config, Partition(config.placement, cuts))
+            held, step_s = max(stages.per_device(stages.trained)), self.cut_estimate(config, stages)
+            gainless = 0 if step_s < least_s else gainless + 1
+            least_s = min(least_s, step_s)
+            found[stages.partition] = step_s
+        return sorted((cuts for cuts in found if found[cuts] < own_s), key=found.__getitem__)
