@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 from megatron_pulse.faults import Faults, UserError, faults_in, told
@@ -60,14 +61,19 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 
 def unwritable(folder: Path, what: str = "") -> str | None:
-    """Why nothing can be written below ``folder``, which is called ``what``; creates nothing."""
+    """Why nothing can be written below ``folder``, which is called ``what``; leaves nothing there.
+
+    A file without a name is made, since permissions do not tell all, of root's least.
+    """
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir():
         return f"{folder} is a file, not a folder"
-    if not os.access(folder, os.W_OK | os.X_OK):
+    try:
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError:
         return f"{what}{folder} is not writable"
-    return None
 
 
 def read_text(path: str | Path, kind: FileKind, max_bytes: int = MAX_BYTES) -> str:

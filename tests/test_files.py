@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import MAX_BYTES, FileError, read_json, read_text, read_yaml
+from megatron_pulse.files import (
+    MAX_BYTES,
+    FileError,
+    read_json,
+    read_text,
+    read_yaml,
+    unwritable,
+)
 from megatron_pulse.planner.cluster.cluster import cluster, load_cluster, save_cluster
 
 REFUSED = {
@@ -151,3 +158,12 @@ def test_clusters_of_any_name_are_read_as_written(name: str, tmp_path: Path) -> 
     made = replace(cluster("cpu"), name=name)
     save_cluster(made, tmp_path / "c.yaml")
     assert load_cluster(tmp_path / "c.yaml") == made
+
+
+def test_where_nothing_can_be_written_is_told_though_permissions_allow_it(tmp_path: Path) -> None:
+    """Below /proc root may write by its permissions, and cannot."""
+    assert unwritable(tmp_path / "new" / "folder") is None
+    assert not list(tmp_path.iterdir())
+    assert "/proc is not writable" in str(unwritable(Path("/proc/new")))
+    (tmp_path / "file").write_text("")
+    assert "is a file, not a folder" in str(unwritable(tmp_path / "file" / "new"))
