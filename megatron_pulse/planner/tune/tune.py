@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -36,6 +37,7 @@ def tune(
     before the schedules, with what is being done. Compiling, once on a machine, is not counted.
     Raises UntunableError.
     """
+    began = time.monotonic()
     candidates = evaluator.candidates(choices)
     if not candidates:
         raise UntunableError(
@@ -43,20 +45,24 @@ def tune(
             f"{evaluator.global_batch_size} as asked: data degree x microbatch size must divide "
             "the batch, pipeline x tensor the devices, tensor the devices of a node"
         )
-    budget = Budget(search_s)
+    budget = Budget(search_s - (time.monotonic() - began))
     found = search(evaluator, candidates, keep, budget, partial(progress, "tuning"), finish_s)
-    late = max(0.0, budget.spent - search_s)
     if not found.outcomes and found.num_left:
         raise UntunableError(
             f"no config was simulated in {budget.spent:.1f} s, {found.num_left:,} were left: "
             "give it more seconds, or fewer choices"
         )
     if not found.outcomes:
-        whole = Budget(max(0.0, finish_s - late))
+        whole = Budget(_left(finish_s, budget))
         raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates, whole))
     progress("whole schedules", found)
-    finish(evaluator, found, max(0.0, finish_s - late), solver)
     if not evaluator.self_conditioning:  # how FSDP2 runs forwards of their own is not predicted
         of = evaluator.profile, evaluator.cluster, evaluator.global_batch_size
         found.opponent = opponent(*of, evaluator.adam_s)
+    finish(evaluator, found, _left(finish_s, budget), solver)
     return found
+
+
+def _left(seconds: float, before: Budget) -> float:
+    """What is left of ``seconds`` that follow those of a budget."""
+    return max(0.0, seconds - max(0.0, before.spent - before.seconds))

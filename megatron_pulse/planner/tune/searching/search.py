@@ -7,15 +7,15 @@ even     estimate and bound from the work, spread evenly
 like     estimate from cuts that are known for its degree and layout, made for whichever config
 quick    simulated with these cuts, or its own where none of them fit, and a schedule that is found
          at once: something that would run
-done     simulated with these cuts, its own, and cuts that have more even stages; the best of them
-         with schedules that were searched for
+done     simulated with these cuts, its own, and cuts that have more even stages, more room or
+         fewer parameters; the best of them with schedules that were searched for
 =======  ==========================================================================================
 
 First the best config of every degree and layout becomes quick, unless its estimate from cuts is far
 from the best, the fewest stages first; how far that is from its estimate of even work corrects the
 others', for each tensor degree. From then on whatever has the least time so far takes its next
 step, in the end by turns with what differs from the best in one thing, which is simulated with cuts
-of its own and with the best's.
+of its own and with the best's, and with the best by cuts that are moved (``variants``).
 What is bound to take longer than all that are kept is dropped; what is far from the best by its
 estimate is cut for such a bound before it is simulated.
 """
