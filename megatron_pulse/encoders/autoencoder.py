@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
-from megatron_pulse.encoders.loading import require_all, silently
+from megatron_pulse.encoders.loading import require_all, require_layers, silently
 from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.faults import UserError, told
@@ -43,6 +43,10 @@ class Autoencoder:
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
+            config = AutoencoderKL.load_config(str(folder), local_files_only=True)
+            named = config.get("_class_name", AutoencoderKL.__name__)
+            if named != AutoencoderKL.__name__:
+                raise UserError(f"its config.json is of {named}")
             if weighs:
                 with silently(diffusers.utils.logging):
                     model, found = AutoencoderKL.from_pretrained(
@@ -54,10 +58,10 @@ class Autoencoder:
                 require_all(found["missing_keys"])
                 model = model.to(self.device)
             else:
-                config = AutoencoderKL.load_config(str(folder), local_files_only=True)
                 with torch.device("meta"):
                     # diffusers' own ``to`` warns of weights, of which there are none.
                     model = nn.Module.to(AutoencoderKL.from_config(config), dtype)
+            require_layers(Path(folder), "diffusers", model)
         except Exception as error:  # diffusers raises many kinds
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise AutoencoderError(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.published import read_folder
+from megatron_pulse.encoders.loading import STEMS
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.encoders.tokens import require
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 
 INDEX = "model_index.json"
-_STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _components(folder: Path, index: dict[str, object]) -> Iterator[PipelineComp
         where = folder / name
         if not where.is_dir():
             yield PipelineComponent(name, class_name, library, fault="there is no such folder")
-        elif (where / "config.json").is_file() and library in _STEMS:
+        elif (where / "config.json").is_file() and library in STEMS:
             yield _weighed(where, class_name, library)
         else:
             yield PipelineComponent(name, class_name, library)
@@ -79,7 +79,7 @@ def _components(folder: Path, index: dict[str, object]) -> Iterator[PipelineComp
 
 def _weighed(where: Path, class_name: str, library: str) -> PipelineComponent:
     try:
-        tensors = read_folder(where, stem=_STEMS[library])
+        tensors = read_folder(where, stem=STEMS[library])
     except PublishedError as error:
         fault = str(error).replace(f"{where}", where.name)
         return PipelineComponent(where.name, class_name, library, fault=fault)

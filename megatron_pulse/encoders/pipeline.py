@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_pulse.encoders.loading import require_all, silently
+from megatron_pulse.encoders.loading import require_all, require_layers, silently
 from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text import text_pieces
@@ -65,6 +65,7 @@ class TextEncoder:
             config = kind.config_class.from_pretrained(str(where), local_files_only=True)
             with torch.device("meta"):
                 model = kind(config).to(dtype)
+        require_layers(where, "transformers", model)
         self.model = model.eval().requires_grad_(False)
         self.dtype: torch.dtype = self.model.dtype
         self.width = int(getattr(model.config, "d_model", 0) or model.config.hidden_size)

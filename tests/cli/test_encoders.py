@@ -437,6 +437,36 @@ def test_half_of_an_encoder_is_refused(
     assert "newly initialized" not in capsys.readouterr().err
 
 
+def test_a_configuration_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Before any weights are read: the libraries leave layers out, and draw others at random."""
+    from megatron_pulse.encoders.autoencoder import AutoencoderError
+    from megatron_pulse.encoders.tokens import EncodersError
+
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+
+    def changed(part: str, **settings: Any) -> None:
+        config = json.loads((folder / part / "config.json").read_text())
+        (other / part / "config.json").write_text(json.dumps({**config, **settings}))
+
+    for depth, said in ((2, "have 16 .*encoder.layers.2.* leaves out"), (5, "lack 32 .* asks for")):
+        changed("text_encoder", num_hidden_layers=depth)
+        with pytest.raises(EncodersError, match=f"its weights {said}"):
+            TextEncoders(other, SD, {"context": (LENGTH, 8)}, places=())
+    changed("text_encoder", intermediate_size=16)
+    with pytest.raises(EncodersError, match="of its weights is 12, its config.json says 16"):
+        TextEncoders(other, SD, {"context": (LENGTH, 8)}, places=())
+    for settings, said in (
+        ({"layers_per_block": 2}, "lack .* asks for"),
+        ({"_class_name": "AsymmetricAutoencoderKL"}, "is of AsymmetricAutoencoderKL"),
+        ({"block_out_channels": [8, 16]}, "its config.json says"),
+    ):
+        changed("vae", **settings)
+        for weighs in (False, True):
+            with pytest.raises(AutoencoderError, match=said if not weighs else ""):
+                Autoencoder(other / "vae", weighs=weighs)
+
+
 def test_captions_that_are_cut_off_are_counted(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
