@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_pulse.cli.main import main as pulse
+from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WHOLE
 from megatron_pulse.planner.tune.config import Config, Recompute
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
 from tests.integration.runs import Run, assert_same, pipeline, run
-from tests.integration.test_plans import make_plan
 
 UNET = {
     "sample_size": 4, "block_out_channels": "8,16", "norm_num_groups": 4, "layers_per_block": 1,
@@ -114,6 +114,8 @@ class Case:
 
     def filled(self, config: Config) -> Run:
         """By a plan that fills; a run that is stopped in the middle, and goes on."""
+        from tests.integration.test_plans import make_plan  # imports Megatron
+
         kind = config.pipeline, config.layout.name, config.micro_batch_size, config.split
         name = "-".join(map(str, kind))
         plan = make_plan(
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--steps", type=int, default=5, help="of each run (default 5)")
     args = parser.parse_args()
+    prepare_megatron()
     wrong = [each for name in args.families for each in compare(name, args.steps)]
     total = len(args.families) * (2 + len(LAYOUTS))
     print(f"{total - len(wrong)} of {total} the same bit for bit")
