@@ -48,10 +48,16 @@ class Device:
 # V100: NVIDIA Tesla V100 data sheet (SXM2). Neither it nor the Ascend 910A has bfloat16.
 # Ascend 910A: Huawei's announcement of August 2019 (256 TFLOP/s at half precision) and Hot Chips
 # 31 (HBM2, 1.2 TB/s); no float32 figure is published.
-# A100: NVIDIA A100 data sheet (80 GB SXM). H100 and H200: their data sheets (SXM).
+# A100: NVIDIA A100 data sheets (SXM). H100 and H200: their data sheets (SXM).
 _PRESETS = (
     Device("V100-32GB", {"float16": 125e12, "float32": 15.7e12}, 0.9e12, 32 * 10**9),
     Device("Ascend-910A-32GB", {"float16": 256e12}, 1.2e12, 32 * 10**9),
+    Device(
+        "A100-40GB",
+        {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
+        1.555e12,
+        40 * 10**9,
+    ),
     Device(
         "A100-80GB",
         {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12},
@@ -71,12 +77,19 @@ PRESETS: Mapping[str, Device] = {device.name: device for device in _PRESETS}
 def known_device(cuda_name: str) -> Device | None:
     """The preset of a GPU by the name that CUDA gives it; None where its peaks are others.
 
-    The preset's name is a word of it: an RTX A1000 is no A100.
+    The preset's name is a word of it: an RTX A1000 is no A100. Cards for PCIe and parts of a GPU
+    (MIG) are slower, and one with another size of memory is another.
     """
     words = re.split(r"[^A-Za-z0-9]+", cuda_name)
-    if {"H100", "H200"} & {*words} and {"PCIe", "NVL"} & {*words}:
+    if {"PCIe", "PCIE", "NVL", "MIG"} & {*words}:
         return None
-    return next((d for kind, d in PRESETS.items() if kind.split("-")[0] in words), None)
+    sizes = {word for word in words if re.fullmatch(r"\d+GB", word)}
+    found = [
+        device
+        for name, device in PRESETS.items()
+        if name.split("-")[0] in words and sizes <= {f"{device.memory_bytes // 10**9}GB"}
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def custom_device(peak_tflops: float, bandwidth_gbs: float, memory_gb: float) -> Device:

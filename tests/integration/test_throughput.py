@@ -149,12 +149,18 @@ def test_a_models_operations_are_three_forwards(name: str) -> None:
 
 def test_peaks_are_those_of_the_device_at_hand() -> None:
     assert known_device("NVIDIA H200") is PRESETS["H200"]
-    assert known_device("NVIDIA A100-SXM4-40GB") is PRESETS["A100-80GB"]
+    assert known_device("NVIDIA H100 80GB HBM3") is PRESETS["H100"]
+    assert known_device("NVIDIA A100-SXM4-40GB") is PRESETS["A100-40GB"]
+    assert known_device("NVIDIA A100-SXM4-80GB") is PRESETS["A100-80GB"]
     assert known_device("Tesla V100-SXM2-32GB") is PRESETS["V100-32GB"]
-    assert known_device("NVIDIA H100 PCIe") is None
-    assert known_device("NVIDIA H200 NVL") is None
-    assert known_device("NVIDIA RTX A1000 6GB Laptop GPU") is None
-    assert known_device("NVIDIA GeForce RTX 4090") is None
+    for other in (
+        "NVIDIA A100", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM-64GB",
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb", "Tesla V100-SXM2-16GB", "Tesla V100-PCIE-32GB",
+        "Tesla V100S-PCIE-32GB", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB", "NVIDIA H800",
+        "NVIDIA RTX A1000 6GB Laptop GPU", "NVIDIA GeForce RTX 4090",
+    ):  # fmt: skip
+        assert known_device(other) is None, other
 
 
 def test_an_unknown_gpu_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
-from megatron_pulse.profile.devices import PRESETS
+from megatron_pulse.profile.devices import known_device
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.measure.empty_step import operation_s
 from megatron_pulse.runtime.measure.link_times import Meter, PairTimes, StreamTimes
@@ -278,11 +278,11 @@ class _Prober:
         device = self.settings.device
         if self.cuda:
             memory = torch.cuda.get_device_properties(device).total_memory
-            words = torch.cuda.get_device_name(device)
+            known = known_device(torch.cuda.get_device_name(device))
         else:
             memory = _host_memory() // each
-            words = "CPU"
-        planned = self.settings.planned_device or _preset(words)
+            known = None
+        planned = self.settings.planned_device or (known and known.name)
         figures = (0.0, 0.0) if planned else self._figures()
         rows = self.meter.gather((memory, planned, *figures))
         memory_gb = _rounded(min(row[0] for row in rows) / 1e9, 4)
@@ -310,13 +310,6 @@ def _network_namespace() -> int:
         return os.stat("/proc/thread-self/ns/net").st_ino
     except OSError:
         return 0
-
-
-def _preset(words: str) -> str | None:
-    """The preset whose parts a device's name has; the figures are of SXM modules."""
-    if any(other in words.upper() for other in ("PCIE", "NVL")):
-        return None
-    return next((p for p in PRESETS if all(part in words for part in p.split("-"))), None)
 
 
 def _host_memory() -> int:
