@@ -21,6 +21,9 @@ class DataError(UserError):
         self.what, self.faults, self.remedy = what, list(faults), remedy
         super().__init__(told(what, faults, remedy))
 
+    def __reduce__(self) -> tuple[type[DataError], tuple[str, list[str], str]]:
+        return type(self), (self.what, self.faults, self.remedy)
+
 
 class CorruptSample(DataError):
     """A sample whose file is there and is read, but holds no image."""

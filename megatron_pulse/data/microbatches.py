@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_pulse.data.corrupt import readable
-from megatron_pulse.data.dataset import DiffusionDataset
+from megatron_pulse.data.dataset import DataError, DiffusionDataset
 from megatron_pulse.data.sampler import Item, MicrobatchSampler
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.diffusion.objectives import DiffusionProcess
@@ -176,17 +176,16 @@ class DiffusionLoader:
         if self.num_workers == 0:
             made = (self.microbatch(items) for items in self.sampler)
             return map(_pinned, made) if pins else made
-        return iter(
-            DataLoader(
-                _Microbatches(self),
-                batch_size=None,
-                sampler=self.sampler,
-                num_workers=self.num_workers,
-                pin_memory=pins,
-                multiprocessing_context="fork",  # others would import torch again, 10 s
-                worker_init_fn=_begin_worker,
-            )
+        by_workers = DataLoader(
+            _Microbatches(self),
+            batch_size=None,
+            sampler=self.sampler,
+            num_workers=self.num_workers,
+            pin_memory=pins,
+            multiprocessing_context="fork",  # others would import torch again, 10 s
+            worker_init_fn=_begin_worker,
         )
+        return map(_microbatch, by_workers)
 
     def microbatch(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """The microbatch of these items (see make_microbatch)."""
@@ -215,11 +214,22 @@ def _begin_worker(number: int) -> None:
     end_with_parent()
 
 
-class _Microbatches(Dataset[dict[str, Tensor]]):
-    """Lets a torch DataLoader ask for microbatches by their items."""
+def _microbatch(made: dict[str, Tensor] | DataError) -> dict[str, Tensor]:
+    """What a worker has made; raises what it could not use."""
+    if isinstance(made, DataError):
+        raise made
+    return made
+
+
+class _Microbatches(Dataset[dict[str, Tensor] | DataError]):
+    """Lets a torch DataLoader ask for microbatches by their items. Data that cannot be used are
+    told as a value: torch would raise another error, whose text is the worker's traceback."""
 
     def __init__(self, loader: DiffusionLoader) -> None:
         self.loader = loader
 
-    def __getitem__(self, items: Sequence[Item]) -> dict[str, Tensor]:
-        return self.loader.microbatch(items)
+    def __getitem__(self, items: Sequence[Item]) -> dict[str, Tensor] | DataError:
+        try:
+            return self.loader.microbatch(items)
+        except DataError as error:
+            return error

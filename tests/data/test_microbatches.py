@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 import os
 import pickle
 import signal
@@ -125,10 +126,16 @@ def resume(num_workers):
     resumed = list(islice(pickle.loads(pickle.dumps(loader(12, num_workers))), 6))
     for expected, found in zip(whole[4:], resumed, strict=True):
         assert all(torch.equal(expected[name], found[name]) for name in FIELDS)
+    damaged = Damaged(IMAGES, np.arange(20) % 4, num_classes=4)
+    sampler = MicrobatchSampler(20, 0, 3, 0, 1, seed=1)
+    read = DiffusionLoader(damaged, sampler, PROCESSES[0], 42, num_workers=num_workers)
+    with pytest.raises(CorruptSample, match="^damaged: sample [0-9]+\nMend it.$"):
+        list(islice(read, 9))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_loader_resumes_pickled_and_with_workers(num_workers):
+    """And says of a sample that cannot be used the same with them and without."""
     run_ranks(1, resume, num_workers)
 
 
@@ -148,7 +155,7 @@ def read_and_be_killed(pids):
     sampler = MicrobatchSampler(20, 0, 3, 0, 1, seed=1)
     batches = iter(DiffusionLoader(DATASET, sampler, PROCESSES[0], 42, num_workers=2))
     next(batches)
-    pids.write_text(json.dumps([worker.pid for worker in batches._workers]))
+    pids.write_text(json.dumps([worker.pid for worker in multiprocessing.active_children()]))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
