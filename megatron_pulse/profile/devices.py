@@ -14,6 +14,10 @@ from typing import NamedTuple
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The dtypes that a profile can be of, and the bytes of their elements."""
 
+USABLE = 0.9
+"""What a plan may put into a GPU's memory: the rest is for CUDA's context, NCCL's buffers and the
+workspaces of kernels, which have not been measured."""
+
 
 class Kernel(NamedTuple):
     """One kernel's floating-point operations, and the bytes that it reads and writes."""

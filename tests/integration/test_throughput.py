@@ -8,11 +8,13 @@ import os
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.loop.throughput import Sums, TimedStep, WorkOfStep, figures, sum_up
 from megatron_pulse.integration.planning import planning
 from megatron_pulse.integration.pretrain import leave_connections
@@ -186,3 +188,12 @@ def test_channels_have_hardware_queues_of_their_own(monkeypatch: pytest.MonkeyPa
             patch.setattr(os, "environ", environment)
             leave_connections(tensor_parallel)
         assert environment == {name: expected}
+
+
+def test_a_plan_leaves_a_gpu_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what no plan counts; a limit that is given is taken as it is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    seen = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+    assert planning._memory_limit(PulseOptions()) == pytest.approx(72e9)
+    assert planning._memory_limit(PulseOptions(memory_gb=80)) == 80e9

@@ -200,8 +200,8 @@ class PulseOptions:
         marks=[FlagMark.PLAN],
     )
     memory_gb: float | None = flag(
-        "what a device may hold of weights, gradients, optimizer and activations (default: the "
-        "GPU's memory; without a GPU there is no limit)",
+        "what a device may hold of weights, gradients, optimizer and activations (default: 0.9 of "
+        "the GPU's memory; without a GPU there is no limit)",
         metavar="GB",
         within=ABOVE_ZERO,
         marks=[FlagMark.PLAN, FlagMark.AUTO],

@@ -28,6 +28,7 @@ from megatron_pulse.planner.tune.plans.policies import Policy, encode_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import UntunableError, tune
+from megatron_pulse.profile.devices import USABLE
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.memory_format import in_format_of, in_given_format
 from megatron_pulse.profile.profile import Profile, ProfileError
@@ -102,7 +103,8 @@ def _cluster(args: argparse.Namespace) -> Cluster | None:
         return None if probed is None else probed.cluster
     alone = ClusterLink("loopback", 1.0, 0.0, Shared.DEVICE)  # one device sends nothing
     memory_gb, figures = probe_device(settings)
-    return Cluster(settings.name, 1, 1, memory_gb, figures, alone)
+    usable = USABLE if device.type == "cuda" else 1.0
+    return Cluster(settings.name, 1, 1, memory_gb, figures, alone, usable_memory=usable)
 
 
 def _tune(
@@ -112,7 +114,7 @@ def _tune(
     args = line.args
     assert cluster is not None
     if options.memory_gb is not None:
-        cluster = replace(cluster, memory_gb=options.memory_gb)
+        cluster = replace(cluster, memory_gb=options.memory_gb, usable_memory=1.0)
     backbone = load_here(args, options)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
     profile = _measure(args, options, backbone)

@@ -34,6 +34,7 @@ from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import (
     ELEMENT_BYTES,
     PRESETS,
+    USABLE,
     Device,
     Roofline,
     custom_device,
@@ -328,12 +329,16 @@ def _costs(
     )
 
 
+def _memory_limit(options: PulseOptions) -> float | None:
+    """Bytes of ``--pulse-memory-gb``, or else those that a plan may use of a GPU's."""
+    if options.memory_gb is not None:
+        return options.memory_gb * 1e9
+    return USABLE * device_memory(torch.device("cuda")) if torch.cuda.is_available() else None
+
+
 def _memory(args: argparse.Namespace, options: PulseOptions, count: int) -> MemoryRules | None:
-    """What a device may hold: ``--pulse-memory-gb``, or else a GPU's memory."""
-    limit = options.memory_gb * 1e9 if options.memory_gb is not None else None
-    if limit is None and torch.cuda.is_available():
-        limit = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    if limit is None:
+    """What a device may hold, by what its parameters take."""
+    if (limit := _memory_limit(options)) is None:
         return None
     state = compute_dtype(args), args.use_distributed_optimizer, _replicas(args)
     per_parameter, share = bytes_per_parameter(*state), frozen_share(*state)

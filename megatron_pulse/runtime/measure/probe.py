@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
-from megatron_pulse.profile.devices import known_device
+from megatron_pulse.profile.devices import USABLE, known_device
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.measure.empty_step import operation_s
 from megatron_pulse.runtime.measure.link_times import Meter, PairTimes, StreamTimes
@@ -135,8 +135,9 @@ class _Prober:
         }
         inside = links["intra_node"] or links["inter_node"]  # a node of one device has none inside
         assert inside is not None
+        usable = USABLE if self.cuda else 1.0
         cluster = Cluster(
-            self.settings.name, nodes, each, memory_gb, device, inside, links["inter_node"]
+            self.settings.name, nodes, each, memory_gb, device, inside, links["inter_node"], usable
         )
         progress("collectives")
         cluster = replace(cluster, collective_latency=self._collective_latency(cluster))
