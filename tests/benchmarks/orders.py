@@ -4,12 +4,13 @@
     .venv/bin/python -m tests.benchmarks.orders --plans 200 --seed 7
 
 Plans: random chains with skips and conditioning, cut anywhere for sequential, interleaved, folded
-and opposite placements of 2 to 5 devices, their schedules, whole and split, with recomputation as
-operations at random places, collectives of embedders and random times. Each must pass the check
-and come to its end where messages have channels of their own, and where a device moves one at a
-time. Mutated: receives posted elsewhere, neighbours in the order swapped, an event lost. What the
-check accepts must end, with every operation after what it takes has arrived; what it refuses either
-hangs, or runs an operation too early, or is not matched. Exits with 1 if anything is otherwise.
+and opposite placements of 2 to 5 devices, ten for each random schedule, whole and split, with
+recomputation as operations at random places, collectives of embedders and random times. Each must
+pass the check and come to its end where messages have channels of their own, and where a device
+moves one at a time. Mutated: receives posted elsewhere, neighbours in the order swapped, an event
+lost. What the check accepts must end, with every operation after what it takes has arrived; what it
+refuses either hangs, or runs an operation too early, or is not matched. Exits with 1 if anything is
+otherwise.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from megatron_pulse.planner.layout.placement import fold, interleaved, opposite, sequential
 from megatron_pulse.planner.schedule.message import STEP_END
@@ -33,10 +35,14 @@ from tests.planner.schedules import recomputed_anywhere, wave
 from tests.planner.test_channels import shuffled, unit
 from tests.planner.test_nccl import Programs, compiled, programs
 
+PLANS = 10
+"""Plans of one schedule, which takes longer to find than they to compile and to check."""
 
-def drawn(seed: int) -> tuple[Schedule, Programs]:
-    """A random plan's schedule and programs."""
-    rng = random.Random(seed)
+
+@lru_cache(maxsize=1)
+def found(seed: int) -> Schedule:
+    """A random placement's schedule."""
+    rng = random.Random(f"schedule {seed}")
     devices = rng.randint(2, 5)
     placement = rng.choice(
         (
@@ -46,32 +52,39 @@ def drawn(seed: int) -> tuple[Schedule, Programs]:
             opposite(devices),
         )
     )
-    count, stages = rng.randint(1, 9), placement.num_stages
+    count = rng.randint(1, 9)
     name = rng.choice(("auto", "gpipe", "wave", "wave"))
+    if pick(name, placement) != "wave":
+        return make_schedule(name, placement, count)
+    stages = placement.num_stages
+    forward, backward = times(rng, stages), times(rng, stages)
+    weight = times(rng, stages) if rng.random() < 0.5 else None
+    return wave(placement, count, forward=forward, backward=backward, weight_grad=weight, effort=1)
 
-    def times() -> tuple[float, ...]:
-        return tuple(rng.uniform(0.1, 5.0) for _ in range(stages))
 
-    if pick(name, placement) == "wave":
-        forward, backward = times(), times()
-        weight = times() if rng.random() < 0.5 else None
-        schedule = wave(
-            placement, count, forward=forward, backward=backward, weight_grad=weight, effort=1
-        )
-    else:
-        schedule = make_schedule(name, placement, count)
+def times(rng: random.Random, stages: int) -> tuple[float, ...]:
+    """Seconds of each stage."""
+    return tuple(rng.uniform(0.1, 5.0) for _ in range(stages))
+
+
+def drawn(seed: int) -> tuple[Schedule, Programs]:
+    """A random plan's schedule and programs."""
+    rng = random.Random(seed)
+    schedule = found(seed // PLANS)
+    placement, count = schedule.placement, schedule.num_microbatches
+    stages = placement.num_stages
     splits = Kind.WEIGHT_GRAD in schedule.kinds
     forward_only = rng.random() < 0.2
     if forward_only:
         schedule = schedule.forward_only()
     elif rng.random() < 0.3:
         schedule = recomputed_anywhere(schedule, range(stages), rng.random(), rng)
-    backward = times()
+    backward = times(rng, stages)
     problem = replace(
         equal_stages(placement, count, splits),
-        forward=times(),
+        forward=times(rng, stages),
         backward=backward,
-        weight_grad=times() if splits else None,
+        weight_grad=times(rng, stages) if splits else None,
         recompute=tuple(rng.uniform(0.0, 0.9) * seconds for seconds in backward),
         link=rng.choice((0.0, 0.5, 3.0)),
     )

@@ -73,26 +73,22 @@ def play(
     now = [0.0] * len(programs)
     at = [0] * len(programs)
     issued: dict[tuple[Message, bool], float] = {}
-    ways: dict[object, list[tuple[Message, bool]]] = {}
+    under_way: dict[Message, None] = {}
+    last: dict[object, Message] = {}
+    before: dict[tuple[Message, bool], Message | None] = {}
 
-    def line(message: Message, sends: bool) -> list[tuple[Message, bool]]:
+    def way(message: Message, sends: bool) -> object:
         end = message.source if sends else message.destination
-        channel = (message.source, message.destination)
-        return ways.setdefault(end if rule is Rule.ONE else (channel, sends), [])
+        return end if rule is Rule.ONE else (message.source, message.destination, sends)
 
     def behind(message: Message, sends: bool) -> float | None:
         """When the way is free for a message at one of its ends; None: nobody knows yet."""
-        if rule is Rule.FREE:
-            return 0.0
-        before = line(message, sends)
-        place = before.index((message, sends))
-        return 0.0 if place == 0 else step.arrival.get(before[place - 1][0])
+        other = None if rule is Rule.FREE else before[message, sends]
+        return 0.0 if other is None else step.arrival.get(other)
 
     def transfer() -> bool:
         moved = False
-        for message, sends in list(issued):
-            if not sends or message in step.arrival:
-                continue
+        for message in list(under_way):
             ends = (True,) if rule in (Rule.FREE, Rule.LINK) else (True, False)
             times = [issued.get((message, end)) for end in ends]
             if None not in times:
@@ -100,6 +96,7 @@ def play(
             if None in times:
                 continue
             step.arrival[message] = max(t for t in times if t is not None) + message_s(message)
+            del under_way[message]
             moved = True
         return moved
 
@@ -116,7 +113,9 @@ def play(
                     issued[message, sends] = now[device]
                     if sends:
                         step.sent[message] = now[device]
-                    line(message, sends).append((message, sends))
+                        under_way[message] = None
+                    before[message, sends] = last.get(way(message, sends))
+                    last[way(message, sends)] = message
                 case Wait(message):
                     if message not in step.arrival:
                         break
