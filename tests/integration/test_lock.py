@@ -54,6 +54,17 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
         os.killpg(pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, lambda p: p.symlink_to("../mine")])
+def test_what_is_no_lock_is_left_alone(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    """A link that a stranger left would have had us write over what it leads to."""
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    put(tmp_path / "run" / LOCK)
+    with pytest.raises(FolderInUse, match="not the file by which runs lock a folder: remove it"):
+        FolderLock(tmp_path / "run", wait_s=0)
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 def test_a_second_run_is_refused(tmp_path: Path, holder: Holder) -> None:
     pid, _ = holder()
     with pytest.raises(FolderInUse, match=rf"another run writes into .*process {pid}.*--save"):

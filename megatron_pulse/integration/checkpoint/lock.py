@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import tempfile
 import threading
 import time
@@ -71,7 +72,7 @@ class FolderLock:
     def _try(self) -> Mapping[str, str] | None:
         """Who holds the lock; None if now it is this process, or if there are no locks here."""
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            file = _open(self._path)
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -116,6 +117,24 @@ class FolderLock:
                 os.utime(self._path)
             except OSError:
                 pass  # storage that is away for a moment
+
+
+def _open(path: Path) -> int:
+    """The file at ``path``, a new one if there is none; never what a link there leads to."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR):
+            raise FolderInUse(_foreign(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise FolderInUse(_foreign(path))
+    return file
+
+
+def _foreign(path: Path) -> str:
+    return f"{path} is not the file by which runs lock a folder: remove it, or name another --save"
 
 
 def _is_file(file: int, path: Path) -> bool:
