@@ -133,11 +133,13 @@ def disturb_link(kind: str, node: Node) -> None:
 
 
 def damage(rng: random.Random, kind: str, folder: Path) -> str:
-    """Damage a file of the newest checkpoint in ``folder``; which, and how ("": there is none)."""
+    """Damage a file of the newest checkpoint in ``folder``, or the one that names it; which, and
+    how ("": there is none)."""
     steps = sorted(path for path in folder.glob("iter_*") if path.is_dir())
     if not steps:
         return ""
-    files = sorted(path for path in steps[-1].iterdir() if path.stat().st_size)
+    files = [*sorted(steps[-1].iterdir()), *folder.glob("latest_*")]
+    files = [path for path in files if path.stat().st_size]
     if not files:
         return ""
     file = rng.choice(files)
@@ -148,4 +150,4 @@ def damage(rng: random.Random, kind: str, folder: Path) -> str:
     else:
         content[at] ^= 1 << rng.randrange(8)
         file.write_bytes(content)
-    return f"{steps[-1].name}/{file.name} at byte {at:,} of {len(content):,}"
+    return f"{file.relative_to(folder)} at byte {at:,} of {len(content):,}"

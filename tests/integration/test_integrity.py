@@ -21,6 +21,7 @@ from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError
 from megatron_pulse.integration.checkpoint.integrity import hashes as integrity
 from megatron_pulse.integration.checkpoint.integrity.falling_back import (
+    describe_newer,
     describe_passed,
     read_newest,
     set_aside,
@@ -210,6 +211,21 @@ def test_the_name_of_the_newest(
     assert saved.iteration == 6 and LATEST in passed[0].reason and passed[0].step is None
     set_aside(passed, saved, argparse.Namespace(save=str(copy)))
     assert (copy / LATEST).read_text() == "6" and read_newest(copy)[1] == ()
+
+
+def test_any_flipped_bit_of_the_newest_step_s_name(copy: Path) -> None:
+    """No other step takes its place, or it is said that there is a newer one."""
+    for bit in range(8):
+        (copy / LATEST).write_bytes(bytes([ord("6") ^ 1 << bit]))
+        saved, passed = read_newest(copy)
+        assert saved.iteration == 6 and LATEST in passed[0].reason
+        assert "lost" not in describe_passed(passed, saved)[-1]
+    (copy / LATEST).write_text("3")
+    saved, passed = read_newest(copy)
+    assert saved.iteration == 3 and passed == ()
+    newer = describe_newer(saved)
+    assert LATEST in newer and "--ckpt-step 6" in newer
+    assert not describe_newer(read_saved_run(copy, 6))
 
 
 def test_every_step_that_can_be_read_counts(copy: Path, tmp_path: Path) -> None:

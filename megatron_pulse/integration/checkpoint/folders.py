@@ -52,6 +52,8 @@ def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
     folder = load / (RELEASE if latest == RELEASE else step_folder(int(latest)))
     if not (folder / METADATA).exists():
         reason = f"{folder} is not a complete torch_dist checkpoint"
+        if iteration is None and not folder.is_dir():
+            reason = f"{load / LATEST} names {latest}, and there is no {folder}"
         raise DamagedError(reason + others, reason)
     return folder
 

@@ -23,6 +23,7 @@ from megatron_pulse.integration.checkpoint.folders import (
 )
 from megatron_pulse.integration.checkpoint.integrity.falling_back import (
     Passed,
+    describe_newer,
     describe_passed,
     newest_whole,
     read_newest,
@@ -146,6 +147,8 @@ def whole_start(start: Start, args: argparse.Namespace, holds: bool) -> Start:
         print("\n".join(describe_passed(start.passed, start.saved)), flush=True)
         if holds:
             set_aside(start.passed, start.saved, args)
+    elif start.newest and args.rank == 0 and (newer := describe_newer(start.saved)):
+        print(newer, flush=True)
     return start
 
 

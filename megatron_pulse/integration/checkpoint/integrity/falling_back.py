@@ -47,8 +47,9 @@ class Passed:
 def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
     """The newest run below ``load`` that can be read, and what was passed over for it.
 
-    Where the file that names the newest is lost or says nothing, it is the last step that was
-    written to its end. Raises CheckpointError, of the first that was tried, if none can be read.
+    Where the file that names the newest is lost or names nothing that is there, it is the last step
+    that was written to its end. Raises CheckpointError, of the first that was tried, if none can be
+    read.
     """
     load = Path(load)
     named, passed, first = None, [], None
@@ -57,13 +58,14 @@ def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
         latest = newest(load)
         if latest is None and complete:
             raise DamagedError(f"{load} has no {LATEST}")
-        named = int(latest) if latest is not None and latest.isdigit() else None
+        if latest is not None and latest.isdigit() and (load / step_folder(int(latest))).is_dir():
+            named = int(latest)
         return read_saved_run(load), ()
     except DamagedError as error:
         passed.append(Passed(error.reason, named))
         first = error
     for step in reversed(complete):
-        if named is not None and step >= named:
+        if step == named:
             continue
         try:
             return read_saved_run(load, step), tuple(passed)
@@ -99,12 +101,26 @@ def newest_whole(saved: SavedRun) -> tuple[SavedRun, tuple[Passed, ...]]:
 def describe_passed(passed: tuple[Passed, ...], saved: SavedRun) -> list[str]:
     """Warnings: what was passed over, and which steps are lost."""
     lines = [f"warning: {one.reason}" for one in passed]
+    first = saved.iteration + 1
     lost = max((one.step for one in passed if one.step is not None), default=0)
-    again = f"; steps {saved.iteration + 1} to {lost} are lost and trained again" if lost else ""
+    again = f"; steps {first} to {lost} are lost and trained again" if lost >= first else ""
     return [
         *lines,
         f"warning: going on from step {saved.iteration}, the newest that is whole{again}",
     ]
+
+
+def describe_newer(saved: SavedRun) -> str:
+    """A warning where there is a newer step than the one that is named the newest; else empty."""
+    folder = saved.folder.parent
+    newer = [step for step in complete_checkpoints(folder) if step > saved.iteration]
+    if not newer:
+        return ""
+    return (
+        f"warning: {folder / LATEST} names step {saved.iteration}, and step {newer[-1]} there is "
+        f"complete: unless you went back on purpose, stop, and go on with --load {folder} "
+        f"--ckpt-step {newer[-1]}"
+    )
 
 
 def set_aside(passed: tuple[Passed, ...], saved: SavedRun, args: argparse.Namespace) -> None:
