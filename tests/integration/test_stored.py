@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.integration.checkpoint.folders import LATEST, step_folder
+from megatron_pulse.integration.checkpoint.folders import LATEST, RELEASE, step_folder
 from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
 from megatron_pulse.integration.checkpoint.lock import FolderLock
 from megatron_pulse.integration.checkpoint.stored import REMOVED, stored_in, to_remove
-from tests.integration.test_integrity import DAMAGES
+from tests.integration.test_integrity import DAMAGES, flip
 from tests.ranks import run_ranks
 
 
@@ -75,6 +75,21 @@ def test_damage_is_named(damage: object, copy: Path, capsys: pytest.CaptureFixtu
         if os.path.lexists(file):
             file.unlink()
         file.write_bytes(content)
+
+
+def test_imported_weights_and_the_newest_s_name(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights without a step whose hashes cannot be read had been passed over as set aside."""
+    (copy / LATEST).write_text("7")
+    status, text = said(capsys, "verify", copy)
+    assert status and "step 6: whole" in text and f"{LATEST} names 7, which is not there" in text
+    (copy / step_folder(6)).rename(copy / RELEASE)
+    (copy / LATEST).write_text(RELEASE)
+    assert said(capsys, "verify", copy)[0] == 0
+    flip(copy / RELEASE / METADATA)
+    status, text = said(capsys, "verify", copy)
+    assert status == 1 and f"step {RELEASE}: " in text and METADATA in text
 
 
 def test_what_goes(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,9 @@ def _record(one: StoredCheckpoint) -> dict[str, Any]:
 def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> None:
     from tqdm import tqdm
 
-    chosen = [one for one in stored if one.step is not None or not one.faults]
+    from megatron_pulse.integration.checkpoint.stored import require_newest
+
+    chosen = [one for one in stored if not one.is_aside]
     if args.step is not None:
         chosen = [one for one in stored if one.step in args.step]
         there = {one.step for one in chosen}
@@ -168,6 +170,8 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
     ]
     record = [{**_record(one), "faults": found[_name(one)]} for one in chosen]
     answer(args, lines, lambda: record)
+    if args.step is None:
+        require_newest(args.folder, stored)
     if any(found.values()):
         raise SystemExit(1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,
     CheckpointError,
+    newest,
     newest_named,
     step_folder,
 )
@@ -53,6 +54,11 @@ class StoredCheckpoint:
         return not self.faults and read_hashes(self.folder) is not None
 
     @property
+    def is_aside(self) -> bool:
+        """Whether it was set aside or half removed: no run goes on from it."""
+        return self.step is None and self.folder.name != RELEASE
+
+    @property
     def is_link(self) -> bool:
         """Whether it lies elsewhere: it is then not ours to remove."""
         return self.folder.is_symlink()
@@ -79,21 +85,30 @@ def stored_in(folder: Path) -> list[StoredCheckpoint]:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
-    newest = newest_named(folder)
+    named = newest_named(folder)
     found = []
     for path in sorted(folder.iterdir()):
         match = _STEP.fullmatch(path.name.split(".")[0])
         if not path.is_dir() or (match is None and path.name != RELEASE):
             continue
         step = int(match[1]) if match and path.name == match[0] else None
-        is_newest = newest is not None and path.name == (
-            RELEASE if newest == RELEASE else step_folder(int(newest))
+        is_newest = named is not None and path.name == (
+            RELEASE if named == RELEASE else step_folder(int(named))
         )
         found.append(_look_at(path, step, is_newest))
     if not found:
         hint = "; give the folder that --save named" if (folder / METADATA).exists() else ""
         raise CheckpointError(f"{folder} holds no checkpoint{hint}")
     return sorted(found, key=lambda one: (one.step is None, one.step or 0, one.folder.name))
+
+
+def require_newest(folder: Path, stored: Sequence[StoredCheckpoint]) -> None:
+    """Raise CheckpointError unless the file that names the newest names one that is there."""
+    latest = newest(folder)
+    if latest is None:
+        raise CheckpointError(f"{folder} has no {LATEST}")
+    if not any(one.is_newest for one in stored):
+        raise CheckpointError(f"{folder / LATEST} names {latest}, which is not there")
 
 
 def _look_at(path: Path, step: int | None, is_newest: bool) -> StoredCheckpoint:
