@@ -50,7 +50,7 @@ def decoded(file: Image.Image, channels: int) -> Image.Image:
     """
     turn = _UPRIGHT.get(_orientation(file))
     if file.mode.startswith("I"):  # grey of 16 bits: Pillow would make everything above 255 white
-        high = np.asarray(file).astype(np.int64) >> 8
+        high = np.asarray(file) >> 8
         image = Image.fromarray(high.clip(0, 255).astype(np.uint8))
     else:
         image = file
