@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from megatron_pulse.faults import Faults, UserError, faults_in, told
 from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.letters import NO_LETTER
+from megatron_pulse.seal import sealed, unsealed
 
 MAX_BYTES = 64 << 20
 """The largest file that is read at once."""
@@ -58,6 +59,12 @@ def replacing(path: str | Path) -> Iterator[Path]:
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_sealed(path: str | Path, text: str) -> None:
+    """Write an object in JSON or YAML, whole or not at all, with its hash (see ``seal``)."""
+    with replacing(path) as beside:
+        beside.write_text(sealed(text), encoding="utf-8")
 
 
 def unwritable(folder: Path, what: str = "") -> str | None:
@@ -144,7 +151,7 @@ def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> 
         value = parse_json(text, infinities=infinities)
     except ValueError as error:
         raise _unreadable(path, kind, *faults_in(error)) from error
-    return _of_kind(path, kind, value)
+    return _of_kind(path, kind, value, text)
 
 
 def parse_json(text: str, *, infinities: bool = False) -> Any:
@@ -190,20 +197,25 @@ def read_yaml(path: str | Path, kind: FileKind) -> dict[str, Any]:
         raise _unreadable(path, kind, f"it is no plain YAML: {error}") from error
     except ValueError as error:
         raise _unreadable(path, kind, *faults_in(error)) from error
-    return _of_kind(path, kind, value)
+    return _of_kind(path, kind, value, text)
 
 
 _TOO_DEEP = f"it is nested more than {_MAX_DEPTH} deep"
 
 
-def _of_kind(path: str | Path, kind: FileKind, value: Any) -> dict[str, Any]:
+def _of_kind(path: str | Path, kind: FileKind, value: Any, text: str) -> dict[str, Any]:
+    """``value``, read from ``text``, without its hash."""
     if not isinstance(value, dict):
         shown = "a list" if isinstance(value, list) else repr(value)[:60]
         raise _unreadable(path, kind, f"expected an object, got {shown}")
-    other = kind_of(value)
+    try:
+        record = unsealed(text, value)
+    except ValueError as error:
+        raise _unreadable(path, kind, str(error)) from error
+    other = kind_of(record)
     if other is not None and other is not kind:
         raise FileError(f"{path}: this is {other}, not {kind}: {other.use(path)}")
-    return value
+    return record
 
 
 def _sound(value: Any, faults: list[str], infinities: bool = False) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.files import FileError, read_json, write_sealed
 from megatron_pulse.profile.profile import (
     LayerTimes,
     Profile,
@@ -39,8 +39,7 @@ _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Write ``profile``; a file that was there before is only replaced by a complete one."""
-    with replacing(path) as beside:
-        beside.write_text(json.dumps(to_record(profile), indent=1) + "\n")
+    write_sealed(path, json.dumps(to_record(profile), indent=1) + "\n")
 
 
 def load_profile(path: str | Path) -> Profile:

@@ -13,14 +13,16 @@ from typing import Any
 import yaml
 
 from megatron_pulse.planner.cluster.cluster import load_cluster, to_record
+from megatron_pulse.planner.fill.table import components_of, read_table, table_of_components
 from megatron_pulse.planner.observe.trace import load_trace, save_trace
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.profile.files import load_profile, save_profile
+from megatron_pulse.seal import HASH
 
 
 def _plain(path: Path) -> Any:
-    """JSON as the standard library reads it, refusing what JSON has not."""
+    """JSON as the standard library reads it, refusing what JSON has not, without our hash."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         assert len({k for k, _ in pairs}) == len(pairs), "a key is there twice"
@@ -29,9 +31,12 @@ def _plain(path: Path) -> Any:
     def never(text: str) -> Any:
         raise AssertionError(f"{text} is no JSON")
 
-    return json.loads(
+    said = json.loads(
         path.read_bytes().decode("utf-8-sig"), object_pairs_hook=once, parse_constant=never
     )
+    if isinstance(said, dict):
+        said.pop(HASH, None)
+    return said
 
 
 def differences(said: Any, read: Any, where: str = "") -> list[str]:
@@ -127,6 +132,7 @@ def check_cluster(folder: Path) -> list[str]:
     text = (folder / "cluster.yaml").read_bytes().decode("utf-8-sig")
     found = to_record(load_cluster(folder / "cluster.yaml"))
     said = yaml.load(text, yaml.BaseLoader)  # every value as it is written
+    said.pop(HASH, None)
 
     def fits(written: Any, read: Any) -> bool:
         if isinstance(read, dict):
@@ -139,6 +145,18 @@ def check_cluster(folder: Path) -> list[str]:
         if name in said and float(said[name]) == 1:
             del said[name]
     return [] if fits(said, found) else [f"{said} said, {found} read"]
+
+
+def check_encoders(folder: Path) -> list[str]:
+    """The components, written again."""
+    said = _plain(folder / "encoders.json")
+    read = table_of_components(components_of(read_table(folder / "encoders.json")))
+    return differences(said, json.loads(json.dumps(read)))
+
+
+def check_nothing(folder: Path) -> list[str]:
+    """Of files that are refused whatever is changed."""
+    return []
 
 
 def check_table(folder: Path) -> list[str]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.planner.cluster.cluster import cluster, to_yaml
+from megatron_pulse.files import write_sealed
+from megatron_pulse.planner.cluster.cluster import cluster, save_cluster
+from megatron_pulse.planner.fill.components import Component, FrozenLayer
+from megatron_pulse.planner.fill.table import table_of_components
 from megatron_pulse.planner.observe.trace import save_trace
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.files import to_csv
@@ -20,7 +25,10 @@ def make(folder: Path, heavy: bool) -> None:
     save_plan(plan, folder / "plan.json")
     save_profile(profile, folder / "profile.json")
     save_trace(trace_of(plan, [plan.replay().timeline] * 2), folder / "trace.json")
-    (folder / "cluster.yaml").write_text(to_yaml(cluster("cpu"), "A cluster"))
+    save_cluster(cluster("cpu"), folder / "cluster.yaml", "A cluster")
+    layers = tuple(FrozenLayer(f"layers.{i}", {1: 1e-3, 8: 6e-3}, 1e3, 1e2, 1e2) for i in range(3))
+    table = table_of_components([Component("text", layers, (), 1e2, (0, 1))])
+    write_sealed(folder / "encoders.json", json.dumps(table) + "\n")
     units = [
         {
             "name": f"unit {i}",
@@ -64,6 +72,9 @@ def _make_heavy(folder: Path) -> None:
         lines.append(json.dumps({"file_name": f"{i}.png", "text": text}))
     (folder / "captions/metadata.jsonl").write_text("\n".join(lines) + "\n")
     _make_pipeline(folder / "pipeline")
+    # In a process of its own: a saved checkpoint leaves process groups behind.
+    words = [sys.executable, "-m", "megatron_pulse.cli", "import", "--from", "pipeline"]
+    subprocess.run([*words, "--to", "saved"], cwd=folder, check=True, capture_output=True)
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder / "events")) as events:

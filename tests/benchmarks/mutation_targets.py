@@ -10,9 +10,11 @@ from pathlib import Path
 from tests.benchmarks.mutation_checks import (
     check_captions,
     check_cluster,
+    check_encoders,
     check_events,
     check_latents,
     check_model,
+    check_nothing,
     check_order,
     check_plan,
     check_plan_of_backbone,
@@ -29,18 +31,21 @@ Check = Callable[[Path], list[str]]
 @dataclass(frozen=True)
 class Target:
     """A file of the folder ``make`` fills, the commands that read it, and the check of what they
-    accept: how the file and what was read differ. ``heavy`` needs torch."""
+    accept: how the file and what was read differ. ``heavy`` needs torch; of one that is ``hashed``
+    no flipped bit may be accepted."""
 
     file: str
     commands: tuple[tuple[str, ...], ...]
     check: Check
     heavy: bool = False
+    hashed: bool = False
 
 
 _TUNE = ("--cluster", "cpu", "--global-batch-size", "16", "--seconds", "0.3", "--solver", "none",
          "--micro-batch-size", "2")  # fmt: skip
 _TIMES = ("schedule", "--times", "times.json", "-p", "2", "-m", "4", "--seconds", "0.3",
           "--solver", "none", "--no-cache")  # fmt: skip
+_VERIFY = ("data", "info", "latents:latents", "--verify")
 _LINKS = ("-p", "2", "-m", "4", "--seconds", "0.3", "--solver", "none", "--no-cache")
 
 TARGETS: dict[str, Target] = {
@@ -54,9 +59,14 @@ TARGETS: dict[str, Target] = {
             ("compare", "plan.json", "trace.json", "--json"),
         ),
         check_plan,
+        hashed=True,
     ),
-    "plan and backbone": Target("plan.json", (("check", "plan.json"),), check_plan_of_backbone),
-    "plan of a run": Target("plan.json", (("obey", "plan.json"),), check_plan_of_backbone, True),
+    "plan and backbone": Target(
+        "plan.json", (("check", "plan.json"),), check_plan_of_backbone, hashed=True
+    ),
+    "plan of a run": Target(
+        "plan.json", (("obey", "plan.json"),), check_plan_of_backbone, True, hashed=True
+    ),
     "profile": Target(
         "profile.json",
         (
@@ -74,6 +84,7 @@ TARGETS: dict[str, Target] = {
             ),
         ),
         check_profile,
+        hashed=True,
     ),
     "table": Target(
         "table.json",
@@ -92,6 +103,13 @@ TARGETS: dict[str, Target] = {
             ("tune", "--profile", "profile.json", *_TUNE[2:], "--cluster", "cluster.yaml"),
         ),
         check_cluster,
+        hashed=True,
+    ),
+    "encoders": Target(
+        "encoders.json",
+        (("tune", "--profile", "profile.json", *_TUNE, "--encoders", "encoders.json"),),
+        check_encoders,
+        hashed=True,
     ),
     "trace": Target(
         "trace.json",
@@ -101,18 +119,60 @@ TARGETS: dict[str, Target] = {
             ("compare", "plan.json", "trace.json", "-o", "c.html"),
         ),
         check_trace,
+        hashed=True,
     ),
     "order": Target("order.csv", ((*_TIMES, "--schedule", "order.csv"),), check_order),
     "latents": Target(
         "latents/meta.json",
-        (("data", "info", "latents:latents"), ("data", "info", "latents:latents", "--verify")),
+        (("data", "info", "latents:latents"), _VERIFY),
         check_latents,
         True,
+        hashed=True,
+    ),
+    **{
+        what: Target(f"latents/{file}", (_VERIFY,), check_latents, True, hashed=True)
+        for what, file in {
+            "rows of latents": "latent-00000.npy",
+            "null conditioning": "null-context.npy",
+            "hashes of rows": "hashes-00001.bin",
+        }.items()
+    },
+    **{
+        f"checkpoint's {file}": Target(
+            f"saved/release/{file}",
+            (
+                ("checkpoint", "verify", "saved"),
+                ("export", "--load", "saved", "--to", "exported/model.safetensors"),
+            ),
+            check_nothing,
+            True,
+            hashed=True,
+        )
+        for file in ("metadata.json", ".metadata", "__0_0.distcp")
+    },
+    "newest checkpoint's name": Target(
+        "saved/latest_checkpointed_iteration.txt",
+        (("checkpoint", "verify", "saved"),),
+        check_nothing,
+        True,
+        hashed=True,
     ),
     "captions": Target(
         "captions/metadata.jsonl",
         (("data", "info", "captions:captions", "--image-size", "8"),),
         check_captions,
+        True,
+    ),
+    "picture": Target(
+        "captions/1.png",
+        (("data", "info", "captions:captions", "--image-size", "8", "--verify"),),
+        check_captions,
+        True,
+    ),
+    "weights": Target(
+        "pipeline/transformer/diffusion_pytorch_model-00002-of-00005.safetensors",
+        (("import", "--from", "pipeline", "--to", "new"),),
+        check_model,
         True,
     ),
     "model": Target(

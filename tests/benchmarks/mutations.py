@@ -3,10 +3,13 @@
 Each case is a sound file of one kind with one to three mutations (of its structure, its text or its
 bytes), and one command that reads it, in a process of its own with limits on time and memory. A
 case is *refused* if the command ends with 1 or 2 and one error; *accepted* if it ends with 0 and an
-independent check finds in what was read what the file says; everything else is a failure.
+independent check finds in what was read what the file says; everything else is a failure. Files
+that begin with a hash are mutated without it, as by hand. With ``--flips`` one bit is another, the
+hash is left, and of files with hashes nothing may be accepted.
 
     .venv/bin/python -m tests.benchmarks.mutations --cases 2000 --seed 1 --json mutations.json
     .venv/bin/python -m tests.benchmarks.mutations --seed 1 --only 17     # one case, shown
+    .venv/bin/python -m tests.benchmarks.mutations --flips --cases 200 --targets plan
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from tqdm import tqdm
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.faults import listed
+from megatron_pulse.seal import HASH
 from tests.benchmarks.mutate import dump, mutate_bytes, mutate_cells, mutate_tree, tree
 from tests.benchmarks.mutation_files import make
 from tests.benchmarks.mutation_targets import TARGETS, obey_plan
@@ -62,7 +66,8 @@ class Case:
 
 def mutated(path: Path, rng: random.Random) -> tuple[bytes, str]:
     """The content of a file after one to three mutations, and what they were."""
-    content = path.read_bytes()
+    lines = path.read_bytes().splitlines(keepends=True)
+    content = b"".join(line for line in lines if HASH.encode() not in line)
     said = []
     in_text = rng.random() < 0.3
     if not in_text and path.suffix in (".json", ".yaml"):
@@ -83,6 +88,33 @@ def mutated(path: Path, rng: random.Random) -> tuple[bytes, str]:
             content, how = mutate_bytes(content, rng)
             said.append(how)
     return content, ", ".join(said)
+
+
+def flipped(path: Path, rng: random.Random) -> tuple[bytes, str]:
+    """The content of a file with one other bit, and which."""
+    content = bytearray(path.read_bytes())
+    place, bit = rng.randrange(len(content)), rng.randrange(8)
+    content[place] ^= 1 << bit
+    return bytes(content), f"bit {bit} of byte {place} of {len(content)}"
+
+
+def run_flip(number: int, seed: int, sound: Path, names: Sequence[str]) -> Case:
+    """Flip a bit, run the command in a child, judge."""
+    rng = random.Random(f"{seed} {number} flip")
+    name = names[number % len(names)]
+    target = TARGETS[name]
+    command = rng.choice(target.commands)
+    with tempfile.TemporaryDirectory(prefix="mutation-") as place:
+        folder = Path(place) / "here"
+        shutil.copytree(sound, folder)
+        content, how = flipped(folder / target.file, rng)
+        (folder / target.file).write_bytes(content)
+        begin = time.perf_counter()
+        outcome, detail = _judged(name, command, folder)
+        seconds = time.perf_counter() - begin
+    if outcome == "accepted" and target.hashed:
+        outcome = "not seen"
+    return Case(number, name, how, " ".join(command), outcome, round(seconds, 2), detail)
 
 
 def run_case(number: int, seed: int, sound: Path, names: Sequence[str]) -> Case:
@@ -144,6 +176,8 @@ def _judged(name: str, command: Sequence[str], folder: Path) -> tuple[str, str]:
     verdict = folder / "verdict"
     if "Traceback (most recent call last)" in err or code not in (0, 1, 2):
         return "traceback", f"exit {code}: {err[-1500:]}"
+    if code and command[0] == "checkpoint" and not err:  # its answer, damage and all
+        return "refused", (folder / "out").read_text().strip()[:300]
     if code:
         if not err.strip() or len(err) > _LONGEST_ERROR or "rror:" not in err:
             return "no clear error", f"exit {code}, {len(err)} characters: {err[:1000]}"
@@ -218,7 +252,11 @@ def warm(names: Sequence[str]) -> None:
 
 
 def run(
-    cases: Sequence[int], seed: int, names: Sequence[str], progress: bool = False
+    cases: Sequence[int],
+    seed: int,
+    names: Sequence[str],
+    progress: bool = False,
+    flips: bool = False,
 ) -> list[Case]:
     """These cases; raises ValueError where a file is refused that nobody has mutated."""
     warm(names)
@@ -228,7 +266,8 @@ def run(
         if faults := list(sound_cases(sound, names)):
             raise ValueError("sound files:" + listed(faults))
         numbers = tqdm(cases, "mutating", unit="case", disable=not progress, mininterval=5)
-        return [run_case(number, seed, sound, names) for number in numbers]
+        one = run_flip if flips else run_case
+        return [one(number, seed, sound, names) for number in numbers]
 
 
 def _print(results: Sequence[Case]) -> None:
@@ -252,12 +291,13 @@ def command_line() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=2000, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--flips", action="store_true", help="one bit in each case")
     parser.add_argument("--only", type=int, metavar="I", help="this case alone")
     parser.add_argument("--targets", nargs="*", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every case")
     args = parser.parse_args()
     numbers = list(range(args.cases)) if args.only is None else [args.only]
-    results = run(numbers, args.seed, args.targets, progress=True)
+    results = run(numbers, args.seed, args.targets, progress=True, flips=args.flips)
     _print(results)
     if args.json is not None:
         record: dict[str, Any] = {"seed": args.seed, "cases": [asdict(case) for case in results]}

@@ -23,6 +23,12 @@ def test_mutated_files_are_refused_or_are_what_they_say() -> None:
     assert {case.target for case in cases} == set(LIGHT)
 
 
+def test_a_flipped_bit_is_refused() -> None:
+    hashed = [name for name in LIGHT if TARGETS[name].hashed]
+    (cases,) = run_ranks(1, run, range(len(hashed)), 7, hashed, False, True)
+    assert [case.outcome for case in cases] == ["refused"] * len(hashed)
+
+
 def test_mutations_change_files_in_every_way() -> None:
     rng, value = random.Random(0), {"a": [1, 2.5, {"b": "text"}], "c": True, "d": None}
     hows, texts = set(), set()

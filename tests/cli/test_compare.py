@@ -19,6 +19,7 @@ from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.profile.files import load_profile
+from tests.by_hand import unsealed_record
 from tests.cli.conftest import Refused, of_class
 from tests.plans import MICRO_BATCH, small_plan, small_profile, trace_of
 
@@ -143,7 +144,7 @@ def test_a_plan_with_other_figures_than_its_costs_come_to_is_not_compared(
 ) -> None:
     plan = small_plan()
     save_trace(trace_of(plan, [plan.replay().timeline]), "trace.json")
-    record = json.loads((here / "plan.json").read_text())
+    record = unsealed_record(here / "plan.json")
     record["times"]["forward"][1] *= 0.5
     record["predicted"]["bubble"] = 0.0
     (here / "plan.json").write_text(json.dumps(record))

@@ -19,6 +19,7 @@ from megatron_pulse.data.latents.folder import LatentFolder
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
+from tests.by_hand import unsealed_record
 from tests.data.captioned import captioned_digits
 from tests.ranks import run_ranks
 
@@ -182,7 +183,7 @@ def test_ranks_write_what_one_writes(
     assert "not finished: 547 samples" in capsys.readouterr().err
     told = apart / "shard-00004.json"
     told.write_text(told.read_text()[:40])  # as of a rank that was killed, or another folder's
-    other = json.loads((apart / "shard-00007.json").read_text())
+    other = unsealed_record(apart / "shard-00007.json")
     (apart / "shard-00006.json").write_text(json.dumps(other | {"of": "x", "number": 6}))
     monkeypatch.setattr(writing, "_LOG_S", 0.0)
     monkeypatch.setattr(writing, "_ASIDE_S", 0.0)

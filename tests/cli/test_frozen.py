@@ -10,6 +10,7 @@ import pytest
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import save_cluster
 from megatron_pulse.profile.files import load_profile
+from tests.by_hand import unsealed_record
 from tests.planner.tune.problems import cluster
 
 MODEL = ["--backbone", "uvit-tiny", "--option", "depth=8"]
@@ -54,7 +55,7 @@ def test_from_a_profile_to_a_plan_that_is_checked(
     ]
     assert main(["tune", "--profile", "half.json", *asked, *only, "-o", "half-plan.json"]) == 0
     assert main(["tune", "--profile", "whole.json", *asked, *only, "-o", "plan.json"]) == 0
-    plan, other = (json.loads(Path(name).read_text()) for name in ("half-plan.json", "plan.json"))
+    plan, other = (unsealed_record(name) for name in ("half-plan.json", "plan.json"))
     assert plan["predicted"]["step_s"] < 0.9 * other["predicted"]["step_s"]
     assert max(plan["predicted"]["memory_bytes"]) < max(other["predicted"]["memory_bytes"])
     assert main(["check", "half-plan.json"]) == 0

@@ -19,6 +19,7 @@ from megatron_pulse.planner.observe.trace import save_trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.profile.files import save_profile
+from tests.by_hand import unsealed_record
 from tests.cli.conftest import Refused, of_class
 from tests.plans import small_plan, small_profile, trace_of
 
@@ -146,7 +147,7 @@ def test_check_lists_every_fault(
 
 
 def test_check_lists_faults_of_form(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads((here / "plan.json").read_text())
+    record = unsealed_record(here / "plan.json")
     del record["tensor"]
     record["data"] = 0
     (here / "bad.json").write_text(json.dumps(record))

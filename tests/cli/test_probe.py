@@ -33,7 +33,7 @@ def test_two_ranks_write_one_file(here: Path) -> None:
     assert record["cluster"]["intra_node"]["bandwidth_gbs"] == found.intra_node.bandwidth_gbs
     assert len(record["pairs"][0]["median_s"]) == len(record["pairs"][0]["num_bytes"]) == 8
     text = (here / "c.yaml").read_text()
-    assert text.startswith("# Measured by 'pulse probe'") and "1 node(s), 2 rank(s)" in text
+    assert "\n# Measured by 'pulse probe'" in text and "1 node(s), 2 rank(s)" in text
     assert sorted(path.name for path in here.iterdir()) == ["c.json", "c.yaml"]
 
 

@@ -1,5 +1,6 @@
 import json
 import pickle
+import random
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.noise import draw
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import posterior_noise
+from tests.by_hand import unsealed_record
 
 SHAPE = (4, 3, 3)
 FIELDS = {
@@ -114,7 +116,7 @@ def test_posteriors_are_kept_and_sampled_at_each_reading(tmp_path):
         noise = draw(5, 7, position, SHAPE).noise
         drawn = train.image(7) + index / 4 * posterior_noise(5, 7, position, SHAPE)
         assert torch.equal(batch["target"][0], noise - drawn)
-    content = json.loads((tmp_path / "meta.json").read_text())
+    content = unsealed_record(tmp_path / "meta.json")
     del content["layout"]["deviates"]
     (tmp_path / "meta.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match="shards.0.files.deviation is of no field"):
@@ -183,9 +185,35 @@ def test_a_changed_bit_of_null_conditioning_is_always_seen(tmp_path):
         LatentFolder(tmp_path)
 
 
+def test_any_flipped_bit_is_seen_when_it_is_read(tmp_path):
+    """Headers at opening, rows when they are read; of which file is said."""
+    write(tmp_path, layout())
+    chance = random.Random(3)
+    for path in sorted(tmp_path.iterdir()):
+        content = path.read_bytes()
+        for place in (chance.randrange(8 * 128), chance.randrange(8 * len(content))):
+            damaged = bytearray(content)
+            damaged[place // 8 % len(content)] ^= 1 << place % 8
+            path.write_bytes(damaged)
+            with pytest.raises(DataError, match=path.name):
+                dataset = LatentFolder(tmp_path)
+                for i in range(len(dataset)):
+                    dataset[i]
+        path.write_bytes(content)
+
+
+def test_shards_of_before_rows_were_hashed_are_read(tmp_path):
+    write(tmp_path, layout())
+    content = unsealed_record(tmp_path / "meta.json")
+    for shard in content["shards"]:
+        (tmp_path / shard.pop("hashes")["name"]).unlink()
+    (tmp_path / "meta.json").write_text(json.dumps(content))
+    assert torch.equal(LatentFolder(tmp_path)[9]["image"], samples()[9][0])
+
+
 def test_headers_must_fit_meta(tmp_path):
     write(tmp_path, layout())
-    meta = json.loads((tmp_path / "meta.json").read_text())
+    meta = unsealed_record(tmp_path / "meta.json")
     meta["layout"]["shape"] = [4, 3, 4]
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(

@@ -15,6 +15,7 @@ from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WHOLE
 from megatron_pulse.planner.tune.config import Config, Recompute
 from model_specs import load_backbone
+from tests.by_hand import unsealed_record
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
 from tests.encoders.pipelines import LENGTH, make_pipeline
@@ -207,7 +208,7 @@ def test_latents_ahead_and_text_in_the_loop(
     given = [*flags[:at], f"latents:{out}", *flags[at + 1 :]]
     assert_same(run(2, *given, *pipeline(2), backbone="unet"), expected)
     meta = out / "meta.json"
-    content = json.loads(meta.read_text())
+    content = unsealed_record(meta)
     content["layout"]["made_by"] |= {"latent": "another", "text_encoder_ids": "others"}
     meta.write_text(json.dumps(content))
     faults = refuse(monkeypatch, 1, given, [*TINY["unet"], *BASE])

@@ -16,6 +16,7 @@ from megatron_pulse.planner.step.plan import PlanError
 from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import ProfileError, Source
+from tests.by_hand import unsealed_record
 from tests.plans import small_profile
 from tests.runtime.equality import Case, plan_of
 from tests.runtime.tiny import backbone
@@ -27,7 +28,7 @@ def test_a_profile_says_of_which_layers_it_is(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(replace(small_profile(), transformer_impl="transformer_engine"), path)
     assert load_profile(path).transformer_impl == "transformer_engine"
-    record = json.loads(path.read_text())
+    record = unsealed_record(path)
     path.write_text(json.dumps({**record, "transformer_impl": "apex"}))
     with pytest.raises(ProfileError, match="it must be one of local, transformer_engine"):
         load_profile(path)

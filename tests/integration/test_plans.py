@@ -33,6 +33,7 @@ from megatron_pulse.profile.files import save_profile
 from megatron_pulse.profile.measuring.building import meta_context
 from megatron_pulse.profile.memory_format import OPTION, format_caution
 from model_specs import load_backbone
+from tests.by_hand import unsealed_record
 from tests.integration.runs import (
     BASE,
     STEPS,
@@ -144,7 +145,7 @@ def test_a_plan_with_costs_of_another_memory_format_is_told(
 ) -> None:
     name, sizes = FAMILIES["unet"]
     path = make_plan(tmp_path / "plan.json", Config(1, 1, 1, 2, ROW), name, sizes)
-    record = json.loads(path.read_text())
+    record = unsealed_record(path)
     record["backbone"]["options"]["channels_last"] = True
     path.write_text(json.dumps(record))
     assert main(["check", str(path)]) == 2
@@ -180,7 +181,7 @@ def test_what_contradicts_a_plan_is_refused_all_at_once(tmp_path: Path) -> None:
 
 def test_a_broken_plan_is_refused(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "plan.json", Config(2, 1, 1, 2, FOLD_EXACT))
-    record = json.loads(plan.read_text())
+    record = unsealed_record(plan)
     record["schedule"]["order"][0].pop()
     record["pipeline"] = 2
     plan.write_text(json.dumps(record))

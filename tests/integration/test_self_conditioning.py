@@ -11,6 +11,7 @@ import pytest
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.layout.layouts import ROW
 from megatron_pulse.planner.tune.config import Config
+from tests.by_hand import unsealed_record
 from tests.cli.test_weights import EPSILON
 from tests.cli.test_weights import TINY as TINY_UNET
 from tests.integration.runs import BASE, STEPS, TINY, Run, alone, assert_same, pipeline, run
@@ -80,7 +81,7 @@ def test_a_sequence_sends_predictions_and_a_plan_says_how_often(
     plan = make_plan(tmp_path / "plan.json", config, "unet-tiny", options, share=SHARE)
     assert main(["show", str(plan)]) == 0
     assert "all forwards in 88 % of the steps, for self-conditioning" in capsys.readouterr().out
-    record = json.loads(plan.read_text())
+    record = unsealed_record(plan)
     record["self_conditioning"] = 0.5
     (tmp_path / "edited.json").write_text(json.dumps(record))
     assert main(["check", str(tmp_path / "edited.json")]) == 2

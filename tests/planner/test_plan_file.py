@@ -20,6 +20,7 @@ from megatron_pulse.planner.plan_file.plan_file import (
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.step.replay import link_bound
 from megatron_pulse.planner.tune.plans.recompute import load_checked
+from tests.by_hand import unsealed_record
 from tests.plans import small_plan
 
 Record = dict[str, Any]
@@ -62,7 +63,7 @@ def test_the_replay_knows_every_message() -> None:
 def record(tmp_path_factory: pytest.TempPathFactory) -> Record:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     save_plan(small_plan(), path)
-    found: Record = json.loads(path.read_text())
+    found: Record = unsealed_record(path)
     return found
 
 

@@ -22,6 +22,7 @@ from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import compile_communication
+from tests.by_hand import unsealed_record
 from tests.planner.schedules import wave
 from tests.plans import steps_of
 from tests.toys import nested, toy_backbone
@@ -69,7 +70,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_all_faults_of_a_file_are_listed(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     save_trace(trace_of([timeline()]), file)
-    record = json.loads(file.read_text())
+    record = unsealed_record(file)
     record["num_microbatches"] = "four"
     record["steps"][0]["operations"][0]["op"] = "F0"
     del record["steps"][0]["waits"][1]["source"]

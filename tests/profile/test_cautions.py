@@ -23,6 +23,7 @@ from megatron_pulse.profile.cautions import (
 )
 from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.profile import Profile, Source
+from tests.by_hand import unsealed_record
 from tests.plans import MICRO_BATCH, small_plan, small_profile, trace_of
 
 
@@ -78,7 +79,7 @@ def test_costs_of_another_device_than_the_cluster() -> None:
 def test_profiles_of_before_there_were_threads_are_read(tmp_path: Path) -> None:
     save_profile(disturbed(), tmp_path / "p.json")
     assert load_profile(tmp_path / "p.json") == disturbed()
-    record = json.loads((tmp_path / "p.json").read_text())
+    record = unsealed_record(tmp_path / "p.json")
     del record["threads"]
     (tmp_path / "p.json").write_text(json.dumps(record))
     assert load_profile(tmp_path / "p.json") == replace(disturbed(), threads=0)

@@ -25,6 +25,7 @@ from megatron_pulse.profile.profile import (
     ShardSums,
     Source,
 )
+from tests.by_hand import unsealed_record
 
 
 def times(scale: float) -> LayerTimes:
@@ -117,7 +118,7 @@ def test_profiles_of_before_sums_had_bytes_are_read_as_sums_of_boundaries(tmp_pa
     sums = ShardSums((10, 10), (10, 10))
     layers = (*make().layers[:2], dataclasses.replace(make().layers[2], shard_sums=sums))
     save_profile(make(layers=layers), tmp_path / "p.json")
-    record = json.loads((tmp_path / "p.json").read_text())
+    record = unsealed_record(tmp_path / "p.json")
     for layer in record["layers"]:
         layer["shard_sums"] = len(layer["shard_sums"]["rows"])
     (tmp_path / "p.json").write_text(json.dumps(record))
@@ -196,7 +197,7 @@ def test_every_fault_of_a_value_is_listed() -> None:
 def test_every_fault_of_a_file_is_listed(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(make(), path)
-    record = json.loads(path.read_text())
+    record = unsealed_record(path)
     record["layers"][1]["parameters"] = "many"
     record["layers"][2] = 7
     record["source"] = "guessed"
@@ -247,7 +248,7 @@ def test_files_that_are_no_profiles(tmp_path: Path, text: str | None, message: s
 def test_values_that_contradict_each_other_name_the_file(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(make(), path)
-    path.write_text(path.read_text().replace('"layer.1"', '"layer.0"'))
+    path.write_text(json.dumps(unsealed_record(path)).replace('"layer.1"', '"layer.0"'))
     with pytest.raises(ProfileError, match=r"profile\.json: the profile is not sound: "):
         load_profile(path)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import mending
 from megatron_pulse.cli.output import table
-from megatron_pulse.files import replacing
+from megatron_pulse.files import write_sealed
 
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
@@ -24,8 +24,7 @@ def run_encoders(args: argparse.Namespace, backbone: Backbone, roofline: Rooflin
     dtype = getattr(torch, args.dtype or (roofline.dtype if roofline else "float32"))
     with mending(ValueError):
         found = encoder_costs(args.encoders, args.backbone, backbone, dtype, roofline)
-    with replacing(args.output) as beside:
-        beside.write_text(json.dumps(found) + "\n")
+    write_sealed(args.output, json.dumps(found) + "\n")
     where = roofline.device.name if roofline is not None else "this machine"
     rows = [["encoder", "layers", "ms a sample", "MB of weights", "KB of results"]]
     for one in found["components"]:

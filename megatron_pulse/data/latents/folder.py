@@ -12,14 +12,18 @@ from torch import Tensor
 
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, Framing
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, default_null
-from megatron_pulse.data.latents.layout import Meta, ShardFile, sha256_of
+from megatron_pulse.data.latents.layout import Meta, Shard, ShardFile, mapped, sha256_of
+from megatron_pulse.data.latents.row_hashes import HASH_TYPE, header_hash, row_hash
+
+_REMEDY = "Run the writer again to finish it, or delete the folder and write it anew."
 
 
 class LatentFolder(DiffusionDataset):
     """Latents and conditioning read through memory maps, which worker processes can share.
 
     Opening checks meta, sizes and headers of all files, and the SHA-256 of null conditioning, with
-    ``verify`` of all; all faults are listed in one DataError.
+    ``verify`` of all; all faults are listed in one DataError. Each row that is read is compared
+    with its hash: a damaged one is a DataError that names its file.
     """
 
     def __init__(self, root: str | Path, verify: bool = False) -> None:
@@ -35,12 +39,10 @@ class LatentFolder(DiffusionDataset):
             faults.append(f"the folder is not finished: {meta.count} samples so far")
         if not meta.count:
             faults.append("the folder has no samples")
+        if not faults:
+            faults = [fault for shard in meta.shards for fault in self._hash_faults(shard, verify)]
         if faults:
-            raise DataError(
-                f"latents {root}",
-                faults,
-                "Run the writer again to finish it, or delete the folder and write it anew.",
-            )
+            raise DataError(f"latents {root}", faults, _REMEDY)
         self.layout = meta.layout
         self.image_shape = meta.layout.shape
         self.fields = meta.layout.fields
@@ -48,12 +50,13 @@ class LatentFolder(DiffusionDataset):
         self.made_by = meta.layout.made_by
         self.frames = FRAMING in self.fields and self.fields[FRAMING].fits(FRAMING_SPEC)
         self._null = {
-            name: self._decoded(name, np.load(self.root / file.name))
+            name: self._decoded(name, mapped(self.root / file.name))
             for name, file in meta.nulls.items()
         }
         self._shards = meta.shards
         self._ends: np.ndarray = np.cumsum([shard.count for shard in meta.shards])
         self._maps: dict[tuple[str, int], np.ndarray] = {}
+        self._hashes: dict[tuple[str, int], np.ndarray] = {}
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -87,17 +90,47 @@ class LatentFolder(DiffusionDataset):
         return self.layout.pixel_size or super().pixel_size
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": {}}
+        return self.__dict__ | {"_maps": {}, "_hashes": {}}
 
     def _row(self, name: str, index: int) -> np.ndarray:
         shard = int(np.searchsorted(self._ends, index, side="right"))
+        told = self._shards[shard]
         if (name, shard) not in self._maps:
-            path = self.root / self._shards[shard].files[name].name
-            self._maps[name, shard] = np.load(path, mmap_mode="r")
-        row: np.ndarray = self._maps[name, shard][
-            index - (self._ends[shard] - self._shards[shard].count)
-        ]
+            self._maps[name, shard] = mapped(self.root / told.files[name].name)
+            if told.hashes is not None:
+                self._hashes[name, shard] = self._hash_table(told)[sorted(told.files).index(name)]
+        place = index - int(self._ends[shard] - told.count)
+        row: np.ndarray = self._maps[name, shard][place]
+        if told.hashes is not None and row_hash(row) != self._hashes[name, shard][1 + place]:
+            damage = f"its sample {place} is not what its hash in {told.hashes.name} is of"
+            raise DataError(
+                f"latents {self.root}", [f"{told.files[name].name} is damaged: {damage}"], _REMEDY
+            )
         return row
+
+    def _hash_table(self, shard: Shard) -> np.ndarray:
+        """The hashes of its files by the names of fields, a row for each, the header's first."""
+        assert shard.hashes is not None
+        path, shape = self.root / shard.hashes.name, (len(shard.files), 1 + shard.count)
+        return np.memmap(path, HASH_TYPE, "r", shape=shape)
+
+    def _hash_faults(self, shard: Shard, verify: bool) -> Iterator[str]:
+        """What is wrong with the hashes of a shard, and with the headers of its files by them."""
+        if (told := shard.hashes) is None:
+            return
+        path = self.root / told.name
+        size = HASH_TYPE.itemsize * len(shard.files) * (1 + shard.count)
+        if not path.is_file():
+            yield f"{told.name} is missing"
+        elif (found := path.stat().st_size) != size or told.num_bytes != size:
+            yield f"{told.name} has {found} bytes, not {size}"
+        elif verify and sha256_of(path) != told.sha256:
+            yield f"{told.name} differs from what was written (SHA-256)"
+        else:
+            for name, hashes in zip(sorted(shard.files), self._hash_table(shard), strict=True):
+                file = shard.files[name].name
+                if header_hash(self.root / file) != hashes[0]:
+                    yield f"{file} is damaged: its header is not what its hash in {told.name} is of"
 
     def _decoded(self, name: str, row: np.ndarray) -> Tensor:
         values = np.array(row)
@@ -133,9 +166,9 @@ def _files(meta: Meta) -> Iterator[tuple[ShardFile, tuple[int, ...], np.dtype]]:
 
 def _header_fault(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
     try:
-        found = np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        return f"{path.name} is no .npy file: {error}"
+        found = mapped(path)
+    except ValueError as error:
+        return str(error)
     if found.shape != shape or found.dtype != dtype:
         return f"{path.name} holds {found.dtype} {found.shape}, not {dtype} {shape}"
     return None

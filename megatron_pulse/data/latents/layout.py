@@ -3,7 +3,10 @@
 Shard i is one ``.npy`` file per field::
 
     latents/meta.json   latent-00000.npy   label-00000.npy   context-00000.npy   latent-00001.npy
-    latents/null-context.npy
+    latents/null-context.npy   hashes-00000.bin
+
+Beside it ``hashes-00000.bin`` has a hash of each row, with which what is read is compared (see
+``row_hashes``); shards of earlier versions have none.
 
 Until all shards are there, ``shard-00000.json`` says of each that it is, so that several writers
 need not know of each other; then ``meta.json`` has them all.
@@ -29,7 +32,7 @@ import numpy as np
 from megatron_pulse.data.dataset import COMPUTE, DataError, FieldSpec
 from megatron_pulse.data.latents.schema import meta_faults
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.files import FileError, read_json, write_sealed
 
 FORMAT = 2
 META = "meta.json"
@@ -116,10 +119,11 @@ class ShardFile:
 
 @dataclass
 class Shard:
-    """``count`` samples; a file for each field."""
+    """``count`` samples; a file for each field, and the ``hashes`` of their rows."""
 
     count: int
     files: dict[str, ShardFile]
+    hashes: ShardFile | None = None
 
 
 @dataclass
@@ -195,6 +199,15 @@ class Meta:
             raise DataError(f"{META} of latents {root}", [str(error)], _REMEDY) from error
 
 
+def mapped(path: Path) -> np.ndarray:
+    """A ``.npy`` file, mapped; raises ValueError in one sentence where it is none."""
+    try:
+        found: np.ndarray = np.load(path, mmap_mode="r")
+    except Exception as error:  # also of Python's parser and tokenizer, which read its header
+        raise ValueError(f"{path.name} is no .npy file: {' '.join(str(error).split())}") from error
+    return found
+
+
 def sha256_of(path: Path) -> str:
     """Of a file's content."""
     with open(path, "rb") as file:
@@ -213,12 +226,13 @@ def _recorded(root: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    with replacing(path) as beside:
-        beside.write_text(json.dumps(content, indent=1) + "\n")
+    write_sealed(path, json.dumps(content, indent=1) + "\n")
 
 
 def _shard(said: dict[str, Any]) -> Shard:
-    return Shard(said["count"], {name: ShardFile(**file) for name, file in said["files"].items()})
+    files = {name: ShardFile(**file) for name, file in said["files"].items()}
+    hashes = said.get("hashes")
+    return Shard(said["count"], files, None if hashes is None else ShardFile(**hashes))
 
 
 _REMEDY = (

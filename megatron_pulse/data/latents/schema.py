@@ -54,9 +54,11 @@ def _schema(form: int, dtypes: list[str]) -> dict[str, Any]:
         nulls=table_of(_FILE, "files by the field's name"),
         shards=list_of(
             record(
-                "a shard: count, files",
+                "a shard: count, files, hashes",
+                ["count", "files"],
                 count={**COUNT, "maximum": 1 << 40},
                 files=table_of(_FILE, "files by the field's name"),
+                hashes={"anyOf": [{"type": "null"}, _FILE], "description": "a file, or null"},
             ),
             "a list of shards",
             least=0,
@@ -73,6 +75,8 @@ def _misfits(content: dict[str, Any]) -> Iterator[str]:
     places = [("nulls", content["nulls"])]
     for i, shard in enumerate(content["shards"]):
         places.append((f"shards.{i}.files", shard["files"]))
+        if shard.get("hashes"):
+            places.append((f"shards.{i}", {"hashes": shard["hashes"]}))
         for name in sorted(columns ^ shard["files"].keys()):
             has = "is of no field" if name in shard["files"] else "is missing"
             yield f"shards.{i}.files.{name} {has}"

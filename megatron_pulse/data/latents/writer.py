@@ -18,8 +18,10 @@ from megatron_pulse.data.latents.layout import (
     Meta,
     Shard,
     ShardFile,
+    mapped,
     sha256_of,
 )
+from megatron_pulse.data.latents.row_hashes import hashes_of
 from megatron_pulse.files import replacing
 
 _NONE: Mapping[str, Tensor] = {}
@@ -160,18 +162,24 @@ class LatentWriter:
     def _flush(self) -> None:
         if not self._begun:
             self._begin()
-        files = {}
+        files, hashes = {}, {}
         for name, (_, stored) in self.layout.columns().items():
             file_name = f"{name}-{self._number:05d}.npy"
-            column = torch.stack([row[name] for row in self._pending])
-            files[name] = self._save(file_name, _encoded(column, stored))
-        self._meta.record(self.root, self._number, Shard(len(self._pending), files))
+            column = _encoded(torch.stack([row[name] for row in self._pending]), stored)
+            files[name] = self._save(file_name, column)
+            hashes[name] = hashes_of(self.root / file_name, column)
+        table = np.stack([hashes[name] for name in sorted(hashes)])
+        told = self._save(f"hashes-{self._number:05d}.bin", table)
+        self._meta.record(self.root, self._number, Shard(len(self._pending), files, told))
         self._number += 1
         self._pending = []
 
     def _save(self, name: str, values: np.ndarray) -> ShardFile:
         with replacing(self.root / name) as beside:
-            np.save(beside, values)
+            if beside.suffix == ".npy":
+                np.save(beside, values)
+            else:
+                values.tofile(beside)
             return ShardFile(name, beside.stat().st_size, sha256_of(beside))
 
     def _differences(self, there: Meta) -> list[str]:
@@ -196,8 +204,15 @@ class LatentWriter:
         return [
             f"null value of {name}: there another one"
             for name, value in self._nulls.items()
-            if np.load(self.root / stored[name].name).tobytes() != value.tobytes()
+            if not _holds(self.root / stored[name].name, value)
         ]
+
+
+def _holds(path: Path, values: np.ndarray) -> bool:
+    try:
+        return mapped(path).tobytes() == values.tobytes()
+    except ValueError:
+        return False
 
 
 def _misfits(layout: LatentLayout, values: Mapping[str, Tensor]) -> list[str]:

@@ -26,7 +26,7 @@ import yaml
 
 from megatron_pulse.faults import UserError, told, unknown
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_yaml, replacing
+from megatron_pulse.files import FileError, read_yaml, write_sealed
 from megatron_pulse.plain_yaml import PlainDumper
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.cluster.schema import cluster_faults
@@ -269,8 +269,7 @@ def save_cluster(cluster: Cluster, path: str | Path, comment: str = "") -> None:
     path = Path(path)
     if isinstance(cluster.device, str) and cluster.device not in PRESETS:
         cluster = replace(cluster, device=os.path.relpath(cluster.device, path.parent))
-    with replacing(path) as beside:
-        beside.write_text(to_yaml(cluster, comment), encoding="utf-8")
+    write_sealed(path, to_yaml(cluster, comment))
 
 
 def load_cluster(path: str | Path) -> Cluster:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_pulse.faults import UserError, told
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.files import FileError, read_json, write_sealed
 from megatron_pulse.planner.layout.routes import Payload
 from megatron_pulse.planner.observe.schema import SCHEMA, TRACE_FORM
 from megatron_pulse.planner.schedule.message import Message
@@ -178,8 +178,7 @@ class Trace:
 def save_trace(trace: Trace, path: str | Path) -> None:
     """Write ``trace`` as JSON; a file that was there before is only replaced by a whole one."""
     record = {"schema": SCHEMA, **asdict(trace), "steps": [_to_json(s) for s in trace.steps]}
-    with replacing(path) as beside:
-        beside.write_text(json.dumps(record) + "\n")
+    write_sealed(path, json.dumps(record) + "\n")
 
 
 def load_trace(path: str | Path) -> Trace:

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_pulse.faults import UserError
 from megatron_pulse.file_kinds import FileKind, kind_of
-from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.files import FileError, read_json, write_sealed
 from megatron_pulse.flag_fields import flag_value
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
 from megatron_pulse.planner.plan_file.agreement import (
@@ -124,8 +124,7 @@ class PlanFile:
 
 def save_plan(plan: PlanFile, path: str | Path) -> None:
     """Write ``plan``; what was there before is only replaced by a complete file."""
-    with replacing(path) as beside:
-        beside.write_text(json.dumps(to_record(plan), indent=1) + "\n", encoding="utf-8")
+    write_sealed(path, json.dumps(to_record(plan), indent=1) + "\n")
 
 
 def read_plan(path: str | Path) -> tuple[dict[str, Any] | None, PlanFile | None, list[str]]:

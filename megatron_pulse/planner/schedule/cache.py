@@ -34,6 +34,7 @@ from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
+from megatron_pulse.seal import sealed
 
 type Find = Callable[[ScheduleProblem, float, str], Synthesis]
 """What answers a problem within some seconds by the solver of that name."""
@@ -184,7 +185,7 @@ def _write(path: Path, entry: Entry) -> None:
         "certificate": asdict(entry.certificate),
         "schedule": to_json(entry.schedule),
     }
-    text = json.dumps(record)
+    text = sealed(json.dumps(record))
     # A random name: processes in several containers may share the folder and a process id.
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

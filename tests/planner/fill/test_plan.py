@@ -22,6 +22,7 @@ from megatron_pulse.planner.tune.plans import policies
 from megatron_pulse.planner.tune.plans.filling import fill_plan, slowest_link
 from megatron_pulse.planner.tune.plans.policies import SOONER, EncodedPlan, Policy, encode_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
+from tests.by_hand import unsealed_record
 from tests.plans import small_plan, small_profile
 
 Record = dict[str, Any]
@@ -132,7 +133,7 @@ EDITS: dict[str, tuple[Callable[[Record], object], str]] = {
 def test_an_edited_filling_is_refused(name: str, filled: PlanFile, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     save_plan(filled, file)
-    record = json.loads(file.read_text())
+    record = unsealed_record(file)
     edited = copy.deepcopy(record)
     edit, reason = EDITS[name]
     edit(edited)
@@ -238,7 +239,7 @@ def test_each_encoder_runs_where_a_step_is_shortest(
     assert main(["show", str(file)]) == 0
     out = capsys.readouterr().out
     assert "in idle time" in out and "in front" in out and "MB a sample stored" in out
-    record = json.loads(file.read_text())
+    record = unsealed_record(file)
     record["policies"][0]["policy"] = "front"
     file.write_text(json.dumps(record))
     with pytest.raises(PlanFileError, match="the plan does"):

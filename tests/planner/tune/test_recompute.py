@@ -21,6 +21,7 @@ from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.tune import tune
 from megatron_pulse.profile.profile import Profile, ShardSums
+from tests.by_hand import unsealed_record
 from tests.plans import small_plan, small_profile
 
 Record = dict[str, Any]
@@ -66,7 +67,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Record:
     found = tune(evaluator, choices, 2.0, 0.5, "none")
     path = tmp_path_factory.mktemp("sound") / "plan.json"
     save_plan(plan_of(found.outcomes[0], sharded(), machines, True), path)
-    record: Record = json.loads(path.read_text())
+    record: Record = unsealed_record(path)
     assert (record["data"], record["placement"], record["num_chunks"]) == (2, "fold", 2)
     return record
 
