@@ -141,6 +141,8 @@ class ChainOnCluster(Sparing):
             if isinstance(with_room, Partition):
                 stages = self.cut(config, with_room)
                 fitting += [stages] * self.fits(stages)
+                if config.recompute is Recompute.NEEDED:
+                    fitting += self._with_less_beside(config, goal, free, share)
                 break
             why = with_room
         if not fitting:
@@ -154,8 +156,8 @@ class ChainOnCluster(Sparing):
         return max(goal.evaluate(stages.costs, stages.partition).load_s)
 
     def _moved(self, config: Config, goal: Goal, stages: Stages) -> Stages:
-        """The same with a cut moved, or two, as long as that is better: what each device computes
-        again is found anew, and as much is in flight."""
+        """The same with cuts moved as long as that is better: what each device computes again is
+        found anew, and as much is in flight."""
         share = next((share for share in SHARES if self.holds(config, stages, share)), 0.0)
         least, looks, better = self._load_s(goal, stages), MOVES, True
         while better:
@@ -171,25 +173,40 @@ class ChainOnCluster(Sparing):
                     break
         return stages
 
-    def _with_room(
+    def _with_less_beside(
         self, config: Config, goal: Goal, free: Stages, share: float
+    ) -> list[Stages]:
+        """Cuts as if every device needed as little beside activations as one does, if it is so."""
+        found = self._with_room(config, goal, free, share, of=min)
+        stages = [self.cut(config, found)] * isinstance(found, Partition)
+        return [each for each in stages if self.holds(config, each, share)]
+
+    def _with_room(
+        self,
+        config: Config,
+        goal: Goal,
+        free: Stages,
+        share: float,
+        of: Callable[[tuple[float, ...]], float] = max,
     ) -> Partition | PartitionError:
         """Cuts that leave room for a share of what is in flight at full rate, or why there are
         none.
 
         Where activations may be computed again, it is of as few layers (``levels``) as give any
         such cuts; which of them a device then has to is found for it alone (``cut``). Messages and
-        what works are taken to need about as much as with ``free`` cuts.
+        what works are taken to need on all devices as much as ``of`` them with ``free`` cuts, and
+        these layers.
         """
         placement, levels = config.placement, [self.recomputed(config)]
         if config.recompute is Recompute.NEEDED:
             levels = self.levels(config)
-        rule = self.rule(config, share, max(free.transient_bytes))
         low, high = 0, len(levels) - 1
         found: Partition | PartitionError = PartitionError("no cuts leave room for activations")
         while low <= high:
             middle = (low + high) // 2
             costs = self.costs(config, levels[middle])
+            beside = self.cut_with(config, free.partition, levels[middle]).transient_bytes
+            rule = self.rule(config, share, of(beside))
             try:
                 found = self._under(rule, costs, placement, goal)
                 high = middle - 1
@@ -223,10 +240,11 @@ def _what_bears(config: Config) -> Config:
 
 
 def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """``cuts`` with one between two stages a layer further or less, or two of them."""
+    """``cuts`` with one between two stages a layer further or less, or all of them, or two."""
     inner = range(1, len(cuts) - 1)
     ones = [((k, step),) for k in inner for step in (1, -1)]
-    for steps in (*ones, *((*a, *b) for a, b in combinations(ones, 2))):
+    together = [tuple((k, step) for k in inner) for step in (1, -1)]
+    for steps in (*ones, *together, *((*a, *b) for a, b in combinations(ones, 2))):
         moved = list(cuts)
         for k, step in steps:
             moved[k] += step
