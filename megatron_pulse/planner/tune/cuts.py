@@ -178,7 +178,7 @@ class ChainOnCluster(Sparing):
     ) -> list[Stages]:
         """Cuts as if every device needed as little beside activations as one does, if it is so."""
         found = self._with_room(config, goal, free, share, of=min)
-        stages = [self.cut(config, found)] * isinstance(found, Partition)
+        stages = [self.cut(config, found)] if isinstance(found, Partition) else []
         return [each for each in stages if self.holds(config, each, share)]
 
     def _with_room(
