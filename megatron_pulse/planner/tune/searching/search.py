@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -36,6 +36,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.candidates import (
     Candidate,
+    Kind,
     KnownCuts,
     Reached,
     by_kind,
@@ -62,8 +63,11 @@ SEARCHED = 1
 SHARE, NEAR_SHARE = 0.1, 0.5
 """Of the time that is left, what one cut or simulation may take; and one near the best."""
 
-ALONE = 0.6
+ALONE = 0.4
 """Share of the time in which candidates come in the order of their estimates alone."""
+
+VARIED = 0.5
+"""Share of the time after that which goes to variants of good configs."""
 
 LOOKS = 64
 """Configs that are estimated between two looks at the clock."""
@@ -118,6 +122,8 @@ class _ConfigSearch:
         """Most of the time is up, and what takes its step differs from the best in one thing."""
         self.aside: list[Candidate] = []
         self.variants = Variants(evaluator)
+        self.best_of: dict[Kind, Outcome] = {}
+        self.varied_s: defaultdict[Kind, float] = defaultdict(float)
         self.unseen = 0
 
     @property
@@ -139,8 +145,10 @@ class _ConfigSearch:
         while self.queue and not self.ended:
             if (candidate := self.next_near()) is not None:
                 self.take(candidate)
-            if self.is_late:
-                self.vary()
+            late_s = self.budget.spent - ALONE * self.budget.seconds
+            while not self.ended and sum(self.varied_s.values()) < VARIED * late_s:
+                if not self.vary():
+                    break
             candidate = heapq.heappop(self.queue)
             if self.waiting.get(candidate.config) is candidate:
                 self.take(candidate)
@@ -185,14 +193,32 @@ class _ConfigSearch:
         return min(todo, default=None)
 
     def vary(self) -> bool:
-        """Simulate one variant of the best; whether there was one. Where it is sooner than the best
-        by schedules that are found at once, they are searched for."""
+        """Simulate one variant of a good config, of the kind that had the least time so far, the
+        best's twice as much; whether there was one."""
+        good = self.good()
+        turns = {id(o): self.varied_s[kind_of(o.config)] / (1 + (o is good[0])) for o in good}
+        for each in sorted(good, key=lambda o: turns[id(o)]):
+            began = self.budget.spent
+            found = self.vary_one(each)
+            self.varied_s[kind_of(each.config)] += self.budget.spent - began
+            if found:
+                return True
+        return False
+
+    def good(self) -> list[Outcome]:
+        """The best, and the best of every degree and layout that are not far behind."""
         if not self.listed.best:
-            return False
+            return []
         best = self.listed.best[0]
-        for config, stages in self.variants.of(best, self.listed.limit):
+        near = [o for o in self.best_of.values() if o.step_s < FAR * best.step_s and o is not best]
+        return [best, *sorted(near, key=lambda o: o.step_s)]
+
+    def vary_one(self, good: Outcome) -> bool:
+        """Simulate one variant, if there is one. Where it is sooner by schedules that are found at
+        once, they are searched for."""
+        for config, stages in self.variants.of(good, self.listed.limit):
             with suppress(_TooLongError):
-                quick_s = self.evaluate(best.config, "quick", best.stages).step_s
+                quick_s = self.evaluate(good.config, "quick", good.stages).step_s
                 outcome = self.evaluate(config, "quick", stages)
                 if outcome.step_s < quick_s and not self.is_final(outcome):
                     self.evaluate(config, "searched", stages)
@@ -220,20 +246,28 @@ class _ConfigSearch:
         return candidates
 
     def scouted(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Candidates of one kind, the most promising simulated, and the others' estimates
-        corrected by what its cuts say of one of each way to share nodes."""
+        """Candidates of one kind, the most promising simulated, and the same with backwards whole
+        for split or split for whole; the others' estimates corrected by what its cuts say of one of
+        each way to share nodes."""
         if not candidates:
             return []
-        scout = min(candidates)
-        rest = [candidate for candidate in candidates if candidate is not scout]
-        following: Candidate | None = scout
+        first = min(candidates)
+        other = replace(first.config, split=not first.config.split)
+        scouts = [first, *(one for one in candidates if one.config == other)]
+        rest = [candidate for candidate in candidates if candidate not in scouts]
+        reached = [self.scout(candidate) for candidate in scouts]
+        if self.known.of(first.kind):
+            rest = [one for group in by_ranks(rest) for one in self.corrected(group)]
+        return [*rest, *(one for one in reached if one is not None)]
+
+    def scout(self, candidate: Candidate) -> Candidate | None:
+        """The candidate simulated, unless it looks far from the best on the way there."""
+        following: Candidate | None = candidate
         while following is not None and following.step < Reached.QUICK:
             if self.ended or (following.step > Reached.EVEN and self.is_far(following)):
                 break
             following = self.advance(following)
-        if self.known.of(scout.kind):
-            rest = [one for group in by_ranks(rest) for one in self.corrected(group)]
-        return rest if following is None else [*rest, following]
+        return following
 
     def corrected(self, candidates: list[Candidate]) -> list[Candidate]:
         """Candidates of one kind whose ranks share nodes alike; the most promising estimated from
@@ -409,6 +443,9 @@ class _ConfigSearch:
         expected = self.evaluator.cut_estimate(config, outcome.stages)
         self.known.took(kind_of(config), outcome.stages.partition, outcome.step_s / expected)
         self.listed.add(outcome)
+        kind = kind_of(config)
+        if kind not in self.best_of or outcome.step_s < self.best_of[kind].step_s:
+            self.best_of[kind] = outcome
         for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
             if rival not in found.rivals or outcome.step_s < found.rivals[rival].step_s:
                 found.rivals[rival] = outcome

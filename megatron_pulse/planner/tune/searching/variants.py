@@ -1,4 +1,4 @@
-"""What differs little from the best of a tuner's search, and may be sooner."""
+"""What differs little from a good config of a tuner's search, and may be sooner."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.candidates import neighbours
 from megatron_pulse.planner.tune.stages import Stages
 
+type Tried = tuple[Config, Partition]
+
 MOVED = 1.02
-"""Times the best's estimate, up to which one with its cuts moved is a variant."""
+"""Times a config's estimate, up to which it is a variant with its cuts moved."""
 
 
 class Variants:
-    """What differs from the best in one thing and has its cuts, which need not be its own; then the
-    best with a cut moved, or two, where that is not estimated much longer. Each comes once.
+    """What differs from a config in one thing and has its cuts, which need not be its own; then the
+    config with a cut moved, or two, where that is not estimated much longer. Each comes once.
 
     ``bounds`` are the configs that may be tried, and what a step of each takes at the least.
     """
@@ -26,15 +28,13 @@ class Variants:
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
         self.bounds: dict[Config, float] = {}
-        self._best: Outcome | None = None
-        self._left: Iterator[tuple[Config, Partition]] = iter(())
-        self._seen: set[tuple[Config, Partition]] = set()
+        self._left: dict[Tried, Iterator[Tried]] = {}
+        self._seen: set[Tried] = set()
 
-    def of(self, best: Outcome, limit: float) -> Iterator[tuple[Config, Stages]]:
-        """Those of ``best`` that were not seen, fit, and may be sooner than ``limit``."""
-        if best is not self._best:
-            self._best, self._left = best, self._all(best)
-        for config, cuts in self._left:
+    def of(self, good: Outcome, limit: float) -> Iterator[tuple[Config, Stages]]:
+        """Those of ``good`` that were not seen, fit, and may be sooner than ``limit``."""
+        key = good.config, good.stages.partition
+        for config, cuts in self._left.setdefault(key, self._all(good)):
             if (config, cuts) in self._seen or self.bounds[config] >= limit:
                 continue
             self._seen.add((config, cuts))
@@ -43,13 +43,13 @@ class Variants:
                 if self.evaluator.fits(stages) and not recomputes_nothing(config, stages):
                     yield config, stages
 
-    def _all(self, best: Outcome) -> Iterator[tuple[Config, Partition]]:
-        own, cuts, evaluator = best.config, best.stages.partition, self.evaluator
+    def _all(self, good: Outcome) -> Iterator[Tried]:
+        own, cuts, evaluator = good.config, good.stages.partition, self.evaluator
         for config in neighbours(own):
             stricter = config.layout.collocates and not own.layout.collocates
             if config in self.bounds and config.placement == cuts.placement and not stricter:
                 yield config, cuts
-        most = MOVED * evaluator.cut_estimate(own, best.stages)
+        most = MOVED * evaluator.cut_estimate(own, good.stages)
         for moved in evaluator.moved_cuts(own, cuts):
             if evaluator.cut_estimate(own, evaluator.cut(own, moved)) < most:
                 yield own, moved
