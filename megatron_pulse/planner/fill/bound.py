@@ -23,6 +23,11 @@ def lower_bound(problem: FillProblem, factor: float = 1.0) -> float:
     )
 
 
+def fits(problem: FillProblem) -> bool:
+    """Whether nothing says that the step must be longer with components than without."""
+    return lower_bound(problem) <= problem.timeline.makespan * (1 + 1e-9)
+
+
 def _by_work(problem: FillProblem, factor: float) -> float:
     components = problem.components
     work = [factor * c.least_s(problem.num_samples) for c in components]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from megatron_pulse.planner.fill.bound import fits
 from megatron_pulse.planner.fill.components import Piece
 from megatron_pulse.planner.fill.problem import Filled, FillProblem
 from megatron_pulse.planner.fill.simulate import FilledStep, FilledTimeline
@@ -15,8 +16,9 @@ def faults_of(problem: FillProblem, filled: Filled) -> list[str]:
     """All faults of ``filled`` as an answer to ``problem``; empty when it is one.
 
     Every (layer, sample) of every component runs once, in order, in pieces of as many samples as
-    there may be, on a device that may host it; the schedule's operations keep their order and their
-    times; memory holds; results and what moves between devices fit the links.
+    there may be, on a device that may host it; the schedule's operations keep their order, and
+    their times unless components do not fit beside them; memory holds; results and what moves
+    between devices fit the links.
     """
     faults = [*_set_faults(problem, filled)]
     if faults:
@@ -26,7 +28,8 @@ def faults_of(problem: FillProblem, filled: Filled) -> list[str]:
         timeline = step.run()
     except ValueError as error:
         return [str(error)]
-    faults += _put_off(problem, filled, timeline)
+    if fits(problem):
+        faults += _put_off(problem, filled, timeline)
     if problem.free_bytes is not None:
         for device, (peak, free) in enumerate(
             zip(peak_bytes(step, timeline), problem.free_bytes, strict=True)

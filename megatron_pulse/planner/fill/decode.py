@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pulse.planner.fill.components import Piece
 from megatron_pulse.planner.fill.knapsack import prefixes
 from megatron_pulse.planner.fill.problem import Filled, FillProblem, Gap, merged
+from megatron_pulse.planner.fill.simulate import FilledStep
 from megatron_pulse.planner.fill.tail import Rest, listed, spread
 
 ALIKE, MOST = 4, 12
@@ -28,7 +30,8 @@ class Draft:
 
     Samples are divided in blocks of ``counts[c]`` for component c. A job is one block through all
     layers; those of larger ``priority`` come first. ``margin[g]`` of interval g (as of
-    ``closed_gaps``) stays free, as a share of what is in it. ``homes[c]`` may host component c.
+    ``closed_gaps``) stays free, as a share of what is in it; below 0 it takes more than it has room
+    for, and what comes after it is put off. ``homes[c]`` may host component c.
     ``shuffle[g]``, where it is not 0, is the seed of another order of some of the jobs in that
     interval, or ``FURTHEST``: those first that have come furthest, wherever they are. Those of
     ``tail`` are of a list schedule after the last operations, in the place of even ends. With
@@ -81,12 +84,12 @@ def num_jobs(problem: FillProblem, counts: tuple[int, ...]) -> int:
 
 class Decoder:
     """Makes filled steps of drafts for one problem; ``looked`` counts the jobs and layers that were
-    looked at, which is what it takes."""
+    looked at and ``simulated`` the items of simulated steps, which is what it takes."""
 
     def __init__(self, problem: FillProblem) -> None:
         self.problem = problem
         self.closed = closed_gaps(problem)
-        self.looked = 0
+        self.looked = self.simulated = 0
         self._seconds: dict[tuple[int, int], list[float]] = {}
 
     def fill(self, draft: Draft) -> Filled:
@@ -108,13 +111,25 @@ class Decoder:
             for job in jobs
             if not job.is_done
         ]
+        starts = self._starts(pieces, min(draft.margin, default=0.0))
         if draft.tail:
-            lines = listed(self.problem, rest, draft.homes, draft.moving, draft.tail)
+            lines = listed(self.problem, rest, draft.homes, starts, draft.moving, draft.tail)
         else:
-            lines = spread(self.problem, rest, draft.homes, draft.moving)
+            lines = spread(self.problem, rest, draft.homes, starts, draft.moving)
         for device, line in enumerate(lines):
             pieces[device, len(self.problem.schedule.order[device])] += line
         return merged(self.problem, pieces)
+
+    def _starts(
+        self, pieces: Mapping[tuple[int, int], Sequence[Piece]], least_margin: float
+    ) -> list[float]:
+        """When each device has done all before its open interval."""
+        if least_margin >= 0:
+            return [gaps[-1].start for gaps in self.problem.gaps]
+        step = FilledStep(self.problem, merged(self.problem, pieces))
+        self.simulated += sum(map(len, step.filled.order))
+        end = step.run().end
+        return [end[line[-1]] if line else 0.0 for line in step.filled.order]
 
     def _jobs(self, draft: Draft) -> list[SampleBlock]:
         problem = self.problem

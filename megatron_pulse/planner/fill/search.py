@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pulse.faults import Faults
-from megatron_pulse.planner.fill.bound import lower_bound
+from megatron_pulse.planner.fill.bound import fits, lower_bound
 from megatron_pulse.planner.fill.check import peak_bytes, sent_bytes
 from megatron_pulse.planner.fill.components import Component
 from megatron_pulse.planner.fill.decode import FURTHEST, Decoder, Draft, num_jobs
@@ -36,9 +36,19 @@ LOOKED_S, SIMULATED_S, DRAFT_S = 0.6e-6, 2.7e-6, 0.2e-3
 """What a look of the decoder, an item of a simulated step, and all else of a draft take on a core
 of an AMD EPYC. The search counts its time by these and not by a clock: busy machines give the same
 answer."""
+LATE, LATE_S = 10.0, 10.0
+"""So many times as long as it was given, and so many seconds more, the search takes by a clock at
+most. What is cut off then says so."""
 TAIL = 16
 """Seeds of a list schedule: so many of its choices are changed apart."""
 MARGINS = (0.0, 0.05, 0.15)
+OVERFULL, OVERFULL_FROM = (-0.03, -0.06, -0.1), 0.5
+"""Margins of what does not fit: intervals take more than they have room for, and put off what comes
+after them. The step ends with pieces anyway, so it is hardly longer; fewer of them are left for its
+end, which do not come into idle time where components are faster than planned. Tried from this part
+of the time on, where what was found till then does not last."""
+SHIFTED, SHIFT = 0.2, 0.03
+"""Of the changes of margins, those that change all by as much, and by how much at most."""
 PATIENCE = 40
 """Changes in vain after which the search starts again."""
 NEAR = 1.0005
@@ -80,10 +90,12 @@ def fill(
     factors: Sequence[float] = FACTORS,
 ) -> Filling:
     """The shortest filled step that is found in ``seconds``, of an idle core of an AMD EPYC: it is
-    the work that is counted, and the answer is the same on every machine.
+    the work that is counted, and the answer is the same on every machine that needs no more
+    than ``LATE`` times as long. Another gives what it has found by then, and says so.
 
     Preferred are those that are within ``ALLOWED`` of the bound also where components take
-    ``factors`` times as long as planned: some idle time then stays free where it is needed.
+    ``factors`` times as long as planned: some idle time then stays free where it is needed, or is
+    overfull where components do not fit.
     Raises FillError where no device has the memory, or links cannot take what components send.
     """
     return _FillSearch(problem, seconds, random.Random(seed), factors).run()
@@ -161,8 +173,10 @@ class _FillSearch:
         self.bounds = {factor: lower_bound(problem, factor) for factor in factors}
         self.decoder = Decoder(problem)
         self.homes = hosting(problem)
+        self.margins: tuple[float, ...] = MARGINS
         self.counts = [counts_of(c, problem.num_samples) for c in problem.components]
-        self.tried = self.simulated = 0
+        self.tried = 0
+        self.late = False
         self.faults: list[str] = []
 
     def run(self) -> Filling:
@@ -183,28 +197,45 @@ class _FillSearch:
             without,
             spilled / work,
             best.spread,
-            f"{self.tried} drafts",
+            f"{self.tried} drafts" + (", cut off by the clock" if self.late else ""),
             time.monotonic() - self.began,
         )
         log.info("filled: %s", certificate)
         return Filling(filled, certificate)
 
     def _over(self, part: float = 1.0) -> bool:
-        """Whether this part of the work is done."""
-        spent = LOOKED_S * self.decoder.looked + SIMULATED_S * self.simulated + DRAFT_S * self.tried
-        return spent >= part * self.seconds
+        """Whether this part of the work is done, or of the most that it may take."""
+        decoder = self.decoder
+        spent = LOOKED_S * decoder.looked + SIMULATED_S * decoder.simulated + DRAFT_S * self.tried
+        if spent >= part * self.seconds:
+            return True
+        late = time.monotonic() - self.began >= part * (LATE * self.seconds + LATE_S)
+        self.late |= late
+        return late
 
     def _drafted(self) -> _Tried | None:
-        """The best of starts and moves."""
+        """The best of starts and moves; intervals are overfull if nothing else makes it last."""
         part = 1 - HOMES_SHARE
         best: _Tried | None = None
         for draft in self._starts():
             best = self._better(best, draft)
             if best is not None and self._over(part):
                 return best
+        if best is None:
+            return None
+        if self.bounds and not fits(self.problem):
+            best = self._improved(best, OVERFULL_FROM * part)
+            if max(best.spread.values()) > 1 + ALLOWED:
+                self.margins = (*MARGINS, *OVERFULL)
+                for margin in OVERFULL:
+                    margins = (margin,) * len(self.decoder.closed)
+                    best = self._better(best, replace(best.draft, margin=margins)) or best
+        return self._improved(best, part)
+
+    def _improved(self, best: _Tried, part: float) -> _Tried:
+        """By moves, until this part of the work is done."""
         now, vain = best, 0
-        while not self._over(part) and best is not None and best.cost > NEAR:
-            assert now is not None
+        while not self._over(part) and best.cost > NEAR:
             found = self._try(self._changed(now.draft))
             vain += 1
             if found is not None and found.cost <= now.cost:
@@ -227,7 +258,7 @@ class _FillSearch:
         try:
             filled = self.decoder.fill(draft)
             step = FilledStep(self.problem, filled)
-            self.simulated += sum(map(len, filled.order)) * (1 + len(self.bounds))
+            self.decoder.simulated += sum(map(len, filled.order)) * (1 + len(self.bounds))
             timeline = step.run()
         except ValueError as error:
             self.faults.append(str(error))
@@ -284,7 +315,7 @@ class _FillSearch:
 
     def _random(self) -> Draft:
         counts = [self.chance.choice(counts[:3]) for counts in self.counts]
-        draft = self._draft(counts, self.chance.choice(MARGINS), self.chance.random() < 0.8)
+        draft = self._draft(counts, self.chance.choice(self.margins), self.chance.random() < 0.8)
         if self.chance.random() < 0.3:
             draft = self._furthest(counts)
         if self.chance.random() < 0.5:
@@ -323,8 +354,13 @@ class _FillSearch:
             return replace(draft, shuffle=tuple(seeds))
         if kind < 0.85 and draft.margin:
             margins = list(draft.margin)
+            if self.margins != MARGINS and chance.random() < SHIFTED:
+                by = chance.uniform(-SHIFT, SHIFT)
+                return replace(draft, margin=tuple(m + by for m in margins))
             for _ in range(chance.choice((1, 2, 4))):
-                margins[chance.randrange(len(margins))] = chance.choice((*MARGINS, 0.1, 0.3, 1e9))
+                margins[chance.randrange(len(margins))] = chance.choice(
+                    (*self.margins, 0.1, 0.3, 1e9)
+                )
             return replace(draft, margin=tuple(margins))
         if kind < 0.92:
             c = chance.randrange(len(self.counts))

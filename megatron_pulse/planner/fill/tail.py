@@ -49,15 +49,16 @@ def spread(
     problem: FillProblem,
     rest: Sequence[Rest],
     homes: Sequence[frozenset[int]],
+    starts: Sequence[float],
     moving: bool = True,
 ) -> list[list[Piece]]:
-    """Per device the pieces after its last operation, so that the last of them ends soonest.
+    """Per device the pieces after its last operation, which ends at ``starts[d]``, so that the last
+    of them ends soonest.
 
     Without ``moving`` a job stays on one device. Raises ValueError where a job has no device.
     """
     if not rest:
         return [[] for _ in range(problem.num_devices)]
-    starts = [gaps[-1].start for gaps in problem.gaps]
     low = max(problem.timeline.makespan, (sum(starts) + sum(r.left for r in rest)) / len(starts))
     best = _spread_until(problem, rest, homes, moving, starts, low)
     if best is not None:
@@ -182,17 +183,18 @@ def listed(
     problem: FillProblem,
     rest: Sequence[Rest],
     homes: Sequence[frozenset[int]],
+    starts: Sequence[float],
     moving: bool,
     seeds: Sequence[int],
 ) -> list[list[Piece]]:
-    """Per device the pieces after its last operation, by a list schedule with random choices, each
+    """Per device the pieces from ``starts[d]`` on, by a list schedule with random choices, each
     of a seed of its own (the first again after the last), so that one can be changed alone.
 
     The device that is free first takes some layers of a job, as a rule all of that of which most is
     left. Raises ValueError where a job has no device.
     """
     each = itertools.cycle(seeds)
-    free = [gaps[-1].start for gaps in problem.gaps]
+    free = [*starts]
     lines: list[list[Piece]] = [[] for _ in free]
     done = {id(r): r.done for r in rest}
     at = {id(r): (r.device, r.ready) for r in rest}
