@@ -119,8 +119,10 @@ def raised(error: BaseException) -> str:
         and Path(frame.filename).name != "__init__.py"
     ]
     where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}".rstrip(": ") + where
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    goes_on = bool(lines) and lines[0].endswith(":")
+    said = " ".join(lines[: 1 + goes_on])
+    return f"{type(error).__name__}: {said}".rstrip(": ") + where
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

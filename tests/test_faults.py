@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_pulse
-from megatron_pulse.faults import Faults, collecting, counted, listed, told
+from megatron_pulse.faults import Faults, collecting, counted, listed, raised, told
 
 
 def test_a_short_list_is_whole() -> None:
@@ -70,6 +70,13 @@ def test_nested_lists_are_indented_and_counted_once() -> None:
 def test_a_fault_that_quotes_a_damaged_file_is_cut() -> None:
     said = listed([f"beta_end is {'x' * 200_000!r}"])
     assert len(said) < 5000 and said.endswith(" ...")
+
+
+def test_of_others_errors_the_first_line_is_told_and_the_next_where_it_goes_on() -> None:
+    said = raised(ValueError("a field:\n  must be a number\nmore"))
+    assert said == "ValueError: a field: must be a number"
+    assert raised(ValueError("a field\nmore")) == "ValueError: a field"
+    assert raised(ValueError()) == "ValueError"
 
 
 def test_what_errors_say_is_collected() -> None:
