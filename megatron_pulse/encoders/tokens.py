@@ -70,6 +70,8 @@ class Tokenizers:
                     str(where), local_files_only=True
                 )
                 faults += _no_vocabulary(where, tokenizer)
+                if tokenizer.pad_token is None:
+                    faults.append(f"{where.name} has no pad_token to make texts equally long with")
                 self._tokenizers[place] = tokenizer
             except Exception as error:  # transformers raises many kinds
                 faults.append(f"{where.name}: {raised(error)}")

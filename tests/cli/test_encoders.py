@@ -455,6 +455,12 @@ def test_a_configuration_of_another_model_is_refused(folder: Path, tmp_path: Pat
         changed("text_encoder", num_hidden_layers=depth)
         with pytest.raises(EncodersError, match=f"its weights {said}"):
             TextEncoders(other, SD, {"context": (LENGTH, 8)}, places=())
+    padded = other / "tokenizer/tokenizer_config.json"
+    said = padded.read_text()
+    padded.write_text(json.dumps({**json.loads(said), "pad_token": None}))
+    with pytest.raises(EncodersError, match="tokenizer has no pad_token"):
+        Tokenizers(other, SD, {"context": (LENGTH, 8)})
+    padded.write_text(said)
     changed("text_encoder", intermediate_size=16)
     with pytest.raises(EncodersError, match="of its weights is 12, its config.json says 16"):
         TextEncoders(other, SD, {"context": (LENGTH, 8)}, places=())
