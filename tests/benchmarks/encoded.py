@@ -21,6 +21,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_pulse.cli.main import main as pulse
 from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, WHOLE
@@ -185,6 +187,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="of each run (default 5)")
     args = parser.parse_args()
     prepare_megatron()
+    torch.set_num_threads(1)  # as ranks have: the bits of states depend on it
     wrong = [each for name in args.families for each in compare(name, args.steps)]
     total = len(args.families) * (2 + len(LAYOUTS))
     print(f"{total - len(wrong)} of {total} the same bit for bit")
