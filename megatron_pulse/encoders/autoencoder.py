@@ -43,7 +43,7 @@ class Autoencoder:
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            config = AutoencoderKL.load_config(str(folder), local_files_only=True)
+            config: Any = AutoencoderKL.load_config(str(folder), local_files_only=True)
             named = config.get("_class_name", AutoencoderKL.__name__)
             if named != AutoencoderKL.__name__:
                 raise UserError(f"its config.json is of {named}")
