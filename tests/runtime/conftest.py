@@ -1,6 +1,7 @@
 """Ranks of these tests exchange messages as NCCL would (``nccl_double``); others' on plain gloo.
 
-Where the environment names a mode all of them have that one, and gloo where it is empty:
+Where the environment names a mode all of them have that one, and gloo where it is empty; those that
+measure times have no late one:
 
     PULSE_TESTS_CHANNELS=late .venv/bin/python -m pytest tests/runtime
 """
@@ -12,7 +13,7 @@ from zlib import crc32
 
 import pytest
 
-from tests.runtime.nccl_double import APART, LATE, ONE, VARIABLE
+from tests.runtime.nccl_double import LATE, MODES, VARIABLE
 
 _TIMED = {"test_emulated", "test_probe", "test_trace"}
 """Files of tests that measure times, which the double's workers would lengthen."""
@@ -21,5 +22,8 @@ _TIMED = {"test_emulated", "test_probe", "test_trace"}
 @pytest.fixture(autouse=True)
 def _channels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all tests some have a worker for each channel, some one for all, some late ones."""
-    if VARIABLE not in os.environ and request.path.stem not in _TIMED:
-        monkeypatch.setenv(VARIABLE, (APART, ONE, LATE)[crc32(request.node.name.encode()) % 3])
+    if request.path.stem in _TIMED:
+        if os.environ.get(VARIABLE) == LATE:
+            monkeypatch.delenv(VARIABLE)
+    elif VARIABLE not in os.environ:
+        monkeypatch.setenv(VARIABLE, MODES[crc32(request.node.name.encode()) % 3])

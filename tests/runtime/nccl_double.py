@@ -32,7 +32,7 @@ from megatron_pulse.runtime.messages import channels
 
 VARIABLE = "PULSE_TESTS_CHANNELS"
 """Set to one of these, ranks of tests use the double."""
-APART, ONE, LATE = "apart", "one", "late"
+MODES = APART, ONE, LATE = "apart", "one", "late"
 
 _LONG = timedelta(seconds=600)
 _LATEST_S = 0.02
@@ -190,6 +190,8 @@ class DoubleChannel:
 
 
 def install_if_asked() -> None:
-    """Have this process' links use the double where the environment says so."""
-    if os.environ.get(VARIABLE):
+    """Have this process' links use the double where the environment says so. Raises ValueError."""
+    if mode := os.environ.get(VARIABLE):
+        if mode not in MODES:
+            raise ValueError(f"{VARIABLE} must be one of {', '.join(MODES)}, is {mode!r}")
         channels.OPENERS["gloo"] = DoubleChannel
