@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,16 @@ def links() -> Iterator[Links]:
 
 def under_way(links: Links, *works: StreamWork) -> None:
     links._ending += [(work, GRADIENT) for work in works]
+
+
+def test_a_channel_whose_other_end_does_not_come_is_named(links: Links) -> None:
+    """With the limit of links, not the group's."""
+    links._timeout_s = 0.3
+    plan = SimpleNamespace(messages=(), channels=((0, 0),))
+    with pytest.raises(PulseError) as raised:
+        links.connect(plan)  # type: ignore[arg-type]
+    me = "pipeline device 0 (rank 0)"
+    assert str(raised.value).startswith(f"connecting {me} to {me}: no answer within 0.3 s")
 
 
 def test_the_host_waits_as_long_as_something_ends(links: Links) -> None:

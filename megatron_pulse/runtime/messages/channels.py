@@ -1,9 +1,10 @@
 """Channels: what carries messages from one pipeline device to another, first in, first out.
 
-On gloo they share the pipeline's process group, whose messages between two ranks stay in order. On
-NCCL each ordered pair of devices has a process group of its own, so that no message waits for one
-of other devices, nor for one of the other direction: a single ``isend`` or ``irecv`` at a time,
-on a stream of its own, never in a group.
+Each ordered pair of devices has a process group of its own, so that no message waits for one of
+other devices, nor for one of the other direction: a single ``isend`` or ``irecv`` at a time, on
+NCCL on a stream of its own, never in a group. On gloo whoever posts locks the group's connection,
+and its thread, for which something has come the other way, looks for the lock without a rest: with
+one group for both directions that takes the core from the poster itself.
 """
 
 from __future__ import annotations
@@ -56,60 +57,66 @@ type Opener = Callable[[dist.ProcessGroup, int, int, float], Channel]
 devices wait so many seconds at most. Both ends call it, all others do not."""
 
 
-class PlainChannel:
-    """A channel that shares the pipeline's group."""
+class _Own:
+    """A channel with a process group of two ranks of its own, which ``make`` makes of a store and a
+    rank.
+
+    The group is no ``dist.new_group``: that has all processes of the job make it, or, synchronized
+    among its members alone, names it by how many groups each of them has, which differs.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        source: int,
+        destination: int,
+        make: Callable[[dist.Store, int], Any],
+    ) -> None:
+        rank, self._peer = (0, 1) if group.rank() == source else (1, 0)
+        self._group = make(store_of(group, source, destination), rank)
+
+    def send(self, tensor: torch.Tensor) -> PendingTransfer:
+        """See ``Channel``."""
+        work: PendingTransfer = self._group.send([tensor], self._peer, 0)
+        return work
+
+    def receive(self, buffer: torch.Tensor) -> PendingTransfer:
+        """See ``Channel``."""
+        work: PendingTransfer = self._group.recv([buffer], self._peer, 0)
+        return work
+
+
+class GlooChannel(_Own):
+    """A channel over gloo, connected when it is made."""
 
     on_stream = False
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, destination: int, timeout_s: float
     ) -> None:
-        self._group = group
-        self._peer = destination if group.rank() == source else source
-
-    def send(self, tensor: torch.Tensor) -> PendingTransfer:
-        """See ``Channel``."""
-        work: PendingTransfer = self._group.send([tensor], self._peer, 0)
-        return work
-
-    def receive(self, buffer: torch.Tensor) -> PendingTransfer:
-        """See ``Channel``."""
-        work: PendingTransfer = self._group.recv([buffer], self._peer, 0)
-        return work
+        limit = timedelta(seconds=timeout_s)
+        super().__init__(
+            group, source, destination, lambda s, rank: dist.ProcessGroupGloo(s, rank, 2, limit)
+        )
 
 
-class OwnChannel:
-    """A channel with a process group of two ranks of its own, connected when it is made.
-
-    The group is no ``dist.new_group``: that has all processes of the job make it, or, synchronized
-    among its members alone, names it by how many groups each of them has, which differs.
-    """
+class NcclChannel(_Own):
+    """A channel over NCCL, connected when it is made."""
 
     on_stream = True
 
     def __init__(
         self, group: dist.ProcessGroup, source: int, destination: int, timeout_s: float
     ) -> None:
-        sends = group.rank() == source
-        own = dist.ProcessGroupNCCL(
-            store_of(group, source, destination), 0 if sends else 1, 2, _options(timeout_s)
+        options = _options(timeout_s)
+        super().__init__(
+            group, source, destination, lambda s, rank: dist.ProcessGroupNCCL(s, rank, 2, options)
         )
-        self._group, self._peer = own, 1 if sends else 0
         # A communicator's first call connects its ends, and holds up both hosts.
         first = torch.zeros(1, device="cuda")
-        work = self.send(first) if sends else self.receive(first)
+        work = self.send(first) if group.rank() == source else self.receive(first)
         work.wait()
         torch.cuda.synchronize()
-
-    def send(self, tensor: torch.Tensor) -> PendingTransfer:
-        """See ``Channel``."""
-        work: PendingTransfer = self._group.send([tensor], self._peer, 0)
-        return work
-
-    def receive(self, buffer: torch.Tensor) -> PendingTransfer:
-        """See ``Channel``."""
-        work: PendingTransfer = self._group.recv([buffer], self._peer, 0)
-        return work
 
 
 _stores: Counter[tuple[int, int]] = Counter()
@@ -132,5 +139,5 @@ def _options(timeout_s: float) -> Any:
     return options
 
 
-OPENERS: dict[str, Opener] = {"gloo": PlainChannel, "nccl": OwnChannel}
+OPENERS: dict[str, Opener] = {"gloo": GlooChannel, "nccl": NcclChannel}
 """By the backend of the pipeline's group."""

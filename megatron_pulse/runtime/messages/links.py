@@ -30,6 +30,10 @@ from megatron_pulse.runtime.watch.words import of_message
 _LOOK_S = 1.0
 """How often a host that waits asks the job's store whether another rank has failed."""
 
+_PATIENCE = 10.0
+"""How many times as long devices wait for each other before the first step, for which one may have
+more to load than another."""
+
 _CLOSED = (
     "onnection closed",
     "onnection reset",
@@ -76,6 +80,7 @@ class Links:
         self._timeout_s = timeout_s
         self._limit = timedelta(seconds=timeout_s)
         self._blocking = dist.get_backend(group) == "gloo"
+        self._place = torch.device("cpu" if self._blocking else "cuda")
         self._channels: dict[tuple[int, int], Channel] = {}
         self._sends: dict[Message, _Transfer] = {}
         self._receives: dict[Message, _Transfer] = {}
@@ -89,22 +94,31 @@ class Links:
         it, so none waits for ever. Raises PulseError where devices have compiled different plans,
         whose messages would meet in the wrong order.
         """
-        text = "\n".join(map(str, plan.messages))
-        own, devices = hashlib.sha256(text.encode()).hexdigest(), [""] * self._group.size()
-        dist.all_gather_object(devices, own, self._group)
-        if others := [d for d, digest in enumerate(devices) if digest != devices[0]]:
+        opener, device = OPENERS[dist.get_backend(self._group)], self._group.rank()
+        HERE.device, HERE.ranks = device, tuple(dist.get_process_group_ranks(self._group))
+        self._require_same("\n".join(map(str, plan.messages)))
+        for pair in plan.channels:
+            if device in pair and pair not in self._channels:
+                try:
+                    self._channels[pair] = opener(self._group, *pair, self._timeout_s)
+                except RuntimeError as error:
+                    self._fail("connecting", pair, error)
+
+    def _require_same(self, messages: str) -> None:
+        own = bytearray(hashlib.sha256(messages.encode()).digest())
+        digest = torch.frombuffer(own, dtype=torch.uint8).to(self._place)
+        found = [torch.empty_like(digest) for _ in range(self._group.size())]
+        limit_s = _PATIENCE * self._timeout_s
+        try:
+            work = dist.all_gather(found, digest, self._group, async_op=True)
+            work.wait(timedelta(seconds=limit_s))
+        except RuntimeError as error:
+            self._fail("", "comparing the plans of all pipeline devices", error, limit_s)
+        if others := [d for d, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
             raise PulseError(
                 f"pipeline devices {', '.join(map(str, others))} order a step's messages otherwise "
                 "than device 0: give all the same plan, profile and version"
             )
-        HERE.device, HERE.ranks = (
-            self._group.rank(),
-            tuple(dist.get_process_group_ranks(self._group)),
-        )
-        opener, device = OPENERS[dist.get_backend(self._group)], self._group.rank()
-        for pair in plan.channels:
-            if device in pair and pair not in self._channels:
-                self._channels[pair] = opener(self._group, *pair, self._timeout_s)
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start sending ``tensor``, which is kept until the message is let go."""
@@ -166,7 +180,7 @@ class Links:
         """What ``value`` is on ``device``, on all devices; a small one that can be pickled. The
         host waits for it."""
         content = pickle.dumps(value) if self._group.rank() == device else b""
-        where = torch.device("cpu" if self._blocking else "cuda")
+        where = self._place
         size = torch.tensor([len(content)], device=where)
         self.broadcast(size, device, what)
         self._finish()
@@ -257,12 +271,18 @@ class Links:
                 self._fail("", what, error)
         self._ending.clear()
 
-    def _fail(self, doing: str, what: Message | str, error: RuntimeError) -> NoReturn:
+    def _fail(
+        self,
+        doing: str,
+        what: Message | tuple[int, int] | str,
+        error: RuntimeError,
+        limit_s: float | None = None,
+    ) -> NoReturn:
         where, peer = (what, "a device") if isinstance(what, str) else self._ends(doing, what)
         text = str(error)
         if "imed out" in text or "imeout" in text:
             of_all = " from every device" if isinstance(what, str) else ""
-            reason = f"no answer{of_all} within {self._timeout_s:g} s"
+            reason = f"no answer{of_all} within {limit_s or self._timeout_s:g} s"
         elif any(words in text for words in _CLOSED):
             reason = f"{peer} closed the connection (it died or failed): {text[:200]}"
         else:
@@ -271,8 +291,12 @@ class Links:
         cause = self._board.first_failure(wait_s=0.5) or self._board.report(f"{where}: {reason}")
         raise PulseError(f"{where}: {reason}\nfirst failure in this job: {cause}") from error
 
-    def _ends(self, doing: str, message: Message) -> tuple[str, str]:
-        """A transfer in words, and its peer."""
+    def _ends(self, doing: str, what: Message | tuple[int, int]) -> tuple[str, str]:
+        """A transfer, or a channel, in words, and its peer."""
         device, ranks = self._group.rank(), dist.get_process_group_ranks(self._group)
-        peer = message.destination if message.source == device else message.source
-        return of_message(doing, message, device, ranks), f"rank {ranks[peer]}"
+        source, destination = (what.source, what.destination) if isinstance(what, Message) else what
+        peer = destination if source == device else source
+        if isinstance(what, Message):
+            return of_message(doing, what, device, ranks), f"rank {ranks[peer]}"
+        ends = [f"pipeline device {end} (rank {ranks[end]})" for end in what]
+        return f"{doing} {' to '.join(ends)}", f"rank {ranks[peer]}"
