@@ -81,7 +81,10 @@ def channels() -> list[dict[str, Any]]:
     backbone = load_backbone("uvit-l", {})
     case = Case("fold", 8, "wave", dtype="bfloat16", micro_batch_size=8, device=device)
     rows = []
-    ways = {"a channel for each direction": module.NcclChannel, "one group": OneGroup}
+    ways: dict[str, module.Opener] = {
+        "a channel for each direction": module.NcclChannel,
+        "one group": OneGroup,
+    }
     for name, opener in ways.items():
         module.OPENERS["nccl"] = opener
         pipeline = make_pipeline(backbone, case, config, group)
