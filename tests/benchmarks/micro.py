@@ -5,9 +5,9 @@
 Planning: CPU seconds for hunyuan-dit-3b (118 units, 18 skips) on a fold. An operation: a step of
 two ranks whose operations take no time, over all its operations on a rank, transfers included;
 Megatron's 1F1B and torch's on the same stages beside ours; of which are calls of gloo that start a
-transfer, and those that wait for one. A split backward: CPU microseconds of a
-small layer's forward, input gradient and weight gradient above its forward and whole backward.
-Needs no namespaces.
+transfer, those that wait for one, and all else. CPU time of gloo's threads is beside it, and within
+it where no core is free. A split backward: CPU microseconds of a small layer's forward, input
+gradient and weight gradient above its forward and whole backward. Needs no namespaces.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def planning(emulation: Emulation, devices: int, count: int) -> Planning:
 @dataclass(frozen=True)
 class Overhead:
     """Microseconds of an operation that itself takes none, over Megatron's in the same repetition;
-    and in steps that are looked at, those within calls of gloo on the first rank, and all others.
+    and in steps that are looked at, those within calls of gloo on the first rank, and all others,
+    and the CPU time of that rank's other threads, which are gloo's.
     """
 
     contestant: str
@@ -97,6 +98,7 @@ class Overhead:
     starting_us: float
     waiting_us: float
     other_us: float
+    threads_us: float
 
 
 def overheads(repetitions: int = 20) -> list[Overhead]:
@@ -126,6 +128,7 @@ def overheads(repetitions: int = 20) -> list[Overhead]:
             each([gloo.starting for gloo in calls]),
             each([gloo.waiting for gloo in calls]),
             each([gloo.elsewhere for gloo in calls]),
+            each([gloo.threads for gloo in calls]),
         )
         for c, (steps, calls) in zip(entered, taken, strict=True)
     ]
@@ -193,11 +196,12 @@ def splitting(number: int = 20, repetitions: int = 50) -> list[Splitting]:
 @dataclass
 class Calls:
     """Seconds of a step within calls of gloo that start transfers, that wait for them, and
-    elsewhere."""
+    elsewhere; CPU seconds of all threads but the caller's."""
 
     starting: float = 0.0
     waiting: float = 0.0
     elsewhere: float = 0.0
+    threads: float = 0.0
 
 
 type Taken = list[tuple[list[float], list[Calls]]]
@@ -230,6 +234,7 @@ def _time_steps(backbone: Any, entered: list[Contestant], repetitions: int) -> T
 @contextmanager
 def _calls() -> Iterator[Calls]:
     """What torch's process groups are called for within."""
+    from torch._C._distributed_c10d import Backend
     from torch.distributed import ProcessGroup, Work
 
     found = Calls()
@@ -248,13 +253,21 @@ def _calls() -> Iterator[Calls]:
         for owner, name, field in (
             (ProcessGroup, "send", "starting"),
             (ProcessGroup, "recv", "starting"),
+            (Backend, "send", "starting"),  # as channels call it
+            (Backend, "recv", "starting"),
             (Work, "wait", "waiting"),
         ):
             stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, timed(getattr(owner, name), field))
-        began = time.perf_counter()
+        began, threads = time.perf_counter(), _of_other_threads()
         yield found
         found.elsewhere = time.perf_counter() - began - found.starting - found.waiting
+        found.threads = _of_other_threads() - threads
+
+
+def _of_other_threads() -> float:
+    """Their CPU seconds so far."""
+    return time.process_time() - time.thread_time()
 
 
 def main() -> None:
@@ -281,10 +294,11 @@ def main() -> None:
             f"{s.starting_us:.0f}",
             f"{s.waiting_us:.0f}",
             f"{s.other_us:.0f}",
+            f"{s.threads_us:.0f}",
         )
         for s in steps
     ]
-    parts = ("starts transfers", "waits for them", "all else")
+    parts = ("starts transfers", "waits for them", "all else", "gloo's threads")
     print(table(("executor", "us", "of Megatron's", *parts), rows))
     print("\nCPU microseconds of a small layer, and what splitting its backward adds\n")
     rows = [(s.layer, f"{s.whole_us:.0f}", f"{s.added_us:.0f}") for s in splits]
