@@ -112,7 +112,8 @@ class LatentFolder(DiffusionDataset):
         """The hashes of its files by the names of fields, a row for each, the header's first."""
         assert shard.hashes is not None
         path, shape = self.root / shard.hashes.name, (len(shard.files), 1 + shard.count)
-        return np.memmap(path, HASH_TYPE, "r", shape=shape)
+        found: np.ndarray = np.memmap(path, HASH_TYPE, "r", shape=shape)
+        return found
 
     def _hash_faults(self, shard: Shard, verify: bool) -> Iterator[str]:
         """What is wrong with the hashes of a shard, and with the headers of its files by them."""

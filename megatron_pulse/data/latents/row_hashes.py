@@ -32,4 +32,5 @@ def header_hash(path: Path) -> int:
 
 def hashes_of(path: Path, column: np.ndarray) -> np.ndarray:
     """Of the file's header, and of the rows of ``column``, which it holds."""
-    return np.array([header_hash(path), *map(row_hash, column)], HASH_TYPE)
+    found: np.ndarray = np.array([header_hash(path), *map(row_hash, column)], HASH_TYPE)
+    return found
