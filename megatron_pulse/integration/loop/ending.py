@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -179,8 +179,9 @@ def _keep(error: BaseException, folder: Path, rank: int) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(traceback.format_exception(error)))
-    except OSError:  # a full disk, perhaps the failure itself
-        file.unlink(missing_ok=True)
+    except OSError:  # a full disk, or a folder that is gone, perhaps the failure itself
+        with suppress(OSError):
+            file.unlink()
         return False
     return True
 

@@ -103,11 +103,20 @@ def _use(step: int) -> str:
 def _first_faults(folder: Path, hashes: Mapping[str, FileHash] | None) -> list[str]:
     faults = list(find_size_faults(folder, hashes))
     if faults or hashes is None:
-        return faults
+        return faults or _index_faults(folder)
     index = [chunk for chunk in all_chunks(hashes) if chunk.name == INDEX]
     return list(find_hash_faults(folder, hashes, index)) or list(
         find_hash_faults(folder, hashes, _common_chunks(folder))
     )
+
+
+def _index_faults(folder: Path) -> list[str]:
+    """Why an index without a hash cannot be read, of which torch would print tracebacks."""
+    try:
+        FileSystemReader(folder).read_metadata()
+    except Exception as error:  # whatever a damaged pickle raises
+        return [f"{INDEX}: {error}"]
+    return []
 
 
 def _common_chunks(folder: Path) -> list[Chunk]:
