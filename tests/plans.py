@@ -18,6 +18,7 @@ from megatron_pulse.planner.observe.trace import (
     Traffic,
     merge_step,
 )
+from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.message import Message
@@ -84,10 +85,12 @@ def small_plan(
     config = Config(
         pipeline, REPLICAS, 1, MICRO_BATCH, layout, split, recompute=Recompute(recompute)
     )
-    evaluator = Evaluator(small_profile(), machine, MICRO_BATCH * MICROBATCHES * REPLICAS)
+    samples = MICRO_BATCH * MICROBATCHES * REPLICAS
+    state = ParameterState(averages=True)  # as runs keep them by default
+    evaluator = Evaluator(small_profile(), machine, samples, state=state)
     problem = evaluator.problem(config, MICROBATCHES)
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
-    return plan_of(outcome, small_profile(), machine, sequence_parallel=False)
+    return plan_of(outcome, evaluator, sequence_parallel=False)
 
 
 def steps_of(

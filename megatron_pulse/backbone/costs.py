@@ -40,7 +40,9 @@ class ChainCosts:
     parameters that have a gradient (empty: all); ``wants[i]`` says whether the tensors before layer
     i want one (empty: all do). Of a backward ``recompute_s`` are what its layer's activations take
     to be computed again (empty: nothing is), and ``again_bytes`` what they then are beside what is
-    saved. ``starts`` are the layers where a chain begins.
+    saved. ``shared_bytes`` are what a layer keeps that the one before keeps as well, without which
+    ``saved_bytes`` are. ``waiting_bytes`` are what a layer holds between its input gradient and its
+    weight gradient (empty: what is saved). ``starts`` are the layers where a chain begins.
     """
 
     names: tuple[str, ...]
@@ -57,6 +59,8 @@ class ChainCosts:
     split_backward_s: tuple[float, ...] = ()
     recompute_s: tuple[float, ...] = ()
     again_bytes: tuple[int, ...] = ()
+    shared_bytes: tuple[int, ...] = ()
+    waiting_bytes: tuple[int, ...] = ()
     starts: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
@@ -68,7 +72,7 @@ class ChainCosts:
             len(column)
             for column in (
                 *(self.weight_grad_s, self.trained, self.wants, *of_split),
-                *(self.recompute_s, self.again_bytes),
+                *(self.recompute_s, self.again_bytes, self.shared_bytes, self.waiting_bytes),
             )
             if column
         }

@@ -17,8 +17,21 @@ from megatron_pulse.profile.measuring.building import (
     some_process_group,
 )
 from megatron_pulse.profile.measuring.kernels import Kernels
-from megatron_pulse.profile.measuring.layer_call import describe_chain, layer_kind, make_call
-from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes, saved_bytes
+from megatron_pulse.profile.measuring.layer_call import (
+    LeavingWeights,
+    describe_chain,
+    layer_kind,
+    make_call,
+)
+from megatron_pulse.profile.measuring.memory import (
+    Kept,
+    KeptStorages,
+    forward_bytes,
+    live_bytes,
+    passed_bytes,
+    saved_bytes,
+    waiting_bytes,
+)
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
 from megatron_pulse.profile.measuring.sizes import (
     ModuleSizes,
@@ -32,13 +45,15 @@ from megatron_pulse.profile.shapes import over_shapes
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The kernels of one layer's forward, whole backward, and input gradient alone."""
+    """The kernels of one layer's forward, whole backward, and input gradient alone; memory."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     input_grad: tuple[Kernel, ...]
     kept: Kept
     peak_bytes: int
+    forward_bytes: int
+    waiting_bytes: int
 
 
 def analyse(
@@ -47,17 +62,19 @@ def analyse(
     roofline: Roofline,
     recompute: bool = False,
     progress: bool = False,
+    leaving: LeavingWeights | None = None,
 ) -> Profile:
     """The profile of ``backbone`` on a device that ``roofline`` describes.
 
     Every kernel takes as its roofline says (see ``devices`` and ``kernels``), one after another.
-    A chain of several shapes is analysed at each (see ``over_shapes``).
+    With ``leaving``, the runtime's ``leaving_weights``, what waiting weight gradients hold is found
+    too. A chain of several shapes is analysed at each (see ``over_shapes``).
     Raises ProfileError, and BackboneError that names every layer which does not fit its specs.
     """
     if backbone.num_shapes > 1:
         return over_shapes(
             backbone,
-            lambda one: analyse(one, micro_batch_sizes, roofline, recompute, progress),
+            lambda one: analyse(one, micro_batch_sizes, roofline, recompute, progress, leaving),
         )
     context, halved = meta_context(roofline.dtype), meta_context(roofline.dtype, tensor=2)
     counted: dict[str, tuple[ModuleSizes, list[LayerWork], float]] = {}
@@ -73,7 +90,8 @@ def analyse(
             call = make_call(backbone, i, module, samples, roofline.dtype, "meta")
             held = module_sizes(module, call.forward, samples)
             work_of = [
-                count_work(backbone, i, module, size, roofline.dtype) for size in micro_batch_sizes
+                count_work(backbone, i, module, size, roofline.dtype, leaving)
+                for size in micro_batch_sizes
             ]
             share = 1.0
             if can_halve(backbone, held):
@@ -108,7 +126,12 @@ def analyse(
 
 
 def count_work(
-    backbone: Backbone, index: int, module: Any, micro_batch_size: int, dtype: str
+    backbone: Backbone,
+    index: int,
+    module: Any,
+    micro_batch_size: int,
+    dtype: str,
+    leaving: LeavingWeights | None = None,
 ) -> LayerWork:
     """What layer ``index`` does at one microbatch size. Use under ``torch.device("meta")``."""
     call = make_call(backbone, index, module, micro_batch_size, dtype, "meta")
@@ -130,7 +153,11 @@ def count_work(
         seeds = call.seeds(results)
         with kernels, kernels.record() as input_grad:
             call.input_gradients(results, seeds)
-    return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), kept, live.peak)
+    with FlashAttention():
+        alone = forward_bytes(call)
+        waiting = 0 if leaving is None else waiting_bytes(call, leaving)
+    memory = kept, live.peak, alone, waiting
+    return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), *memory)
 
 
 def _whole_s(work: LayerWork, roofline: Roofline) -> float:
@@ -140,13 +167,25 @@ def _whole_s(work: LayerWork, roofline: Roofline) -> float:
 def _times(
     backbone: Backbone, work: Sequence[LayerWork], roofline: Roofline
 ) -> tuple[LayerTimes, ...]:
-    saved = saved_bytes(backbone, [layer.kept for layer in work])
+    kept = [layer.kept for layer in work]
+    memory = zip(work, saved_bytes(backbone, kept), passed_bytes(kept), strict=True)
     times = []
-    for layer, num_bytes in zip(work, saved, strict=True):
+    for layer, saved, passed in memory:
         forward, backward = roofline.seconds(layer.forward), roofline.seconds(layer.backward)
         input_grad = min(roofline.seconds(layer.input_grad), backward)
         weight_grad = backward - input_grad
         times.append(
-            LayerTimes(forward, input_grad, weight_grad, *NO_SPREAD, num_bytes, layer.peak_bytes)
+            LayerTimes(
+                forward,
+                input_grad,
+                weight_grad,
+                *NO_SPREAD,
+                saved,
+                layer.peak_bytes,
+                again_bytes=layer.kept.again_bytes,
+                passed_bytes=passed,
+                forward_bytes=layer.forward_bytes,
+                waiting_bytes=layer.waiting_bytes,
+            )
         )
     return tuple(times)

@@ -31,7 +31,10 @@ _OLDER: Mapping[type, set[str]] = {
     ProfiledLayer: {"optimizer_s", "sharded_time", "frozen_parameters", "wants", "begins"},
     ProfiledSkip: {"wants"},
     ProfiledConditioning: {"wants"},
-    LayerTimes: {"split_forward_s", "split_input_grad_s", "split_weight_grad_s"},
+    LayerTimes: {
+        *("split_forward_s", "split_input_grad_s", "split_weight_grad_s"),
+        *("again_bytes", "passed_bytes", "forward_bytes", "waiting_bytes"),
+    },
 }
 """Which old profiles do not have; what one record of a list has, all have."""
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

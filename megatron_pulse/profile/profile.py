@@ -9,7 +9,8 @@ Bytes kept from forward to backward (``LayerTimes.saved_bytes``) are storages, e
 - conditioning that a layer of the chain computed counts for every layer that keeps it, because
   the runtime casts it for each user; what comes with the batch is shared by all and not counted.
 
-With recomputation a layer keeps what it was called with, all of it, and nothing else.
+With recomputation a layer keeps what it was called with, all of it, and nothing else; what passed
+by the layer before, and is kept by that, counts once.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class LayerTimes:
     layers have them, or none (0: not measured, and taken to be as without).
     ``peak_bytes`` is the most that is in use at once in one forward and backward, beyond
     parameters and the layer's inputs; a parameter's gradient counts only while it is being made.
+    ``again_bytes`` are what computing the layer again makes and keeps until its backward, beside
+    what it was called with, of which the layer before was called with ``passed_bytes`` too;
+    ``forward_bytes`` are the most that is in use in a forward that keeps nothing,
+    ``waiting_bytes`` what weight gradients that wait hold behind the input gradient. Each of
+    them all of a profile's layers have, or none (0: as much as is saved, beside what is kept).
     """
 
     forward_s: float
@@ -67,6 +73,10 @@ class LayerTimes:
     split_forward_s: float = 0.0
     split_input_grad_s: float = 0.0
     split_weight_grad_s: float = 0.0
+    again_bytes: int = 0
+    passed_bytes: int = 0
+    forward_bytes: int = 0
+    waiting_bytes: int = 0
 
     def parts_s(self, split: bool) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient; with ``split`` where these wait."""
@@ -86,6 +96,8 @@ class LayerTimes:
         ranges = (self.forward_spread_s, self.input_grad_spread_s, self.weight_grad_spread_s)
         return max(ranges) / self.whole_s if self.whole_s else 0.0
 
+
+_SIZES = {name for name in LayerTimes.__dataclass_fields__ if name.endswith("_bytes")}
 
 NO_SPREAD = 0.0, 0.0, 0.0
 """The spreads of times that were not measured."""
@@ -269,10 +281,20 @@ class Profile:
         boundary = tuple(micro_batch_size * layer.boundary_bytes for layer in self.layers)
         again = [i in chosen and runs for i, runs in enumerate(self.has_backward)]
         read = [micro_batch_size * num_bytes for num_bytes in self._read_bytes]
-        saved = tuple(
-            again[i] * (boundary[i] + read[i]) if i in chosen else layer.saved_bytes
+        shared = tuple(
+            layer.passed_bytes if i and again[i] and again[i - 1] else 0
             for i, layer in enumerate(times)
         )
+        saved = tuple(
+            again[i] * (boundary[i] + read[i] - shared[i]) if i in chosen else layer.saved_bytes
+            for i, layer in enumerate(times)
+        )
+        made = [layer.again_bytes for layer in times]
+        if not any(made):
+            made = [max(0, x.saved_bytes - n) for x, n in zip(times, saved, strict=True)]
+        waiting = [layer.waiting_bytes for layer in times]
+        if not any(waiting):
+            waiting = [layer.saved_bytes for layer in times]
         return ChainCosts(
             names=tuple(layer.name for layer in self.layers),
             forward_s=tuple(layer.forward_s for layer in times),
@@ -303,10 +325,9 @@ class Profile:
             recompute_s=tuple(
                 runs * layer.forward_s for layer, runs in zip(times, again, strict=True)
             ),
-            again_bytes=tuple(
-                runs * max(0, layer.saved_bytes - kept)
-                for layer, runs, kept in zip(times, again, saved, strict=True)
-            ),
+            again_bytes=tuple(runs * n for runs, n in zip(again, made, strict=True)),
+            shared_bytes=shared,
+            waiting_bytes=tuple(0 if runs else n for runs, n in zip(again, waiting, strict=True)),
             starts=tuple(i for i, layer in enumerate(self.layers) if layer.begins or not i),
         )
 
@@ -419,6 +440,6 @@ def _combine(
         step = start if proportional else end - start
         floor = least * start if share < 0 else end if share > 1 else 0.0
         mixed[name] = max(floor, float(start + share * step))
-    for name in ("saved_bytes", "peak_bytes"):
+    for name in mixed.keys() & _SIZES:
         mixed[name] = round(mixed[name])
     return LayerTimes(**mixed)

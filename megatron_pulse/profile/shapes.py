@@ -50,12 +50,13 @@ def over_shapes(backbone: Backbone, profile_of: Callable[[Backbone], Profile]) -
 
 def _over(shares: Sequence[float], same: Sequence[LayerTimes]) -> LayerTimes:
     """One layer's times at all shapes as one."""
-    seconds = [name for name in LayerTimes.__dataclass_fields__ if name.endswith("_s")]
+    names = LayerTimes.__dataclass_fields__
+    seconds = [name for name in names if name.endswith("_s")]
+    sizes = [name for name in names if name.endswith("_bytes")]
     return replace(
         same[0],
         **{name: _mean(shares, [getattr(times, name) for times in same]) for name in seconds},
-        saved_bytes=max(times.saved_bytes for times in same),
-        peak_bytes=max(times.peak_bytes for times in same),
+        **{name: max(getattr(times, name) for times in same) for name in sizes},
     )
 
 

@@ -162,9 +162,7 @@ def plans_of(case: Case, emulation: Emulation, pipeline: int) -> list[PlanFile]:
     )
     found = search(evaluator, evaluator.candidates(choices), keep=KEPT)
     return [
-        plan_of(outcome, emulation.profile, cluster, False)
-        for outcome in found.outcomes
-        if not outcome.extrapolated
+        plan_of(outcome, evaluator, False) for outcome in found.outcomes if not outcome.extrapolated
     ]
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LOOP, ROW, WHOLE
+from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Recompute
@@ -156,7 +157,7 @@ def predict(evaluator: Evaluator, config: Config, path: Path) -> tuple[Step, dic
     count = config.num_microbatches(evaluator.global_batch_size)
     found = synthesize(evaluator.problem(config, count), effort=20)
     outcome = evaluator.evaluate(config, found)
-    save_plan(plan_of(outcome, evaluator.profile, evaluator.cluster, False), path)
+    save_plan(plan_of(outcome, evaluator, False), path)
     parts = {k: v for k, v in outcome.figures().items() if k.endswith("_s") and type(v) is float}
     return Step(outcome.step_s, outcome.pipeline_s, max(outcome.timeline.busy)), parts
 
@@ -180,7 +181,8 @@ def compare(kind: str, cluster: Cluster, num_steps: int, only: str) -> Iterator[
             ranks = config.pipeline * config.data * config.tensor
             machine = Cluster(**{**vars(cluster), "devices_per_node": ranks})
             heads = load_backbone(name, options).num_heads
-            evaluator = Evaluator(measured[ranks], machine, samples, False, heads)
+            of = measured[ranks], machine, samples, False, heads
+            evaluator = Evaluator(*of, state=ParameterState(averages=True))
             plan = Path(folder, "plan.json")
             predicted, parts = predict(evaluator, config, plan)
             argv = ["--pulse-plan", str(plan), "--pulse-data", f"latents:{folder}/latents"]

@@ -229,6 +229,10 @@ def test_a_plan_is_not_contradicted_by_defaults_that_are_given(
     line.args.world_size = 8
     made = small_plan("sequential", pipeline=4)
     assert list(contradictions(made, line, options, "--pulse-auto")) == []
+    (fault,) = contradictions(replace(made, averages=False), line, options, "--pulse-auto")
+    assert "no memory for averages of the weights: give --pulse-ema-decay 0" in fault
+    options = replace(options, ema_decay=0.0)
+    assert list(contradictions(replace(made, averages=False), line, options, "--pulse-auto")) == []
 
 
 def test_a_plan_that_names_code_runs_nothing(

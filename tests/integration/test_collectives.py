@@ -13,6 +13,7 @@ from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceF
 from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.layouts import ROW
 from megatron_pulse.planner.layout.routes import embedders_of, trace_routes
+from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.collectives import (
@@ -174,9 +175,9 @@ def test_pipelines_send_and_copy_what_is_counted(name: str, tmp_path: Path) -> N
     config = Config(2, 1, 1, MICROBATCH, ROW)
     link = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
     cluster = Cluster("tests", 1, 2, 8.0, DeviceFigures(0.1, 20.0), link)
-    evaluator = Evaluator(profile, cluster, MICROBATCH * count)
+    evaluator = Evaluator(profile, cluster, MICROBATCH * count, state=ParameterState(averages=True))
     outcome = evaluator.evaluate(config, synthesize(evaluator.problem(config, count), effort=1))
-    save_plan(plan_of(outcome, profile, cluster, False), tmp_path / "plan.json")
+    save_plan(plan_of(outcome, evaluator, False), tmp_path / "plan.json")
     flags = ["--pulse-plan", str(tmp_path / "plan.json"), "--pulse-data"]
     ranks = issued(2, [*flags, f"latents:{tmp_path / 'latents'}"], MICROBATCH * count)
 

@@ -20,6 +20,7 @@ from megatron_pulse.integration.planning.planning import load_here
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.planner.fill.table import read_table
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
+from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Recompute
@@ -68,10 +69,11 @@ def make_plan(
     assert device is not None
     backbone = load_backbone(name, dict(options))
     profile = analyse(backbone, [config.micro_batch_size], Roofline(device, "float32"))
-    evaluator = Evaluator(profile, cluster, BATCH, self_conditioning=share)
+    state = ParameterState(averages=True)
+    evaluator = Evaluator(profile, cluster, BATCH, self_conditioning=share, state=state)
     problem = evaluator.problem(config, config.num_microbatches(BATCH))
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
-    plan = plan_of(outcome, profile, cluster, sequence_parallel=False)
+    plan = plan_of(outcome, evaluator, sequence_parallel=False)
     if encoders is not None:
         plan = recomputed(fill_plan(plan, read_table(encoders), 0.5).plan)
     save_plan(plan, path)

@@ -11,20 +11,35 @@ from megatron_pulse.planner.layout.placement import (
     make_placement,
     sequential,
 )
-from megatron_pulse.planner.partition.memory import bytes_per_parameter, in_flight
+from megatron_pulse.planner.partition.memory import (
+    ParameterState,
+    bytes_per_parameter,
+    in_flight,
+    stepping_bytes,
+)
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 
 
 @pytest.mark.parametrize(
-    ("dtype", "whole", "divided_by_4"),
-    [("bfloat16", 18, 9), ("float16", 20, 8), ("float32", 16, 10)],
+    ("dtype", "state", "whole", "divided_by_4", "stepping"),
+    [
+        ("bfloat16", ParameterState(), 18, 9, 0),
+        ("bfloat16", ParameterState(half_gradients=True), 16, 7, 4),
+        ("float16", ParameterState(), 16, 7, 4),
+        ("float32", ParameterState(), 16, 10, 0),
+        ("float32", ParameterState(averages=True), 20, 11, 0),
+    ],
 )
-def test_bytes_of_a_parameter(dtype: str, whole: float, divided_by_4: float) -> None:
-    assert bytes_per_parameter(dtype) == whole
-    assert bytes_per_parameter(dtype, data_parallel=4) == whole
-    assert bytes_per_parameter(dtype, distributed_optimizer=True) == whole
-    assert bytes_per_parameter(dtype, True, 4) == divided_by_4
+def test_bytes_of_a_parameter(
+    dtype: str, state: ParameterState, whole: float, divided_by_4: float, stepping: float
+) -> None:
+    assert bytes_per_parameter(dtype, state=state) == whole
+    assert bytes_per_parameter(dtype, data_parallel=4, state=state) == whole
+    assert bytes_per_parameter(dtype, distributed_optimizer=True, state=state) == whole
+    assert bytes_per_parameter(dtype, True, 4, state) == divided_by_4
+    assert stepping_bytes(dtype, state=state) == stepping
+    assert stepping_bytes(dtype, True, 4, state) == stepping / 4
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 9])

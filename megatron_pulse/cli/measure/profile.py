@@ -306,10 +306,10 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     prepare_megatron()
     if roofline is not None:
         from megatron_pulse.profile.analytic import analyse
+        from megatron_pulse.runtime.measure.leaving import leaving_weights
 
-        return analyse(
-            trained_backbone(args, roofline.dtype), sizes, roofline, args.recompute, progress=True
-        )
+        backbone = trained_backbone(args, roofline.dtype)
+        return analyse(backbone, sizes, roofline, args.recompute, True, leaving_weights)
     import torch
 
     from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients

@@ -25,6 +25,7 @@ from megatron_pulse.flag_fields import ABOVE_ZERO, SHARE, TO_MILLION
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.planner.cluster.cluster import Cluster
+    from megatron_pulse.planner.partition.memory import ParameterState
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
     from megatron_pulse.planner.tune.config import Choices
     from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -102,6 +103,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--no-recompute", action="store_true", help="never do (default: of as few as needed)"
     )
     add("--no-split", action="store_true", help="never put off weight gradients")
+    add(
+        "--no-averages",
+        action="store_true",
+        help="keep no averages of the weights, 4 bytes a parameter: for --pulse-ema-decay 0",
+    )
+    add(
+        "--grad-reduce-in-bf16",
+        action="store_true",
+        help="sum gradients in bfloat16, as Megatron's flag: 2 bytes a parameter less, and less to "
+        "reduce; a run of the plan does so",
+    )
     add("--seconds", type=float, default=28.0, metavar="S", help="to decide (default 28)")
     add(
         "--solver",
@@ -153,7 +165,7 @@ def run(args: argparse.Namespace) -> None:
     where = cluster(args.cluster)
     with mending(ValueError):
         profile = _profile(args, where)
-    require(_no_cascade(profile))
+    require(_no_cascade(profile) + _no_half_gradients(args, profile))
     if args.worlds is not None:
         _tune_worlds(args, profile, where)
         return
@@ -170,14 +182,14 @@ def run(args: argparse.Namespace) -> None:
     if args.self_conditioning is not None:
         require(_no_prediction_taken(profile))
     heads = backbone.num_heads if backbone else ()
-    evaluator = Evaluator(*of, divides, heads, args.self_conditioning or 0.0)
+    evaluator = Evaluator(*of, divides, heads, args.self_conditioning or 0.0, _state(args))
     found = _tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
     made: dict[str, Any] | None = None
     encoded: EncodedPlan | None = None
     if args.encoders is not None:
         plans = [
-            plan_of(outcome, profile, where, divides)
+            plan_of(outcome, evaluator, divides)
             for outcome in found.outcomes[:_FILLED]
             if not outcome.extrapolated
         ]
@@ -185,7 +197,7 @@ def run(args: argparse.Namespace) -> None:
         lines += ["", *encoding(encoded)]
         made = encoded.figures()
     if args.output is not None:
-        plain = plan_of(found.outcomes[0], profile, where, divides)
+        plain = plan_of(found.outcomes[0], evaluator, divides)
         save_plan(encoded.plan if encoded else plain, args.output)
         lines.append(f"plan written to {args.output}")
     answer(args, lines, partial(as_json, found, evaluator, made))
@@ -217,8 +229,8 @@ def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
     lines, records, faults = [], {}, []
     for world, part in parts.items():
         assert part is not None
-        own = args.self_conditioning or 0.0
-        evaluator = Evaluator(profile, part, args.global_batch_size, divides, heads, own)
+        of = profile, part, args.global_batch_size, divides, heads
+        evaluator = Evaluator(*of, args.self_conditioning or 0.0, _state(args))
         try:
             found = _tuned(args, evaluator, choices)
         except UntunableError as error:
@@ -226,7 +238,7 @@ def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
             continue
         best = found.outcomes[0]
         file = world_file(args.output, world)
-        save_plan(plan_of(best, profile, part, divides), file)
+        save_plan(plan_of(best, evaluator, divides), file)
         lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")
         records[str(world)] = as_json(found, evaluator, None)
     answer(args, lines, lambda: records)
@@ -304,10 +316,11 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
 
     prepare_megatron()
     from megatron_pulse.profile.analytic import analyse
+    from megatron_pulse.runtime.measure.leaving import leaving_weights
 
     roofline = Roofline(device, args.dtype or device.half_dtype)
     backbone = trained_backbone(args, roofline.dtype)
-    return analyse(backbone, _PROFILED, roofline, progress=True)
+    return analyse(backbone, _PROFILED, roofline, progress=True, leaving=leaving_weights)
 
 
 def _backbone_of(profile: Profile) -> Backbone | None:
@@ -329,6 +342,12 @@ def _no_cascade(profile: Profile) -> list[str]:
     ]
 
 
+def _no_half_gradients(args: argparse.Namespace, profile: Profile) -> list[str]:
+    if not args.grad_reduce_in_bf16 or profile.dtype == "bfloat16":
+        return []
+    return [f"--grad-reduce-in-bf16: for bfloat16, and the profile is of {profile.dtype}"]
+
+
 def _no_prediction_taken(profile: Profile) -> list[str]:
     backbone = _backbone_of(profile)
     if backbone is None or backbone.takes_prediction:
@@ -338,6 +357,12 @@ def _no_prediction_taken(profile: Profile) -> list[str]:
         f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; who "
         "conditions itself takes twice as many as it predicts (--option in_channels=8)"
     ]
+
+
+def _state(args: argparse.Namespace) -> ParameterState:
+    from megatron_pulse.planner.partition.memory import ParameterState
+
+    return ParameterState(not args.no_averages, args.grad_reduce_in_bf16)
 
 
 def _choices(args: argparse.Namespace) -> Choices:

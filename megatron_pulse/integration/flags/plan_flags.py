@@ -51,6 +51,7 @@ def _decided(plan: PlanFile) -> dict[str, Any]:
         if len(plan.recompute) == len(plan.profile.layers)
         else None,
         "use_distributed_optimizer": plan.distributed_optimizer,
+        "grad_reduce_in_bf16": plan.half_gradients,
         "overlap_grad_reduce": plan.overlap_grad_reduce,
         "use_tp_pp_dp_mapping": plan.rank_order == "tp-pp-dp",
         "bf16": plan.dtype == "bfloat16",
@@ -78,6 +79,11 @@ def contradictions(
         flag, given = flag_name(name), getattr(args, name)
         if line.says(flag) and given != value:
             yield f"{flag} {given}, but {by} says {value}: leave the flag out"
+    if options.ema_decay and not plan.averages:
+        yield (
+            f"{by} has no memory for averages of the weights: give --pulse-ema-decay 0, or make it "
+            "without --no-averages"
+        )
     if options.backbone or set(options.options) - {OPTION}:
         name = options.backbone or plan.backbone["name"]
         try:

@@ -19,7 +19,12 @@ from megatron_pulse.integration.flags.parse import CommandLine
 from megatron_pulse.integration.planning.encoder_costs import encoder_costs
 from megatron_pulse.integration.planning.formats import measured_format
 from megatron_pulse.integration.planning.layers import may_split
-from megatron_pulse.integration.planning.planning import by_rank_0, compute_dtype, load_here
+from megatron_pulse.integration.planning.planning import (
+    by_rank_0,
+    compute_dtype,
+    load_here,
+    parameter_state,
+)
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.tune.config import Choices, Recompute
@@ -120,8 +125,8 @@ def _tune(
     profile = _measure(args, options, backbone)
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
-    own = options.self_conditioning or 0.0
-    evaluator = Evaluator(*of, divided, backbone.num_heads, own)
+    own, state = options.self_conditioning or 0.0, parameter_state(args, options)
+    evaluator = Evaluator(*of, divided, backbone.num_heads, own, state)
     seconds = options.solver_seconds
     try:
         with HERE.during("tuning", patient=True, grants_s=seconds):
@@ -129,7 +134,7 @@ def _tune(
     except UntunableError as error:
         raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
     best = found.outcomes[0]
-    plan = _filled(plan_of(best, profile, cluster, divided), options, backbone)
+    plan = _filled(plan_of(best, evaluator, divided), options, backbone)
     save_plan(plan, path)
     rate = plan.predicted["samples_per_s"]
     print(f"plan: {best.config}; {rate:.4g} samples/s expected; in {path}", flush=True)

@@ -21,11 +21,7 @@ from megatron_pulse.planner.layout.embedders import choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, MemoryRules
-from megatron_pulse.planner.partition.memory import (
-    bytes_per_parameter,
-    frozen_share,
-    in_flight,
-)
+from megatron_pulse.planner.partition.memory import ParameterState, bytes_per_parameter, in_flight
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.step.find_schedules import find_schedules
@@ -336,12 +332,19 @@ def _memory_limit(options: PulseOptions) -> float | None:
     return USABLE * device_memory(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
+def parameter_state(args: argparse.Namespace, options: PulseOptions) -> ParameterState:
+    """What this run keeps of a trained parameter."""
+    return ParameterState(options.ema_decay > 0, args.grad_reduce_in_bf16)
+
+
 def _memory(args: argparse.Namespace, options: PulseOptions, count: int) -> MemoryRules | None:
     """What a device may hold, by what its parameters take."""
     if (limit := _memory_limit(options)) is None:
         return None
-    state = compute_dtype(args), args.use_distributed_optimizer, _replicas(args)
-    per_parameter, share = bytes_per_parameter(*state), frozen_share(*state)
+    how = args.use_distributed_optimizer, _replicas(args), parameter_state(args, options)
+    dtype = compute_dtype(args)
+    per_parameter = bytes_per_parameter(dtype, *how)
+    share = ELEMENT_BYTES[dtype] / per_parameter
     per_parameter /= args.tensor_model_parallel_size
 
     def rule(placement: Placement) -> MemoryRule:

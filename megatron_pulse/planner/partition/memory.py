@@ -3,36 +3,72 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from megatron_pulse.backbone.costs import ChainCosts
-from megatron_pulse.planner.layout.crossing import crossings
+from megatron_pulse.planner.layout.crossing import (
+    SkipCarrier,
+    SkipEnds,
+    carried,
+    crossings,
+)
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 
 
+@dataclass(frozen=True)
+class ParameterState:
+    """What a run keeps of a trained parameter otherwise than Megatron by default: its average in
+    fp32 (``averages``), or with bfloat16 the sum of its gradients in that (``half_gradients``)."""
+
+    averages: bool = False
+    half_gradients: bool = False
+
+    def gradient_bytes(self, dtype: str) -> int:
+        """Of a gradient as it is summed over microbatches and replicas."""
+        return {"bfloat16": 2 if self.half_gradients else 4, "float16": 2, "float32": 4}[dtype]
+
+
+DEFAULT_STATE = ParameterState()
+"""Megatron's."""
+
+
 def bytes_per_parameter(
-    dtype: str, distributed_optimizer: bool = False, data_parallel: int = 1
+    dtype: str,
+    distributed_optimizer: bool = False,
+    data_parallel: int = 1,
+    state: ParameterState = DEFAULT_STATE,
 ) -> float:
-    """Bytes of a parameter with its gradient and Adam's state under Megatron's defaults.
+    """Bytes of a parameter with its gradient and Adam's state while a step computes.
 
     ========  =====================================  ==========================================
     dtype     on every replica                       divided by the distributed optimizer
     ========  =====================================  ==========================================
-    bfloat16  2 parameter, 4 fp32 gradient           4 fp32 copy, 8 both moments
-    float16   2 parameter, 2 gradient                8 fp32 copy and its gradient, 8 both moments
+    bfloat16  2 parameter, 4 fp32 gradient (or 2)    4 fp32 copy, 8 both moments
+    float16   2 parameter, 2 gradient                4 fp32 copy, 8 both moments
     float32   4 parameter, 4 gradient                8 both moments
     ========  =====================================  ==========================================
 
-    Source: Megatron-Core's guide to the distributed optimizer. Raises KeyError for other dtypes.
+    An average has 4 more, divided too. What the optimizer has while it works is ``stepping_bytes``.
+    Source: Megatron-Core's guide to the distributed optimizer, whose figures have both. Raises
+    KeyError for other dtypes.
     """
-    kept, divided = {"bfloat16": (6, 12), "float16": (4, 16), "float32": (8, 8)}[dtype]
-    return kept + divided / (data_parallel if distributed_optimizer else 1)
+    replicas = data_parallel if distributed_optimizer else 1
+    kept = ELEMENT_BYTES[dtype] + state.gradient_bytes(dtype)
+    copy = 0 if dtype == "float32" else 4
+    return kept + (copy + 8 + 4 * state.averages) / replicas
 
 
-def frozen_share(dtype: str, distributed_optimizer: bool = False, data_parallel: int = 1) -> float:
-    """What a frozen parameter, which is there and no more, takes of the bytes of a trained one."""
-    whole = bytes_per_parameter(dtype, distributed_optimizer, data_parallel)
-    return ELEMENT_BYTES[dtype] / whole
+def stepping_bytes(
+    dtype: str,
+    distributed_optimizer: bool = False,
+    data_parallel: int = 1,
+    state: ParameterState = DEFAULT_STATE,
+) -> float:
+    """Bytes of a parameter that are there while the optimizer works, and no activation is: an fp32
+    copy of a gradient that is summed in half precision. It goes before the next forward."""
+    replicas = data_parallel if distributed_optimizer else 1
+    return (4 if state.gradient_bytes(dtype) < 4 else 0) / replicas
 
 
 def weighed_parameters(costs: ChainCosts, share: float) -> tuple[float, ...]:
@@ -46,15 +82,35 @@ def weighed_parameters(costs: ChainCosts, share: float) -> tuple[float, ...]:
 def kept_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
     """What a forward of each stage keeps until its backward.
 
-    A stage without a backward keeps nothing, but what it hands on waits where it is taken. That is
+    What a layer that is computed again pops, it keeps, unless the skip's own stage does. A stage
+    without a backward keeps nothing, but what it hands on waits where it is taken. That is
     counted as its own: it must not run ahead without bound.
     """
-    saved, backward = map(partition.per_stage, (costs.saved_bytes, costs.backward_s))
+    layers = list(costs.saved_bytes)
+    for first in partition.cuts[:-1]:
+        layers[first] += costs.shared_bytes[first] if costs.shared_bytes else 0
+    if any(costs.recompute_s):
+        for skip in costs.skips:
+            _, _, carrier = carried(skip, partition)
+            alone = carrier is SkipCarrier.LOCAL and sent_alone(skip, partition)
+            if costs.recompute_s[skip.destination] and (alone or carrier is SkipCarrier.DIRECT):
+                layers[skip.destination] += skip.num_bytes
+    saved, backward = map(partition.per_stage, (layers, costs.backward_s))
     given = (*(costs.boundary_bytes[cut] for cut in partition.cuts[1:-1]), 0)
     return tuple(
         float(kept if seconds else max(kept, waiting))
         for kept, seconds, waiting in zip(saved, backward, given, strict=True)
     )
+
+
+def sent_alone(skip: SkipEnds, partition: Partition) -> bool:
+    """Whether a skip leaves a stage's last layer, so that no other of its layers keeps it."""
+    return skip.source + 1 == partition.cuts[partition.stage_of_layer(skip.source) + 1]
+
+
+def waiting_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
+    """What each stage still holds between the input gradient and the weight gradient."""
+    return tuple(map(float, partition.per_stage(costs.waiting_bytes or costs.saved_bytes)))
 
 
 def carried_bytes(

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
-from megatron_pulse.planner.plan_file.schema import REDONE
+from megatron_pulse.planner.plan_file.schema import REDONE, WAITING
 from megatron_pulse.planner.step.replay import Edge
 
 _ROUNDING = 1e-6
-_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes", *REDONE)
+_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes", *REDONE, WAITING)
 
 
 def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
@@ -42,6 +42,8 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
         )
     if record["sequence_parallel"] and record["tensor"] == 1:
         yield "sequence_parallel: it needs tensor parallelism, and tensor is 1"
+    if record["half_gradients"] and record["dtype"] != "bfloat16":
+        yield f"half_gradients: sums of gradients in bfloat16, and dtype is {record['dtype']}"
     names = Counter(name for stage in record["stages"] for name in stage)
     for name, count in names.items():
         if count > 1:

@@ -20,12 +20,13 @@ from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.files import FileError, read_json, write_sealed
 from megatron_pulse.flag_fields import flag_value
 from megatron_pulse.planner.layout.placement import Partition, Placement, make_placement
+from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.agreement import (
     edge_faults,
     shape_faults,
     sum_faults,
 )
-from megatron_pulse.planner.plan_file.schema import FORMAT, REDONE, plan_faults
+from megatron_pulse.planner.plan_file.schema import FORMAT, REDONE, WAITING, plan_faults
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -50,7 +51,8 @@ class PlanFile:
     ``encoders`` are the frozen components (as ``fill.table`` has them) whose pieces the schedule's
     fillers are, ``in_front`` those that run before the step, ``policies`` what was decided of each
     and why (see ``tune.plans.policies``). ``self_conditioning`` is the share of steps that run all
-    forwards once before. The layers in ``recompute`` compute their activations again.
+    forwards once before. The layers in ``recompute`` compute their activations again. ``averages``
+    and ``half_gradients`` say what is kept of a parameter (see ``ParameterState``).
     """
 
     backbone: Mapping[str, Any]
@@ -64,6 +66,8 @@ class PlanFile:
     micro_batch_size: int
     recompute: tuple[str, ...]
     distributed_optimizer: bool
+    averages: bool
+    half_gradients: bool
     overlap_grad_reduce: bool
     stages: tuple[tuple[str, ...], ...]
     schedule: Schedule
@@ -110,6 +114,11 @@ class PlanFile:
     def partition(self) -> Partition:
         """Where the chain is cut."""
         return Partition(self.placement, (0, *accumulate(map(len, self.stages))))
+
+    @property
+    def state(self) -> ParameterState:
+        """What is kept of a trained parameter."""
+        return ParameterState(self.averages, self.half_gradients)
 
     @property
     def recomputed(self) -> frozenset[int]:
@@ -183,6 +192,8 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                 if problem.recompute is not None:
                     again = problem.recomputed or (0.0,) * problem.placement.num_stages
                     record["times"] |= dict(zip(REDONE, (problem.recompute, again), strict=True))
+                if problem.waiting is not None:
+                    record["times"][WAITING] = problem.waiting
             case "edges":
                 pass
             case "encoders" | "in_front" | "policies" as name:
@@ -233,7 +244,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
             lags(edges, placement.num_stages),
             tuple(times["saved_bytes"]),
             tuple(times["cap_bytes"]),
-            *(tuple(times[name]) if name in times else None for name in REDONE),
+            *(tuple(times[name]) if name in times else None for name in (*REDONE, WAITING)),
         )
     except (ValueError, OverflowError) as error:
         faults += [f"times: {error}", *(f"schedule: {fault}" for fault in validate(schedule))]

@@ -21,7 +21,7 @@ from megatron_pulse.schema import (
     record,
 )
 
-FORMAT = "megatron_pulse plan 3"
+FORMAT = "megatron_pulse plan 4"
 """The version of the schema, and of what plans predict: one of another version is made anew."""
 
 _MOST_S, _MOST_BYTES = 1e9, 1e15
@@ -39,6 +39,9 @@ _BYTES = list_of(
 REDONE = ("recompute", "again_bytes")
 """Where activations are computed again: per stage the part of its backward that it takes, and what
 it then holds; in the order of a problem's fields."""
+
+WAITING = "waiting_bytes"
+"""Where weight gradients wait: per stage what is held for them."""
 
 _MESSAGE = "[stage, stage, seconds], with false behind where no gradient comes back"
 _EDGE = {
@@ -143,6 +146,8 @@ _PARTS: dict[str, Any] = dict(
     micro_batch_size=COUNT,
     recompute=list_of(TEXT, "names of layers", least=0),
     distributed_optimizer=FLAG,
+    averages=FLAG,
+    half_gradients=FLAG,
     overlap_grad_reduce=FLAG,
     placement=one_of(list(PLACEMENTS)),
     num_chunks=COUNT,
@@ -165,7 +170,7 @@ _PARTS: dict[str, Any] = dict(
         edges={"type": "array", "items": _EDGE, "description": "a list of messages"},
         saved_bytes=_BYTES,
         cap_bytes=_BYTES,
-        **dict(zip(REDONE, (_PARTS_S, _BYTES), strict=True)),
+        **dict(zip((*REDONE, WAITING), (_PARTS_S, _BYTES, _BYTES), strict=True)),
     ),
     predicted=_at_least(
         "what the tuner expects", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES

@@ -29,7 +29,8 @@ class ScheduleProblem:
     weight gradient, gives back; device d has ``cap[d]`` (None: enough). Of ``backward`` activations
     are computed again for ``recompute``, which needs nothing of another stage: a schedule may have
     it as an operation of its own, R, from which on ``recomputed`` (default 0) is taken until the
-    backward's end. Raises ValueError with every fault.
+    backward's end. Between input and weight gradient an activation takes ``waiting`` (default: as
+    before). Raises ValueError with every fault.
     """
 
     placement: Placement
@@ -42,6 +43,7 @@ class ScheduleProblem:
     cap: tuple[float, ...] | None = None
     recompute: tuple[float, ...] | None = None
     recomputed: tuple[float, ...] | None = None
+    waiting: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if faults := self._faults():
@@ -74,6 +76,7 @@ class ScheduleProblem:
             activation=None if self.activation is None else own(self.activation),
             recompute=None if self.recompute is None else own(self.recompute),
             recomputed=None if self.recomputed is None else own(self.recomputed),
+            waiting=None if self.waiting is None else own(self.waiting),
         )
 
     @property
@@ -127,6 +130,7 @@ class ScheduleProblem:
             ("cap", devices, 0.0),
             ("recompute", stages, 0.0),
             ("recomputed", stages, 0.0),
+            ("waiting", stages, 0.0),
         ):
             values = getattr(self, name)
             if values is None:
@@ -174,6 +178,7 @@ def stage_problem(
     activation: tuple[float, ...] | None = None,
     cap: tuple[float, ...] | None = None,
     recomputed: tuple[float, ...] | None = None,
+    waiting: tuple[float, ...] | None = None,
     least_s: float = LEAST_S,
     operation_s: float = 0.0,
 ) -> ScheduleProblem:
@@ -213,6 +218,7 @@ def stage_problem(
         cap,
         recompute,
         None if recompute is None else recomputed,
+        waiting,
     )
 
 
@@ -244,7 +250,8 @@ def whole(problem: ScheduleProblem) -> ScheduleProblem:
     if problem.weight_grad is None:
         return problem
     both = zip(problem.backward, problem.weight_grad, strict=True)
-    return replace(problem, backward=tuple(i + w for i, w in both), weight_grad=None)
+    backward = tuple(i + w for i, w in both)
+    return replace(problem, backward=backward, weight_grad=None, waiting=None)
 
 
 @dataclass(frozen=True)

@@ -108,10 +108,15 @@ def with_copies(
     split_backward = list(costs.split_backward_s or costs.backward_s)
     weight, saved = list(costs.weight_grad_s), list(costs.saved_bytes)
     recompute_s, again_bytes = list(costs.recompute_s), list(costs.again_bytes)
+    waiting = list(costs.waiting_bytes or costs.saved_bytes)
+    shared = list(costs.shared_bytes)
     for i in (embedder.layer for embedder in copied):
         for column in (forward, backward, split_forward, split_backward, weight, recompute_s):
             column[i] = 0.0
-        saved[i] = again_bytes[i] = 0
+        saved[i] = again_bytes[i] = waiting[i] = 0
+        if i + 1 < len(shared):  # what passed by it is kept behind it alone
+            saved[i + 1] += shared[i + 1]
+            shared[i + 1] = 0
     for embedder in copied:
         i = embedder.layer
         again = costs.forward_s[i] if i in recompute and costs.backward_s[i] else 0.0
@@ -120,7 +125,9 @@ def with_copies(
                 column[first] += costs.forward_s[i]
             for column in (backward, split_backward):
                 column[first] += costs.backward_s[i] - again
-            saved[first] += times[i].saved_bytes if i in recompute else costs.saved_bytes[i]
+            held = times[i].saved_bytes if i in recompute else costs.saved_bytes[i]
+            saved[first] += held
+            waiting[first] += held
     return replace(
         costs,
         forward_s=tuple(forward),
@@ -131,4 +138,6 @@ def with_copies(
         saved_bytes=tuple(saved),
         recompute_s=tuple(recompute_s),
         again_bytes=tuple(again_bytes),
+        waiting_bytes=tuple(waiting),
+        shared_bytes=tuple(shared),
     )

@@ -10,7 +10,12 @@ from operator import add
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.cluster import Cluster
-from megatron_pulse.planner.partition.memory import bytes_per_parameter
+from megatron_pulse.planner.partition.memory import (
+    DEFAULT_STATE,
+    ParameterState,
+    bytes_per_parameter,
+    stepping_bytes,
+)
 from megatron_pulse.planner.tune.collectives import (
     CollectiveCall,
     backward_sums,
@@ -65,7 +70,8 @@ class Costs:
 
     ``profile`` is of whole layers on one of the cluster's devices. ``sequence_parallel`` says
     whether the backbone's boundaries can be divided with its tensors (not a UNet's), ``num_heads``
-    are the numbers of attention heads that tensor-parallel ranks share.
+    are the numbers of attention heads that tensor-parallel ranks share, ``state`` is what a run
+    keeps of a parameter.
     """
 
     def __init__(
@@ -75,11 +81,12 @@ class Costs:
         global_batch_size: int,
         sequence_parallel: bool = False,
         num_heads: tuple[int, ...] = (),
+        state: ParameterState = DEFAULT_STATE,
     ) -> None:
         self.profile, self.cluster = profile, cluster
         self.global_batch_size = global_batch_size
         self.sequence_parallel = sequence_parallel
-        self.num_heads = num_heads
+        self.num_heads, self.state = num_heads, state
         self._times_at = lru_cache(maxsize=None)(profile.times_at)
         self._costs_of = lru_cache(maxsize=512)(self._make_costs)
         self._ranks_of = lru_cache(maxsize=None)(partial(Ranks, cluster))
@@ -114,8 +121,19 @@ class Costs:
         )
 
     def per_parameter(self, config: Config) -> float:
-        """Bytes of a parameter with its gradient and optimizer state."""
-        return bytes_per_parameter(self.profile.dtype, config.distributed_optimizer, config.data)
+        """Bytes of a parameter with its gradient and optimizer state, while a step computes."""
+        how = config.distributed_optimizer, config.data, self.state
+        return bytes_per_parameter(self.profile.dtype, *how)
+
+    def stepping_bytes(self, config: Config, trained: float) -> float:
+        """Bytes of so many trained parameters that the optimizer has beside while it works."""
+        how = config.distributed_optimizer, config.data, self.state
+        return trained * stepping_bytes(self.profile.dtype, *how)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a gradient as it is summed over replicas."""
+        return self.state.gradient_bytes(self.profile.dtype)
 
     def state_bytes(self, config: Config, trained: float, frozen: float) -> float:
         """Bytes of so many parameters, those of the trained ones with all that goes with them."""
@@ -133,12 +151,11 @@ class Costs:
             )
         totals = self.totals(config)
         state = self.state_bytes(config, totals.trained, totals.frozen) / config.pipeline
+        stepping = state + self.stepping_bytes(config, totals.trained) / config.pipeline
         limit = self.cluster.usable_bytes
-        if state > limit:
-            raise UnfitError(
-                Unfit.STATE,
-                f"{config}: {state / 1e9:.3g} GB on the mean device, which has {limit / 1e9:.3g}",
-            )
+        if stepping > limit:
+            said = f"{stepping / 1e9:.3g} GB on the mean device, which has {limit / 1e9:.3g}"
+            raise UnfitError(Unfit.STATE, f"{config}: {said}")
         kept = totals.saved_bytes / config.pipeline
         if state + kept > limit:
             raise UnfitError(
@@ -206,6 +223,8 @@ class Costs:
                 )
             ),
             again_bytes=share(costs.again_bytes),
+            shared_bytes=share(costs.shared_bytes),
+            waiting_bytes=share(costs.waiting_bytes),
             saved_bytes=share(costs.saved_bytes),
             boundary_bytes=share(costs.boundary_bytes),
             skips=tuple(

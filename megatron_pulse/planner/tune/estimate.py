@@ -9,6 +9,7 @@ import numpy as np
 from megatron_pulse.backbone.costs import running_sum
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
 from megatron_pulse.planner.layout.placement import Partition, Placement
+from megatron_pulse.planner.partition.memory import DEFAULT_STATE, ParameterState
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_gradients, memory_bound
 from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -18,9 +19,6 @@ from megatron_pulse.planner.tune.cuts import ChainOnCluster
 from megatron_pulse.planner.tune.stages import Stages
 from megatron_pulse.profile.devices import known_device
 from megatron_pulse.profile.profile import Profile
-
-GRADIENT_BYTES: Mapping[str, int] = {"bfloat16": 4, "float16": 2, "float32": 4}
-"""Bytes of a gradient as Megatron sums it over replicas."""
 
 PARAMETER_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a parameter as the distributed optimizer gathers it."""
@@ -66,9 +64,11 @@ class Estimator(ChainOnCluster):
         sequence_parallel: bool = False,
         num_heads: tuple[int, ...] = (),
         self_conditioning: float = 0.0,
+        state: ParameterState = DEFAULT_STATE,
     ) -> None:
         self.self_conditioning = self_conditioning
-        super().__init__(profile, cluster, global_batch_size, sequence_parallel, num_heads)
+        of = profile, cluster, global_batch_size
+        super().__init__(*of, sequence_parallel, num_heads, state)
         self._spreads: dict[tuple[object, ...], tuple[float, float, float]] = {}
         self._reductions: dict[tuple[object, ...], float] = {}
         measured_s = sum(layer.optimizer_s for layer in profile.layers)
@@ -135,7 +135,7 @@ class Estimator(ChainOnCluster):
         gathering the parameters where these are divided."""
         ranks, dtype = self.ranks(config), self.profile.dtype
         scatter = config.distributed_optimizer
-        seconds = ranks.reduce_s(device, parameters * GRADIENT_BYTES[dtype], scatter)
+        seconds = ranks.reduce_s(device, parameters * self.gradient_bytes, scatter)
         if scatter:
             seconds += ranks.gather_s(device, parameters * PARAMETER_BYTES[dtype])
         return seconds
@@ -189,7 +189,7 @@ class Estimator(ChainOnCluster):
         # Microbatches' worth of idling per further device, of equal stages with fused backwards.
         share = 1 / config.layout.num_chunks * (1 / 3 if config.split else 1)
         share *= 1 if config.ample or config.layout.num_chunks == 1 else 4 / 3
-        ranks, size = self.ranks(config), GRADIENT_BYTES[self.profile.dtype]
+        ranks, size = self.ranks(config), self.gradient_bytes
         last = work * (2 / 3) / config.layout.num_chunks
         reduce_s = max(0.0, ranks.reduce_s(0, held * size, config.distributed_optimizer) - last)
         if config.distributed_optimizer:

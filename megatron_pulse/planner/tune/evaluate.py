@@ -10,15 +10,15 @@ from functools import cached_property, lru_cache
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.volume import volume
 from megatron_pulse.planner.schedule.check.simulate import Timeline
-from megatron_pulse.planner.schedule.check.validate import held_most
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.replay import Edge, link_bound, replay
 from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, configs
-from megatron_pulse.planner.tune.estimate import GRADIENT_BYTES, PARAMETER_BYTES
+from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES
 from megatron_pulse.planner.tune.lighter import LighterCuts
+from megatron_pulse.planner.tune.peaks import most_in_use
 from megatron_pulse.planner.tune.stages import Stages
 
 CORE = 3
@@ -97,7 +97,8 @@ class Evaluator(LighterCuts):
     def on(self, cluster: Cluster) -> Evaluator:
         """The same backbone and batch on another cluster."""
         of = self.profile, cluster, self.global_batch_size
-        return Evaluator(*of, self.sequence_parallel, self.num_heads, self.self_conditioning)
+        how = self.sequence_parallel, self.num_heads, self.self_conditioning, self.state
+        return Evaluator(*of, *how)
 
     def candidates(self, choices: Choices) -> list[Config]:
         """Every config of ``choices`` that uses all devices and divides the batch."""
@@ -151,10 +152,11 @@ class Evaluator(LighterCuts):
         held = stages.per_device(stages.trained)
         optimizer_s = self.optimizer_s(config, max(held))
         busy = sum(timeline.busy) / core * count / config.pipeline
-        peaks = held_most(problem, found.schedule)
-        memory = zip(stages.state_bytes, stages.transient_bytes, peaks, strict=True)
+        times = self._times_at(config.micro_batch_size)
+        parts = [self.parts(config, i) for i in range(len(times))]
+        memory = stages.memory_bytes(most_in_use(stages, times, parts, found.schedule))
         moved = volume(stages.costs, stages.partition).total * config.tensor
-        gradient = GRADIENT_BYTES[self.profile.dtype]
+        gradient = self.gradient_bytes
         back = PARAMETER_BYTES[self.profile.dtype] if config.distributed_optimizer else gradient
         reduced = (config.data - 1) * (gradient + back) * sum(held) * config.tensor
         return Outcome(
@@ -169,7 +171,7 @@ class Evaluator(LighterCuts):
             reduce_s=reduce_s,
             optimizer_s=optimizer_s,
             bubble=1 - busy / pipeline_s,
-            memory_bytes=tuple(map(sum, memory)),
+            memory_bytes=memory,
             pipeline_bytes=moved / config.micro_batch_size,
             data_bytes=reduced / self.global_batch_size,
             extrapolated=count > core,
@@ -232,7 +234,7 @@ class Evaluator(LighterCuts):
                 for size in sizes:
                     filled += size
                     full = begin + (end - begin) * filled / sum(sizes)
-                    summed_s = ranks.reduce_s(device, size * GRADIENT_BYTES[dtype], scatter)
+                    summed_s = ranks.reduce_s(device, size * self.gradient_bytes, scatter)
                     free = max(free, full) + summed_s
                     if scatter:
                         gather_s += ranks.gather_s(device, size * PARAMETER_BYTES[dtype])

@@ -9,9 +9,10 @@ import numpy as np
 
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import MemoryRule
-from megatron_pulse.planner.partition.memory import frozen_share, in_flight
+from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.stages import Cut, Stages
+from megatron_pulse.profile.devices import ELEMENT_BYTES
 
 BINS = 4096
 """Into which the bytes to be spared are divided; what a layer spares is rounded down to them."""
@@ -143,11 +144,12 @@ class Sparing(Cut):
 
     def rule(self, config: Config, share: float, beside: float) -> MemoryRule:
         """What a device may hold beside so many bytes, with that share of full rate's in flight."""
+        per_parameter = self.per_parameter(config)
         return MemoryRule(
             self.cluster.usable_bytes - beside,
-            self.per_parameter(config),
+            per_parameter,
             self._flying(config, share),
-            frozen_share(self.profile.dtype, config.distributed_optimizer, config.data),
+            ELEMENT_BYTES[self.profile.dtype] / per_parameter,
         )
 
     def levels(self, config: Config) -> list[frozenset[int]]:

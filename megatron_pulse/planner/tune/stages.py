@@ -10,6 +10,7 @@ from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.memory import (
     carried_bytes,
     kept_bytes,
+    waiting_bytes,
 )
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, stage_problem
 from megatron_pulse.planner.step.replay import Edge, edges_of, lags
@@ -38,12 +39,14 @@ class Stages:
     a rank.
 
     ``costs`` have what stages compute of copied embedders (``conditioning.with_copies``).
-    Per device: the bytes of parameters, gradients and optimizer as ``state_bytes``, what an
-    operation needs while it runs as ``working_bytes``, and ``carried_bytes`` of messages that
-    travel or wait. ``copying_s`` are the
-    seconds in which embedders that run on every device are copied and their gradients summed.
+    Per device: the bytes of parameters, gradients and optimizer as ``state_bytes``, what the
+    optimizer has beside these while it works as ``stepping_bytes``, what an operation needs while
+    it runs as ``working_bytes``, and ``carried_bytes`` of messages that travel or wait.
+    ``copying_s`` are the seconds in which embedders that run on every device are copied and their
+    gradients summed.
     Layers in ``recompute`` compute their activations again; ``again_bytes`` are per stage what that
-    takes where it is all there at once, and not layer by layer as in ``working_bytes``.
+    takes where it is all there at once, and not layer by layer as in ``working_bytes``;
+    ``waiting_bytes`` what is held for weight gradients that wait.
     """
 
     partition: Partition
@@ -52,16 +55,34 @@ class Stages:
     saved_bytes: tuple[float, ...]
     trained: tuple[float, ...]
     state_bytes: tuple[float, ...]
+    stepping_bytes: tuple[float, ...]
     working_bytes: tuple[float, ...]
     carried_bytes: tuple[float, ...]
     copying_s: float = 0.0
     recompute: frozenset[int] = frozenset()
     again_bytes: tuple[float, ...] | None = None
+    waiting_bytes: tuple[float, ...] = ()
+
+    def kept_bytes(self, split: bool) -> tuple[float, ...]:
+        """Per stage what it has room for from forward to backward, or to the weight gradient."""
+        if not split:
+            return self.saved_bytes
+        return tuple(map(max, self.saved_bytes, self.waiting_bytes))
 
     @property
     def transient_bytes(self) -> tuple[float, ...]:
         """What each device holds beside its state and activations, at most."""
         return tuple(map(sum, zip(self.working_bytes, self.carried_bytes, strict=True)))
+
+    @property
+    def stepping(self) -> tuple[float, ...]:
+        """What each device holds while the optimizer works."""
+        return tuple(map(sum, zip(self.state_bytes, self.stepping_bytes, strict=True)))
+
+    def memory_bytes(self, in_use: Sequence[float]) -> tuple[float, ...]:
+        """What each device holds at most, with so many bytes in use beside state and messages."""
+        own = zip(self.state_bytes, self.carried_bytes, in_use, strict=True)
+        return tuple(map(max, self.stepping, map(sum, own)))
 
     @property
     def most_again(self) -> tuple[float, ...]:
@@ -87,9 +108,11 @@ class Cut(Costs):
     """
 
     def fits(self, stages: Stages) -> bool:
-        """Whether every device has room for one microbatch."""
+        """Whether every device has room for one microbatch, and for the optimizer's step."""
         least = stages.per_device(stages.saved_bytes)
-        return all(self.left(stages, device) >= need for device, need in enumerate(least))
+        return max(stages.stepping) <= self.cluster.usable_bytes and all(
+            self.left(stages, device) >= need for device, need in enumerate(least)
+        )
 
     def problem_of(self, config: Config, num_microbatches: int, stages: Stages) -> ScheduleProblem:
         """The schedule to find; its memory is bytes. Raises UnfitError."""
@@ -99,9 +122,10 @@ class Cut(Costs):
             num_microbatches,
             lags(stages.edges, stages.partition.placement.num_stages),
             split=config.split,
-            activation=stages.saved_bytes,
+            activation=stages.kept_bytes(config.split),
             cap=self._room(config, stages, num_microbatches),
             recomputed=stages.again_bytes,
+            waiting=stages.waiting_bytes if config.split else None,
             operation_s=self.cluster.operation_us / 1e6,
         )
 
@@ -111,11 +135,16 @@ class Cut(Costs):
 
         No more than all microbatches take, so that problems that come to the same are equal.
         """
-        room, most = [], num_microbatches
+        room, most, limit = [], num_microbatches, self.cluster.usable_bytes
+        if (stepping := max(stages.stepping)) > limit:
+            raise UnfitError(
+                Unfit.STATE,
+                f"{config}: {stepping / 1e9:.3g} GB of {limit / 1e9:.3g} while the optimizer works",
+            )
         if not config.ample:
             most = min(most, config.pipeline)
         again = stages.most_again
-        for device, least in enumerate(stages.per_device(stages.saved_bytes)):
+        for device, least in enumerate(stages.per_device(stages.kept_bytes(config.split))):
             left = self.left(stages, device)
             if left < least:
                 raise UnfitError(
@@ -158,17 +187,23 @@ class Cut(Costs):
             kept_bytes(costs, partition),
             tuple(map(float, partition.per_stage(costs.trained_parameters))),
             (),
+            (),
             tuple(working),
             carried,
             sum(self._copying_s(config, embedder) for embedder in copied),
             recompute,
             partition.per_stage(costs.again_bytes) if costs.again_bytes else None,
+            waiting_bytes(costs, partition),
         )
         trained = stages.per_device(stages.trained)
         whole = stages.per_device(partition.per_stage(costs.parameters))
         copies = sum(e.parameter_bytes + e.gradient_bytes for e in copied)
         state = (self.state_bytes(config, t, w - t) for t, w in zip(trained, whole, strict=True))
-        return replace(stages, state_bytes=tuple(held + copies for held in state))
+        return replace(
+            stages,
+            state_bytes=tuple(held + copies for held in state),
+            stepping_bytes=tuple(self.stepping_bytes(config, count) for count in trained),
+        )
 
     def _conditioning_edges(
         self, config: Config, placement: Placement, sent: Sequence[Sent]

@@ -58,7 +58,7 @@ def tune(
     progress("whole schedules", found)
     if not evaluator.self_conditioning:  # how FSDP2 runs forwards of their own is not predicted
         of = evaluator.profile, evaluator.cluster, evaluator.global_batch_size
-        found.opponent = opponent(*of, evaluator.adam_s)
+        found.opponent = opponent(*of, evaluator.adam_s, evaluator.state.averages)
     finish(evaluator, found, _left(finish_s, budget), solver)
     return found
 

@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
 from megatron_pulse.profile.measuring.layer_call import LayerCall, LeavingWeights
-from megatron_pulse.profile.measuring.memory import Kept, KeptStorages, live_bytes
+from megatron_pulse.profile.measuring.memory import (
+    Kept,
+    KeptStorages,
+    forward_bytes,
+    live_bytes,
+    waiting_bytes,
+)
 from megatron_pulse.profile.profile import ProfileError
 
 _BETWEEN_BYTES = 8 << 20
@@ -25,13 +31,15 @@ _BETWEEN_BYTES = 8 << 20
 @dataclass(frozen=True)
 class LayerMeasure:
     """One layer at one size: its times for forward, input gradient and weight gradient, the same
-    where weight gradients wait (0: not measured); memory."""
+    where weight gradients wait (0: not measured); memory, with what these hold."""
 
     medians: tuple[float, float, float]
     spreads: tuple[float, float, float]
     split: tuple[float, float, float]
     kept: Kept
     peak_bytes: int
+    forward_bytes: int
+    waiting_bytes: int
 
     @property
     def whole_s(self) -> float:
@@ -104,11 +112,13 @@ def measure_layer(
     weight_grad = [whole - part for whole, part in zip(backward, input_grad, strict=True)]
     forward = [row[0] for row in rows]
     medians, spreads = zip(*map(median_and_spread, (forward, input_grad, weight_grad)), strict=True)
-    split = (0.0, 0.0, 0.0)
+    split, waiting = (0.0, 0.0, 0.0), 0
     if leaving is not None:
+        waiting = waiting_bytes(call, leaving)
         parts = [[row[i] for row in rows] for i in (-5, -3, -1)]
         split, _ = zip(*map(median_and_spread, parts), strict=True)
-    return LayerMeasure(medians, spreads, split, kept, _peak_bytes(call, device))
+    peak, alone = _peak_bytes(call, device), forward_bytes(call)
+    return LayerMeasure(medians, spreads, split, kept, peak, alone, waiting)
 
 
 def _work(

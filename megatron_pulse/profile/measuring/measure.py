@@ -32,7 +32,7 @@ from megatron_pulse.profile.measuring.machine import (
     device_name,
     num_threads,
 )
-from megatron_pulse.profile.measuring.memory import saved_bytes
+from megatron_pulse.profile.measuring.memory import passed_bytes, saved_bytes
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
 from megatron_pulse.profile.measuring.optimizer import optimizer_seconds
 from megatron_pulse.profile.measuring.sizes import (
@@ -220,10 +220,22 @@ def fill(module: Any) -> None:
 
 
 def _times(backbone: Backbone, measured: Sequence[LayerMeasure]) -> tuple[LayerTimes, ...]:
-    saved = saved_bytes(backbone, [layer.kept for layer in measured])
+    kept = [layer.kept for layer in measured]
     return tuple(
-        LayerTimes(*layer.medians, *layer.spreads, num_bytes, layer.peak_bytes, *layer.split)
-        for layer, num_bytes in zip(measured, saved, strict=True)
+        LayerTimes(
+            *layer.medians,
+            *layer.spreads,
+            saved,
+            layer.peak_bytes,
+            *layer.split,
+            layer.kept.again_bytes,
+            passed,
+            layer.forward_bytes,
+            layer.waiting_bytes,
+        )
+        for layer, saved, passed in zip(
+            measured, saved_bytes(backbone, kept), passed_bytes(kept), strict=True
+        )
     )
 
 

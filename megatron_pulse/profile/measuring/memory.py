@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,18 +14,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.profile.measuring.layer_call import LayerCall
+from megatron_pulse.profile.measuring.layer_call import LayerCall, LeavingWeights
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What one layer keeps: bytes of its own, and which boundary tensors, in and out."""
+    """What one layer keeps: bytes of its own, and which boundary tensors, in and out.
+
+    ``conditioning_bytes`` of its own are conditioning, ``passed`` are the outputs that are inputs,
+    as they came.
+    """
 
     own_bytes: int
     inputs: tuple[bool, ...]
     outputs: tuple[bool, ...]
     input_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
+    conditioning_bytes: int
+    passed: tuple[bool, ...]
+
+    @property
+    def again_bytes(self) -> int:
+        """What computing it again makes and keeps; what it was called with is there."""
+        ends = zip(self.output_bytes, self.outputs, strict=True)
+        made = self.own_bytes - self.conditioning_bytes
+        return made + sum(n for n, keeps in ends if keeps)
 
 
 class KeptStorages:
@@ -64,6 +77,8 @@ class KeptStorages:
             tuple(key in self._kept and key not in taken and key not in others for key in returned),
             tuple(tensor.untyped_storage().nbytes() for tensor in call.boundary),
             tuple(tensor.untyped_storage().nbytes() for tensor in outputs),
+            sum(self._kept[key] for key in own & set(map(_storage, call.conditioning.values()))),
+            tuple(key in taken for key in returned),
         )
 
 
@@ -89,6 +104,48 @@ def saved_bytes(backbone: Backbone, kept: Sequence[Kept]) -> list[int]:
     return totals
 
 
+def passed_bytes(kept: Sequence[Kept]) -> list[int]:
+    """Of what each layer takes, what the one before was called with too, and handed on."""
+    before = [(), *(layer.passed for layer in kept[:-1])]
+    return [
+        sum(n for n, same in zip(layer.input_bytes, passed, strict=False) if same)
+        for layer, passed in zip(kept, before, strict=True)
+    ]
+
+
+def forward_bytes(call: LayerCall) -> int:
+    """The most that is in use at once in a forward that keeps nothing, beyond its inputs."""
+    with LiveBytes() as live, torch.no_grad():
+        call.forward()
+    return live.peak
+
+
+def waiting_bytes(call: LayerCall, leaving: LeavingWeights) -> int:
+    """Bytes that the weight gradients hold which a backward of ``call`` has left.
+
+    What comes with the batch is shared by all layers, and not counted.
+    """
+    live = LiveBytes()
+    with live:
+        given = replace(
+            call,
+            boundary=tuple(tensor.clone() for tensor in call.boundary),
+            skips={name: tensor.clone() for name, tensor in call.skips.items()},
+            conditioning={
+                name: tensor if any(tensor is one for one in call.shared) else tensor.clone()
+                for name, tensor in call.conditioning.items()
+            },
+        )
+        with leaving(call.module) as compute_left:
+            results = given.forward()
+        seeds = given.seeds(results)
+        given.backward(results, seeds)
+        del given, results, seeds
+        held = live.held
+        del compute_left
+    return held
+
+
 @contextmanager
 def live_bytes(call: LayerCall) -> Iterator[LiveBytes]:
     """Follow the bytes of what ``call`` makes; a parameter's gradient is let go of when it is
@@ -104,7 +161,7 @@ def live_bytes(call: LayerCall) -> Iterator[LiveBytes]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Within, follows the bytes of the tensors that operators make; ``peak`` is the most at once.
+    """Within, follows the bytes of the tensors that operators make: ``held`` now, ``peak`` at most.
 
     Works on tensors without memory too. What a kernel needs while it runs is not seen.
     """
@@ -112,7 +169,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._alive: dict[int, int] = {}
-        self.peak = 0
+        self.held = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,13 +179,17 @@ class LiveBytes(TorchDispatchMode):
             if isinstance(leaf, Tensor) and _storage(leaf) not in given | self._alive.keys():
                 storage = leaf.untyped_storage()
                 self._alive[_storage(leaf)] = storage.nbytes()
-                weakref.finalize(storage, self._alive.pop, _storage(leaf), None)
-        self.peak = max(self.peak, sum(self._alive.values()))
+                self.held += storage.nbytes()
+                weakref.finalize(storage, self._gone, _storage(leaf))
+        self.peak = max(self.peak, self.held)
         return result
 
     def let_go(self, tensor: Tensor) -> None:
         """Count ``tensor`` as if it were gone."""
-        self._alive.pop(_storage(tensor), None)
+        self._gone(_storage(tensor))
+
+    def _gone(self, storage: int) -> None:
+        self.held -= self._alive.pop(storage, 0)
 
 
 def _storage(tensor: Tensor) -> int:

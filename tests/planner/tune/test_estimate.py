@@ -10,6 +10,7 @@ import pytest
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.step.replay import replay
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import UnfitError
@@ -169,3 +170,26 @@ def test_forwards_before_a_share_of_the_steps_lengthen_their_mean(seed: int) -> 
         assert often.quick_bound(config) <= outcome.step_s * (1 + 1e-9)
         assert often.estimate(config) > plain.estimate(config)
     assert fitting
+
+
+@pytest.mark.parametrize("saved_mb", [100.0, 0.1])
+def test_a_device_holds_what_is_kept_of_its_parameters(saved_mb: float) -> None:
+    """Averages and sums of gradients for the whole step; the optimizer's copies of these when no
+    activation is there."""
+    chain = profile(random.Random(3), 8, 2, megabytes=0.01, saved_mb=saved_mb)
+    config = Config(2, 1, 1, 1, ROW)
+    outcomes = [
+        Evaluator(chain, cluster(1, 2), 4, state=state).evaluate(config)
+        for state in (
+            ParameterState(),
+            ParameterState(averages=True),
+            ParameterState(half_gradients=True),
+        )
+    ]
+    plain, averaged, halved = (outcome.memory_bytes for outcome in outcomes)
+    held = outcomes[0].stages.per_device(outcomes[0].stages.trained)
+    for device, count in enumerate(held):
+        beside = plain[device] - 18 * count
+        assert averaged[device] == pytest.approx(22 * count + beside)
+        assert (beside > 4 * count) == (saved_mb == 100.0)
+        assert halved[device] == pytest.approx(16 * count + max(4 * count, beside))

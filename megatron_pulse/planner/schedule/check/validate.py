@@ -19,6 +19,7 @@ def validate(
     cap: float | Sequence[float] | None = None,
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
+    waiting: Sequence[float] | None = None,
 ) -> list[str]:
     """All faults of ``schedule``; empty when it can run.
 
@@ -29,8 +30,9 @@ def validate(
     either whole or split, that nothing waits in a circle (data flow of the chain and, if given, of
     ``messages``), that no device holds more than ``cap`` (one for all, or one each) live stage
     activations, each counted as ``activation`` of its stage (default 1) and, where it is computed
-    again, ``recomputed`` (default 0) until its backward, and that the ends of every message are in
-    the schedule where the message says. A schedule without any backward is taken as an evaluation:
+    again, ``recomputed`` (default 0) until its backward, and behind a split backward's input
+    gradient ``waiting`` (default: the same), and that the ends of every message are in the schedule
+    where the message says. A schedule without any backward is taken as an evaluation:
     only forwards are expected, and no activation is kept.
     """
     known = [] if messages is None else list(messages)
@@ -43,7 +45,7 @@ def validate(
     ]
     faults.extend(_deadlock_faults(schedule, known))
     if cap is not None:
-        faults.extend(cap_faults(schedule, cap, activation, recomputed))
+        faults.extend(cap_faults(schedule, cap, activation, recomputed, waiting))
     return faults
 
 
@@ -52,11 +54,12 @@ def cap_faults(
     cap: float | Sequence[float],
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
+    waiting: Sequence[float] | None = None,
 ) -> list[str]:
     """The devices that hold more live activations than their cap (see ``validate``)."""
     if len(schedule.kinds) == 1:
         return []
-    peaks = peak_activations(schedule, activation, recomputed)
+    peaks = peak_activations(schedule, activation, recomputed, waiting)
     caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
     return [
         f"device {d} holds {peak:g} live stage activations at its peak; the cap is {limit:g}"
@@ -85,25 +88,26 @@ def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
         return faults
     if schedule.recomputed_apart and problem.recompute is None:
         return ["the schedule has recomputation of its own (R), the problem has none"]
-    return validate(
-        schedule, cap=problem.cap, activation=problem.activation, recomputed=problem.recomputed
-    )
+    of = problem.activation, problem.recomputed, problem.waiting
+    return validate(schedule, None, None, problem.cap, *of)
 
 
 def held_most(problem: ScheduleProblem, schedule: Schedule) -> tuple[float, ...]:
     """Per device, the most memory that activations of ``schedule`` take (see there)."""
-    return peak_activations(schedule, problem.activation, problem.recomputed)
+    of = problem.activation, problem.recomputed, problem.waiting
+    return peak_activations(schedule, *of)
 
 
 def peak_activations(
     schedule: Schedule,
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
+    waiting: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
     """Per device, the most stage activations alive at once; one lives from its F to its B or W.
 
-    ``activation`` is what each stage's counts (default 1), ``recomputed`` what an R of it takes
-    until its B or I (default 0).
+    ``activation`` is what each stage's counts (default 1), ``waiting`` what is left of that from I
+    to W (default: all), ``recomputed`` what an R of it takes until its B or I (default 0).
     """
     weights = None if activation is None else dict(enumerate(activation))
     again = dict(enumerate(recomputed or ()))
@@ -120,6 +124,8 @@ def peak_activations(
                 twice[key] = again.get(operation.stage, 0.0)
             elif operation.kind in BACKWARDS:
                 twice.pop(key, None)
+                if operation.kind is Kind.INPUT_GRAD and waiting is not None and key in live:
+                    live[key] = waiting[operation.stage]
             if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE):
                 peak = max(peak, sum(live.values()) + sum(twice.values()))
             elif operation.kind.live < 0:

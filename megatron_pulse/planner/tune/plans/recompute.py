@@ -74,7 +74,7 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
     """
     cluster = from_record(plan.provenance["cluster"], "provenance.cluster")
     of = plan.profile, cluster, plan.global_batch_size, plan.sequence_parallel
-    evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning)
+    evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning, state=plan.state)
     config, count = _config(plan), plan.num_microbatches
     evaluator.refuse(config)
     stages = evaluator.cut_with(config, plan.partition, plan.recomputed)
@@ -89,7 +89,7 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
         known.get("seconds", 0.0),
     )
     outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate), stages=stages)
-    made = plan_of(outcome, plan.profile, evaluator.cluster, plan.sequence_parallel)
+    made = plan_of(outcome, evaluator, plan.sequence_parallel)
     return replace(made, encoders=plan.encoders, in_front=plan.in_front, policies=plan.policies)
 
 

@@ -6,22 +6,20 @@ import hashlib
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
-from megatron_pulse.planner.cluster.cluster import Cluster, to_record
+from megatron_pulse.planner.cluster.cluster import to_record
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
-from megatron_pulse.planner.tune.evaluate import Outcome
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.profile.cautions import spread_caution
-from megatron_pulse.profile.profile import Profile
 
 
-def plan_of(
-    outcome: Outcome, profile: Profile, cluster: Cluster, sequence_parallel: bool
-) -> PlanFile:
-    """The plan file of a tuner's outcome, whose schedule must be of all microbatches.
+def plan_of(outcome: Outcome, evaluator: Evaluator, sequence_parallel: bool) -> PlanFile:
+    """The plan file of an outcome of ``evaluator``, whose schedule must be of all microbatches.
 
-    It holds the costs of ``profile`` at its own microbatch size.
+    It holds the costs of the profile at its own microbatch size.
     """
     if outcome.extrapolated:
         raise ValueError("the outcome's schedule is of fewer microbatches than a step has")
+    profile, cluster = evaluator.profile, evaluator.cluster
     config, stages = outcome.config, outcome.stages
     partition, certificate = stages.partition, outcome.synthesis.certificate
     names, costs = stages.costs.names, profile.only(config.micro_batch_size)
@@ -37,6 +35,8 @@ def plan_of(
         micro_batch_size=config.micro_batch_size,
         recompute=tuple(names[i] for i in sorted(stages.recompute)),
         distributed_optimizer=config.distributed_optimizer,
+        averages=evaluator.state.averages,
+        half_gradients=evaluator.state.half_gradients,
         overlap_grad_reduce=config.data > 1,
         stages=tuple(
             tuple(names[i] for i in partition.layers_of_stage(s))

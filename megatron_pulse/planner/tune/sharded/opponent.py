@@ -85,10 +85,15 @@ class Opponent:
 
 
 def opponent(
-    profile: Profile, cluster: Cluster, samples: int, adam_s: float = 0.0
+    profile: Profile,
+    cluster: Cluster,
+    samples: int,
+    adam_s: float = 0.0,
+    averages: bool = False,
 ) -> Opponent | None:
-    """The fastest of all ways, of which Adam takes ``adam_s`` for a parameter; None where there is
-    none: of one device, of a batch that the devices do not divide, or where nothing fits.
+    """The fastest of all ways, of which Adam takes ``adam_s`` for a parameter, which may have an
+    average; None where there is none: of one device, of a batch that the devices do not divide, or
+    where nothing fits.
 
     No way that was not played is faster than the one that is returned (``least_s``).
     """
@@ -96,7 +101,8 @@ def opponent(
     if cluster.num_devices == 1 or left:
         return None
     sizes = [2**k for k in range(each.bit_length()) if each % 2**k == 0]
-    ways = Ways(profile, cluster.num_devices, samples, cluster.usable_bytes, sizes)
+    of = profile, cluster.num_devices, samples, cluster.usable_bytes, sizes
+    ways = Ways(*of, averages=averages)
     trained = sum(layer.trained_parameters for layer in profile.layers)
 
     @cache

@@ -21,6 +21,9 @@ from megatron_pulse.planner.cluster.link import Link
 STATE_BYTES = 16
 """Of a parameter, divided over a group: fp32 parameter and gradient, and both moments of Adam."""
 
+AVERAGE_BYTES = 4
+"""Of a parameter's average, where one is kept, divided as well."""
+
 REDUCING = 2
 """Units whose gradients may be on their way at once; FSDP2's own default is 1."""
 

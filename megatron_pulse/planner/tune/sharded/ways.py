@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.tune.sharded.sharding import (
+    AVERAGE_BYTES,
     STATE_BYTES,
     Gathering,
     ShardedUnit,
@@ -87,7 +88,8 @@ class Ways:
     ``samples`` a step in microbatches of ``sizes``.
 
     ``moved`` says as how many bytes so many parameters travel (default: as they are), and every
-    second is ``time_scale`` seconds, where ways are emulated.
+    second is ``time_scale`` seconds, where ways are emulated. With ``averages`` trained parameters
+    have one each.
     """
 
     def __init__(
@@ -99,10 +101,12 @@ class Ways:
         sizes: Sequence[int],
         moved: Callable[[int], int] | None = None,
         time_scale: float = 1.0,
+        averages: bool = False,
     ) -> None:
         self.profile, self.num_devices, self.samples = profile, num_devices, samples
         self.usable, self.sizes, self.time_scale = usable, sizes, time_scale
         self.element_bytes = ELEMENT_BYTES[profile.dtype]
+        self.trained_bytes = STATE_BYTES + (AVERAGE_BYTES if averages else 0)
         self.moved = moved or (lambda count: self.element_bytes * count)
         self.costs = cache(lambda size: profile.at(size, False))
         self.inputs = cache(lambda size: profile.at(size, True).saved_bytes)
@@ -160,7 +164,7 @@ class Ways:
             count = sum(layer.parameters for layer in layers)
             trained = sum(layer.trained_parameters for layer in layers)
             size = float(self.element_bytes)
-            state = float(STATE_BYTES * trained + self.element_bytes * (count - trained))
+            state = float(self.trained_bytes * trained + self.element_bytes * (count - trained))
             share = trained / count if count else 1.0
             found.append(
                 ShardedUnit(0.0, 0.0, self.moved(count), size * count, state, trained=share)
