@@ -1,0 +1,53 @@
+"""What devices hold at most, by hand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_pulse.planner.layout.layouts import ROW, WHOLE
+from megatron_pulse.planner.schedule.operations import Operation
+from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.peaks import most_in_use
+from tests.planner.tune.problems import cluster, profile
+
+SAVED, PEAK = 100e6, 120e6
+"""Bytes of each layer's activations, and with what works beside them."""
+
+
+def evaluator(devices: int, waiting: float = 0.0) -> Evaluator:
+    chain = profile(random.Random(0), 4, 0, saved_mb=100.0, even=True)
+    columns = {
+        size: tuple(replace(times, waiting_bytes=round(waiting * size)) for times in column)
+        for size, column in chain.times.items()
+    }
+    return Evaluator(replace(chain, times=columns), cluster(1, devices), 2)
+
+
+def test_an_operation_works_where_its_layers_are() -> None:
+    """The last layer works beside all activations; each before it when those behind it are gone."""
+    found = evaluator(1)
+    outcome = found.evaluate(Config(1, 1, 1, 1, WHOLE))
+    state = outcome.stages.state_bytes[0]
+    assert outcome.memory_bytes[0] - state == pytest.approx(3 * SAVED + PEAK)
+    # Computed again, layer by layer, each has all of its own in use, beside what is kept of others.
+    again = found.evaluate(Config(1, 1, 1, 1, WHOLE, recompute=Recompute.ALWAYS))
+    kept = sum(again.stages.saved_bytes)
+    assert again.memory_bytes[0] - state == pytest.approx(kept + PEAK)
+
+
+@pytest.mark.parametrize(("waiting", "peak"), [(0.0, 4 * SAVED), (80e6, 2 * SAVED + 2 * 80e6)])
+def test_what_weight_gradients_hold_is_there_until_they_are_computed(
+    waiting: float, peak: float
+) -> None:
+    found = evaluator(2, waiting)
+    config = Config(2, 1, 1, 1, ROW, split=True)
+    stages, times = found.stages(config), found.profile.times_at(1)
+    schedule = found.evaluate(config).synthesis.schedule
+    rows = "F0:0 F0:1 I0:0 W0:0 I0:1 W0:1", "F1:0 I1:0 F1:1 W1:0 I1:1 W1:1"
+    order = tuple(tuple(map(Operation.parse, row.split())) for row in rows)
+    held = most_in_use(stages, times, (1,) * 4, replace(schedule, order=order))
+    assert held == pytest.approx((4 * SAVED + PEAK - SAVED, peak + PEAK - SAVED))
