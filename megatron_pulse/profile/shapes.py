@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.shapes import at_shape, shares_of
@@ -53,11 +54,11 @@ def _over(shares: Sequence[float], same: Sequence[LayerTimes]) -> LayerTimes:
     names = LayerTimes.__dataclass_fields__
     seconds = [name for name in names if name.endswith("_s")]
     sizes = [name for name in names if name.endswith("_bytes")]
-    return replace(
-        same[0],
+    values: dict[str, Any] = {
         **{name: _mean(shares, [getattr(times, name) for times in same]) for name in seconds},
         **{name: max(getattr(times, name) for times in same) for name in sizes},
-    )
+    }
+    return replace(same[0], **values)
 
 
 def _mean(shares: Sequence[float], values: Sequence[float]) -> float:

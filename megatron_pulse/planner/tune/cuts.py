@@ -178,8 +178,10 @@ class ChainOnCluster(Sparing):
     ) -> list[Stages]:
         """Cuts as if every device needed as little beside activations as one does, if it is so."""
         found = self._with_room(config, goal, free, share, of=min)
-        stages = [self.cut(config, found)] if isinstance(found, Partition) else []
-        return [each for each in stages if self.holds(config, each, share)]
+        if not isinstance(found, Partition):
+            return []
+        stages = self.cut(config, found)
+        return [stages] if self.holds(config, stages, share) else []
 
     def _with_room(
         self,

@@ -96,9 +96,8 @@ class Evaluator(LighterCuts):
 
     def on(self, cluster: Cluster) -> Evaluator:
         """The same backbone and batch on another cluster."""
-        of = self.profile, cluster, self.global_batch_size
-        how = self.sequence_parallel, self.num_heads, self.self_conditioning, self.state
-        return Evaluator(*of, *how)
+        of = self.profile, cluster, self.global_batch_size, self.sequence_parallel, self.num_heads
+        return Evaluator(*of, self.self_conditioning, self.state)
 
     def candidates(self, choices: Choices) -> list[Config]:
         """Every config of ``choices`` that uses all devices and divides the batch."""

@@ -115,7 +115,8 @@ def passed_bytes(kept: Sequence[Kept]) -> list[int]:
 
 def forward_bytes(call: LayerCall) -> int:
     """The most that is in use at once in a forward that keeps nothing, beyond its inputs."""
-    with LiveBytes() as live, torch.no_grad():
+    live = LiveBytes()
+    with live, torch.no_grad():
         call.forward()
     return live.peak
 
