@@ -292,7 +292,8 @@ class Executor:
         if placement.after[stage] is None:
             fields = own_fields(self._backbone, head.chain, batch)
             saved.loss = _loss(self._settings.loss_of(head.chain)(outputs[0], fields))
-            self._losses[stage].append(saved.loss.detach())
+            # torch's mean squared error is a number in memory of the size of what it is of.
+            self._losses[stage].append(saved.loss.detach().clone())
         else:
             results += [(Payload.BOUNDARY, str(i), t) for i, t in enumerate(outputs)]
         self._unread[op.microbatch] -= 1

@@ -143,7 +143,9 @@ def waiting_bytes(call: LayerCall, leaving: LeavingWeights) -> int:
         given.backward(results, seeds)
         del given, results, seeds
         held = live.held
-        del compute_left
+    compute_left()  # what is left and never computed would be held for ever
+    for parameter in call.trained:
+        parameter.grad = None
     return held
 
 
