@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound, replay
+from megatron_pulse.planner.step.replay import Edge, Transfer, edges_of, link_bound, replay
 from tests.planner.slices import fill
 
 
@@ -92,6 +94,29 @@ def test_a_skip_delays_its_consumer_and_the_boundary_behind_it() -> None:
     timeline = replay(problem, schedule, edges).timeline
     # F0 ends at 1, its boundary at 2, its skip at 9; F1 ends at 3, but stage 2 receives until 9.
     assert timeline.start[Operation(Kind.FORWARD, 2, 0)] == 10
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_who_was_ready_first_is_received_first(split: bool) -> None:
+    """Slow messages of device 0 do not hold up those that device 2 had ready before them."""
+    problem = problem_of(fold(3), 16, 2.0, split)
+    schedule = synthesize(problem, effort=4).schedule
+    edges = (Edge(0, 1, 2.0), Edge(1, 2, 0.1), Edge(3, 4, 0.1), Edge(4, 5, 2.0))
+    found = replay(problem, schedule, edges)
+
+    def ready(message: Transfer) -> float:
+        op, step = message.consumer, -1 if message.consumer.kind is Kind.FORWARD else 1
+        return found.timeline.end[Operation(op.kind, op.stage + step, op.microbatch)]
+
+    for late, soon in itertools.permutations(found.transfers, 2):
+        if late.destination != soon.destination or not ready(late) < ready(soon) <= late.start:
+            continue
+        if soon.start < late.start:  # then the sender of the one that waits was sending another
+            assert any(
+                other.source == late.source and other.start <= soon.start < other.end
+                for other in found.transfers
+            )
+    assert len({message.destination for message in found.transfers}) == 3
 
 
 def test_edges_of_a_partition() -> None:

@@ -111,8 +111,9 @@ def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) 
     return _Run(problem, schedule, edges).run()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Message:
+    number: int  # as they are ready
     source: int
     destination: int
     consumer: Operation
@@ -140,6 +141,7 @@ class _Run:
         self.sending = [False for _ in devices]
         self.receiving = [False for _ in devices]
         self.queue: list[list[_Message]] = [[] for _ in devices]
+        self.made = 0
         self.sending_s = [0.0 for _ in devices]
         self.transfers: list[Transfer] = []
         self.start: dict[Operation, float] = {}
@@ -224,8 +226,11 @@ class _Run:
             sent = [(e.source, e.seconds) for e in self.backward.get(op.stage, ())]
         for stage, seconds in sent:
             consumer = Operation(op.kind, stage, op.microbatch)
-            self.queue[device].append(_Message(device, self.home[stage], consumer, seconds))
-        self._send(device, now)
+            self.made += 1
+            message = _Message(self.made, device, self.home[stage], consumer, seconds)
+            self.queue[device].append(message)
+        if self.queue[device] and (first := self._next(device)) is not None:
+            self._send(first, now)
         self._advance(device, now)
         if op.kind is Kind.FILLER:
             for other in range(len(self.position)):
@@ -240,27 +245,33 @@ class _Run:
         if following is not None and self.home[following] != device:
             self._advance(self.home[following], now)  # where nothing travels between the two
 
-    def _send(self, device: int, now: float) -> None:
-        """Start the first message of the queue whose receiver is free."""
-        if self.sending[device]:
-            return
-        queue = self.queue[device]
-        for i, message in enumerate(queue):
-            if not self.receiving[message.destination]:
-                del queue[i]
-                self.sending[device] = self.receiving[message.destination] = True
-                self.sending_s[device] += message.seconds
-                arrival = now + message.seconds
-                self._push(arrival, message)
-                self.transfers.append(
-                    Transfer(device, message.destination, message.consumer, now, arrival)
-                )
-                return
+    def _next(self, device: int) -> _Message | None:
+        """The first message of the device's queue that can begin."""
+        if not self.sending[device]:
+            for message in self.queue[device]:
+                if not self.receiving[message.destination]:
+                    return message
+        return None
+
+    def _send(self, message: _Message, now: float) -> None:
+        device = message.source
+        self.queue[device].remove(message)
+        self.sending[device] = self.receiving[message.destination] = True
+        self.sending_s[device] += message.seconds
+        arrival = now + message.seconds
+        self._push(arrival, message)
+        self.transfers.append(Transfer(device, message.destination, message.consumer, now, arrival))
 
     def _arrive(self, message: _Message, now: float) -> None:
         self.sending[message.source] = self.receiving[message.destination] = False
         self.awaited[message.consumer] -= 1
-        for device, queue in enumerate(self.queue):
-            if queue:
-                self._send(device, now)
+        while True:
+            first: _Message | None = None
+            for device, queue in enumerate(self.queue):
+                if queue and (other := self._next(device)) is not None:
+                    if first is None or other.number < first.number:
+                        first = other
+            if first is None:
+                break
+            self._send(first, now)
         self._advance(message.destination, now)
