@@ -48,7 +48,7 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     sure = record["certainty"]
     assert sure["schedule"]["gap"] == best["gap"] and not sure["schedule"]["extrapolated"]
     assert sure["schedule"]["proved"] == (best["gap"] < 1e-9)
-    assert sure["among_simulated"]["num_simulated"] == record["num_simulated"]
+    assert sure["among_simulated"]["num_simulated"] == record["num_simulated"] >= len(outcomes)
     assert sure["among_all"]["proved"] or sure["among_all"]["bound_s"] < best["step_s"]
     other = record["fully_sharded"]
     assert other["num_microbatches"] * other["micro_batch_size"] * 4 == 16

@@ -125,6 +125,7 @@ class _ConfigSearch:
         self.best_of: dict[Kind, Outcome] = {}
         self.varied_s: defaultdict[Kind, float] = defaultdict(float)
         self.unseen = 0
+        self.simulated: set[Config] = set()
 
     @property
     def ended(self) -> bool:
@@ -387,7 +388,6 @@ class _ConfigSearch:
                     self.known.learn(candidate.kind, cuts)
                     beside = self.evaluate(config, "quick", self.evaluator.cut(config, cuts))
                     outcome = min(outcome, beside, key=lambda o: o.step_s)
-        self.found.num_simulated += 1
         certificate = outcome.synthesis.certificate
         hope = HOPE * outcome.pipeline_s * certificate.gap / (1 + certificate.gap)
         return replace(
@@ -440,6 +440,8 @@ class _ConfigSearch:
         found = self.found
         with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
+        self.simulated.add(config)
+        found.num_simulated = len(self.simulated)
         expected = self.evaluator.cut_estimate(config, outcome.stages)
         self.known.took(kind_of(config), outcome.stages.partition, outcome.step_s / expected)
         self.listed.add(outcome)
