@@ -65,6 +65,20 @@ def test_best_in_table_json_and_plan(here: Path, capsys: pytest.CaptureFixture[s
     assert plan.predicted["samples_per_s"] == pytest.approx(best["samples_per_s"])
 
 
+def test_waiting_for_links_is_beside_what_is_proved(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A schedule is the shortest where messages do not wait for each other; here they do."""
+    save_cluster(cluster(2, 2, inter_gbs=0.3), "slow.yaml")
+    asked = f"{ASKED} {FAST} --pipeline 4 --micro-batch-size 2 --json t.json -o plan.json"
+    assert main(asked.replace("c.yaml", "slow.yaml").split()) == 0
+    text, record = capsys.readouterr().out, json.loads((here / "t.json").read_text())
+    sure, best = record["certainty"]["schedule"], record["outcomes"][0]
+    assert not sure["extrapolated"] and sure["waiting_s"] > 0.01 * best["pipeline_s"]
+    longer = best["pipeline_s"] / (best["pipeline_s"] - sure["waiting_s"]) - 1
+    assert f"if no message waits for another; that some do makes it {longer:.1%} longer" in text
+
+
 def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--layouts", "fold exact,sequential", "--no-recompute", "--no-split", "--json"]
     asked = f"{ASKED} {FAST} --pipeline 4 --tensor 1 --micro-batch-size 2"

@@ -99,7 +99,8 @@ def _figures(plan: PlanFile) -> str:
     known = plan.provenance["schedule"]
     return (
         f"as worked out from the costs of {len(plan.profile.layers)} layers; the schedule takes "
-        f"{1e3 * known['makespan']:.4g} ms, no schedule less than {1e3 * known['lower_bound']:.4g}"
+        f"{1e3 * known['makespan']:.4g} ms, no schedule less than "
+        f"{1e3 * known['lower_bound']:.4g}, without waiting for shared links"
     )
 
 

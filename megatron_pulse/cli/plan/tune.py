@@ -53,7 +53,8 @@ to at its best, with ideal collectives, so that you can take that where it is fa
   samples/s    of the whole cluster          b, M    samples of a microbatch, microbatches of a step
   bubble       of the pipeline's time, what the mean device waits
   GB           on the fullest device         MB      sent for one sample, by pipelines and replicas
-  gap          how far the schedule may be from the shortest, at most (a search's own bound)
+  gap          how far the schedule may be from the shortest, at most (a search's own bound), if
+               no message waits for another on a shared link
 
 examples:
   pulse tune --backbone hunyuan-dit-3b --cluster pulse-910a --global-batch-size 512 -o plan.json

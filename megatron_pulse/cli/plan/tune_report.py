@@ -110,8 +110,8 @@ def as_json(
 
 
 def _ready(found: Tuning) -> str:
-    """What was compiled before, where it took long."""
-    took = f" (and {found.ready_s:.0f} s before of compiling, once on this machine)"
+    """What came before, where it took long: compiling, or reading what was compiled."""
+    took = f" (and {found.ready_s:.0f} s before for compiled code, the longest at its first use)"
     return took if found.ready_s > _NOTABLE_S else ""
 
 
@@ -123,6 +123,7 @@ def _certainty(found: Tuning) -> dict[str, Any]:
             "proved": certificate.proved,
             "gap": certificate.gap,
             "extrapolated": found.outcomes[0].extrapolated,
+            "waiting_s": found.outcomes[0].timeline.makespan - certificate.makespan,
         },
         "among_simulated": {"soonest": True, "num_simulated": found.num_simulated},
         "among_all": {

@@ -14,6 +14,9 @@ from megatron_pulse.planner.tune.searching.tuning import Tuning
 MOST_NODES = 64
 """Times as many nodes as there are, up to which it is tried whether something fits."""
 
+NOTED = 1e-3
+"""Share of a schedule's time from which on it is said that messages wait for each other."""
+
 CLOSEST = 24
 """Configs that are cut to see what memory they need: those with the least on the mean device."""
 
@@ -93,6 +96,9 @@ def certainty(found: Tuning) -> list[str]:
         schedule = "proved: these stages have none that is shorter within this memory"
     else:
         schedule = f"not proved: these stages may have one that is {certificate.gap:.1%} shorter"
+    waits = best.timeline.makespan / certificate.makespan - 1
+    if not best.extrapolated and waits > NOTED:
+        schedule += f", if no message waits for another; that some do makes it {waits:.1%} longer"
     if found.proved:
         rest = "proved: none that was left can be sooner than the best, as cut and simulated here"
     else:
