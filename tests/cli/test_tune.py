@@ -79,6 +79,18 @@ def test_waiting_for_links_is_beside_what_is_proved(
     assert f"if no message waits for another; that some do makes it {longer:.1%} longer" in text
 
 
+@pytest.mark.parametrize(("size", "said"), [("16", True), ("2", False)])
+def test_sizes_beyond_the_profile_s_are_named(
+    here: Path, capsys: pytest.CaptureFixture[str], size: str, said: bool
+) -> None:
+    asked = f"{ASKED} --seconds 1 --solver none --pipeline 2,4 --micro-batch-size {size}"
+    assert main(f"{asked} --tensor 2,1 --json t.json".split()) == 0
+    note = f"note: the profile is of microbatches of 1, 8; times at b = {size} are extrapolated"
+    assert (note in capsys.readouterr().out) is said
+    outcomes = json.loads((here / "t.json").read_text())["outcomes"]
+    assert {outcome["costs_extrapolated"] for outcome in outcomes} == {said}
+
+
 def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--layouts", "fold exact,sequential", "--no-recompute", "--no-split", "--json"]
     asked = f"{ASKED} {FAST} --pipeline 4 --tensor 1 --micro-batch-size 2"

@@ -10,6 +10,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.explain import certainty, explain
 from megatron_pulse.planner.tune.plans.policies import EncodedPlan
 from megatron_pulse.planner.tune.searching.tuning import Tuning
+from megatron_pulse.profile.profile import Profile
 
 _COLUMNS = (
     *("", "P", "D", "T", "b", "M", "layout", "schedule", "inside", "ms/sample", "samples/s"),
@@ -33,6 +34,7 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
         "",
         *table(rows, left=[_COLUMNS.index(name) for name in ("layout", "schedule", "inside")]),
         *[_STARRED] * any(outcome.extrapolated for outcome in found.outcomes),
+        *_beyond(found, profile),
         "",
         f"{found.num_configs:,} configs, {found.num_simulated:,} simulated, in "
         f"{found.seconds:.1f} s{_ready(found)}; how sure the best is",
@@ -52,6 +54,15 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
     if explained:
         lines += ["", *explain(found)]
     return lines
+
+
+def _beyond(found: Tuning, profile: Profile) -> list[str]:
+    """Which listed microbatches are of sizes that nobody profiled around."""
+    tried = {outcome.config.micro_batch_size for outcome in found.outcomes}
+    beyond = ", ".join(str(size) for size in sorted(tried) if profile.extrapolates(size))
+    sizes = ", ".join(map(str, profile.micro_batch_sizes))
+    said = f"the profile is of microbatches of {sizes}; times at b = {beyond} are extrapolated"
+    return [f"note: {said}"] * bool(beyond)
 
 
 def _conditioned(evaluator: Evaluator) -> list[str]:
@@ -97,7 +108,7 @@ def as_json(
         "cluster": evaluator.cluster.name,
         "global_batch_size": evaluator.global_batch_size,
         "self_conditioning": evaluator.self_conditioning,
-        "outcomes": [_record(outcome) for outcome in found.outcomes],
+        "outcomes": [_record(outcome, evaluator.profile) for outcome in found.outcomes],
         "fully_sharded": found.opponent and found.opponent.record(),
         "num_configs": found.num_configs,
         "num_simulated": found.num_simulated,
@@ -134,7 +145,7 @@ def _certainty(found: Tuning) -> dict[str, Any]:
     }
 
 
-def _record(outcome: Outcome) -> dict[str, Any]:
+def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
     config = outcome.config
     return {
         "pipeline": config.pipeline,
@@ -152,6 +163,7 @@ def _record(outcome: Outcome) -> dict[str, Any]:
         **outcome.figures(),
         "gap": outcome.synthesis.certificate.gap,
         "extrapolated": outcome.extrapolated,
+        "costs_extrapolated": profile.extrapolates(config.micro_batch_size),
     }
 
 
