@@ -58,7 +58,9 @@ def check_folder(folder: Path, flag: str) -> list[str]:
 def no_file(**paths: Path | None) -> list[str]:
     """A fault for each flag that names a file which is not there."""
     return [
-        f"{flag_name(name)} {path}: there is no such file"
+        f"{flag_name(name)} {path} is a folder; name a file in it"
+        if path.is_dir()
+        else f"{flag_name(name)} {path}: there is no such file"
         for name, path in paths.items()
         if path is not None and not path.is_file()
     ]

@@ -255,6 +255,7 @@ CASES = {
         "--from-table p.json -p 2 --preset H100",
         ["p.json: this is a profile, not a layer table"],
     ),
+    "a folder": ("--profile . -p 2", ["--profile . is a folder; name a file in it"]),
     "no profile": ("--profile t.json -p 2", ["t.json: this is a layer table, not a profile"]),
     "too many devices": ("--profile p.json -p 9", ["16 layers are too few for 18 stages"]),
     "exact": (
