@@ -6,6 +6,7 @@ One module per command; what is slow to import is imported by the command that n
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -156,6 +157,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141  # as a shell reports SIGPIPE
     except Exception as error:
         places = [value for value in vars(args).values() if isinstance(value, Path)]
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            name = str(error.filename)
+            print(
+                f"pulse {args.command}: error: {name[:40]}... is too long a name; give a shorter "
+                "one",
+                file=sys.stderr,
+            )
+            return 2
         if (full := why_full(error, places)) is None:
             raise
         if reason := _unprinted():

@@ -256,6 +256,7 @@ CASES = {
         ["p.json: this is a profile, not a layer table"],
     ),
     "a folder": ("--profile . -p 2", ["--profile . is a folder; name a file in it"]),
+    "a long name": (f"--profile {'x' * 300}.json -p 2", ["xx... is too long a name; give"]),
     "no profile": ("--profile t.json -p 2", ["t.json: this is a layer table, not a profile"]),
     "too many devices": ("--profile p.json -p 9", ["16 layers are too few for 18 stages"]),
     "exact": (
