@@ -94,7 +94,7 @@ def test_json_agrees_with_the_planner(
     costs = profile().at(2)
     partition = partition_of(record)
     assert [name for stage in record["stages"] for name in stage] == list(costs.names)
-    rule = MemoryRule(32e9, 20, in_flight(partition.placement, 6))
+    rule = MemoryRule(32e9, 16, in_flight(partition.placement, 6))
     found = evaluate(costs, partition, LINK, 0.5, rule)
     moved = volume(costs, partition)
     assert record["load_s"] == pytest.approx(found.load_s)
