@@ -1,0 +1,304 @@
+"""Memory of real training steps beside the plan's: what each device holds at its peak.
+
+    .venv/bin/python -m tests.benchmarks.peaks --json peaks.json      # 20 configs, some minutes
+    .venv/bin/python -m tests.benchmarks.peaks --only uvit-split      # those whose name has this
+
+Each config is planned as the tuner does, written as a plan file, and trained by it in Megatron's
+own loop on CPU ranks. Of the second step is measured what training holds when its first forward
+begins (all memory that torch has allocated since the process was ready: weights, gradients,
+optimizer, averages), and on top of it the most that is alive at once until its last backward ends,
+of all tensors that operators make (``LiveBytes``). Batches are the host's, and copied for the
+device as it asks for them. What a kernel needs while it runs, gloo, and the optimizer's step (which
+is torch's on a CPU, and has copies that a GPU's has not) are not seen. The exit status is 1 if a
+device is further from its plan than 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, LOOP, ROW, WHOLE
+from megatron_pulse.planner.partition.memory import ParameterState
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.profile.analytic import analyse
+from megatron_pulse.profile.devices import Roofline
+from megatron_pulse.runtime.measure.leaving import leaving_weights
+from model_specs import load_backbone
+from tests.integration.runs import BASE
+from tests.integration.test_families import Family, write_latents
+from tests.ranks import run_ranks
+
+BAR = 0.05
+"""How far a device may be from its plan, as a share."""
+
+EFFORT = 4
+"""Of the search for a schedule."""
+
+UVIT = {"depth": 6, "embed_dim": 64, "num_heads": 4, "image_size": 16, "in_channels": 4}
+UNET = {
+    "sample_size": 16, "block_out_channels": "32,64", "norm_num_groups": 8,
+    "transformer_depth": "0,1", "layers_per_block": 1,
+}  # fmt: skip
+TEXT = {**UNET, "cross_attention_dim": 32, "context_length": 16}
+IMAGE = {"num_layers": 4, "sample_size": 16}
+BACKBONES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "uvit": ("uvit-tiny", UVIT),
+    "unet": ("unet-tiny", {**UNET, "in_channels": 4, "out_channels": 4}),
+    "sd": ("sd-tiny", TEXT),
+    "sdxl": ("sdxl-tiny", {**TEXT, "num_heads": "2,4"}),
+    "hunyuan": ("hunyuan-tiny", {**IMAGE, "num_layers": 6}),
+    "dit": ("dit-tiny", IMAGE),
+    "pixart": ("pixart-tiny", IMAGE),
+    "sd3": ("sd3-tiny", {**IMAGE, "pos_embed_max_size": 8}),
+    "flux": ("flux-tiny", {"num_layers": 2, "num_single_layers": 2, "sample_size": 16}),
+}
+LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config of a backbone, with so many microbatches; ``room`` is a device's memory as a share
+    of what the config takes where nothing is computed again (0: as much as it wants)."""
+
+    backbone: str
+    config: Config
+    microbatches: int
+    dtype: str = "float32"
+    room: float = 0.0
+    state: ParameterState = field(default_factory=lambda: ParameterState(averages=True))
+
+    @property
+    def name(self) -> str:
+        """What it is, in a word."""
+        config, state, layout = self.config, self.state, self.config.layout.name.replace(" ", "-")
+        dtype = "" if self.dtype == "float32" else f"-{self.dtype}"
+        again = {Recompute.ALWAYS: "-all", Recompute.NEEDED: "-some"}.get(config.recompute, "")
+        of_state = "-half" * state.half_gradients + "-plain" * (not state.averages)
+        return (
+            f"{self.backbone}-{layout}-{config.pipeline}{f'x{config.data}' * (config.data > 1)}"
+            f"{'-split' * config.split}{again}{dtype}{of_state}"
+        )
+
+
+ALL, SOME = Recompute.ALWAYS, Recompute.NEEDED
+CASES = (
+    Case("uvit", Config(1, 1, 1, 4, WHOLE), 4),
+    Case("uvit", Config(1, 1, 1, 4, WHOLE, recompute=ALL), 4),
+    Case("uvit", Config(2, 1, 1, 4, FOLD_EXACT), 6),
+    Case("uvit", Config(2, 1, 1, 4, FOLD_EXACT, split=True), 6, "bfloat16"),
+    Case("uvit", Config(4, 1, 1, 4, FOLD_EXACT, split=True), 8),
+    Case("uvit", Config(4, 1, 1, 4, ROW, recompute=ALL), 8),
+    Case("uvit", Config(2, 1, 1, 4, FOLD_EXACT, split=True, recompute=SOME), 6, room=0.8),
+    Case("uvit", Config(2, 2, 1, 4, ROW, distributed_optimizer=True), 4, "bfloat16"),
+    Case("unet", Config(2, 1, 1, 4, FOLD_EXACT), 6),
+    Case("unet", Config(4, 1, 1, 4, FOLD_SOFT, split=True), 8),
+    Case("sd", Config(1, 1, 1, 4, WHOLE), 4, "float16"),
+    Case("sd", Config(2, 1, 1, 4, FOLD_EXACT, recompute=SOME), 6, room=0.75),
+    Case("sd", Config(4, 1, 1, 4, ROW, recompute=ALL), 8),
+    Case("sdxl", Config(2, 1, 1, 4, FOLD_EXACT, split=True), 6),
+    Case("hunyuan", Config(2, 1, 1, 4, FOLD_EXACT, split=True), 6),
+    Case("hunyuan", Config(4, 1, 1, 4, FOLD_SOFT, recompute=SOME), 8, room=0.6),
+    Case("dit", Config(2, 1, 1, 4, LOOP), 6),
+    Case(
+        "dit", Config(2, 1, 1, 4, ROW, split=True), 6, "bfloat16",
+        state=ParameterState(half_gradients=True),
+    ),
+    Case("pixart", Config(2, 1, 1, 4, ROW, recompute=ALL), 6),
+    Case("sd3", Config(2, 1, 1, 4, ROW, split=True, recompute=SOME), 6, room=0.8),
+    Case("flux", Config(4, 1, 1, 4, ROW), 8),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What a device holds, bytes: between steps, and at most in one."""
+
+    state_bytes: float
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A device of a case: as planned, and as measured."""
+
+    case: str
+    device: int
+    planned: Peak
+    measured: Peak
+
+    @property
+    def off(self) -> float:
+        """How far what is measured is above the plan, as a share."""
+        return self.measured.peak_bytes / self.planned.peak_bytes - 1
+
+    def __str__(self) -> str:
+        state = self.measured.state_bytes / self.planned.state_bytes - 1
+        kb = [f"{n / 1e3:,.0f}" for n in (self.planned.peak_bytes, self.measured.peak_bytes)]
+        return (
+            f"| {self.case} | {self.device} | {' | '.join(kb)} | {self.off:+.1%} | {state:+.1%} |"
+        )
+
+
+def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
+    """The plan of a case, and each device's memory by it."""
+    name, options = BACKBONES[case.backbone]
+    config, ranks = case.config, case.config.pipeline * case.config.data
+    cluster = Cluster("peaks", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK)
+    peaks = cluster.peaks
+    assert peaks is not None
+    roofline = Roofline(peaks, case.dtype)
+    backbone, size = load_backbone(name, dict(options)), config.micro_batch_size
+    profile = analyse(backbone, [size], roofline, leaving=leaving_weights)
+    samples = case.microbatches * config.micro_batch_size * config.data
+    evaluator = Evaluator(profile, cluster, samples, state=case.state)
+
+    def outcome(evaluator: Evaluator, config: Config) -> Any:
+        problem = evaluator.problem(config, case.microbatches)
+        return evaluator.evaluate(config, synthesize(problem, effort=EFFORT))
+
+    if case.room:
+        free = outcome(evaluator, Config(**{**vars(config), "recompute": Recompute.NEVER}))
+        gb = case.room * max(free.memory_bytes) / 1e9
+        evaluator = evaluator.on(Cluster(**{**vars(cluster), "memory_gb": gb}))
+    found = outcome(evaluator, config)
+    if case.room and not found.stages.recompute:
+        raise RuntimeError(f"{case.name}: nothing is computed again")
+    planned = map(Peak, found.stages.state_bytes, found.memory_bytes)
+    return plan_of(found, evaluator, sequence_parallel=False), list(planned)
+
+
+def run(case: Case) -> list[Row]:
+    """Plan a case, train by it, and compare; of replicas the first."""
+    made, planned = plan(case)
+    name, options = BACKBONES[case.backbone]
+    with tempfile.TemporaryDirectory() as folder:
+        family = Family(name, options=tuple(f"{k}={v}" for k, v in options.items()))
+        write_latents(Path(folder, "latents"), family)
+        save_plan(made, file := Path(folder, "plan.json"))
+        flags = ["--pulse-plan", str(file), "--pulse-data", f"latents:{folder}/latents"]
+        if case.dtype == "float16":
+            flags += ["--initial-loss-scale", "128"]  # no step is passed over
+        if not case.state.averages:
+            flags += ["--pulse-ema-decay", "0"]
+        base = list(BASE)
+        base[base.index("--micro-batch-size") + 1] = str(case.config.micro_batch_size)
+        found = run_ranks(made.world_size, measured, [*base, *flags, "--train-iters", "2"])
+    replicas = case.config.data
+    return [
+        Row(case.name, device, planned[device], found[device * replicas])
+        for device in range(case.config.pipeline)
+    ]
+
+
+def measured(argv: list[str]) -> Peak:
+    """One rank's part of a run of two steps, of which the second is measured."""
+    import megatron.training.training as training
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from megatron_pulse.integration import pretrain
+    from megatron_pulse.profile.measuring.memory import LiveBytes
+    from megatron_pulse.runtime.executor import Executor
+
+    before, count, live = _allocated(), 0, LiveBytes()
+    hosted: dict[int, Any] = {}
+    held: list[int] = []
+    step, execute = training.train_step, Executor.run
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return step(*args, **kwargs)
+
+    def copied(batches: Any) -> Any:
+        while True:
+            with _disable_current_modes():
+                batch = next(batches)
+                hosted.update((t.untyped_storage()._cdata, t) for t in batch.values())
+            yield {name: tensor.clone() for name, tensor in batch.items()}
+
+    def run(self: Executor, batches: Any, *args: Any, **kwargs: Any) -> Any:
+        if count != 2 or held:
+            return execute(self, copied(batches), *args, **kwargs)
+        now = _allocated()
+        own = now.keys() - before.keys() - hosted.keys()
+        held.append(sum(now[key].nbytes() for key in own))
+        with live:
+            return execute(self, copied(batches), *args, **kwargs)
+
+    training.train_step, Executor.run = train_step, run  # type: ignore[method-assign]
+    sys.argv = ["pretrain_diffusion.py", *argv]
+    pretrain.main()
+    return Peak(held[0], held[0] + live.peak)
+
+
+def _allocated() -> dict[int, Any]:
+    """The storages that torch has allocated and Python knows; not files that are mapped."""
+    import torch
+
+    gc.collect()
+    found = {}
+    for one in gc.get_objects():
+        if not issubclass(type(one), torch.Tensor) or one.device.type != "cpu":
+            continue
+        for tensor in (one, one.grad if one.is_leaf else None):
+            if tensor is not None and (storage := tensor.untyped_storage()).resizable():
+                found[storage._cdata] = storage
+    return found
+
+
+def summary(rows: list[Row]) -> str:
+    """Of all devices."""
+    off = sorted(abs(row.off) for row in rows)
+    cases, within = len({row.case for row in rows}), sum(share <= BAR for share in off)
+    return (
+        f"{within} of {len(rows)} devices of {cases} configs within {BAR:.0%}; off by "
+        f"{statistics.median(off):.1%} in the median, {off[-1]:.1%} at most"
+    )
+
+
+def main() -> int:
+    """Run, print a table; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="configs whose name has this")
+    parser.add_argument("--json", type=Path, help="write rows here")
+    args = parser.parse_args()
+    rows: list[Row] = []
+    print("| config | device | planned, kB | measured, kB | off | state off |")
+    print("|" + "---|" * 6)
+    for case in CASES:
+        if args.only in case.name:
+            rows += (found := run(case))
+            print("\n".join(map(str, found)), flush=True)
+    print(summary(rows))
+    if args.json is not None:
+        record = [
+            {
+                "config": row.case,
+                "device": row.device,
+                **{f"planned_{k}": v for k, v in vars(row.planned).items()},
+                **{f"measured_{k}": v for k, v in vars(row.measured).items()},
+            }
+            for row in rows
+        ]
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    return int(any(abs(row.off) > BAR for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
