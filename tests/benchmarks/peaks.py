@@ -155,6 +155,9 @@ class Row:
 
 def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
     """The plan of a case, and each device's memory by it."""
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+
+    wait_for_weight_gradients()  # as linears of a run do
     name, options = BACKBONES[case.backbone]
     config, ranks = case.config, case.config.pipeline * case.config.data
     cluster = Cluster("peaks", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK)

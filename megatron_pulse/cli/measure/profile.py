@@ -304,6 +304,9 @@ def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
 def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     roofline = _roofline(args) if args.preset or args.peak_tflops is not None else None
     prepare_megatron()
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+
+    wait_for_weight_gradients()
     if roofline is not None:
         from megatron_pulse.profile.analytic import analyse
         from megatron_pulse.runtime.measure.leaving import leaving_weights
@@ -312,7 +315,6 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
         return analyse(backbone, sizes, roofline, args.recompute, True, leaving_weights)
     import torch
 
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
     from megatron_pulse.integration.planning.formats import measured_format
     from megatron_pulse.profile.cautions import rank_threads
     from megatron_pulse.profile.measuring.clock import Patience
@@ -326,7 +328,6 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     if device == "cuda" and args.threads is not None:
         require(["--threads is for --device cpu"])
     dtype = args.dtype or _dtype_of(device)
-    wait_for_weight_gradients()
     patience = Patience() if limit_s is None else Patience(limit_s=limit_s)
     threads = (args.threads or rank_threads()) if device == "cpu" else None
     given, implementation = options_of(args), args.transformer_impl

@@ -316,9 +316,11 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
     from megatron_pulse.profile.devices import Roofline
 
     prepare_megatron()
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
     from megatron_pulse.profile.analytic import analyse
     from megatron_pulse.runtime.measure.leaving import leaving_weights
 
+    wait_for_weight_gradients()
     roofline = Roofline(device, args.dtype or device.half_dtype)
     backbone = trained_backbone(args, roofline.dtype)
     return analyse(backbone, _PROFILED, roofline, progress=True, leaving=leaving_weights)
