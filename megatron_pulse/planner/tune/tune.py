@@ -9,8 +9,8 @@ from functools import partial
 from megatron_pulse.faults import UserError
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.explain import nothing_fits
 from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.explain import nothing_fits
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
