@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 
 class Call(NamedTuple):
@@ -41,6 +43,7 @@ def census(argv: list[str], step: int = 2) -> Counter[Call]:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
+    from megatron_pulse.runtime.messages.channels import GlooChannel
     from tests.integration.runs import train
 
     calls: Counter[Call] = Counter()
@@ -63,6 +66,14 @@ def census(argv: list[str], step: int = 2) -> Counter[Call]:
                     calls[Call(_KINDS[kind], _GROUPS.get(name, name.lower()), size)] += 1
             return func(*args, **(kwargs or {}))
 
+    def watching(kind: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        # Channels ask their own groups, not torch's dispatcher.
+        def started(channel: GlooChannel, tensor: torch.Tensor) -> Any:
+            calls[Call(kind, "pipeline", tensor.nbytes)] += 1
+            return start(channel, tensor)
+
+        return started
+
     original, done = training.train_step, 0
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -70,7 +81,12 @@ def census(argv: list[str], step: int = 2) -> Counter[Call]:
         done += 1
         if done != step:
             return original(*args, **kwargs)
-        with Watch():
+        send, receive = GlooChannel.send, GlooChannel.receive
+        with (
+            Watch(),
+            patch.object(GlooChannel, "send", watching("send", send)),
+            patch.object(GlooChannel, "receive", watching("receive", receive)),
+        ):
             return original(*args, **kwargs)
 
     training.train_step = watched
