@@ -240,6 +240,13 @@ def test_says_what_would_fit() -> None:
     assert "fits" in text  # with recomputation or tensor parallelism, or on more devices
 
 
+def test_a_search_goes_on_when_it_is_late_and_nothing_fits_so_far() -> None:
+    chain = profile(random.Random(0), 14, 6)
+    small = Evaluator(chain, cluster(4, 2, memory_gb=1.0), 32)
+    found = search(small, small.candidates(Choices()), 3, Budget(0.08, Clock()), finish_s=0.5)
+    assert found.outcomes and found.seconds > 0.08
+
+
 @settings(max_examples=100)
 @given(st.lists(st.floats(0.0, 5.0), min_size=1, max_size=30), st.integers(1, 30))
 def test_even_cuts_leave_no_stage_empty(work: list[float], num_stages: int) -> None:

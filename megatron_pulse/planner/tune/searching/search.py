@@ -185,7 +185,8 @@ class _ConfigSearch:
 
     def near(self) -> list[Config]:
         """What differs from the best in one thing, when most of the time is up."""
-        return list(neighbours(self.listed.best[0].config)) if self.is_late else []
+        best = self.listed.best[:1] if self.is_late else []
+        return [config for outcome in best for config in neighbours(outcome.config)]
 
     def next_near(self) -> Candidate | None:
         """The most promising of the best's neighbours that was not simulated."""
