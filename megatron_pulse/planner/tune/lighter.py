@@ -9,14 +9,15 @@ the estimate of a step gains by it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property, lru_cache
 
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import PartitionError
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.estimate import Estimator
-from megatron_pulse.planner.tune.stages import Stages
 
 LIGHTER = 0.9
 """Times the parameters of the heaviest device that the next cuts may have."""
@@ -50,16 +51,23 @@ class LighterCuts(Estimator):
         if placement.num_chunks > 1:
             goal = replace(goal, order=("load",))
         free = Partition(placement, self._best_cuts(config, spread, goal).cuts)
-        return [free, *self._lighter(config, self.cut(config, free), spread)[:1]]
+        return [free, *self._lighter_of(config, free, spread)[:1]]
 
     def light_cuts(self, config: Config) -> list[Partition]:
         """Cuts with fewer parameters on the heaviest device than the config's own, those of the
         shortest steps by their estimates. None where gradients are not summed, or soon."""
-        return self._lighter(config, self.stages(config), config.placement)[:BEST]
+        own = self.stages(config).partition
+        return self._lighter_of(config, own, config.placement)[:BEST]
 
-    def _lighter(self, config: Config, free: Stages, spread: Placement) -> list[Partition]:
-        """Lighter cuts than ``free`` by which a step is estimated shorter, the shortest first; each
+    @cached_property
+    def _lighter_of(self) -> Callable[[Config, Partition, Placement], list[Partition]]:
+        """Often the same is asked for a config's cheap cuts and for its own."""
+        return lru_cache(maxsize=1024)(self._find_lighter)
+
+    def _find_lighter(self, config: Config, cuts: Partition, spread: Placement) -> list[Partition]:
+        """Lighter ones than ``cuts`` by which a step is estimated shorter, the shortest first; each
         is the best over ``spread`` under its limit."""
+        free = self.cut(config, cuts)
         trained = free.per_device(free.trained)
         held, even = max(trained), sum(trained) / len(trained)
         own_s = least_s = self.cut_estimate(config, free)
@@ -71,12 +79,12 @@ class LighterCuts(Estimator):
             each = most * config.pipeline / spread.num_devices
             rule = MemoryRule(each, 1.0, (0.0,) * spread.num_stages, 0.0)
             try:
-                cuts = self._under(rule, costs, spread, goal).cuts
+                lighter = self._under(rule, costs, spread, goal)
             except PartitionError:
                 break
-            stages = self.cut(config, Partition(config.placement, cuts))
+            stages = self.cut(config, Partition(config.placement, lighter.cuts))
             held, step_s = max(stages.per_device(stages.trained)), self.cut_estimate(config, stages)
             gainless = 0 if step_s < least_s else gainless + 1
             least_s = min(least_s, step_s)
             found[stages.partition] = step_s
-        return sorted((cuts for cuts in found if found[cuts] < own_s), key=found.__getitem__)
+        return sorted((each for each in found if found[each] < own_s), key=found.__getitem__)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -36,7 +36,6 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.candidates import (
     Candidate,
-    Kind,
     KnownCuts,
     Reached,
     by_kind,
@@ -46,7 +45,12 @@ from megatron_pulse.planner.tune.searching.candidates import (
     neighbours,
     num_stages,
 )
-from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, simplicity
+from megatron_pulse.planner.tune.searching.tuning import (
+    Shortlist,
+    Tuning,
+    keep_soonest,
+    simplicity,
+)
 from megatron_pulse.planner.tune.searching.variants import Variants, recomputes_nothing
 from megatron_pulse.planner.tune.stages import Stages
 from megatron_pulse.processes import without_collecting
@@ -122,8 +126,6 @@ class _ConfigSearch:
         """Most of the time is up, and what takes its step differs from the best in one thing."""
         self.aside: list[Candidate] = []
         self.variants = Variants(evaluator)
-        self.best_of: dict[Kind, Outcome] = {}
-        self.varied_s: defaultdict[Kind, float] = defaultdict(float)
         self.unseen = 0
         self.simulated: set[Config] = set()
 
@@ -146,10 +148,9 @@ class _ConfigSearch:
         while self.queue and not self.ended:
             if (candidate := self.next_near()) is not None:
                 self.take(candidate)
-            late_s = self.budget.spent - ALONE * self.budget.seconds
-            while not self.ended and sum(self.varied_s.values()) < VARIED * late_s:
-                if not self.vary():
-                    break
+            varied_s = VARIED * self.late_s
+            while not self.ended and self.variants.spent_s < varied_s and self.vary():
+                pass
             candidate = heapq.heappop(self.queue)
             if self.waiting.get(candidate.config) is candidate:
                 self.take(candidate)
@@ -179,13 +180,13 @@ class _ConfigSearch:
             heapq.heappush(self.queue, following)
 
     @property
-    def is_late(self) -> bool:
-        """Whether most of the time is up."""
-        return self.budget.spent >= ALONE * self.budget.seconds
+    def late_s(self) -> float:
+        """Seconds since most of the time was up; below 0 before."""
+        return self.budget.spent - ALONE * self.budget.seconds
 
     def near(self) -> list[Config]:
         """What differs from the best in one thing, when most of the time is up."""
-        best = self.listed.best[:1] if self.is_late else []
+        best = self.listed.best[:1] if self.late_s >= 0 else []
         return [config for outcome in best for config in neighbours(outcome.config)]
 
     def next_near(self) -> Candidate | None:
@@ -195,25 +196,17 @@ class _ConfigSearch:
         return min(todo, default=None)
 
     def vary(self) -> bool:
-        """Simulate one variant of a good config, of the kind that had the least time so far, the
-        best's twice as much; whether there was one."""
-        good = self.good()
-        turns = {id(o): self.varied_s[kind_of(o.config)] / (1 + (o is good[0])) for o in good}
-        for each in sorted(good, key=lambda o: turns[id(o)]):
+        """Simulate one variant of the best, or of the best of a kind that is not far behind;
+        whether there was one."""
+        if not self.listed.best:
+            return False
+        for good in self.variants.turns(self.listed.best[0], FAR):
             began = self.budget.spent
-            found = self.vary_one(each)
-            self.varied_s[kind_of(each.config)] += self.budget.spent - began
+            found = self.vary_one(good)
+            self.variants.took(good, self.budget.spent - began)
             if found:
                 return True
         return False
-
-    def good(self) -> list[Outcome]:
-        """The best, and the best of every degree and layout that are not far behind."""
-        if not self.listed.best:
-            return []
-        best = self.listed.best[0]
-        near = [o for o in self.best_of.values() if o.step_s < FAR * best.step_s and o is not best]
-        return [best, *sorted(near, key=lambda o: o.step_s)]
 
     def vary_one(self, good: Outcome) -> bool:
         """Simulate one variant, if there is one. Where it is sooner by schedules that are found at
@@ -446,12 +439,9 @@ class _ConfigSearch:
         expected = self.evaluator.cut_estimate(config, outcome.stages)
         self.known.took(kind_of(config), outcome.stages.partition, outcome.step_s / expected)
         self.listed.add(outcome)
-        kind = kind_of(config)
-        if kind not in self.best_of or outcome.step_s < self.best_of[kind].step_s:
-            self.best_of[kind] = outcome
+        self.variants.add(outcome)
         for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
-            if rival not in found.rivals or outcome.step_s < found.rivals[rival].step_s:
-                found.rivals[rival] = outcome
+            keep_soonest(found.rivals, rival, outcome)
         return outcome
 
     def refuse(self, config: Config, reason: Unfit, detail: str) -> None:

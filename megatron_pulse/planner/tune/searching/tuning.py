@@ -43,6 +43,12 @@ class Tuning:
         return bool(self.outcomes) and self.bound_s * EQUAL >= self.outcomes[0].step_s
 
 
+def keep_soonest[K](best: dict[K, Outcome], of: K, outcome: Outcome) -> None:
+    """Let ``best`` have the soonest ``of`` each."""
+    if of not in best or outcome.step_s < best[of].step_s:
+        best[of] = outcome
+
+
 class Shortlist:
     """The best outcomes so far, each way of running once."""
 

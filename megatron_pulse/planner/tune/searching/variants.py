@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -9,7 +10,8 @@ from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.searching.candidates import neighbours
+from megatron_pulse.planner.tune.searching.candidates import Kind, kind_of, neighbours
+from megatron_pulse.planner.tune.searching.tuning import keep_soonest
 from megatron_pulse.planner.tune.stages import Stages
 
 type Tried = tuple[Config, Partition]
@@ -28,8 +30,31 @@ class Variants:
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
         self.bounds: dict[Config, float] = {}
+        self._best_of: dict[Kind, Outcome] = {}
+        self._spent_s: defaultdict[Kind, float] = defaultdict(float)
         self._left: dict[Tried, Iterator[Tried]] = {}
         self._seen: set[Tried] = set()
+
+    def add(self, outcome: Outcome) -> None:
+        """What was simulated may be the best of its kind."""
+        keep_soonest(self._best_of, kind_of(outcome.config), outcome)
+
+    def turns(self, best: Outcome, far: float) -> list[Outcome]:
+        """The best and the best of every kind that takes less than ``far`` times as long; first
+        what variants of its kind had the least time so far, of which the best's has twice."""
+        most_s = far * best.step_s
+        near = [o for o in self._best_of.values() if o.step_s < most_s and o is not best]
+        good = [best, *sorted(near, key=lambda o: o.step_s)]
+        return sorted(good, key=lambda o: self._spent_s[kind_of(o.config)] / (1 + (o is best)))
+
+    def took(self, good: Outcome, seconds: float) -> None:
+        """Variants of ``good`` had so much more time."""
+        self._spent_s[kind_of(good.config)] += seconds
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds that all variants had."""
+        return sum(self._spent_s.values())
 
     def of(self, good: Outcome, limit: float) -> Iterator[tuple[Config, Stages]]:
         """Those of ``good`` that were not seen, fit, and may be sooner than ``limit``."""
