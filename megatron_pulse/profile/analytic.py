@@ -24,12 +24,11 @@ from megatron_pulse.profile.measuring.layer_call import (
     make_call,
 )
 from megatron_pulse.profile.measuring.memory import (
-    Kept,
     KeptStorages,
+    LayerMemory,
     forward_bytes,
     live_bytes,
-    passed_bytes,
-    saved_bytes,
+    memory_columns,
     waiting_bytes,
 )
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
@@ -50,10 +49,7 @@ class LayerWork:
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     input_grad: tuple[Kernel, ...]
-    kept: Kept
-    peak_bytes: int
-    forward_bytes: int
-    waiting_bytes: int
+    memory: LayerMemory
 
 
 def analyse(
@@ -156,8 +152,8 @@ def count_work(
     with FlashAttention():
         alone = forward_bytes(call)
         waiting = 0 if leaving is None else waiting_bytes(call, leaving)
-    memory = kept, live.peak, alone, waiting
-    return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), *memory)
+    memory = LayerMemory(kept, live.peak, alone, waiting)
+    return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), memory)
 
 
 def _whole_s(work: LayerWork, roofline: Roofline) -> float:
@@ -167,25 +163,11 @@ def _whole_s(work: LayerWork, roofline: Roofline) -> float:
 def _times(
     backbone: Backbone, work: Sequence[LayerWork], roofline: Roofline
 ) -> tuple[LayerTimes, ...]:
-    kept = [layer.kept for layer in work]
-    memory = zip(work, saved_bytes(backbone, kept), passed_bytes(kept), strict=True)
+    memory = memory_columns(backbone, [layer.memory for layer in work])
     times = []
-    for layer, saved, passed in memory:
+    for layer, columns in zip(work, memory, strict=True):
         forward, backward = roofline.seconds(layer.forward), roofline.seconds(layer.backward)
         input_grad = min(roofline.seconds(layer.input_grad), backward)
         weight_grad = backward - input_grad
-        times.append(
-            LayerTimes(
-                forward,
-                input_grad,
-                weight_grad,
-                *NO_SPREAD,
-                saved,
-                layer.peak_bytes,
-                again_bytes=layer.kept.again_bytes,
-                passed_bytes=passed,
-                forward_bytes=layer.forward_bytes,
-                waiting_bytes=layer.waiting_bytes,
-            )
-        )
+        times.append(LayerTimes(forward, input_grad, weight_grad, *NO_SPREAD, **columns))
     return tuple(times)

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
 from megatron_pulse.profile.measuring.layer_call import LayerCall, LeavingWeights
 from megatron_pulse.profile.measuring.memory import (
-    Kept,
     KeptStorages,
+    LayerMemory,
     forward_bytes,
     live_bytes,
     waiting_bytes,
@@ -31,15 +31,12 @@ _BETWEEN_BYTES = 8 << 20
 @dataclass(frozen=True)
 class LayerMeasure:
     """One layer at one size: its times for forward, input gradient and weight gradient, the same
-    where weight gradients wait (0: not measured); memory, with what these hold."""
+    where weight gradients wait (0: not measured); memory."""
 
     medians: tuple[float, float, float]
     spreads: tuple[float, float, float]
     split: tuple[float, float, float]
-    kept: Kept
-    peak_bytes: int
-    forward_bytes: int
-    waiting_bytes: int
+    memory: LayerMemory
 
     @property
     def whole_s(self) -> float:
@@ -118,7 +115,7 @@ def measure_layer(
         parts = [[row[i] for row in rows] for i in (-5, -3, -1)]
         split, _ = zip(*map(median_and_spread, parts), strict=True)
     peak, alone = _peak_bytes(call, device), forward_bytes(call)
-    return LayerMeasure(medians, spreads, split, kept, peak, alone, waiting)
+    return LayerMeasure(medians, spreads, split, LayerMemory(kept, peak, alone, waiting))
 
 
 def _work(

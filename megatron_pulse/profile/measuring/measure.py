@@ -32,7 +32,7 @@ from megatron_pulse.profile.measuring.machine import (
     device_name,
     num_threads,
 )
-from megatron_pulse.profile.measuring.memory import passed_bytes, saved_bytes
+from megatron_pulse.profile.measuring.memory import memory_columns
 from megatron_pulse.profile.measuring.module_check import naming_module_faults
 from megatron_pulse.profile.measuring.optimizer import optimizer_seconds
 from megatron_pulse.profile.measuring.sizes import (
@@ -220,23 +220,21 @@ def fill(module: Any) -> None:
 
 
 def _times(backbone: Backbone, measured: Sequence[LayerMeasure]) -> tuple[LayerTimes, ...]:
-    kept = [layer.kept for layer in measured]
-    return tuple(
-        LayerTimes(
-            *layer.medians,
-            *layer.spreads,
-            saved,
-            layer.peak_bytes,
-            *layer.split,
-            layer.kept.again_bytes,
-            passed,
-            layer.forward_bytes,
-            layer.waiting_bytes,
+    memory = memory_columns(backbone, [layer.memory for layer in measured])
+    found = []
+    for layer, columns in zip(measured, memory, strict=True):
+        forward, input_grad, weight_grad = layer.split
+        found.append(
+            LayerTimes(
+                *layer.medians,
+                *layer.spreads,
+                **columns,
+                split_forward_s=forward,
+                split_input_grad_s=input_grad,
+                split_weight_grad_s=weight_grad,
+            )
         )
-        for layer, saved, passed in zip(
-            measured, saved_bytes(backbone, kept), passed_bytes(kept), strict=True
-        )
-    )
+    return tuple(found)
 
 
 def _method(patience: Patience, once_per_kind: bool, split: bool) -> str:

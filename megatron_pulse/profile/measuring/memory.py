@@ -41,6 +41,16 @@ class Kept:
         return made + sum(n for n, keeps in ends if keeps)
 
 
+@dataclass(frozen=True)
+class LayerMemory:
+    """What one layer keeps, and the bytes that it has in use (as of ``LayerTimes``)."""
+
+    kept: Kept
+    peak_bytes: int
+    forward_bytes: int
+    waiting_bytes: int
+
+
 class KeptStorages:
     """Within, collects the storages that autograd keeps of a layer's forward."""
 
@@ -110,6 +120,24 @@ def passed_bytes(kept: Sequence[Kept]) -> list[int]:
     return [
         sum(n for n, same in zip(layer.input_bytes, passed, strict=False) if same)
         for layer, passed in zip(kept, before, strict=True)
+    ]
+
+
+def memory_columns(backbone: Backbone, layers: Sequence[LayerMemory]) -> list[dict[str, int]]:
+    """Each layer's bytes as ``LayerTimes`` has them."""
+    kept = [layer.kept for layer in layers]
+    return [
+        {
+            "saved_bytes": saved,
+            "peak_bytes": layer.peak_bytes,
+            "again_bytes": layer.kept.again_bytes,
+            "passed_bytes": passed,
+            "forward_bytes": layer.forward_bytes,
+            "waiting_bytes": layer.waiting_bytes,
+        }
+        for layer, saved, passed in zip(
+            layers, saved_bytes(backbone, kept), passed_bytes(kept), strict=True
+        )
     ]
 
 
