@@ -126,6 +126,18 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _unwritten(error: Exception, args: argparse.Namespace) -> str | None:
+    """Why a file that ``args`` name cannot be, or output has no room, if that is behind ``error``;
+    what is still to be printed is then dropped."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{str(error.filename)[:40]}... is too long a name; give a shorter one"
+    full = why_full(error, [value for value in vars(args).values() if isinstance(value, Path)])
+    if full is not None and (reason := _unprinted()):
+        _drop_output()
+        return f"standard output: {reason}"
+    return full
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 on success, 2 for what the user can mend, 130 when interrupted."""
     open_closed_streams()
@@ -156,20 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         return 141  # as a shell reports SIGPIPE
     except Exception as error:
-        places = [value for value in vars(args).values() if isinstance(value, Path)]
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            name = str(error.filename)
-            print(
-                f"pulse {args.command}: error: {name[:40]}... is too long a name; give a shorter "
-                "one",
-                file=sys.stderr,
-            )
-            return 2
-        if (full := why_full(error, places)) is None:
+        if (fault := _unwritten(error, args)) is None:
             raise
-        if reason := _unprinted():
-            full = f"standard output: {reason}"
-            _drop_output()
-        print(f"pulse {args.command}: error: {full}", file=sys.stderr)
+        print(f"pulse {args.command}: error: {fault}", file=sys.stderr)
         return 2
     return 0

@@ -20,3 +20,11 @@ def prepare_megatron() -> None:
 
         with mending(compat.UnsupportedMegatron):
             compat.install()
+
+
+def prepare_profiling() -> None:
+    """The same, and let weight gradients of Megatron's linear layers wait, as they do in a run."""
+    prepare_megatron()
+    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+
+    wait_for_weight_gradients()

@@ -21,7 +21,7 @@ from megatron_pulse.cli.errors import (
     require,
     warn,
 )
-from megatron_pulse.cli.megatron import prepare_megatron
+from megatron_pulse.cli.megatron import prepare_megatron, prepare_profiling
 from megatron_pulse.cli.models.encoding import no_pipeline
 from megatron_pulse.cli.output import table
 from megatron_pulse.faults import unknown
@@ -303,10 +303,7 @@ def _from_table(args: argparse.Namespace, sizes: list[int]) -> Profile:
 
 def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     roofline = _roofline(args) if args.preset or args.peak_tflops is not None else None
-    prepare_megatron()
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
-
-    wait_for_weight_gradients()
+    prepare_profiling()
     if roofline is not None:
         from megatron_pulse.profile.analytic import analyse
         from megatron_pulse.runtime.measure.leaving import leaving_weights

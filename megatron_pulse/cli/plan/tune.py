@@ -312,15 +312,13 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
     device = where.peaks
     assert device is not None
     require(device.dtype_faults("--dtype", args.dtype))
-    from megatron_pulse.cli.megatron import prepare_megatron
+    from megatron_pulse.cli.megatron import prepare_profiling
     from megatron_pulse.profile.devices import Roofline
 
-    prepare_megatron()
-    from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
+    prepare_profiling()
     from megatron_pulse.profile.analytic import analyse
     from megatron_pulse.runtime.measure.leaving import leaving_weights
 
-    wait_for_weight_gradients()
     roofline = Roofline(device, args.dtype or device.half_dtype)
     backbone = trained_backbone(args, roofline.dtype)
     return analyse(backbone, _PROFILED, roofline, progress=True, leaving=leaving_weights)
