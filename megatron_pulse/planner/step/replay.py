@@ -265,13 +265,7 @@ class _Run:
     def _arrive(self, message: _Message, now: float) -> None:
         self.sending[message.source] = self.receiving[message.destination] = False
         self.awaited[message.consumer] -= 1
-        while True:
-            first: _Message | None = None
-            for device, queue in enumerate(self.queue):
-                if queue and (other := self._next(device)) is not None:
-                    if first is None or other.number < first.number:
-                        first = other
-            if first is None:
-                break
-            self._send(first, now)
+        devices = range(len(self.queue))
+        while able := [first for d in devices if self.queue[d] and (first := self._next(d))]:
+            self._send(min(able, key=lambda each: each.number), now)
         self._advance(message.destination, now)
