@@ -26,8 +26,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,53 +101,68 @@ def flipped(path: Path, rng: random.Random) -> tuple[bytes, str]:
 def run_flip(number: int, seed: int, sound: Path, names: Sequence[str]) -> Case:
     """Flip a bit, run the command in a child, judge."""
     rng = random.Random(f"{seed} {number} flip")
-    name = names[number % len(names)]
-    target = TARGETS[name]
-    command = rng.choice(target.commands)
-    with tempfile.TemporaryDirectory(prefix="mutation-") as place:
-        folder = Path(place) / "here"
-        shutil.copytree(sound, folder)
-        content, how = flipped(folder / target.file, rng)
-        (folder / target.file).write_bytes(content)
-        begin = time.perf_counter()
-        outcome, detail = _judged(name, command, folder)
-        seconds = time.perf_counter() - begin
-    if outcome == "accepted" and target.hashed:
-        outcome = "not seen"
-    return Case(number, name, how, " ".join(command), outcome, round(seconds, 2), detail)
+
+    def damage(file: Path) -> str:
+        content, how = flipped(file, rng)
+        file.write_bytes(content)
+        return how
+
+    case, _ = _run(number, rng, sound, names, damage)
+    unseen = case.outcome == "accepted" and TARGETS[case.target].hashed
+    return replace(case, outcome="not seen") if unseen else case
 
 
 def run_case(number: int, seed: int, sound: Path, names: Sequence[str]) -> Case:
     """Mutate, run the command in a child, judge."""
     rng = random.Random(f"{seed} {number}")
     name = names[number % len(names)]
+
+    def damage(file: Path) -> str:
+        content, how = mutated(file, rng)
+        kind = rng.random()
+        if kind < 0.01:
+            file.unlink()
+            return "missing"
+        if kind < 0.02:
+            file.unlink()
+            file.mkdir()
+            return "a folder"
+        if kind < 0.04 and name != "events":
+            others = [p for p in sound.iterdir() if p.is_file() and p.name != TARGETS[name].file]
+            shutil.copy(rng.choice(others), file)
+            return "another kind"
+        file.write_bytes(content)
+        return how
+
+    case, left = _run(number, rng, sound, names, damage)
+    if case.outcome == "refused" and left:
+        return replace(case, outcome="left files", detail=f"{sorted(left)}")
+    return case
+
+
+def _run(
+    number: int,
+    rng: random.Random,
+    sound: Path,
+    names: Sequence[str],
+    damage: Callable[[Path], str],
+) -> tuple[Case, set[str]]:
+    """Damage one file of a copy, run a command that reads it in a child, judge; with what files the
+    command left."""
+    name = names[number % len(names)]
     target = TARGETS[name]
     command = rng.choice(target.commands)
     with tempfile.TemporaryDirectory(prefix="mutation-") as place:
         folder = Path(place) / "here"
         shutil.copytree(sound, folder)
-        content, how = mutated(folder / target.file, rng)
-        kind = rng.random()
-        if kind < 0.01:
-            (folder / target.file).unlink()
-            how = "missing"
-        elif kind < 0.02:
-            (folder / target.file).unlink()
-            (folder / target.file).mkdir()
-            how = "a folder"
-        elif kind < 0.04 and name != "events":
-            others = [p for p in sound.iterdir() if p.is_file() and p.name != target.file]
-            shutil.copy(rng.choice(others), folder / target.file)
-            how = "another kind"
-        else:
-            (folder / target.file).write_bytes(content)
+        how = damage(folder / target.file)
         before = _listing(folder)
         begin = time.perf_counter()
         outcome, detail = _judged(name, command, folder)
         seconds = time.perf_counter() - begin
-        if outcome == "refused" and (left := _listing(folder) - before):
-            outcome, detail = "left files", f"{sorted(left)}"
-    return Case(number, name, how, " ".join(command), outcome, round(seconds, 2), detail)
+        left = _listing(folder) - before
+    case = Case(number, name, how, " ".join(command), outcome, round(seconds, 2), detail)
+    return case, left
 
 
 def _listing(folder: Path) -> set[str]:
