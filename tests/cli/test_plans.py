@@ -138,7 +138,7 @@ def test_check_lists_every_fault(
 ) -> None:
     breaking, expected = BROKEN[case]
     save_plan(breaking(small_plan()), "bad.json")
-    err = refused(["check", "bad.json"], *expected)
+    err = refused(["check", "bad.json"], *expected, "make the plan anew with 'pulse tune'")
     assert main(["check", "bad.json", "--json"]) == 2
     record = json.loads(capsys.readouterr().out)
     assert not record["can_run"] and record["faults"]

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.backbone_flags import add_code_flag
-from megatron_pulse.cli.errors import add_parser, require, warn
+from megatron_pulse.cli.errors import add_parser, warn
 from megatron_pulse.cli.output import add_json, answer, columns
+from megatron_pulse.faults import UserError, told
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -36,6 +37,12 @@ examples:
   pulse check plan.json
   pulse check plan.json --json | jq .faults
 """
+
+
+_REMEDY = (
+    "make the plan anew with 'pulse tune', or take back what was edited: costs, decisions and "
+    "figures of a plan belong together"
+)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -80,7 +87,8 @@ def run(args: argparse.Namespace) -> None:
         ]
     if lines or args.json:
         answer(args, lines, lambda: _verdict(args.plan, faults, fine))
-    require([f"{args.plan}: {fault}" for fault in faults])
+    if faults:
+        raise UserError(told(str(args.plan), faults, _REMEDY))
 
 
 def _verdict(path: Path, faults: list[str], fine: dict[str, str]) -> dict[str, Any]:

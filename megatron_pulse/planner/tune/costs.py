@@ -36,7 +36,8 @@ class Unfit(StrEnum):
     PARTITION = "no legal partition"
     SHARDS = "tensor parallelism divides nothing, or not evenly"
     SLOWER = "slower than those listed, by its lower bound"
-    SAME = "comes to the same as one listed"
+    SAME = "comes to the same as another config"
+    LATE = "left when the time was up"
 
 
 class UnfitError(ValueError):

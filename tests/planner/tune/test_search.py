@@ -94,6 +94,8 @@ def test_out_of_time_says_what_is_left() -> None:
     long = search(evaluator, candidates, keep=3, budget=Budget(1.2, Clock()))
     assert short.bound_s <= long.outcomes[0].step_s <= short.outcomes[0].step_s
     for found in (short, long):
+        late = sum(counts[Unfit.LATE] for counts in found.degrees.values())
+        assert late == found.num_left
         counted = sum(found.refused.values()) + found.num_left
         assert counted <= found.num_configs
 

@@ -160,6 +160,9 @@ class _ConfigSearch:
         self.queue = [*self.waiting.values(), *self.aside]
         left = [c for c in self.queue if c.bound < self.listed.limit]
         found.refused[Unfit.SLOWER] += len(self.queue) - len(left)
+        for candidate in self.queue:
+            late = candidate.bound < self.listed.limit
+            self.count(candidate.config, Unfit.LATE if late else Unfit.SLOWER)
         found.num_left = len(left)
         found.bound_s = min((c.bound for c in left), default=float("inf"))
         if self.unseen:
@@ -447,5 +450,9 @@ class _ConfigSearch:
     def refuse(self, config: Config, reason: Unfit, detail: str) -> None:
         """Count a refusal."""
         self.found.refused[reason] += 1
-        self.found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
         self.found.examples.setdefault(reason, detail)
+        self.count(config, reason)
+
+    def count(self, config: Config, reason: Unfit) -> None:
+        """One more of a pipeline degree that was not simulated for this reason."""
+        self.found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
