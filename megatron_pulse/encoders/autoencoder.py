@@ -160,10 +160,10 @@ def _normalization(folder: str | Path, config: Mapping[str, Any]) -> tuple[Tenso
             shift = torch.tensor(by_channel["latents_mean"], dtype=torch.float32)
             factor = factor / torch.tensor(by_channel["latents_std"], dtype=torch.float32)
         scale = factor
-    if not faults and not (scale.isfinite().all() and shift.isfinite().all() and scale.all()):
+    if not faults and not (scale.isfinite().all() and shift.isfinite().all() and (scale > 0).all()):
         faults.append(
             "scaling_factor, shift_factor, latents_mean and latents_std must be finite numbers, "
-            "scales not 0"
+            "scales above 0"
         )
     if faults:
         raise AutoencoderError(told(f"{folder}/config.json", faults))

@@ -17,7 +17,7 @@ from megatron_pulse.planner.schedule.check.validate import faults_for, peak_acti
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.jobshop import job_shop
-from megatron_pulse.planner.schedule.search.starts import rules_by_growth
+from megatron_pulse.planner.schedule.search.starts import by_turns, rules_by_growth
 from megatron_pulse.planner.schedule.search.synthesize import classics, synthesize
 from tests.benchmarks.schedules import Case
 from tests.planner.strategies import equal, problems
@@ -168,6 +168,10 @@ def test_rules_for_many_microbatches_are_ranked_with_few() -> None:
     assert lengths[0] <= sorted(lengths)[len(lengths) // 10]
     looks = iter([False] * 5 + [True])
     assert len(list(rules_by_growth(shop, few, more, lambda: next(looks)))) == 5
+
+
+def test_sources_of_starts_take_turns_and_give_each_start_once() -> None:
+    assert list(by_turns(iter([[1], [2]]), iter([[2], [1], [3], [4]]))) == [[1], [2], [3], [4]]
 
 
 def test_problems_that_cannot_be() -> None:

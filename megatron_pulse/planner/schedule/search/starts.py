@@ -78,6 +78,20 @@ def rules_by_growth(
         yield _by_rule(shop, *way)
 
 
+def by_turns(*sources: Iterator[list[int]]) -> Iterator[list[int]]:
+    """One start of each source after the other, and of several that are the same the first."""
+    seen: set[tuple[int, ...]] = set()
+    left = list(sources)
+    while left:
+        for source in tuple(left):
+            start = next((each for each in source if tuple(each) not in seen), None)
+            if start is None:
+                left.remove(source)
+            else:
+                seen.add(tuple(start))
+                yield start
+
+
 def from_template(shop: JobShop, template: Template) -> Iterator[list[int]]:
     """The template as it is, where it keeps the caps, and list scheduled by its dates."""
     dates = template.unrolled(shop.num_microbatches)

@@ -40,6 +40,7 @@ from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import exact_time, job_shop
 from megatron_pulse.planner.schedule.search.listing import list_schedule
 from megatron_pulse.planner.schedule.search.starts import (
+    by_turns,
     from_template,
     rules_by_growth,
     starts,
@@ -82,7 +83,7 @@ is dear keeps the search near what fits, what is cheap lets it through to other 
 SWAPS = 2000
 """Swaps of annealing that count as one start: they take about as long."""
 
-LARGE, LARGE_STARTS_SHARE = 5000, 0.5
+LARGE, LARGE_STARTS_SHARE = 5000, 0.35
 """Operations from which annealing begins cold, as there is no time to cool down, and share of the
 starts there: a schedule of fewer microbatches is seldom found that repeats."""
 
@@ -289,9 +290,10 @@ class _ScheduleSearch:
                 part = budget.share(CORE_SHARE)
                 self.try_all(self.by_core(count, part), None)
         part = budget.share(LARGE_STARTS_SHARE if large else STARTS_SHARE)
+        sources = [starts(self.shop)]
         if large and self.problem.num_microbatches > count:
-            self.try_all(self.by_growth(part.past(GROWTH_SHARE)), part)
-        self.try_all(starts(self.shop), part)
+            sources.append(self.by_growth(part.past(GROWTH_SHARE)))
+        self.try_all(by_turns(*sources), part)
         part = budget.share(SHAKEN_SHARE)
         self.try_all(self.shaken(), part)
         if sweeps is not None and sweeps.reached <= BEHIND * self.ticks:
