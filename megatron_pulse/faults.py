@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 _SHOWN = 40
 _OF_A_KIND = 3
@@ -26,7 +27,18 @@ class UserError(ValueError):
     """What a user can mend; the message says what is wrong and what to do."""
 
 
-class Faults(ValueError):
+class Carried(Exception):
+    """An error that other processes get as it is, though it is made of more than its message."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (type(self), self.args), self.__dict__
+
+
+def _remade(kind: type[Carried], args: tuple[Any, ...]) -> Carried:
+    return kind.__new__(kind, *args)
+
+
+class Faults(Carried, ValueError):
     """Several faults that have no more in common than that they were found together."""
 
     def __init__(self, faults: Sequence[str]) -> None:

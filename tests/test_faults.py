@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 
 import pytest
 
 import megatron_pulse
+from megatron_pulse.backbone.check import BackboneError
+from megatron_pulse.backbone.derived.exported import DerivationError
+from megatron_pulse.backbone.published import PublishedError
+from megatron_pulse.data.dataset import CorruptSample
 from megatron_pulse.faults import Faults, collecting, counted, listed, raised, told
+from megatron_pulse.planner.tune.costs import Unfit, UnfitError
+from model_specs.common.options import OptionError
 
 
 def test_a_short_list_is_whole() -> None:
     faults = [f"times[{i}] is missing" for i in range(40)]
     assert listed(faults).splitlines() == ["", *(f"  - {fault}" for fault in faults)]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Faults(["a", "b"]),
+        BackboneError("uvit", ["a", "b"]),
+        DerivationError("mine.py", ["a"]),
+        PublishedError("weights", ["a", "b"]),
+        OptionError("uvit", ["a"]),
+        CorruptSample("data", ["a", "b"], "mend it"),
+        UnfitError(Unfit.STATE, "P=2"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_another_process_gets_an_error_as_it_is(error: Exception) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error)
+    assert vars(again) == vars(error)
 
 
 def test_the_same_fault_is_said_once_and_counted() -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from megatron_pulse.backbone.chain import COMPUTE, DTYPE_BYTES, Backbone, Layer, TensorSpec
 from megatron_pulse.backbone.shapes import shape_faults
-from megatron_pulse.faults import told
+from megatron_pulse.faults import Carried, told
 
 _LAYER_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 
@@ -17,7 +17,7 @@ _MOST_VALUES = 2**38
 _DTYPES = (COMPUTE, *DTYPE_BYTES)
 
 
-class BackboneError(ValueError):
+class BackboneError(Carried, ValueError):
     """A backbone that cannot be run; ``faults`` lists why."""
 
     def __init__(self, backbone: str, faults: list[str]) -> None:

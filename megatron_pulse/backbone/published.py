@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_pulse.faults import UserError, told
+from megatron_pulse.faults import Carried, UserError, told
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,7 +162,7 @@ class Published:
     part: str = ""
 
 
-class PublishedError(UserError):
+class PublishedError(Carried, UserError):
     """Weights that are not those of the backbone; ``faults`` lists every reason."""
 
     def __init__(self, what: str, faults: list[str]) -> None:

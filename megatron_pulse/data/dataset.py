@@ -11,18 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.diffusion.noise import Stream, philox
-from megatron_pulse.faults import UserError, told
+from megatron_pulse.faults import Carried, UserError, told
 
 
-class DataError(UserError):
+class DataError(Carried, UserError):
     """Data that cannot be used; ``faults`` lists every reason, the message says what to do."""
 
     def __init__(self, what: str, faults: Sequence[str], remedy: str) -> None:
         self.what, self.faults, self.remedy = what, list(faults), remedy
         super().__init__(told(what, faults, remedy))
-
-    def __reduce__(self) -> tuple[type[DataError], tuple[str, list[str], str]]:
-        return type(self), (self.what, self.faults, self.remedy)
 
 
 class CorruptSample(DataError):

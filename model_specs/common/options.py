@@ -16,7 +16,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megatron_pulse.faults import meant, told
+from megatron_pulse.faults import Carried, meant, told
 from megatron_pulse.flag_fields import flag_value
 
 Value = str | int | float | bool | None | tuple[int, ...] | list[int]
@@ -87,7 +87,7 @@ def _name_of(kind: Any) -> str:
     return kind.__name__ if type(kind) is type else str(kind)
 
 
-class OptionError(ValueError):
+class OptionError(Carried, ValueError):
     """Options that make no backbone; ``faults`` lists why."""
 
     def __init__(self, message: str, faults: list[str]) -> None:

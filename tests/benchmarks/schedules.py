@@ -45,6 +45,8 @@ from megatron_pulse.planner.schedule.solve import solve
 PROFILES = ("equal", "random", "unet", "bal")
 SHAPES = ((2, 4), (2, 8), (2, 16), (4, 8), (4, 16), (4, 32), (8, 16), (8, 64), (16, 32), (16, 128))
 LINKS = (0.0, 0.1)
+LEAST = 2
+"""Activations that a microbatch has on a device: with room for fewer there is no schedule."""
 CAPS = (2.0, 1.5)
 
 TARGETS = {
@@ -174,7 +176,8 @@ def grid(
     """The cases, cell by cell."""
     for (p, m), split, cap in product(shapes, (False, True), caps):
         for profile, link in product(profiles, links):
-            yield Case(profile, p, m, split, cap, link)
+            if cap * p >= LEAST:
+                yield Case(profile, p, m, split, cap, link)
 
 
 def sampled(cases: list[Case], number: int | None) -> list[Case]:

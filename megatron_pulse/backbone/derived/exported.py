@@ -34,10 +34,10 @@ from megatron_pulse.backbone.derived.refused.refusals import refusals
 from megatron_pulse.backbone.derived.refused.shared import shared_memory
 from megatron_pulse.backbone.derived.refused.telling import alike, passes
 from megatron_pulse.backbone.derived.refused.untraced import Unseen, watched
-from megatron_pulse.faults import raised, told
+from megatron_pulse.faults import Carried, raised, told
 
 
-class DerivationError(ValueError):
+class DerivationError(Carried, ValueError):
     """A module of which no chain can be made; ``faults`` lists why, with lines of the model."""
 
     def __init__(self, module: str, faults: list[str]) -> None:

@@ -9,6 +9,7 @@ from functools import cache, lru_cache, partial
 from operator import add
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.faults import Carried
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.memory import (
     DEFAULT_STATE,
@@ -40,7 +41,7 @@ class Unfit(StrEnum):
     LATE = "left when the time was up"
 
 
-class UnfitError(ValueError):
+class UnfitError(Carried, ValueError):
     """A config that cannot run."""
 
     def __init__(self, reason: Unfit, detail: str) -> None:
