@@ -225,7 +225,7 @@ class PulseOptions:
         "other is; longer than the longest operation (default 600)",
         600.0,
         metavar="SECONDS",
-        within=ABOVE_ZERO,
+        within=FROM_ONE,
     )
     slow_ratio: float = flag(
         "warn of a rank whose operations take so many times longer than those of the median rank, "
