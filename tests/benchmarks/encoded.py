@@ -1,6 +1,6 @@
 """Encoders in the loop: runs of every family that reads text, in every way and layout, bit for bit.
 
-    .venv/bin/python -m tests.benchmarks.encoded                      # all: 15 minutes on two cores
+    .venv/bin/python -m tests.benchmarks.encoded                      # all: 8 minutes on two cores
     .venv/bin/python -m tests.benchmarks.encoded --families sd flux --steps 3
 
 Tiny random encoders, autoencoders and backbones on captioned digits, in Megatron's own loop. What
