@@ -100,6 +100,16 @@ def test_out_of_time_says_what_is_left() -> None:
         assert counted <= found.num_configs
 
 
+def test_all_that_fits_without_a_pipeline_is_looked_at_at_once() -> None:
+    """Though the best by its estimate must compute activations again, and others need not."""
+    for seed in range(4):
+        of = profile(random.Random(seed), 14, 6, saved_mb=250.0), cluster(2, 4, memory_gb=20.0), 32
+        alone = search(Evaluator(*of), configs(8, 4, 32, True, Choices(pipeline=(1,))), keep=3)
+        everything = configs(8, 4, 32, True, Choices())
+        found = search(Evaluator(*of), everything, keep=3, budget=Budget(0.5, Clock()))
+        assert found.rivals["P=1"].step_s <= alone.outcomes[0].step_s * (1 + 1e-12)
+
+
 def test_variants_of_the_best_are_tried() -> None:
     """None of what differs from it in one thing is sooner with its cuts, nor is it with a cut moved
     by a layer."""

@@ -11,7 +11,7 @@ done     simulated with these cuts, its own, and cuts that have more even stages
          fewer parameters; the best of them with schedules that were searched for
 =======  ==========================================================================================
 
-First the best config of every degree and layout becomes quick, unless its estimate from cuts is far
+First all configs without a pipeline and the best of every degree and layout become quick, unless its estimate from cuts is far
 from the best, the fewest stages first; how far that is from its estimate of even work corrects the
 others', for each tensor degree. From then on whatever has the least time so far takes its next
 step, in the end by turns with what differs from the best in one thing, which is simulated with cuts
@@ -250,6 +250,8 @@ class _ConfigSearch:
         if not candidates:
             return []
         first = min(candidates)
+        if first.config.pipeline == 1:
+            return self.without_cuts(sorted(candidates))
         other = replace(first.config, split=not first.config.split)
         scouts = [first, *(one for one in candidates if one.config == other)]
         rest = [candidate for candidate in candidates if candidate not in scouts]
@@ -257,6 +259,14 @@ class _ConfigSearch:
         if self.known.of(first.kind):
             rest = [one for group in by_ranks(rest) for one in self.corrected(group)]
         return [*rest, *(one for one in reached if one is not None)]
+
+    def without_cuts(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Candidates of one device in a pipeline, each simulated if it may be listed: that takes no
+        longer than an estimate, and what one has to compute again says nothing of another."""
+        reached = [
+            self.scout(one) if one.bound < self.listed.limit else one for one in candidates
+        ]
+        return [one for one in reached if one is not None]
 
     def scout(self, candidate: Candidate) -> Candidate | None:
         """The candidate simulated, unless it looks far from the best on the way there."""
