@@ -11,11 +11,12 @@ done     simulated with these cuts, its own, and cuts that have more even stages
          fewer parameters; the best of them with schedules that were searched for
 =======  ==========================================================================================
 
-First all configs without a pipeline and the best of every degree and layout become quick, unless its estimate from cuts is far
-from the best, the fewest stages first; how far that is from its estimate of even work corrects the
-others', for each tensor degree. From then on whatever has the least time so far takes its next
-step, in the end by turns with what differs from the best in one thing, which is simulated with cuts
-of its own and with the best's, and with the best by cuts that are moved (``variants``).
+First all configs without a pipeline and the best of every degree and layout become quick, unless
+its estimate from cuts is far from the best, the fewest stages first; how far that is from its
+estimate of even work corrects the others', for each tensor degree. From then on whatever has the
+least time so far takes its next step, in the end by turns with what differs from the best in one
+thing, which is simulated with cuts of its own and with the best's, and with the best by cuts that
+are moved (``variants``).
 What is bound to take longer than all that are kept is dropped; what is far from the best by its
 estimate is cut for such a bound before it is simulated.
 """
@@ -263,9 +264,7 @@ class _ConfigSearch:
     def without_cuts(self, candidates: list[Candidate]) -> list[Candidate]:
         """Candidates of one device in a pipeline, each simulated if it may be listed: that takes no
         longer than an estimate, and what one has to compute again says nothing of another."""
-        reached = [
-            self.scout(one) if one.bound < self.listed.limit else one for one in candidates
-        ]
+        reached = [self.scout(one) if one.bound < self.listed.limit else one for one in candidates]
         return [one for one in reached if one is not None]
 
     def scout(self, candidate: Candidate) -> Candidate | None:
