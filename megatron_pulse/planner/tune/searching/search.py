@@ -246,15 +246,19 @@ class _ConfigSearch:
 
     def scouted(self, candidates: list[Candidate]) -> list[Candidate]:
         """Candidates of one kind, the most promising simulated, and the same with backwards whole
-        for split or split for whole; the others' estimates corrected by what its cuts say of one of
-        each way to share nodes."""
+        for split or split for whole, and with microbatches half or twice as large, whichever is
+        estimated to be sooner; the others' estimates corrected by what its cuts say of one of each
+        way to share nodes."""
         if not candidates:
             return []
         first = min(candidates)
         if first.config.pipeline == 1:
             return self.without_cuts(sorted(candidates))
         other = replace(first.config, split=not first.config.split)
+        size = first.config.micro_batch_size
+        sizes = [replace(first.config, micro_batch_size=b) for b in (size // 2, 2 * size)]
         scouts = [first, *(one for one in candidates if one.config == other)]
+        scouts += sorted(one for one in candidates if one.config in sizes)[:1]
         rest = [candidate for candidate in candidates if candidate not in scouts]
         reached = [self.scout(candidate) for candidate in scouts]
         if self.known.of(first.kind):
