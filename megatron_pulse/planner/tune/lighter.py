@@ -4,7 +4,8 @@ A step ends when the device with the most parameters has summed its gradients ov
 takes about M times the largest load, and what the heaviest device sums. Cuts of the least load are
 one end of what can be had, those of even parameters the other. Between them a limit on a device's
 parameters is lowered from one cut to the next, each of the least load under its limit, as long as
-the estimate of a step gains by it.
+the estimate of a step gains by it. The best of them then has cuts moved by a layer, one or two at
+once, as long as the estimate gains.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import islice
 
 from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import PartitionError
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.estimate import Estimator
 
 LIGHTER = 0.9
@@ -30,6 +32,9 @@ WORTH = 0.01
 
 PATIENCE = 2
 """Cuts in a row that gain nothing, after which no lighter ones are looked for."""
+
+MOVES, GAIN = 1000, 1e-4
+"""Estimates of moved cuts for a config, and the share of a step that a move must gain."""
 
 BEST = 2
 """Lighter cuts that are simulated for a config, the soonest by their estimates."""
@@ -87,4 +92,25 @@ class LighterCuts(Estimator):
             gainless = 0 if step_s < least_s else gainless + 1
             least_s = min(least_s, step_s)
             found[stages.partition] = step_s
-        return sorted((each for each in found if found[each] < own_s), key=found.__getitem__)
+        gaining = sorted((each for each in found if found[each] < own_s), key=found.__getitem__)
+        moved = self._descended(config, gaining[0] if gaining else free.partition)
+        return [moved, *(cuts for cuts in gaining if cuts != moved)]
+
+    def _descended(self, config: Config, cuts: Partition) -> Partition:
+        """``cuts`` with one or two moved by a layer, and again, as long as a step is estimated
+        shorter and what fits goes on to fit."""
+        if config.recompute is Recompute.NEEDED:  # what fits is worked out anew for each cut
+            return cuts
+        stages = self.cut(config, cuts)
+        least_s, fits, left = self.cut_estimate(config, stages), self.fits(stages), MOVES
+        while left > 0:
+            for moved in islice(self.moved_cuts(config, cuts), left):
+                left -= 1
+                stages = self.cut(config, moved)
+                step_s = self.cut_estimate(config, stages)
+                if step_s < (1 - GAIN) * least_s and (not fits or self.fits(stages)):
+                    cuts, least_s = moved, step_s
+                    break
+            else:
+                break
+        return cuts
