@@ -94,7 +94,7 @@ class LighterCuts(Estimator):
             found[stages.partition] = step_s
         gaining = sorted((each for each in found if found[each] < own_s), key=found.__getitem__)
         moved = self._descended(config, gaining[0] if gaining else free.partition)
-        return [moved, *(cuts for cuts in gaining if cuts != moved)]
+        return [each for each in dict.fromkeys((moved, *gaining)) if each != free.partition]
 
     def _descended(self, config: Config, cuts: Partition) -> Partition:
         """``cuts`` with one or two moved by a layer, and again, as long as a step is estimated
