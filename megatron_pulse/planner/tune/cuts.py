@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import crossings
-from megatron_pulse.planner.layout.placement import Partition, Placement
+from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.sparing import Sparing
-from megatron_pulse.planner.tune.stages import Stages
+from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
 
 type CostsKey = tuple[int, frozenset[int], int]
 """What a chain's costs depend on: microbatch size, what is computed again, tensor degree."""
@@ -28,7 +30,7 @@ MOVES = 200
 """Moved cuts that are looked at, at the most, where activations are computed again."""
 
 NEAR = 0.02
-"""How far above the least load one is that counts as near it, as a share."""
+"""How far above the least or an even load one is that counts as near it, as a share."""
 
 
 class ChainOnCluster(Sparing):
@@ -45,6 +47,10 @@ class ChainOnCluster(Sparing):
     @cached_property
     def _cut_of(self) -> Callable[[Config, Partition], Stages]:
         return lru_cache(maxsize=4096)(self._make_cut)
+
+    @cached_property
+    def _weights(self) -> dict[tuple[CostsKey, Placement, Goal], Goal]:
+        return {}
 
     @cached_property
     def _partition_of(
@@ -118,13 +124,41 @@ class ChainOnCluster(Sparing):
         return config.micro_batch_size, self.recomputed(config), config.tensor
 
     def _goal(self, config: Config) -> Goal:
+        """What to cut for. Devices send while they compute: where loads with messages keep cuts
+        from being even and links have time left, messages do not count."""
         home, ranks = config.placement.device_of_stage, self.ranks(config)
         goal = Goal(collocate=config.layout.collocates)
         links = {ranks.link(a, b) for a, b in zip(home, home[1:], strict=False) if a != b}
-        if links:
-            slowest = max(links, key=lambda link: (link.time_s(1 << 20), link.latency_s))
-            goal = replace(goal, link=slowest)
-        return goal
+        if not links:
+            return goal
+        slowest = max(links, key=lambda link: (link.time_s(1 << 20), link.latency_s))
+        return self._weighed(config, replace(goal, link=slowest))
+
+    def _weighed(self, config: Config, goal: Goal) -> Goal:
+        """The goal, or the one that counts no messages where its cuts have less to do on what is
+        busiest."""
+        key = self._costs_key(config), config.placement, goal
+        if key not in self._weights:
+            self._weights[key] = goal
+            without = replace(goal, link=Link())
+            with suppress(UnfitError):
+                counted = self.cut(config, self._free_cuts(config, goal))
+                if _may_ignore_messages(counted):
+                    other = self.cut(config, self._free_cuts(config, without))
+                    if other.busy_s(split=False) < counted.busy_s(split=False):
+                        self._weights[key] = without
+        return self._weights[key]
+
+    def _free_cuts(self, config: Config, goal: Goal) -> Partition:
+        """Cuts of about the least load, whatever memory; raises UnfitError for none.
+
+        Several stages or pairs of stages of a device are cut as if each had one of its own. A stage
+        for each device is cut at its best, which takes as little.
+        """
+        placement = config.placement
+        if placement.num_chunks > 1:
+            goal = replace(goal, order=("load",))
+        return Partition(placement, self._best_cuts(config, spread(placement), goal).cuts)
 
     def _make_stages(self, config: Config) -> Stages | UnfitError:
         placement, goal = config.placement, self._goal(config)
@@ -232,6 +266,21 @@ class ChainOnCluster(Sparing):
             return find_partition(self._costs_of(*costs_key), placement, goal, explain=False)
         except PartitionError as error:
             return error
+
+
+def _may_ignore_messages(stages: Stages) -> bool:
+    """Whether the busiest device is one that computes, much above an even share, and messages are
+    long enough for the cuts to have avoided some."""
+    work_s = stages.work_s(split=False)
+    sent_s = busiest_link_s(stages.partition.placement, stages.edges)
+    even_s = sum(work_s) / len(work_s)
+    return max(work_s) > (1 + NEAR) * even_s and NEAR * max(work_s) < sent_s < max(work_s)
+
+
+def spread(placement: Placement) -> Placement:
+    """Where every stage, or pair of stages, has a device of its own."""
+    num = placement.num_stages
+    return fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
 
 
 def _what_bears(config: Config) -> Config:

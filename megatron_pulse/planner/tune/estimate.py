@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_pulse.backbone.costs import running_sum
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
-from megatron_pulse.planner.layout.placement import Partition, Placement
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import DEFAULT_STATE, ParameterState
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, last_gradients, memory_bound
 from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
@@ -16,7 +16,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.cuts import ChainOnCluster
-from megatron_pulse.planner.tune.stages import Stages
+from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
 from megatron_pulse.profile.devices import known_device
 from megatron_pulse.profile.profile import Profile
 
@@ -173,12 +173,8 @@ class Estimator(ChainOnCluster):
     def cut_estimate(self, config: Config, stages: Stages, held: float | None = None) -> float:
         """About what a step takes with these stages, whether or not they fit; with ``held``
         parameters on the heaviest device in place of their own."""
-        costs, partition = stages.costs.of_schedule(config.split), stages.partition
-        work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
-        loads = stages.per_device(partition.per_stage(work))
-        busy = max(*loads, _busiest_link(partition.placement, stages.edges))
         heaviest = max(stages.per_device(stages.trained)) if held is None else held
-        return self._about(config, busy, _delay(stages.edges), heaviest)
+        return self._about(config, stages.busy_s(config.split), _delay(stages.edges), heaviest)
 
     def optimizer_s(self, config: Config, parameters: float) -> float:
         """Seconds of Adam over the ``parameters`` of a rank."""
@@ -224,7 +220,7 @@ class Estimator(ChainOnCluster):
             if placement.kind.mirrored:
                 edges = tuple(e for e in edges if e.destination == e.source + 1)
             each = max(sum(work) / config.pipeline, max(work))
-            self._spreads[key] = (each, _delay(edges), _busiest_link(placement, edges))
+            self._spreads[key] = (each, _delay(edges), busiest_link_s(placement, edges))
         return self._spreads[key]
 
 
@@ -236,15 +232,6 @@ def even_cuts(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
         near = int(np.searchsorted(total, total[-1] * k / num_stages))
         cuts.append(max(cuts[-1] + 1, min(near, len(work) - num_stages + k)))
     return (*cuts, len(work))
-
-
-def _busiest_link(placement: Placement, edges: Sequence[Edge]) -> float:
-    """Seconds of a microbatch that one device sends, which is as long as it receives."""
-    busy = [0.0] * placement.num_devices
-    for edge in edges:
-        for stage in (edge.source, edge.destination):
-            busy[placement.device_of_stage[stage]] += edge.seconds
-    return max(busy)
 
 
 def _delay(edges: Sequence[Edge]) -> float:

@@ -11,14 +11,14 @@ once, as long as the estimate gains.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import islice
 
-from megatron_pulse.planner.layout.placement import Partition, Placement, fold, sequential
+from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import PartitionError
 from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.cuts import spread
 from megatron_pulse.planner.tune.estimate import Estimator
 
 LIGHTER = 0.9
@@ -43,35 +43,37 @@ BEST = 2
 class LighterCuts(Estimator):
     """A chain whose cuts weigh loads against sums of gradients."""
 
-    def cheap_cuts(self, config: Config) -> list[Partition]:
+    def cheap_cuts(self, config: Config, near_s: float = float("inf")) -> list[Partition]:
         """Cuts of about the least load, whatever memory, and lighter ones where these promise a
-        shorter step; raises UnfitError for none.
-
-        Several stages or pairs of stages of a device are cut as if each had one of its own. A stage
-        for each device is cut at its best, which takes as little.
-        """
-        placement, goal = config.placement, self._goal(config)
-        num = placement.num_stages
-        spread = fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
-        if placement.num_chunks > 1:
-            goal = replace(goal, order=("load",))
-        free = Partition(placement, self._best_cuts(config, spread, goal).cuts)
-        return [free, *self._lighter_of(config, free, spread)[:1]]
+        shorter step, moved where it is one of less than ``near_s``; raises UnfitError for none."""
+        free = self._free_cuts(config, self._goal(config))
+        lighter = self._lighter_of(config, free, spread(config.placement))
+        if lighter and self.cut_estimate(config, self.cut(config, lighter[0])) < near_s:
+            lighter = [self._descended(config, lighter[0])]
+        return list(dict.fromkeys((free, *lighter[:1])))
 
     def light_cuts(self, config: Config) -> list[Partition]:
         """Cuts with fewer parameters on the heaviest device than the config's own, those of the
         shortest steps by their estimates. None where gradients are not summed, or soon."""
         own = self.stages(config).partition
-        return self._lighter_of(config, own, config.placement)[:BEST]
+        lighter = self._lighter_of(config, own, config.placement)
+        moved = [self._descended(config, cuts) for cuts in lighter[:1]]
+        return [cuts for cuts in dict.fromkeys((*moved, *lighter)) if cuts != own][:BEST]
 
     @cached_property
     def _lighter_of(self) -> Callable[[Config, Partition, Placement], list[Partition]]:
         """Often the same is asked for a config's cheap cuts and for its own."""
         return lru_cache(maxsize=1024)(self._find_lighter)
 
+    @cached_property
+    def _descended(self) -> Callable[[Config, Partition], Partition]:
+        """The same."""
+        return lru_cache(maxsize=1024)(self._descend)
+
     def _find_lighter(self, config: Config, cuts: Partition, spread: Placement) -> list[Partition]:
-        """Lighter ones than ``cuts`` by which a step is estimated shorter, the shortest first; each
-        is the best over ``spread`` under its limit."""
+        """Lighter ones than ``cuts`` by which a step is estimated shorter, the shortest first, or
+        ``cuts`` where none is; each is the best over ``spread`` under its limit. None where even
+        parameters would gain nothing."""
         free = self.cut(config, cuts)
         trained = free.per_device(free.trained)
         held, even = max(trained), sum(trained) / len(trained)
@@ -93,10 +95,9 @@ class LighterCuts(Estimator):
             least_s = min(least_s, step_s)
             found[stages.partition] = step_s
         gaining = sorted((each for each in found if found[each] < own_s), key=found.__getitem__)
-        moved = self._descended(config, gaining[0] if gaining else free.partition)
-        return [each for each in dict.fromkeys((moved, *gaining)) if each != free.partition]
+        return gaining or [cuts]
 
-    def _descended(self, config: Config, cuts: Partition) -> Partition:
+    def _descend(self, config: Config, cuts: Partition) -> Partition:
         """``cuts`` with one or two moved by a layer, and again, as long as a step is estimated
         shorter and what fits goes on to fit."""
         if config.recompute is Recompute.NEEDED:  # what fits is worked out anew for each cut

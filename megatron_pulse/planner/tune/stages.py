@@ -100,6 +100,26 @@ class Stages:
             sums[device] += value
         return tuple(sums)
 
+    def work_s(self, split: bool) -> tuple[float, ...]:
+        """Seconds that each device computes for a microbatch."""
+        costs = self.costs.of_schedule(split)
+        work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+        return self.per_device(self.partition.per_stage(work))
+
+    def busy_s(self, split: bool) -> float:
+        """Seconds of a microbatch on the busiest device, which sends while it computes, or on its
+        links."""
+        return max(*self.work_s(split), busiest_link_s(self.partition.placement, self.edges))
+
+
+def busiest_link_s(placement: Placement, edges: Sequence[Edge]) -> float:
+    """Seconds of a microbatch that one device sends, which is as long as it receives."""
+    busy = [0.0] * placement.num_devices
+    for edge in edges:
+        for stage in (edge.source, edge.destination):
+            busy[placement.device_of_stage[stage]] += edge.seconds
+    return max(busy)
+
 
 class Cut(Costs):
     """Stages of configs by given cuts, and the schedule problems of these.

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, LOOP, ROW
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.partition.find import Goal
+from megatron_pulse.planner.partition.find import Goal, find_partition
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
@@ -26,6 +27,7 @@ from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.tune import UntunableError, tune
+from megatron_pulse.profile.profile import Profile
 from tests.planner.tune.problems import cluster, profile, random_evaluator
 
 
@@ -135,19 +137,23 @@ def test_variants_of_the_best_are_tried() -> None:
                 assert step_s >= own * (1 - 1e-9)
 
 
+def heavy_first(seed: int, num_layers: int, num_skips: int) -> Profile:
+    """A chain whose first layers have four times the parameters."""
+    chain = profile(random.Random(seed), num_layers, num_skips)
+    layers = [
+        replace(layer, parameters=layer.parameters * (4 if i < num_layers // 4 else 1))
+        for i, layer in enumerate(chain.layers)
+    ]
+    return replace(chain, layers=tuple(layers))
+
+
 def test_light_cuts_end_a_step_sooner_and_are_the_best_of_their_weight() -> None:
     """Beside all cuts of two stages: none has less to do and no more to sum, and the soonest is
     nearly that of all."""
     choices = Choices(pipeline=(2,), tensor=(1,), micro_batch_size=(1,), ample=(False,))
     found = 0
     for seed in range(12):
-        chain = profile(random.Random(seed), 16, 4)
-        layers = [
-            replace(layer, parameters=layer.parameters * (4 if i < 4 else 1))
-            for i, layer in enumerate(chain.layers)
-        ]
-        few = replace(chain, layers=tuple(layers))
-        evaluator = Evaluator(few, cluster(2, 2, inter_gbs=0.3), 16)
+        evaluator = Evaluator(heavy_first(seed, 16, 4), cluster(2, 2, inter_gbs=0.3), 16)
         config = next(c for c in configs(4, 2, 16, True, choices) if c.layout == ROW)
         costs, own = evaluator.costs(config), evaluator.stages(config)
         every = {}
@@ -166,12 +172,35 @@ def test_light_cuts_end_a_step_sooner_and_are_the_best_of_their_weight() -> None
     assert found > 8
 
 
+def test_cuts_do_not_avoid_messages_that_are_hidden() -> None:
+    """Links that are busy for less than the devices do not keep cuts from being even: the busiest
+    device has no more to do than with cuts that know no messages, which is less than with those
+    that count them in."""
+    choices = Choices(pipeline=(4,), tensor=(1,), micro_batch_size=(1,), ample=(False,))
+    gained = 0
+    for seed in range(12):
+        evaluator = Evaluator(profile(random.Random(seed), 16, 0), cluster(2, 4, inter_gbs=1.0), 16)
+        every = (c for c in configs(8, 4, 16, False, choices) if c.layout == ROW)
+        config = next(c for c in every if not c.pipeline_inside)
+        goal, costs = evaluator._goal(config), evaluator.costs(config)
+        slowest = max(
+            (evaluator.ranks(config).link(d, d + 1) for d in range(3)),
+            key=lambda link: link.time_s(1),
+        )
+        busy = [
+            evaluator.cut(config, find_partition(costs, config.placement, each)).busy_s(False)
+            for each in (goal, replace(goal, link=slowest), replace(goal, link=Link()))
+        ]
+        assert busy[0] <= 1.02 * min(busy)
+        gained += busy[0] < 0.98 * busy[1]
+    assert gained > 2
+
+
 def test_no_step_is_estimated_shorter_with_a_light_cut_moved() -> None:
     choices = Choices(pipeline=(4,), tensor=(1,), micro_batch_size=(1,), ample=(False,))
     found = 0
-    for seed in range(6):
-        chain = profile(random.Random(seed), 20, 6)
-        evaluator = Evaluator(chain, cluster(2, 4, inter_gbs=0.3), 16)
+    for seed in range(12):
+        evaluator = Evaluator(heavy_first(seed, 20, 6), cluster(2, 4, inter_gbs=0.3), 16)
         config = next(c for c in configs(8, 4, 16, True, choices) if c.layout == FOLD_EXACT)
         for cuts in evaluator.light_cuts(config)[:1]:
             least_s = evaluator.cut_estimate(config, evaluator.cut(config, cuts))
@@ -310,9 +339,9 @@ class Clock:
             self.now += slowness * 30e-6 * self_.size(config)
             return evaluate(self_, config, *args, **more)
 
-        def cut(self_: Evaluator, config: Config) -> Any:
+        def cut(self_: Evaluator, config: Config, *limits: float) -> Any:
             self.now += slowness * 1e-4 * config.placement.num_stages**2
-            return cheap(self_, config)
+            return cheap(self_, config, *limits)
 
         def cut_well(self_: Evaluator, config: Config) -> Any:
             self.now += slowness * 4e-4 * config.placement.num_stages**2
@@ -338,7 +367,7 @@ def test_more_work_is_not_worse(seed: int) -> None:
         found = search(evaluator, evaluator.candidates(Choices(pipeline=(2, 4))), 3, budget)
         steps.append(found.outcomes[0].step_s)
     assert all(step_s <= 1.01 * min(steps[: i + 1]) for i, step_s in enumerate(steps))
-    assert steps[0] > 1.1 * steps[-1]
+    assert steps[0] > 1.05 * steps[-1]
 
 
 def test_first_simulations_are_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:

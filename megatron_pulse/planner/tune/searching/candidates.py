@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -15,6 +16,8 @@ MOST_KNOWN = 4
 """Cuts that are kept for a degree and layout, the latest."""
 
 type Kind = tuple[int, Layout]
+
+type Ranks = tuple[Kind, int, bool]
 
 
 class Reached(IntEnum):
@@ -54,6 +57,11 @@ def kind_of(config: Config) -> Kind:
     return config.pipeline, config.layout
 
 
+def ranks_of(config: Config) -> Ranks:
+    """What configs have in common whose ranks are as many in the same places."""
+    return kind_of(config), config.tensor, config.pipeline_inside
+
+
 class KnownCuts:
     """Cuts that others of a kind are tried with, and how much longer a step of them took than their
     load lets expect."""
@@ -85,6 +93,54 @@ class KnownCuts:
         return any(tried == kind for tried, _ in self._slower)
 
 
+class Queue:
+    """Candidates, the soonest first: by their estimates, times the least that others with as many
+    ranks in the same places took for theirs.
+
+    Estimates do not see all that a chain of slow messages idles, for one placement much (twice),
+    for another nothing; once one of a placement is simulated the others need not be, to know.
+    """
+
+    def __init__(self, candidates: Iterable[Candidate] = ()) -> None:
+        self._alike: dict[Ranks | None, list[Candidate]] = {}
+        self._times: dict[Ranks, float] = {}
+        for candidate in candidates:
+            self.push(candidate)
+
+    def __bool__(self) -> bool:
+        return bool(self._alike)
+
+    def push(self, candidate: Candidate) -> None:
+        """One more; those with quick schedules need no estimate."""
+        known = candidate.step is Reached.QUICK
+        ranks = None if known else ranks_of(candidate.config)
+        heapq.heappush(self._alike.setdefault(ranks, []), candidate)
+
+    def pop(self) -> Candidate:
+        """The soonest."""
+        tops = [(alike[0].seconds * self.times(of), of) for of, alike in self._alike.items()]
+        _, ranks = min(tops, key=lambda top: top[0])
+        alike = self._alike[ranks]
+        soonest = heapq.heappop(alike)
+        if not alike:
+            del self._alike[ranks]
+        return soonest
+
+    def times(self, ranks: Ranks | None) -> float:
+        """Times their estimates that those take."""
+        return self._times.get(ranks, 1.0) if ranks is not None else 1.0
+
+    def expected_s(self, candidate: Candidate) -> float:
+        """What a candidate is expected to take."""
+        known = candidate.step is Reached.QUICK
+        return candidate.seconds * (1.0 if known else self.times(ranks_of(candidate.config)))
+
+    def took(self, config: Config, times: float) -> None:
+        """A config was simulated and took so many times its estimate."""
+        ranks = ranks_of(config)
+        self._times[ranks] = min(times, self._times.get(ranks, times))
+
+
 def by_kind(configs: Iterable[Config]) -> list[list[Config]]:
     """Configs of each degree and layout, the fewest stages first."""
     kinds: dict[Kind, list[Config]] = {}
@@ -95,10 +151,9 @@ def by_kind(configs: Iterable[Config]) -> list[list[Config]]:
 
 def by_ranks(candidates: Iterable[Candidate]) -> list[list[Candidate]]:
     """Those of each tensor degree and way to share nodes, between which links differ."""
-    alike: dict[tuple[int, bool], list[Candidate]] = {}
+    alike: dict[Ranks, list[Candidate]] = {}
     for candidate in candidates:
-        config = candidate.config
-        alike.setdefault((config.tensor, config.pipeline_inside), []).append(candidate)
+        alike.setdefault(ranks_of(candidate.config), []).append(candidate)
     return list(alike.values())
 
 

@@ -14,16 +14,16 @@ done     simulated with these cuts, its own, and cuts that have more even stages
 First all configs without a pipeline and the best of every degree and layout become quick, unless
 its estimate from cuts is far from the best, the fewest stages first; how far that is from its
 estimate of even work corrects the others', for each tensor degree. From then on whatever has the
-least time so far takes its next step, in the end by turns with what differs from the best in one
-thing, which is simulated with cuts of its own and with the best's, and with the best by cuts that
-are moved (``variants``).
+least time so far takes its next step (``Queue``: estimates count with what simulations of as many
+ranks in the same places took for theirs), in the end by turns with what differs from the best in
+one thing, which is simulated with cuts of its own and with the best's, and with the best by cuts
+that are moved (``variants``).
 What is bound to take longer than all that are kept is dropped; what is far from the best by its
 estimate is cut for such a bound before it is simulated.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +38,7 @@ from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.candidates import (
     Candidate,
     KnownCuts,
+    Queue,
     Reached,
     by_kind,
     by_ranks,
@@ -61,6 +62,9 @@ HOPE = 0.5
 
 FAR = 1.1
 """Times the best by its estimate, from which a config is bounded before it is simulated."""
+
+CLOSE = 1.15
+"""Times the best by its estimate, up to which a kind's first cuts are moved by layers."""
 
 SEARCHED = 1
 """Cuts of a config for which schedules are searched, the soonest, beside its own."""
@@ -121,7 +125,7 @@ class _ConfigSearch:
         self.finish_s = finish_s
         self.listed, self.found = Shortlist(keep), Tuning()
         self.known = KnownCuts()
-        self.queue: list[Candidate] = []
+        self.queue = Queue()
         self.waiting: dict[Config, Candidate] = {}
         self.is_near = False
         """Most of the time is up, and what takes its step differs from the best in one thing."""
@@ -143,25 +147,24 @@ class _ConfigSearch:
     def run(self, candidates: Iterable[Config]) -> Tuning:
         """Look at ``candidates`` until all are ruled out or the budget is spent."""
         for configs in by_kind(candidates):
-            self.queue += self.scouted(self.estimated(configs))
-        heapq.heapify(self.queue)
-        self.waiting = {candidate.config: candidate for candidate in self.queue}
+            for candidate in self.scouted(self.estimated(configs)):
+                self.wait(candidate)
         while self.queue and not self.ended:
-            if (candidate := self.next_near()) is not None:
-                self.take(candidate)
+            if (near := self.next_near()) is not None:
+                self.take(near)
             varied_s = VARIED * self.late_s
             while not self.ended and self.variants.spent_s < varied_s and self.vary():
                 pass
-            candidate = heapq.heappop(self.queue)
+            candidate = self.queue.pop()
             if self.waiting.get(candidate.config) is candidate:
                 self.take(candidate)
         while not self.ended and self.vary():
             pass
         found = self.found
-        self.queue = [*self.waiting.values(), *self.aside]
-        left = [c for c in self.queue if c.bound < self.listed.limit]
-        found.refused[Unfit.SLOWER] += len(self.queue) - len(left)
-        for candidate in self.queue:
+        rest = [*self.waiting.values(), *self.aside]
+        left = [c for c in rest if c.bound < self.listed.limit]
+        found.refused[Unfit.SLOWER] += len(rest) - len(left)
+        for candidate in rest:
             late = candidate.bound < self.listed.limit
             self.count(candidate.config, Unfit.LATE if late else Unfit.SLOWER)
         found.num_left = len(left)
@@ -180,8 +183,12 @@ class _ConfigSearch:
         if candidate.bound >= self.listed.limit:
             self.refuse(candidate.config, Unfit.SLOWER, str(candidate.config))
         elif (following := self.advance(candidate)) is not None:
-            self.waiting[following.config] = following
-            heapq.heappush(self.queue, following)
+            self.wait(following)
+
+    def wait(self, candidate: Candidate) -> None:
+        """Let a candidate wait for its next step."""
+        self.waiting[candidate.config] = candidate
+        self.queue.push(candidate)
 
     @property
     def late_s(self) -> float:
@@ -361,7 +368,7 @@ class _ConfigSearch:
     def is_far(self, candidate: Candidate) -> bool:
         """Whether it is not likely to be the best."""
         best = self.listed.best
-        return bool(best) and candidate.seconds > FAR * best[0].step_s
+        return bool(best) and self.queue.expected_s(candidate) > FAR * best[0].step_s
 
     def cut(self, candidate: Candidate) -> Candidate:
         """Estimated and bounded from its own cuts."""
@@ -372,7 +379,8 @@ class _ConfigSearch:
 
     def learn(self, candidate: Candidate) -> None:
         """Let others of its kind be tried with cuts that are found for it at once."""
-        for cuts in self.found_by(self.evaluator.cheap_cuts, candidate.config):
+        near_s = CLOSE * self.listed.best[0].step_s if self.listed.best else float("inf")
+        for cuts in self.found_by(self.evaluator.cheap_cuts, candidate.config, near_s):
             self.known.learn(candidate.kind, cuts)
 
     def own(self, candidate: Candidate) -> Stages:
@@ -381,10 +389,10 @@ class _ConfigSearch:
         self.known.learn(candidate.kind, stages.partition)
         return stages
 
-    def found_by[T](self, cut: Callable[[Config], T], config: Config) -> T:
+    def found_by[T](self, cut: Callable[..., T], config: Config, *limits: float) -> T:
         """What ``cut`` finds, if it does not take too long."""
         with self.within(f"{cut.__name__}, {config.layout}", num_stages(config) ** 2):
-            return cut(config)
+            return cut(config, *limits)
 
     def simulate(self, candidate: Candidate) -> Candidate:
         """Simulated with a quick schedule; the first of a kind also with level cuts, where a device
@@ -454,6 +462,7 @@ class _ConfigSearch:
         found.num_simulated = len(self.simulated)
         expected = self.evaluator.cut_estimate(config, outcome.stages)
         self.known.took(kind_of(config), outcome.stages.partition, outcome.step_s / expected)
+        self.queue.took(config, outcome.step_s / expected)
         self.listed.add(outcome)
         self.variants.add(outcome)
         for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
