@@ -70,7 +70,11 @@ SEARCHED = 1
 """Cuts of a config for which schedules are searched, the soonest, beside its own."""
 
 SHARE, NEAR_SHARE = 0.1, 0.5
-"""Of the time that is left, what one cut or simulation may take; and one near the best."""
+"""Of the time that is left, what one cut or simulation may take; and one near the best, or of what
+may be much sooner."""
+
+PROMISING = 0.9
+"""Times the best by its estimate, up to which a config may be much sooner."""
 
 ALONE = 0.4
 """Share of the time in which candidates come in the order of their estimates alone."""
@@ -129,6 +133,8 @@ class _ConfigSearch:
         self.waiting: dict[Config, Candidate] = {}
         self.is_near = False
         """Most of the time is up, and what takes its step differs from the best in one thing."""
+        self.is_promising = False
+        """What takes its step is estimated to be much sooner than the best."""
         self.aside: list[Candidate] = []
         self.variants = Variants(evaluator)
         self.unseen = 0
@@ -211,6 +217,7 @@ class _ConfigSearch:
         whether there was one."""
         if not self.listed.best:
             return False
+        self.is_promising = False
         for good in self.variants.turns(self.listed.best[0], FAR):
             began = self.budget.spent
             found = self.vary_one(good)
@@ -304,7 +311,9 @@ class _ConfigSearch:
 
     def advance(self, candidate: Candidate) -> Candidate | None:
         """The candidate after its next step; None if there is none, or no time for it."""
-        following = None
+        following, best = None, self.listed.best
+        expected_s = self.queue.expected_s(candidate)
+        self.is_promising = bool(best) and expected_s < PROMISING * best[0].step_s
         try:
             if candidate.step is Reached.EVEN:
                 following = self.liken(candidate)
@@ -330,7 +339,7 @@ class _ConfigSearch:
     @contextmanager
     def within(self, work: str, size: float) -> Iterator[None]:
         """Do work that does not take too much of what is left of the time."""
-        share = NEAR_SHARE if self.is_near else SHARE
+        share = NEAR_SHARE if self.is_near or self.is_promising else SHARE
         if self.listed.best and not self.budget.fits(work, size, share):
             raise _TooLongError
         with self.budget.timed(work, size):
