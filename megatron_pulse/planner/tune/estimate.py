@@ -167,6 +167,8 @@ class Estimator(ChainOnCluster):
     def estimate(self, config: Config) -> float:
         """About what a step takes, from cuts that spread the work evenly."""
         loads, delay, link_s = self._spread(config)
+        if not config.ample:
+            loads = max(loads, loads + delay / config.pipeline)
         held = self.totals(config).trained / config.pipeline
         return self._about(config, max(loads, link_s), delay, held)
 
@@ -174,7 +176,31 @@ class Estimator(ChainOnCluster):
         """About what a step takes with these stages, whether or not they fit; with ``held``
         parameters on the heaviest device in place of their own."""
         heaviest = max(stages.per_device(stages.trained)) if held is None else held
-        return self._about(config, stages.busy_s(config.split), _delay(stages.edges), heaviest)
+        work = max(stages.busy_s(config.split), self._held_s(config, stages))
+        return self._about(config, work, _delay(stages.edges), heaviest)
+
+    def _held_s(self, config: Config, stages: Stages) -> float:
+        """Seconds of a microbatch that the memory for activations asks for: it cannot come and go
+        sooner than what devices hold of one, times how long, fills their room."""
+        costs, home = stages.costs.of_schedule(config.split), stages.partition.placement
+        work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
+        spent = list(stages.partition.per_stage(work))
+        for edge in stages.edges:
+            if edge.destination == edge.source + 1:
+                spent[edge.source] += (1 + edge.wants) * edge.seconds
+        kept, until_back = stages.kept_bytes(config.split), 0.0
+        filled = [0.0] * config.pipeline
+        for stage in reversed(range(home.num_stages)):
+            until_back += spent[stage]
+            filled[home.device_of_stage[stage]] += kept[stage] * until_back
+        least_s = 0.0
+        for device, least in enumerate(stages.per_device(kept)):
+            room = max(self.left(stages, device), least)
+            if not config.ample:
+                room = min(room, config.pipeline * least)
+            if least:
+                least_s = max(least_s, filled[device] / room)
+        return least_s
 
     def optimizer_s(self, config: Config, parameters: float) -> float:
         """Seconds of Adam over the ``parameters`` of a rank."""

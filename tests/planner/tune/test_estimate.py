@@ -12,7 +12,7 @@ from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.step.replay import replay
-from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.estimate import OPTIMIZER_BYTES
 from megatron_pulse.planner.tune.evaluate import Evaluator
@@ -193,3 +193,25 @@ def test_a_device_holds_what_is_kept_of_its_parameters(saved_mb: float) -> None:
         assert averaged[device] == pytest.approx(22 * count + beside)
         assert (beside > 4 * count) == (saved_mb == 100.0)
         assert halved[device] == pytest.approx(16 * count + max(4 * count, beside))
+
+
+def test_memory_that_fills_is_in_the_estimate() -> None:
+    """Over slow links a microbatch holds its memory for long: with room for as many as there are
+    devices they come seldom, and an estimate says so, as simulations do."""
+    evaluator = Evaluator(profile(random.Random(1), 24, 0), cluster(2, 8, inter_gbs=0.2), 128)
+    choices = Choices(pipeline=(8,), tensor=(1,), micro_batch_size=(1,), split=(True,))
+    every = [
+        c
+        for c in configs(16, 8, 128, False, choices)
+        if c.layout == ROW and not c.pipeline_inside and c.recompute is Recompute.NEVER
+    ]
+    least, ample = (next(c for c in every if c.ample is a) for a in (False, True))
+    cuts = evaluator.cheap_cuts(least)[0]
+    estimates, steps = [], []
+    for config in (least, ample):
+        stages = evaluator.cut(config, cuts)
+        estimates.append(evaluator.cut_estimate(config, stages))
+        steps.append(evaluator.evaluate(config, quick=True, stages=stages).step_s)
+    assert steps[0] > 1.1 * steps[1]
+    assert estimates[0] > 1.1 * estimates[1]
+    assert all(abs(e / s - 1) < 0.1 for e, s in zip(estimates, steps, strict=True))

@@ -19,6 +19,8 @@ type Kind = tuple[int, Layout]
 
 type Ranks = tuple[Kind, int, bool]
 
+type Sized = tuple[Ranks, int, bool]
+
 
 class Reached(IntEnum):
     """How far a config has come (``searching.search`` has the table)."""
@@ -95,15 +97,17 @@ class KnownCuts:
 
 class Queue:
     """Candidates, the soonest first: by their estimates, times the least that others with as many
-    ranks in the same places took for theirs.
+    ranks in the same places, microbatches as large, and ample memory or not took for theirs.
 
-    Estimates do not see all that a chain of slow messages idles, for one placement much (twice),
-    for another nothing; once one of a placement is simulated the others need not be, to know.
+    Estimates do not see all that a chain of slow messages idles, nor memory for few microbatches,
+    for one placement much (twice), for another nothing; once one is simulated the others need not
+    be, to know.
     """
 
     def __init__(self, candidates: Iterable[Candidate] = ()) -> None:
-        self._alike: dict[Ranks | None, list[Candidate]] = {}
-        self._times: dict[Ranks, float] = {}
+        self._alike: dict[Sized | None, list[Candidate]] = {}
+        self._times: dict[Sized, float] = {}
+        self._of_ranks: dict[Ranks, float] = {}
         for candidate in candidates:
             self.push(candidate)
 
@@ -113,32 +117,41 @@ class Queue:
     def push(self, candidate: Candidate) -> None:
         """One more; those with quick schedules need no estimate."""
         known = candidate.step is Reached.QUICK
-        ranks = None if known else ranks_of(candidate.config)
-        heapq.heappush(self._alike.setdefault(ranks, []), candidate)
+        sized = None if known else _sized(candidate.config)
+        heapq.heappush(self._alike.setdefault(sized, []), candidate)
 
     def pop(self) -> Candidate:
         """The soonest."""
         tops = [(alike[0].seconds * self.times(of), of) for of, alike in self._alike.items()]
-        _, ranks = min(tops, key=lambda top: top[0])
-        alike = self._alike[ranks]
+        _, sized = min(tops, key=lambda top: top[0])
+        alike = self._alike[sized]
         soonest = heapq.heappop(alike)
         if not alike:
-            del self._alike[ranks]
+            del self._alike[sized]
         return soonest
 
-    def times(self, ranks: Ranks | None) -> float:
-        """Times their estimates that those take."""
-        return self._times.get(ranks, 1.0) if ranks is not None else 1.0
+    def times(self, sized: Sized | None) -> float:
+        """Times their estimates that those take; of other sizes half of that (its square root) is
+        believed."""
+        if sized is None:
+            return 1.0
+        others = self._of_ranks.get(sized[0], 1.0)
+        return self._times.get(sized, float(others**0.5))
 
     def expected_s(self, candidate: Candidate) -> float:
         """What a candidate is expected to take."""
         known = candidate.step is Reached.QUICK
-        return candidate.seconds * (1.0 if known else self.times(ranks_of(candidate.config)))
+        return candidate.seconds * (1.0 if known else self.times(_sized(candidate.config)))
 
     def took(self, config: Config, times: float) -> None:
         """A config was simulated and took so many times its estimate."""
-        ranks = ranks_of(config)
-        self._times[ranks] = min(times, self._times.get(ranks, times))
+        sized = ranks, *_ = _sized(config)
+        self._times[sized] = min(times, self._times.get(sized, times))
+        self._of_ranks[ranks] = min(times, self._of_ranks.get(ranks, times))
+
+
+def _sized(config: Config) -> Sized:
+    return ranks_of(config), config.micro_batch_size, config.ample
 
 
 def by_kind(configs: Iterable[Config]) -> list[list[Config]]:

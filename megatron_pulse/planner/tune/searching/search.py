@@ -73,7 +73,7 @@ SHARE, NEAR_SHARE = 0.1, 0.5
 """Of the time that is left, what one cut or simulation may take; and one near the best, or of what
 may be much sooner."""
 
-PROMISING = 0.9
+PROMISING = 0.95
 """Times the best by its estimate, up to which a config may be much sooner."""
 
 ALONE = 0.4
@@ -260,18 +260,18 @@ class _ConfigSearch:
 
     def scouted(self, candidates: list[Candidate]) -> list[Candidate]:
         """Candidates of one kind, the most promising simulated, and the same with backwards whole
-        for split or split for whole, and with microbatches half or twice as large, whichever is
-        estimated to be sooner; the others' estimates corrected by what its cuts say of one of each
-        way to share nodes."""
+        for split or split for whole, with ample memory or without, and with microbatches half or
+        twice as large, whichever is estimated to be sooner; the others' estimates corrected by what
+        its cuts say of one of each way to share nodes."""
         if not candidates:
             return []
         first = min(candidates)
         if first.config.pipeline == 1:
             return self.without_cuts(sorted(candidates))
-        other = replace(first.config, split=not first.config.split)
-        size = first.config.micro_batch_size
-        sizes = [replace(first.config, micro_batch_size=b) for b in (size // 2, 2 * size)]
-        scouts = [first, *(one for one in candidates if one.config == other)]
+        config, size = first.config, first.config.micro_batch_size
+        others = replace(config, split=not config.split), replace(config, ample=not config.ample)
+        sizes = [replace(config, micro_batch_size=b) for b in (size // 2, 2 * size)]
+        scouts = [first, *(one for one in candidates if one.config in others)]
         scouts += sorted(one for one in candidates if one.config in sizes)[:1]
         rest = [candidate for candidate in candidates if candidate not in scouts]
         reached = [self.scout(candidate) for candidate in scouts]
@@ -405,11 +405,11 @@ class _ConfigSearch:
 
     def simulate(self, candidate: Candidate) -> Candidate:
         """Simulated with a quick schedule; the first of a kind also with level cuts, where a device
-        has several stages, or pairs of them."""
+        has several stages: an estimate does not see what stages that differ wait for each other."""
         config = candidate.config
         first = not self.known.were_tried(candidate.kind)
         outcome = self.evaluate(config, "quick", candidate.stages)
-        if first and has_several(config):
+        if first and config.layout.num_chunks > 1:
             with suppress(UnfitError, _TooLongError):
                 for cuts in self.found_by(self.evaluator.level_cuts, config):
                     self.known.learn(candidate.kind, cuts)
