@@ -195,10 +195,11 @@ def test_a_device_holds_what_is_kept_of_its_parameters(saved_mb: float) -> None:
         assert halved[device] == pytest.approx(16 * count + max(4 * count, beside))
 
 
-def test_memory_that_fills_is_in_the_estimate() -> None:
+@pytest.mark.parametrize("seed", [0, 1])
+def test_memory_that_fills_is_in_the_estimate(seed: int) -> None:
     """Over slow links a microbatch holds its memory for long: with room for as many as there are
     devices they come seldom, and an estimate says so, as simulations do."""
-    evaluator = Evaluator(profile(random.Random(1), 24, 0), cluster(2, 8, inter_gbs=0.2), 128)
+    evaluator = Evaluator(profile(random.Random(seed), 24, 0), cluster(2, 8, inter_gbs=0.5), 128)
     choices = Choices(pipeline=(8,), tensor=(1,), micro_batch_size=(1,), split=(True,))
     every = [
         c
@@ -212,6 +213,6 @@ def test_memory_that_fills_is_in_the_estimate() -> None:
         stages = evaluator.cut(config, cuts)
         estimates.append(evaluator.cut_estimate(config, stages))
         steps.append(evaluator.evaluate(config, quick=True, stages=stages).step_s)
-    assert steps[0] > 1.1 * steps[1]
-    assert estimates[0] > 1.1 * estimates[1]
-    assert all(abs(e / s - 1) < 0.1 for e, s in zip(estimates, steps, strict=True))
+    assert steps[0] > 1.05 * steps[1]
+    assert estimates[0] > 1.02 * estimates[1]
+    assert all(0.85 * s < e < 1.01 * s for e, s in zip(estimates, steps, strict=True))
