@@ -73,6 +73,9 @@ SHARE, NEAR_SHARE = 0.1, 0.5
 """Of the time that is left, what one cut or simulation may take; and one near the best, or of what
 may be much sooner."""
 
+LEARNT_SHARE = 0.02
+"""Of the time that is left, what cuts for one more way to share nodes may take."""
+
 PROMISING = 0.95
 """Times the best by its estimate, up to which a config may be much sooner."""
 
@@ -296,10 +299,13 @@ class _ConfigSearch:
 
     def corrected(self, candidates: list[Candidate]) -> list[Candidate]:
         """Candidates of one kind whose ranks share nodes alike; the most promising estimated from
-        known cuts and its own, and the others' estimates corrected by what that says."""
+        known cuts and, where these are found soon, its own, and the others' estimates corrected by
+        what that says."""
         first = min(candidates)
         rest = [candidate for candidate in candidates if candidate is not first]
-        if not self.ended and not self.is_far(first):
+        cheap = f"{self.evaluator.cheap_cuts.__name__}, {first.config.layout}"
+        soon = self.budget.fits(cheap, num_stages(first.config) ** 2, LEARNT_SHARE)
+        if not self.ended and not self.is_far(first) and (soon or not self.known.of(first.kind)):
             with suppress(UnfitError, _TooLongError):
                 self.learn(first)
         if self.ended or (following := self.advance(first)) is None:
