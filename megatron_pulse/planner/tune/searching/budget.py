@@ -44,16 +44,18 @@ class Budget:
 
     def estimate(self, kind: str, size: float) -> float:
         """Seconds that work of that size will take; where none of its kind was done, what the
-        slowest says that is called alike before a comma, or 0."""
+        slowest says that is called alike before a comma, or else after it, or 0."""
         if self._sizes[kind]:
             return self._took[kind] / self._sizes[kind] * size
-        name = kind.partition(",")[0]
-        rates = [
-            self._took[done] / size_done
-            for done, size_done in self._sizes.items()
-            if size_done and done.partition(",")[0] == name
-        ]
-        return max(rates, default=0.0) * size
+        for part in (0, -1):
+            rates = [
+                self._took[done] / size_done
+                for done, size_done in self._sizes.items()
+                if size_done and done.split(",")[part] == kind.split(",")[part]
+            ]
+            if rates:
+                return max(rates) * size
+        return 0.0
 
     @contextmanager
     def timed(self, kind: str, size: float) -> Iterator[None]:

@@ -69,9 +69,9 @@ CLOSE = 1.15
 SEARCHED = 1
 """Cuts of a config for which schedules are searched, the soonest, beside its own."""
 
-SHARE, NEAR_SHARE = 0.1, 0.5
-"""Of the time that is left, what one cut or simulation may take; and one near the best, or of what
-may be much sooner."""
+SHARE, PROMISING_SHARE, NEAR_SHARE = 0.1, 0.25, 0.5
+"""Of the time that is left, what one cut or simulation may take; one of what may be much sooner;
+and one near the best."""
 
 LEARNT_SHARE = 0.02
 """Of the time that is left, what cuts for one more way to share nodes may take."""
@@ -345,7 +345,8 @@ class _ConfigSearch:
     @contextmanager
     def within(self, work: str, size: float) -> Iterator[None]:
         """Do work that does not take too much of what is left of the time."""
-        share = NEAR_SHARE if self.is_near or self.is_promising else SHARE
+        share = PROMISING_SHARE if self.is_promising else SHARE
+        share = NEAR_SHARE if self.is_near else share
         if self.listed.best and not self.budget.fits(work, size, share):
             raise _TooLongError
         with self.budget.timed(work, size):
