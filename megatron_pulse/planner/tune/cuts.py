@@ -49,7 +49,7 @@ class ChainOnCluster(Sparing):
         return lru_cache(maxsize=4096)(self._make_cut)
 
     @cached_property
-    def _weights(self) -> dict[tuple[CostsKey, Placement, Goal], Goal]:
+    def _goals(self) -> dict[tuple[CostsKey, Placement, Goal], Goal]:
         return {}
 
     @cached_property
@@ -138,16 +138,16 @@ class ChainOnCluster(Sparing):
         """The goal, or the one that counts no messages where its cuts have less to do on what is
         busiest."""
         key = self._costs_key(config), config.placement, goal
-        if key not in self._weights:
-            self._weights[key] = goal
+        if key not in self._goals:
+            self._goals[key] = goal
             without = replace(goal, link=Link())
             with suppress(UnfitError):
                 counted = self.cut(config, self._free_cuts(config, goal))
                 if _may_ignore_messages(counted):
                     other = self.cut(config, self._free_cuts(config, without))
                     if other.busy_s(split=False) < counted.busy_s(split=False):
-                        self._weights[key] = without
-        return self._weights[key]
+                        self._goals[key] = without
+        return self._goals[key]
 
     def _free_cuts(self, config: Config, goal: Goal) -> Partition:
         """Cuts of about the least load, whatever memory; raises UnfitError for none.

@@ -168,7 +168,7 @@ class Estimator(ChainOnCluster):
         """About what a step takes, from cuts that spread the work evenly."""
         loads, delay, link_s = self._spread(config)
         if not config.ample:
-            loads = max(loads, loads + delay / config.pipeline)
+            loads += delay / config.pipeline
         held = self.totals(config).trained / config.pipeline
         return self._about(config, max(loads, link_s), delay, held)
 
@@ -182,9 +182,7 @@ class Estimator(ChainOnCluster):
     def _held_s(self, config: Config, stages: Stages) -> float:
         """Seconds of a microbatch that the memory for activations asks for: it cannot come and go
         sooner than what devices hold of one, times how long, fills their room."""
-        costs, home = stages.costs.of_schedule(config.split), stages.partition.placement
-        work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
-        spent = list(stages.partition.per_stage(work))
+        home, spent = stages.partition.placement, list(stages.stage_s(config.split))
         for edge in stages.edges:
             if edge.destination == edge.source + 1:
                 spent[edge.source] += (1 + edge.wants) * edge.seconds

@@ -100,11 +100,15 @@ class Stages:
             sums[device] += value
         return tuple(sums)
 
-    def work_s(self, split: bool) -> tuple[float, ...]:
-        """Seconds that each device computes for a microbatch."""
+    def stage_s(self, split: bool) -> tuple[float, ...]:
+        """Seconds that each stage computes for a microbatch."""
         costs = self.costs.of_schedule(split)
         work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
-        return self.per_device(self.partition.per_stage(work))
+        return self.partition.per_stage(work)
+
+    def work_s(self, split: bool) -> tuple[float, ...]:
+        """The same of each device."""
+        return self.per_device(self.stage_s(split))
 
     def busy_s(self, split: bool) -> float:
         """Seconds of a microbatch on the busiest device, which sends while it computes, or on its

@@ -390,8 +390,8 @@ def test_first_simulations_are_of_every_kind(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_promises_much_may_take_much_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One simulation over eight devices takes a fifth of it, and is ten times sooner than what
-    needs no pipeline."""
+    """One simulation over eight devices takes more than a tenth of it, and its step is ten times
+    sooner than that of what needs no pipeline."""
     chain, where = profile(random.Random(0), 34, 0), cluster(2, 4, memory_gb=64.0, inter_gbs=0.1)
     evaluator, clock = Evaluator(chain, where, 64), Clock()
     clock.works(monkeypatch, 30.0)

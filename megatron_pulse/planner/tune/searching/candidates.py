@@ -115,10 +115,8 @@ class Queue:
         return bool(self._alike)
 
     def push(self, candidate: Candidate) -> None:
-        """One more; those with quick schedules need no estimate."""
-        known = candidate.step is Reached.QUICK
-        sized = None if known else _sized(candidate.config)
-        heapq.heappush(self._alike.setdefault(sized, []), candidate)
+        """One more."""
+        heapq.heappush(self._alike.setdefault(_estimated_with(candidate), []), candidate)
 
     def pop(self) -> Candidate:
         """The soonest."""
@@ -140,14 +138,18 @@ class Queue:
 
     def expected_s(self, candidate: Candidate) -> float:
         """What a candidate is expected to take."""
-        known = candidate.step is Reached.QUICK
-        return candidate.seconds * (1.0 if known else self.times(_sized(candidate.config)))
+        return candidate.seconds * self.times(_estimated_with(candidate))
 
     def took(self, config: Config, times: float) -> None:
         """A config was simulated and took so many times its estimate."""
         sized = ranks, *_ = _sized(config)
         self._times[sized] = min(times, self._times.get(sized, times))
         self._of_ranks[ranks] = min(times, self._of_ranks.get(ranks, times))
+
+
+def _estimated_with(candidate: Candidate) -> Sized | None:
+    """Those whose simulations bear on its estimate; none where it has a quick schedule."""
+    return None if candidate.step is Reached.QUICK else _sized(candidate.config)
 
 
 def _sized(config: Config) -> Sized:

@@ -303,8 +303,7 @@ class _ConfigSearch:
         what that says."""
         first = min(candidates)
         rest = [candidate for candidate in candidates if candidate is not first]
-        cheap = f"{self.evaluator.cheap_cuts.__name__}, {first.config.layout}"
-        soon = self.budget.fits(cheap, num_stages(first.config) ** 2, LEARNT_SHARE)
+        soon = self.budget.fits(*_work(self.evaluator.cheap_cuts, first.config), LEARNT_SHARE)
         if not self.ended and not self.is_far(first) and (soon or not self.known.of(first.kind)):
             with suppress(UnfitError, _TooLongError):
                 self.learn(first)
@@ -407,7 +406,7 @@ class _ConfigSearch:
 
     def found_by[T](self, cut: Callable[..., T], config: Config, *limits: float) -> T:
         """What ``cut`` finds, if it does not take too long."""
-        with self.within(f"{cut.__name__}, {config.layout}", num_stages(config) ** 2):
+        with self.within(*_work(cut, config)):
             return cut(config, *limits)
 
     def simulate(self, candidate: Candidate) -> Candidate:
@@ -494,3 +493,8 @@ class _ConfigSearch:
     def count(self, config: Config, reason: Unfit) -> None:
         """One more of a pipeline degree that was not simulated for this reason."""
         self.found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
+
+
+def _work(cut: Callable[..., object], config: Config) -> tuple[str, int]:
+    """What a budget knows of finding cuts: kind and size."""
+    return f"{cut.__name__}, {config.layout}", num_stages(config) ** 2
