@@ -21,9 +21,9 @@ from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.estimate import even_cuts
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
-from megatron_pulse.planner.tune.searching.candidates import neighbours
 from megatron_pulse.planner.tune.searching.explain import nothing_fits
 from megatron_pulse.planner.tune.searching.finish import finish
+from megatron_pulse.planner.tune.searching.kinds import neighbours
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.tune import UntunableError, tune

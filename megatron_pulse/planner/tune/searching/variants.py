@@ -10,7 +10,7 @@ from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.searching.candidates import Kind, kind_of, neighbours
+from megatron_pulse.planner.tune.searching.kinds import Kind, kind_of, neighbours
 from megatron_pulse.planner.tune.searching.tuning import keep_soonest
 from megatron_pulse.planner.tune.stages import Stages
 

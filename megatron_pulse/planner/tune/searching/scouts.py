@@ -1,0 +1,103 @@
+"""The first look at configs of one degree and layout: some simulated, the others corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.costs import UnfitError
+from megatron_pulse.planner.tune.searching.candidates import Candidate, Reached, by_ranks
+from megatron_pulse.planner.tune.searching.steps import Steps, TooLongError, work_of
+from megatron_pulse.planner.tune.searching.tuning import simplicity
+
+LEARNT_SHARE = 0.02
+"""Of the time that is left, what cuts for one more way to share nodes may take."""
+
+LOOKS = 64
+"""Configs that are estimated between two looks at the clock."""
+
+
+class Scouts:
+    """Looks at all configs of a kind; ``unseen`` are those that there was no time to estimate."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.unseen = 0
+
+    def look(self, configs: Iterable[Config]) -> list[Candidate]:
+        """What to go on with: the most promising simulated, and the same with backwards whole for
+        split or split for whole, with ample memory or without, and with microbatches half or twice
+        as large, whichever is estimated to be sooner; the others' estimates corrected by what its
+        cuts say of one of each way to share nodes."""
+        candidates = self._estimated(configs)
+        if not candidates:
+            return []
+        first = min(candidates)
+        if first.config.pipeline == 1:
+            return self._without_cuts(sorted(candidates))
+        config, size = first.config, first.config.micro_batch_size
+        others = replace(config, split=not config.split), replace(config, ample=not config.ample)
+        sizes = [replace(config, micro_batch_size=b) for b in (size // 2, 2 * size)]
+        scouts = [first, *(one for one in candidates if one.config in others)]
+        scouts += sorted(one for one in candidates if one.config in sizes)[:1]
+        rest = [candidate for candidate in candidates if candidate not in scouts]
+        reached = [self._scout(candidate) for candidate in scouts]
+        if self.steps.known.of(first.kind):
+            rest = [one for group in by_ranks(rest) for one in self._corrected(group)]
+        return [*rest, *(one for one in reached if one is not None)]
+
+    def _estimated(self, configs: Iterable[Config]) -> list[Candidate]:
+        """All that are not refused at once, or those that there is time for."""
+        steps, candidates = self.steps, []
+        for number, config in enumerate(configs):
+            steps.found.num_configs += 1
+            if self.unseen or (number % LOOKS == 0 and steps.ended):
+                self.unseen += 1
+                continue
+            try:
+                steps.evaluator.refuse(config)
+            except UnfitError as error:
+                steps.refuse(config, error.reason, error.detail)
+                continue
+            bound = steps.evaluator.quick_bound(config)
+            estimate = max(bound, steps.evaluator.estimate(config))
+            steps.variants.bounds[config] = bound
+            candidates.append(Candidate(estimate, simplicity(config), config, bound))
+        return candidates
+
+    def _without_cuts(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Candidates of one device in a pipeline, each simulated if it may be listed: that takes no
+        longer than an estimate, and what one has to compute again says nothing of another."""
+        reached = [
+            self._scout(one) if one.bound < self.steps.listed.limit else one for one in candidates
+        ]
+        return [one for one in reached if one is not None]
+
+    def _scout(self, candidate: Candidate) -> Candidate | None:
+        """The candidate simulated, unless it looks far from the best on the way there."""
+        steps = self.steps
+        following: Candidate | None = candidate
+        while following is not None and following.step < Reached.QUICK:
+            if steps.ended or (following.step > Reached.EVEN and steps.is_far(following)):
+                break
+            following = steps.advance(following)
+        return following
+
+    def _corrected(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Candidates of one kind whose ranks share nodes alike; the most promising estimated from
+        known cuts and, where these are found soon, its own, and the others' estimates corrected by
+        what that says."""
+        steps, first = self.steps, min(candidates)
+        rest = [candidate for candidate in candidates if candidate is not first]
+        soon = steps.budget.fits(*work_of(steps.evaluator.cheap_cuts, first.config), LEARNT_SHARE)
+        if not steps.ended and not steps.is_far(first) and (soon or not steps.known.of(first.kind)):
+            with suppress(UnfitError, TooLongError):
+                steps.learn(first)
+        if steps.ended or (following := steps.advance(first)) is None:
+            return rest
+        factor = following.seconds / first.seconds
+        for candidate in rest:
+            candidate.seconds *= factor
+        return [*rest, following]

@@ -1,0 +1,269 @@
+"""The steps that a config takes, each dearer and nearer to the truth than the one before.
+
+=======  ==========================================================================================
+even     estimate and bound from the work, spread evenly
+like     estimate from cuts that are known for its degree and layout, made for whichever config
+cut      estimate and bound from its own cuts: where none of the known fit, or a bound is wanted
+quick    simulated with these cuts and a schedule that is found at once: something that would run
+done     simulated with these cuts, its own, and cuts that have more even stages, more room or
+         fewer parameters; the best of them with schedules that were searched for
+=======  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.costs import Unfit, UnfitError
+from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.candidates import Candidate, KnownCuts, Reached
+from megatron_pulse.planner.tune.searching.corrections import Corrections
+from megatron_pulse.planner.tune.searching.kinds import has_several, num_stages
+from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, keep_soonest
+from megatron_pulse.planner.tune.searching.variants import Variants, recomputes_nothing
+from megatron_pulse.planner.tune.stages import Stages
+
+HOPE = 0.5
+"""Part of the gap of a quick schedule that a search for a better one may close."""
+
+FAR = 1.1
+"""Times the best by its estimate, from which a config is bounded before it is simulated."""
+
+CLOSE = 1.15
+"""Times the best by its estimate, up to which a kind's first cuts are moved by layers."""
+
+SEARCHED = 1
+"""Cuts of a config for which schedules are searched, the soonest, beside its own."""
+
+SHARE, PROMISING_SHARE, NEAR_SHARE = 0.1, 0.25, 0.5
+"""Of the time that is left, what one cut or simulation may take; one of what may be much sooner;
+and one near the best."""
+
+PROMISING = 0.95
+"""Times the best by its estimate, up to which a config may be much sooner."""
+
+
+class TooLongError(Exception):
+    """A piece of work would take too much of the time that is left."""
+
+
+class Steps:
+    """Takes configs a step further, as long as there is time, and keeps what that says of others.
+
+    ``share`` of what is left of the time is what a piece of work may take at the most.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        keep: int,
+        budget: Budget,
+        progress: Callable[[Tuning], None],
+        finish_s: float,
+    ) -> None:
+        self.evaluator, self.budget, self.progress = evaluator, budget, progress
+        self.finish_s = finish_s
+        self.listed, self.found = Shortlist(keep), Tuning()
+        self.known, self.corrections = KnownCuts(), Corrections()
+        self.variants = Variants(evaluator)
+        self.aside: list[Candidate] = []
+        self.share = SHARE
+        self._simulated: set[Config] = set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the time is up that is not needed for a whole schedule of the best, or all of it
+        where nothing was simulated."""
+        if not self.listed.best:
+            return self.budget.spent >= self.budget.seconds + self.finish_s
+        size = self.evaluator.size(self.listed.best[0].config, whole=True)
+        needed = self.budget.estimate("quick", size)
+        return self.budget.left <= max(0.0, needed - self.finish_s)
+
+    def advance(self, candidate: Candidate, near: bool = False) -> Candidate | None:
+        """The candidate after its next step; None if there is none, or no time for it. ``near``: it
+        differs from the best in one thing, and most of the time is up."""
+        following, best = None, self.listed.best
+        expected_s = candidate.expected_s(self.corrections)
+        promising = bool(best) and expected_s < PROMISING * best[0].step_s
+        self.share = NEAR_SHARE if near else PROMISING_SHARE if promising else SHARE
+        try:
+            if candidate.step is Reached.EVEN:
+                following = self.liken(candidate)
+            elif candidate.step is Reached.LIKE and (near or self.must_cut(candidate)):
+                following = self.cut(candidate)
+            elif candidate.step is Reached.QUICK:
+                self.complete(candidate)
+            else:
+                following = self.simulate(candidate)
+        except UnfitError as error:
+            self.refuse(candidate.config, error.reason, error.detail)
+        except TooLongError:
+            self.aside.append(candidate)
+        self.tell()
+        return following
+
+    def liken(self, candidate: Candidate) -> Candidate:
+        """Estimated from known cuts, the best of those that fit: by their load, and by how much
+        longer than that lets expect a step of them took."""
+        config, evaluator = candidate.config, self.evaluator
+        if not self.known.of(candidate.kind):
+            self.learn(candidate)
+        choices = [evaluator.cut(config, cuts) for cuts in self.known.of(candidate.kind)]
+        if any(recomputes_nothing(config, stages) for stages in choices):
+            raise UnfitError(Unfit.SAME, f"{config}: no activations need to be computed again")
+        estimates = [evaluator.cut_estimate(config, stages) for stages in choices]
+        fitting = [i for i, stages in enumerate(choices) if evaluator.fits(stages)]
+
+        def expected(i: int) -> float:
+            return estimates[i] * self.corrections.of_cuts(candidate.kind, choices[i].partition)
+
+        at = min(fitting or range(len(choices)), key=expected)
+        seconds = estimates[at]
+        return replace(
+            candidate,
+            seconds=max(seconds, candidate.bound),
+            step=Reached.LIKE,
+            stages=choices[at] if fitting else None,
+        )
+
+    def must_cut(self, candidate: Candidate) -> bool:
+        """Whether no known cuts fit, or a bound is wanted rather than a simulation."""
+        return candidate.stages is None or self.is_far(candidate)
+
+    def is_far(self, candidate: Candidate) -> bool:
+        """Whether it is not likely to be the best."""
+        best = self.listed.best
+        return bool(best) and candidate.expected_s(self.corrections) > FAR * best[0].step_s
+
+    def cut(self, candidate: Candidate) -> Candidate:
+        """Estimated and bounded from its own cuts."""
+        config, stages = candidate.config, self.own(candidate)
+        bound = max(candidate.bound, self.evaluator.bound(config, stages))
+        seconds = max(bound, self.evaluator.cut_estimate(config, stages))
+        return replace(candidate, seconds=seconds, bound=bound, step=Reached.CUT, stages=stages)
+
+    def learn(self, candidate: Candidate) -> None:
+        """Let others of its kind be tried with cuts that are found for it at once."""
+        near_s = CLOSE * self.listed.best[0].step_s if self.listed.best else float("inf")
+        for cuts in self.found_by(self.evaluator.cheap_cuts, candidate.config, near_s):
+            self.known.learn(candidate.kind, cuts)
+
+    def own(self, candidate: Candidate) -> Stages:
+        """The config's own stages, whose cuts are known from then on."""
+        stages = self.found_by(self.evaluator.stages, candidate.config)
+        self.known.learn(candidate.kind, stages.partition)
+        return stages
+
+    def found_by[T](self, cut: Callable[..., T], config: Config, *limits: float) -> T:
+        """What ``cut`` finds, if it does not take too long."""
+        with self.within(*work_of(cut, config)):
+            return cut(config, *limits)
+
+    def simulate(self, candidate: Candidate) -> Candidate:
+        """Simulated with a quick schedule; the first of a kind also with level cuts, where a device
+        has several stages: an estimate does not see what stages that differ wait for each other."""
+        config = candidate.config
+        first = not self.corrections.know(candidate.kind)
+        outcome = self.evaluate(config, "quick", candidate.stages)
+        if first and config.layout.num_chunks > 1:
+            with suppress(UnfitError, TooLongError):
+                for cuts in self.found_by(self.evaluator.level_cuts, config):
+                    self.known.learn(candidate.kind, cuts)
+                    beside = self.evaluate(config, "quick", self.evaluator.cut(config, cuts))
+                    outcome = min(outcome, beside, key=lambda o: o.step_s)
+        certificate = outcome.synthesis.certificate
+        hope = HOPE * outcome.pipeline_s * certificate.gap / (1 + certificate.gap)
+        return replace(
+            candidate,
+            seconds=outcome.step_s - hope,
+            step=Reached.QUICK,
+            stages=outcome.stages,
+            reached_s=outcome.step_s,
+            final=self.is_final(outcome),
+        )
+
+    def is_final(self, outcome: Outcome) -> bool:
+        """Whether the bound of schedules says that a search for a shorter one is of no use."""
+        certificate = outcome.synthesis.certificate
+        least = certificate.lower_bound + outcome.optimizer_s
+        return not outcome.extrapolated and (certificate.proved or least >= self.listed.limit)
+
+    def complete(self, candidate: Candidate) -> None:
+        """Simulated with its cuts, with its own, and with cuts of more even stages; then with
+        schedules that were searched for its own and the soonest others."""
+        config, evaluator = candidate.config, self.evaluator
+        assert candidate.stages is not None
+        choices, own = [candidate.stages], candidate.stages.partition
+        with suppress(UnfitError, TooLongError):
+            choices.append(self.own(candidate))
+            own = choices[-1].partition
+        more = [evaluator.cheap_cuts, evaluator.roomy_cuts, evaluator.light_cuts]
+        more += [evaluator.near_cuts] * (config.layout.num_chunks > 1)
+        more += [evaluator.level_cuts] * has_several(config)
+        for find in more:
+            with suppress(UnfitError, TooLongError):
+                choices += [evaluator.cut(config, cuts) for cuts in self.found_by(find, config)]
+        todo = [] if candidate.final else [(candidate.reached_s, candidate.stages)]
+        seen = [candidate.stages.partition]
+        for stages in choices[1:]:
+            if stages.partition not in seen and evaluator.fits(stages):
+                seen.append(stages.partition)
+                outcome = self.evaluate(config, "quick", stages)
+                if not self.is_final(outcome):
+                    todo.append((outcome.step_s, stages))
+        todo.sort(key=lambda each: each[0])
+        if todo:
+            self.known.learn(candidate.kind, todo[0][1].partition)
+        for rank, (_, stages) in enumerate(todo):
+            if rank < SEARCHED or stages.partition == own:
+                self.evaluate(config, "searched", stages)
+
+    def evaluate(self, config: Config, how: str, stages: Stages | None) -> Outcome:
+        """The simulation, listed."""
+        found = self.found
+        with self.within(how, self.evaluator.size(config)):
+            outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
+        self._simulated.add(config)
+        found.num_simulated = len(self._simulated)
+        expected = self.evaluator.cut_estimate(config, outcome.stages)
+        self.corrections.took(config, outcome.stages.partition, outcome.step_s / expected)
+        self.listed.add(outcome)
+        self.variants.add(outcome)
+        for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
+            keep_soonest(found.rivals, rival, outcome)
+        return outcome
+
+    @contextmanager
+    def within(self, work: str, size: float) -> Iterator[None]:
+        """Do work that does not take too much of what is left of the time."""
+        if self.listed.best and not self.budget.fits(work, size, self.share):
+            raise TooLongError
+        with self.budget.timed(work, size):
+            yield
+
+    def tell(self) -> None:
+        """What there is by now."""
+        self.found.outcomes = self.listed.best
+        self.found.seconds = self.budget.spent
+        self.progress(self.found)
+
+    def refuse(self, config: Config, reason: Unfit, detail: str) -> None:
+        """Count a refusal."""
+        self.found.refused[reason] += 1
+        self.found.examples.setdefault(reason, detail)
+        self.count(config, reason)
+
+    def count(self, config: Config, reason: Unfit) -> None:
+        """One more of a pipeline degree that was not simulated for this reason."""
+        self.found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
+
+
+def work_of(cut: Callable[..., object], config: Config) -> tuple[str, int]:
+    """What a budget knows of finding cuts: kind and size."""
+    return f"{cut.__name__}, {config.layout}", num_stages(config) ** 2
