@@ -11,6 +11,7 @@ from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import cluster
 from megatron_pulse.planner.plan_file.plan_file import PlanFileError
 from megatron_pulse.planner.plan_file.worlds import plan_for_world, world_file
+from megatron_pulse.planner.tune.config import Choices, configs
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 
 OURS = """
@@ -36,6 +37,14 @@ def test_parts_of_a_cluster(
     assert (None if part is None else (part.nodes, part.devices_per_node)) == shape
 
 
+@pytest.mark.parametrize("divided", [True, False])
+def test_one_device_has_the_optimizer_of_several(divided: bool) -> None:
+    """A run goes from one to the other with its state; one device alone was never divided."""
+    alone = list(configs(1, 1, 4, True, Choices(distributed_optimizer=(divided,))))
+    assert alone and all(config.distributed_optimizer is divided for config in alone)
+    assert {c.distributed_optimizer for c in configs(1, 1, 4, True, Choices())} == {False}
+
+
 def test_a_plan_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ours.yaml").write_text(OURS)
     words = [
@@ -46,11 +55,14 @@ def test_a_plan_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main([*words, "--worlds", "4,2,1", "-o", str(plans)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.split(" devices: ")[0] for line in said] == ["4", "2", "1"]
+    kinds = set()
     for world in (4, 2, 1):
         file = plan_for_world(plans, world)
         assert file == world_file(plans, world)
         plan = load_checked(file)
         assert plan.world_size == world and plan.global_batch_size == 16
+        kinds.add(plan.distributed_optimizer)
+    assert len(kinds) == 1
     assert main([*words, "--worlds", "3,9", "-o", str(plans)]) == 2
     fault = capsys.readouterr().err
     assert "--worlds 3: ours has 3 node(s) of 2 devices" in fault and "--worlds 9" in fault

@@ -205,7 +205,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> None:
-    """A plan for each number of devices, each searched for by itself; a folder of them."""
+    """A plan for each number of devices, each searched for by itself; a folder of them.
+
+    A run goes from one to the other with its optimizer's state, so all have that of the first,
+    divided over the replicas or not.
+    """
     from megatron_pulse.cli.plan.tune_report import as_json
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.plan_file.worlds import world_file
@@ -227,7 +231,9 @@ def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
     backbone = _backbone_of(profile)
     divides = backbone is not None and backbone.divides_sequences
     heads = backbone.num_heads if backbone else ()
-    lines, records, faults = [], {}, []
+    lines: list[str] = []
+    records: dict[str, Any] = {}
+    faults: list[str] = []
     for world, part in parts.items():
         assert part is not None
         of = profile, part, args.global_batch_size, divides, heads
@@ -235,9 +241,13 @@ def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
         try:
             found = _tuned(args, evaluator, choices)
         except UntunableError as error:
-            faults.append(f"--worlds {world}: {error}")
+            beside = (
+                f" (with the kind of optimizer of {next(iter(records))} devices)" if records else ""
+            )
+            faults.append(f"--worlds {world}: {error}{beside}")
             continue
         best = found.outcomes[0]
+        choices = replace(choices, distributed_optimizer=(best.config.distributed_optimizer,))
         file = world_file(args.output, world)
         save_plan(plan_of(best, evaluator, divides), file)
         lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")

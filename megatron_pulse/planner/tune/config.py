@@ -66,7 +66,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Choices:
-    """What may be chosen; each is a list of values that are tried."""
+    """What may be chosen; each is a list of values that are tried.
+
+    ``distributed_optimizer``: one replica has nothing to divide, and gets the first.
+    """
 
     layouts: tuple[Layout, ...] = tuple(LAYOUTS.values())
     pipeline: tuple[int, ...] | None = None
@@ -107,7 +110,7 @@ def configs(
                     choices.split if pipeline > 1 else (False,),
                     choices.ample if pipeline > 1 else (False,),
                     choices.recompute,
-                    choices.distributed_optimizer if data > 1 else (False,),
+                    choices.distributed_optimizer[: None if data > 1 else 1],
                     (False, True) if pipeline > 1 and data > 1 else (False,),
                 ):
                     yield Config(
