@@ -47,6 +47,7 @@ class Range:
 ABOVE_ZERO = Range(lambda value: value > 0, "above 0")
 FROM_ZERO = Range(lambda value: value >= 0, "0 or more")
 FROM_ONE = Range(lambda value: value >= 1, "1 or more")
+NONE_OR_FROM_ONE = Range(lambda value: value == 0 or value >= 1, "0, or 1 or more")
 PIXELS = Range(lambda value: 1 <= value <= 8192, "from 1 to 8,192 pixels of a side")
 TO_4096 = Range(lambda value: 1 <= value <= 4096, "from 1 to 4,096")
 TO_MILLION = Range(lambda value: 1 <= value <= 1_000_000, "from 1 to 1,000,000")

@@ -16,6 +16,7 @@ from megatron_pulse.flag_fields import (
     BELOW_ONE,
     FROM_ONE,
     FROM_ZERO,
+    NONE_OR_FROM_ONE,
     SHARE,
     add_flags,
     flag,
@@ -233,7 +234,7 @@ class PulseOptions:
         "steps (default 1.5; 0: never)",
         1.5,
         metavar="RATIO",
-        within=FROM_ZERO,
+        within=NONE_OR_FROM_ONE,
     )
     verify_every: int = flag(
         "every so many steps, another rank computes a layer again, bit for bit (default 0: never)",
