@@ -18,11 +18,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError
+from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError, step_folder
 from megatron_pulse.integration.checkpoint.integrity import hashes as integrity
 from megatron_pulse.integration.checkpoint.integrity.falling_back import (
     describe_newer,
     describe_passed,
+    newest_whole,
     read_newest,
     set_aside,
 )
@@ -249,6 +250,28 @@ def test_every_step_that_can_be_read_counts(copy: Path, tmp_path: Path) -> None:
     cut(copy / OTHER / METADATA)
     with pytest.raises(CheckpointError, match=LATEST):
         read_newest(copy)
+
+
+def test_all_that_was_passed_is_said(copy: Path) -> None:
+    """Step 5 is not what it says, nobody knows whether 4 is whole; neither was said before, and of
+    what was moved no step was lost."""
+    for step in (4, 5):
+        shutil.copytree(copy / OTHER, copy / step_folder(step))
+    unsealed(copy / step_folder(4))
+    newest = read_saved_run(copy)
+    flip(copy / STEP / "__0_0.distcp")
+    saved, passed = newest_whole(newest)
+    assert saved.iteration == 3
+    assert [(one.step, one.lost) for one in passed] == [(6, 6), (5, 3), (None, None)]
+    words = describe_passed(passed, saved)
+    assert "holds step 3" in words[1] and "without hashes" in words[2]
+    assert "steps 4 to 6 are lost" in words[-1]
+    shutil.copytree(copy / OTHER, copy / step_folder(9))
+    (copy / LATEST).write_text("9")
+    saved, passed = read_newest(copy)
+    assert saved.iteration == 3
+    assert [(one.step, one.lost) for one in passed] == [(9, 3), (6, 6), (5, 3), (4, 3)]
+    assert "steps 4 to 6 are lost" in describe_passed(passed, saved)[-1]
 
 
 class Code:

@@ -115,6 +115,42 @@ def test_what_goes(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2 and "nothing is removed" in text and len(there()) == 2
 
 
+def test_what_a_run_would_go_on_from_stays(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest has its sizes, and is damaged: the older one had been removed."""
+    flip(copy / step_folder(6) / "__0_0.distcp")
+    for damaged in ([], ["--damaged"]):
+        status, text = said(capsys, "prune", copy, "--keep", "1", *damaged)
+        assert status == 0 and "0 removed" in text and len(stored_in(copy)) == 2
+    (copy / LATEST).write_text("3")
+    status, text = said(capsys, "prune", copy, "--keep", "1", "--damaged", "--dry-run")
+    assert status == 0 and "0 would be removed" in text  # 3 was read first, and 6 need not be
+    flip(copy / step_folder(3) / "__0_0.distcp")
+    status, text = said(capsys, "prune", copy, "--keep", "1", "--damaged")
+    assert status == 2 and "no step there is whole" in text and len(stored_in(copy)) == 2
+
+
+def test_a_moved_step_is_no_whole_one(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copy / step_folder(6)).rename(copy / step_folder(7))
+    (copy / LATEST).write_text("7")
+    status, text = said(capsys, "verify", copy)
+    assert status == 1 and "step 7: " in text and "holds step 6: it was moved there" in text
+    assert said(capsys, "prune", copy, "--keep", "1")[0] == 0
+    assert [one.step for one in stored_in(copy)] == [3, 7]
+
+
+def test_what_is_being_saved_is_not_damaged(
+    steps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (1, 2):
+        shutil.rmtree(steps / step_folder(step))
+    (steps / step_folder(4)).rename(steps / step_folder(7))
+    assert "half-written" in said(capsys, "verify", steps)[1]
+    lock = FolderLock(steps)
+    assert run_ranks(1, main, ["checkpoint", "verify", str(steps)]) == [0]
+    lock.release()
+    assert said(capsys, "verify", steps)[0] == 1
+
+
 def _locked(folder: Path) -> bool:
     """Whether another process is refused."""
     return run_ranks(1, main, ["checkpoint", "prune", str(folder), "--keep", "1"]) == [2]
@@ -127,7 +163,10 @@ def test_links_and_strangers_stay(copy: Path, tmp_path: Path) -> None:
     (copy / "iter_x").mkdir()
     stored = stored_in(copy)
     assert [one.step for one in stored] == [3, 6, 7]
-    assert to_remove(stored, keep=1) == []
+    assert to_remove(stored, None, keep=1) == []
+    (copy / step_folder(3)).unlink()
+    (copy / step_folder(8)).symlink_to(copy / step_folder(7))
+    assert [one.step for one in to_remove(stored_in(copy), None, keep=1)] == []
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,12 @@ Looks after the checkpoints in a folder that training was given as --save.
 
 'list' shows each step with its size and age, and whether its files have the sizes that were saved.
 'verify' reads every byte and compares it with the hashes that were saved with it; it ends with
-status 1 if anything is damaged. A run that finds its newest checkpoint damaged goes on from the
-newest whole one by itself, and sets the damaged one aside.
+status 1 if anything is damaged, or moved to another step's name; what a run that is alive has begun
+to save is not. A run that finds its newest checkpoint damaged goes on from the newest whole one by
+itself, and sets the damaged one aside.
 'prune' removes old steps: all but the --keep newest, those divisible by --every, and the one that a
-run would go on from. With --damaged also what is half-written, damaged or set aside. It refuses a
-folder that a run writes into.
+run would go on from, of which it reads every byte first. With --damaged also what is half-written,
+damaged as far as that is known, or set aside. It refuses a folder that a run writes into.
 
 examples:
   pulse checkpoint list runs/a
@@ -49,7 +51,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--damaged",
         action="store_true",
-        help="prune: remove also what is half-written, damaged by its sizes, or set aside",
+        help="prune: remove also what is half-written, set aside, or found to be damaged",
     )
     parser.add_argument(
         "--dry-run",
@@ -110,7 +112,11 @@ def _name(one: StoredCheckpoint) -> str:
 
 
 def _state(one: StoredCheckpoint) -> str:
-    said = list(one.faults[:1]) or ["sizes as saved" if one.is_hashed else "saved without hashes"]
+    said = (
+        ["being saved"] * one.is_begun
+        or list(one.faults[:1])
+        or ["sizes as saved" if one.is_hashed else "saved without hashes"]
+    )
     said += [f"and {len(one.faults) - 1} more"] * (len(one.faults) > 1)
     return ", ".join([*said, *["the newest"] * one.is_newest, *["a link"] * one.is_link])
 
@@ -144,8 +150,6 @@ def _record(one: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> None:
-    from tqdm import tqdm
-
     from megatron_pulse.integration.checkpoint.stored import require_newest
 
     chosen = [one for one in stored if not one.is_aside]
@@ -156,18 +160,12 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
             [f"--step {n}: {args.folder} has no such step" for n in args.step if n not in there]
         )
     found: dict[str, list[str]] = {}
-    total = sum(one.num_bytes for one in chosen)
-    with tqdm(
-        total=total, unit="B", unit_scale=True, desc="verifying", delay=2,
-        disable=not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
+    with _reading(sum(one.num_bytes for one in chosen)) as read:
         for one in chosen:
-            found[_name(one)] = one.damage(bar.update)
-    lines = [
-        f"step {_name(one)}: "
-        + ("; ".join(found[_name(one)]) or ("whole" if one.is_hashed else "saved without hashes"))
-        for one in chosen
-    ]
+            found[_name(one)] = [] if one.is_begun else one.damage(read)
+    whole = {one: "whole" if one.is_hashed else "saved without hashes" for one in chosen}
+    whole |= {one: "being saved" for one in chosen if one.is_begun}
+    lines = [f"step {_name(one)}: {'; '.join(found[_name(one)]) or whole[one]}" for one in chosen]
     record = [{**_record(one), "faults": found[_name(one)]} for one in chosen]
     answer(args, lines, lambda: record)
     if args.step is None:
@@ -176,17 +174,34 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
         raise SystemExit(1)
 
 
-def _prune(args: argparse.Namespace, stored: list[StoredCheckpoint]) -> None:
-    from megatron_pulse.integration.checkpoint.stored import remove, to_remove
+@contextmanager
+def _reading(num_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Progress of reading so many bytes, to tell of each part."""
+    from tqdm import tqdm
 
-    chosen = to_remove(stored, args.keep, args.every, args.damaged)
+    with tqdm(
+        total=num_bytes, unit="B", unit_scale=True, desc="verifying", delay=2,
+        disable=not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        yield bar.update
+
+
+def _prune(args: argparse.Namespace, stored: list[StoredCheckpoint]) -> None:
+    from megatron_pulse.integration.checkpoint.lock import FolderLock
+    from megatron_pulse.integration.checkpoint.stored import read_to_go_on, remove, to_remove
+
+    if not args.dry_run:
+        FolderLock(args.folder, wait_s=0).release()  # refused before all is read
+    with _reading(max(one.num_bytes for one in stored)) as read:
+        known, goes_on = read_to_go_on(stored, read)
+    chosen = to_remove(known, goes_on, args.keep, args.every, args.damaged)
     gone = chosen if args.dry_run else list(remove(args.folder, chosen))
     verb = "would be removed" if args.dry_run else "removed"
     lines = [f"{verb}: {one.folder.name} ({_size(one.num_bytes)})" for one in gone]
     left = len(stored) - len(gone)
     freed = _size(sum(one.num_bytes for one in gone))
     lines.append(f"{len(gone)} {verb}, {freed}; {left} {'would stay' if args.dry_run else 'stay'}")
-    if spared := [one for one in stored if one.faults and one not in chosen and not args.damaged]:
+    if spared := [one for one in known if one.faults and one not in chosen and not args.damaged]:
         lines.append(f"{len(spared)} damaged or half-written stay: --damaged removes them too")
     record = {"removed": [_record(one) for one in gone], "dry_run": args.dry_run}
     answer(args, lines, lambda: record)

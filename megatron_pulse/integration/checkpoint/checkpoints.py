@@ -20,7 +20,9 @@ from megatron_pulse.integration.checkpoint.folders import (
     RELEASE,
     CheckpointError,
     DamagedError,
+    MovedError,
     checkpoint_folder,
+    step_folder,
 )
 from megatron_pulse.integration.checkpoint.integrity.verify import require_readable
 from megatron_pulse.integration.checkpoint.process import saved_process
@@ -130,10 +132,7 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
     """
     folder = checkpoint_folder(load, iteration)
     require_readable(folder)
-    try:
-        common = dist_checkpointing.load_common_state_dict(str(folder))
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        raise DamagedError(f"{folder} cannot be read: {last_line(error)}") from error
+    common = read_common(folder)
     args = common.get("args")
     if args is None or not hasattr(args, "pulse_record"):
         raise CheckpointError(f"{folder} was not written by megatron_pulse")
@@ -141,10 +140,24 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
     for name, value in known.items():
         if not hasattr(args, name):
             setattr(args, name, value)
-    saved = SavedRun(folder, args)
-    if not saved.released and common.get("iteration", saved.iteration) != saved.iteration:
-        raise DamagedError(f"{folder} holds step {common['iteration']}: it was moved there")
-    return saved
+    require_in_place(folder, common)
+    return SavedRun(folder, args)
+
+
+def read_common(folder: Path) -> dict[str, Any]:
+    """The flags and counts that the checkpoint in ``folder`` has beside its tensors; raises
+    DamagedError."""
+    try:
+        return dist_checkpointing.load_common_state_dict(str(folder))  # type: ignore[no-any-return]
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        raise DamagedError(f"{folder} cannot be read: {last_line(error)}") from error
+
+
+def require_in_place(folder: Path, common: Mapping[str, Any]) -> None:
+    """Raise MovedError where ``folder`` is called by another step than its ``common`` state."""
+    held = common.get("iteration")
+    if folder.name != RELEASE and held is not None and step_folder(held) != folder.name:
+        raise MovedError(folder, held)
 
 
 def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool, chain: str = "") -> None:

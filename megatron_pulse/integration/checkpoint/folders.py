@@ -31,6 +31,14 @@ class DamagedError(CheckpointError):
         self.reason = reason or text
 
 
+class MovedError(DamagedError):
+    """A step's folder that holds another ``step``, whole as that may be."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        super().__init__(f"{folder} holds step {step}: it was moved there")
+        self.step = step
+
+
 def checkpoint_folder(load: str | Path, iteration: int | None = None) -> Path:
     """The folder of the latest checkpoint (or of ``iteration``) below ``load``."""
     load = Path(load)

@@ -119,6 +119,19 @@ class FolderLock:
                 pass  # storage that is away for a moment
 
 
+def is_in_use(folder: Path) -> bool:
+    """Whether a run holds ``folder`` now; not where that cannot be told."""
+    if not (folder / LOCK).exists():
+        return False
+    try:
+        FolderLock(folder, wait_s=0).release()
+    except FolderInUse:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def _open(path: Path) -> int:
     """The file at ``path``, a new one if there is none; never what a link there leads to."""
     try:

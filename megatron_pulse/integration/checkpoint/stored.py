@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_pulse.faults import Faults
+from megatron_pulse.integration.checkpoint.checkpoints import read_common, require_in_place
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,
     CheckpointError,
+    DamagedError,
     newest,
     newest_named,
     step_folder,
@@ -25,8 +27,10 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     find_size_faults,
     read_hashes,
 )
-from megatron_pulse.integration.checkpoint.lock import FolderLock
+from megatron_pulse.integration.checkpoint.integrity.verify import require_readable
+from megatron_pulse.integration.checkpoint.lock import FolderLock, is_in_use
 
+HALF = "half-written"
 REMOVED = ".removed"
 """The end of the name of a folder whose removal has begun."""
 _STEP = re.compile(r"iter_([0-9]{1,18})")
@@ -37,7 +41,8 @@ class StoredCheckpoint:
     """A folder of one checkpoint.
 
     ``step`` is None of imported weights and of what was set aside or half removed; ``faults`` are
-    what can be seen without reading files: of one with none, sizes are as they were saved.
+    what can be seen without reading files: of one with none, sizes are as they were saved. What a
+    run that is alive has not yet written to its end ``is_begun``.
     """
 
     folder: Path
@@ -47,6 +52,7 @@ class StoredCheckpoint:
     """Seconds since 1970."""
     faults: tuple[str, ...]
     is_newest: bool
+    is_begun: bool = False
 
     @property
     def is_hashed(self) -> bool:
@@ -64,17 +70,22 @@ class StoredCheckpoint:
         return self.folder.is_symlink()
 
     def damage(self, progress: Callable[[int], object] = lambda num_bytes: None) -> list[str]:
-        """What is not as it was saved, every byte read; ``progress`` is told of bytes."""
+        """What is not as it was saved, every byte read, and whether it was moved; ``progress`` is
+        told of bytes."""
         if self.faults:
             return list(self.faults)
-        hashes = read_hashes(self.folder)
-        if hashes is None:
-            return []
+        hashes = read_hashes(self.folder) or {}
         found: list[str] = []
         for chunk in all_chunks(hashes):
             found += find_hash_faults(self.folder, hashes, [chunk])
             whole = hashes[chunk.name].num_bytes
             progress(whole // max(1, len(hashes[chunk.name].chunks)))
+        if not found:
+            try:
+                require_readable(self.folder)
+                require_in_place(self.folder, read_common(self.folder))
+            except DamagedError as error:
+                found.append(error.reason)
         return list(dict.fromkeys(found))
 
 
@@ -86,6 +97,7 @@ def stored_in(folder: Path) -> list[StoredCheckpoint]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
     named = newest_named(folder)
+    last = int(named) if named is not None and named != RELEASE else 0
     found = []
     for path in sorted(folder.iterdir()):
         match = _STEP.fullmatch(path.name.split(".")[0])
@@ -95,7 +107,9 @@ def stored_in(folder: Path) -> list[StoredCheckpoint]:
         is_newest = named is not None and path.name == (
             RELEASE if named == RELEASE else step_folder(int(named))
         )
-        found.append(_look_at(path, step, is_newest))
+        one = _look_at(path, step, is_newest)
+        begun = one.faults == (HALF,) and (step or 0) > last and is_in_use(folder)
+        found.append(replace(one, is_begun=begun))
     if not found:
         hint = "; give the folder that --save named" if (folder / METADATA).exists() else ""
         raise CheckpointError(f"{folder} holds no checkpoint{hint}")
@@ -119,7 +133,7 @@ def _look_at(path: Path, step: int | None, is_newest: bool) -> StoredCheckpoint:
     elif DAMAGED in path.name:
         faults = ("set aside, as damaged",)
     elif not (path / METADATA).exists():
-        faults = ("half-written",)
+        faults = (HALF,)
     else:
         try:
             faults = tuple(find_size_faults(path, read_hashes(path)))
@@ -131,18 +145,48 @@ def _look_at(path: Path, step: int | None, is_newest: bool) -> StoredCheckpoint:
     )
 
 
+def read_to_go_on(
+    stored: Sequence[StoredCheckpoint], progress: Callable[[int], object] = lambda num_bytes: None
+) -> tuple[list[StoredCheckpoint], StoredCheckpoint | None]:
+    """The same with the faults of those that were read, and what a run would go on from: the one
+    that is named the newest, else the newest, of which every byte is as it was saved.
+
+    Raises CheckpointError where there are steps and none is whole.
+    """
+    known = list(stored)
+    steps = [one for one in known if one.step is not None and not one.faults]
+    for one in sorted(steps, key=lambda one: (not one.is_newest, -(one.step or 0))):
+        if not (faults := one.damage(progress)):
+            return known, one
+        known[known.index(one)] = replace(one, faults=tuple(faults))
+    if steps:
+        raise CheckpointError(
+            f"{steps[0].folder.parent}: nothing is removed, for no step there is whole: 'pulse "
+            "checkpoint verify' says what is damaged; remove by hand what you do not need"
+        )
+    return known, None
+
+
 def to_remove(
-    stored: list[StoredCheckpoint], keep: int, every: int | None = None, damaged: bool = False
+    stored: Sequence[StoredCheckpoint],
+    goes_on: StoredCheckpoint | None,
+    keep: int,
+    every: int | None = None,
+    damaged: bool = False,
 ) -> list[StoredCheckpoint]:
-    """Which can go: all but the ``keep`` newest steps whose sizes are as saved, those divisible by
-    ``every``, and the one that is named the newest; with ``damaged`` also what is half-written, set
-    aside, or has other sizes. What is half removed goes in any case; links and imported weights
-    stay."""
+    """Which can go: all but the ``keep`` newest steps without faults, those divisible by ``every``,
+    the one that is named the newest, and the one that a run ``goes_on`` from; with ``damaged`` also
+    what has faults. What is half removed goes in any case; links, where they lead to, and imported
+    weights stay."""
     sound = [one for one in stored if one.step is not None and not one.faults]
     kept = {one.folder for one in sound[-keep:]}
+    kept |= {one.folder for one in stored if one == goes_on}
+    led_to = {one.folder.resolve() for one in stored if one.is_link}
     found = []
     for one in stored:
         if one.is_link or one.is_newest or one.folder.name == RELEASE or one.folder in kept:
+            continue
+        if one.folder.resolve() in led_to:
             continue
         if one.folder.name.endswith(REMOVED):
             found.append(one)

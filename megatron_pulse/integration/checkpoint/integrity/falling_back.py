@@ -21,15 +21,17 @@ from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     CheckpointError,
     DamagedError,
+    MovedError,
     complete_checkpoints,
     newest,
     step_folder,
 )
 from megatron_pulse.integration.checkpoint.integrity.verify import (
+    UNHASHED,
     damaged,
     find_damage,
     gathered,
-    whole_steps,
+    judged_steps,
 )
 
 DAMAGED = ".damaged"
@@ -38,10 +40,17 @@ DAMAGED = ".damaged"
 
 @dataclass(frozen=True)
 class Passed:
-    """What was not gone on from: its ``reason``, its step (None: not known)."""
+    """What was not gone on from: its ``reason``, the step by which its folder is called (None: it
+    is not known, or stays there), and the one that was lost with it."""
 
     reason: str
     step: int | None = None
+    lost: int | None = None
+
+    @classmethod
+    def of(cls, error: DamagedError, step: int | None) -> Passed:
+        """What ``error`` says of a step; what was moved there is another's."""
+        return cls(error.reason, step, error.step if isinstance(error, MovedError) else step)
 
 
 def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
@@ -62,7 +71,7 @@ def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
             named = int(latest)
         return read_saved_run(load), ()
     except DamagedError as error:
-        passed.append(Passed(error.reason, named))
+        passed.append(Passed.of(error, named))
         first = error
     for step in reversed(complete):
         if step == named:
@@ -70,7 +79,7 @@ def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
         try:
             return read_saved_run(load, step), tuple(passed)
         except DamagedError as error:
-            passed.append(Passed(error.reason, step))
+            passed.append(Passed.of(error, step))
     raise first
 
 
@@ -87,14 +96,20 @@ def newest_whole(saved: SavedRun) -> tuple[SavedRun, tuple[Passed, ...]]:
         )
     if not (faults := find_damage(saved.folder)):
         return saved, ()
-    for step in whole_steps(saved.folder, saved.iteration):
+    passed = [Passed.of(damaged(saved.folder, faults), saved.iteration)]
+    for step, folder, why in judged_steps(saved.folder, saved.iteration):
         try:
+            if why:
+                raise damaged(folder, why)
             older = read_saved_run(saved.folder.parent, step)
-        except CheckpointError:  # whole, and of another program
-            continue
-        if older.record == saved.record:
-            error = damaged(saved.folder, faults)
-            return older, (Passed(error.reason, saved.iteration),)
+            if older.record == saved.record:
+                return older, tuple(passed)
+            passed.append(Passed(f"{folder} holds another backbone"))
+        except DamagedError as error:
+            unknown = why == [UNHASHED]
+            passed.append(Passed(error.reason) if unknown else Passed.of(error, step))
+        except CheckpointError as error:
+            passed.append(Passed(str(error)))
     raise damaged(saved.folder, faults, "no other step there is whole")
 
 
@@ -102,7 +117,7 @@ def describe_passed(passed: tuple[Passed, ...], saved: SavedRun) -> list[str]:
     """Warnings: what was passed over, and which steps are lost."""
     lines = [f"warning: {one.reason}" for one in passed]
     first = saved.iteration + 1
-    lost = max((one.step for one in passed if one.step is not None), default=0)
+    lost = max((one.lost for one in passed if one.lost is not None), default=0)
     again = f"; steps {first} to {lost} are lost and trained again" if lost >= first else ""
     return [
         *lines,

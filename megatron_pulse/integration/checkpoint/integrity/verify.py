@@ -29,6 +29,8 @@ from megatron_pulse.integration.checkpoint.unpickling import patch_reading
 
 _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
 """What holds the flags of the run."""
+UNHASHED = "it was saved without hashes"
+"""Why it is not known whether a step is whole, of one that need not be damaged."""
 
 
 def require_readable(folder: Path) -> None:
@@ -46,7 +48,10 @@ def require_readable(folder: Path) -> None:
             (step for step in _other_steps(folder) if not _size_faults(_sibling(folder, step))),
             None,
         )
-        remedy = "" if sound is None else f"step {sound} there has its sizes: {_use(sound)}"
+        remedy = ""
+        if sound is not None:
+            how = f"'pulse checkpoint verify {folder.parent}' reads it"
+            remedy = f"step {sound} there has its sizes ({how}): {_use(sound)}"
         raise damaged(folder, faults, remedy)
 
 
@@ -66,7 +71,7 @@ def require_whole(folder: Path) -> None:
     """
     if not (faults := find_damage(folder)):
         return
-    whole = next(whole_steps(folder), None)
+    whole = next((step for step, _, why in judged_steps(folder) if not why), None)
     remedy = "no other step there is whole"
     if whole is not None:
         remedy = f"step {whole} there is whole: {_use(whole)}"
@@ -88,12 +93,14 @@ def find_damage(folder: Path) -> list[str]:
     return faults
 
 
-def whole_steps(folder: Path, below: int | None = None) -> Iterator[int]:
-    """Other steps beside ``folder`` that are known to be whole, newest first; those ``below`` one
-    (collective, each step of the iteration)."""
+def judged_steps(folder: Path, below: int | None = None) -> Iterator[tuple[int, Path, list[str]]]:
+    """Other steps beside ``folder``, newest first, those ``below`` one; each with its folder and
+    why it is not known to be whole: nothing of one that is (collective, each step of the
+    iteration)."""
     for step in gathered(_other_steps(folder))[0]:
-        if (below is None or step < below) and _is_whole(_sibling(folder, step)):
-            yield step
+        if below is None or step < below:
+            other = _sibling(folder, step)
+            yield step, other, _judged(other)
 
 
 def _use(step: int) -> str:
@@ -135,7 +142,7 @@ def _size_faults(folder: Path) -> list[str]:
         hashes = read_hashes(folder)
     except Faults as error:
         return error.faults
-    return ["no hashes"] if hashes is None else list(find_size_faults(folder, hashes))
+    return [UNHASHED] if hashes is None else list(find_size_faults(folder, hashes))
 
 
 def _shared_faults(folder: Path) -> list[str]:
@@ -151,9 +158,10 @@ def _shared_faults(folder: Path) -> list[str]:
     return list(dict.fromkeys(fault for part in gathered(faults) for fault in part))
 
 
-def _is_whole(folder: Path) -> bool:
-    """Whether it is known that nothing is damaged (collective)."""
-    return not any(gathered(bool(_size_faults(folder)))) and not _shared_faults(folder)
+def _judged(folder: Path) -> list[str]:
+    """Why it is not known to be whole (collective)."""
+    by_sizes = dict.fromkeys(fault for faults in gathered(_size_faults(folder)) for fault in faults)
+    return list(by_sizes) or _shared_faults(folder)
 
 
 def _other_steps(folder: Path) -> list[int]:
