@@ -65,7 +65,7 @@ examples:
       --pipeline 2,4,8 --tensor 1 --layouts 'fold exact,sequential' --no-recompute
 """
 _PROFILED = (1, 8)
-_FINISH_SHARE = 0.3
+_FINISH_SHARE = 0.2
 _FILL_S = 10.0
 _FILLED = 3
 """Configs that encoders are tried in: the fastest without them need not be with them."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import combinations, pairwise
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
@@ -17,6 +16,7 @@ from megatron_pulse.planner.partition.find import Goal, PartitionError, find_par
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
+from megatron_pulse.planner.tune.moves import moves
 from megatron_pulse.planner.tune.sparing import Sparing
 from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
 
@@ -103,8 +103,9 @@ class ChainOnCluster(Sparing):
         return found
 
     def moved_cuts(self, config: Config, partition: Partition) -> Iterator[Partition]:
-        """Legal cuts that differ by one cut moved by a layer, then by two."""
-        for cuts in _moves(partition.cuts):
+        """Legal cuts that differ by one cut moved by some layers, the nearest first, then by all or
+        two moved by one."""
+        for cuts in moves(partition.cuts):
             moved = Partition(config.placement, cuts)
             if _is_legal(self.costs(config), moved, config.layout.collocates):
                 yield moved
@@ -288,19 +289,6 @@ def _what_bears(config: Config) -> Config:
     computed again."""
     key = replace(config, split=False)
     return key if config.recompute is Recompute.NEEDED else replace(key, ample=False)
-
-
-def _moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """``cuts`` with one between two stages a layer further or less, or all of them, or two."""
-    inner = range(1, len(cuts) - 1)
-    ones = [((k, step),) for k in inner for step in (1, -1)]
-    together = [tuple((k, step) for k in inner) for step in (1, -1)]
-    for steps in (*ones, *together, *((*a, *b) for a, b in combinations(ones, 2))):
-        moved = list(cuts)
-        for k, step in steps:
-            moved[k] += step
-        if all(a < b for a, b in pairwise(moved)) and tuple(moved) != cuts:
-            yield tuple(moved)
 
 
 def _is_legal(costs: ChainCosts, partition: Partition, collocate: bool) -> bool:

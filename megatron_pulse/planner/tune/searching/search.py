@@ -38,7 +38,7 @@ from megatron_pulse.processes import without_collecting
 ALONE = 0.4
 """Share of the time in which candidates come in the order of their estimates alone."""
 
-VARIED = 0.5
+VARIED = 0.6
 """Share of the time after that which goes to variants of good configs."""
 
 
@@ -164,9 +164,8 @@ class _ConfigSearch:
         steps = self.steps
         for config, stages in steps.variants.of(good, steps.listed.limit):
             with suppress(TooLongError):
-                quick_s = steps.evaluate(good.config, "quick", good.stages).step_s
                 outcome = steps.evaluate(config, "quick", stages)
-                if outcome.step_s < quick_s and not steps.is_final(outcome):
+                if outcome.step_s < steps.quick_s(good) and not steps.is_final(outcome):
                     steps.evaluate(config, "searched", stages)
                 steps.tell()
                 return True

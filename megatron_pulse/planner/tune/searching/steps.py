@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
@@ -74,6 +75,7 @@ class Steps:
         self.aside: list[Candidate] = []
         self.share = SHARE
         self._simulated: set[Config] = set()
+        self._quick_s: dict[tuple[Config, Partition], float] = {}
 
     @property
     def ended(self) -> bool:
@@ -230,6 +232,8 @@ class Steps:
         with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
         self._simulated.add(config)
+        if how == "quick":
+            self._quick_s[config, outcome.stages.partition] = outcome.step_s
         found.num_simulated = len(self._simulated)
         expected = self.evaluator.cut_estimate(config, outcome.stages)
         self.corrections.took(config, outcome.stages.partition, outcome.step_s / expected)
@@ -252,6 +256,11 @@ class Steps:
         self.found.outcomes = self.listed.best
         self.found.seconds = self.budget.spent
         self.progress(self.found)
+
+    def quick_s(self, outcome: Outcome) -> float:
+        """What a step of its cuts takes by a schedule that is found at once."""
+        known = self._quick_s.get((outcome.config, outcome.stages.partition))
+        return known or self.evaluate(outcome.config, "quick", outcome.stages).step_s
 
     def refuse(self, config: Config, reason: Unfit, detail: str) -> None:
         """Count a refusal."""
