@@ -4,8 +4,8 @@ A step ends when the device with the most parameters has summed its gradients ov
 takes about M times the largest load, and what the heaviest device sums. Cuts of the least load are
 one end of what can be had, those of even parameters the other. Between them a limit on a device's
 parameters is lowered from one cut to the next, each of the least load under its limit, as long as
-the estimate of a step gains by it. The best of them then has cuts moved by a layer, one or two at
-once, as long as the estimate gains.
+the estimate of a step gains by it. The best of them then has cuts moved (``moves``), as long as the
+estimate gains.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LighterCuts(Estimator):
         return gaining or [cuts]
 
     def _descend(self, config: Config, cuts: Partition) -> Partition:
-        """``cuts`` with one or two moved by a layer, and again, as long as a step is estimated
+        """``cuts`` with some moved, and again, as long as a step is estimated
         shorter and what fits goes on to fit."""
         if config.recompute is Recompute.NEEDED:  # what fits is worked out anew for each cut
             return cuts
