@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.errors import add_parser, mending, require
+from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, answer, json_faults, table
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Do what was asked for."""
     require([*_faults(args), *json_faults(args)])
+    prepare_megatron()
     from megatron_pulse.integration.checkpoint.folders import CheckpointError
     from megatron_pulse.integration.checkpoint.lock import FolderInUse
     from megatron_pulse.integration.checkpoint.stored import stored_in
