@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_pulse.data.dataset import DataError
+from megatron_pulse.data.images.opening import SUFFIXES
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, parse_json, read_lines, read_text
 from megatron_pulse.letters import NO_LETTER
@@ -23,7 +24,6 @@ from megatron_pulse.letters import NO_LETTER
 METADATA = "metadata.jsonl"
 TABLE = "metadata.csv"
 FILE_NAME, TEXT = "file_name", "text"
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _UNREAD = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jxl", ".tif", ".tiff")
 """Of pictures in formats that are not read here."""
 _NAMED = 3
