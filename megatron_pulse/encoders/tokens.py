@@ -110,6 +110,11 @@ class Tokenizers:
         numbers: list[int] = list(tokenizer.get_vocab().values())
         return max(len(tokenizer), max(numbers, default=0) + 1)
 
+    @property
+    def known(self) -> dict[str, int]:
+        """``num_tokens`` by the names of ids."""
+        return {ids_name(place): self.num_tokens(place) for place in self.lengths}
+
     def excess(self, text: str) -> int:
         """By how many tokens a text is longer than what is left of it, at the place where most is
         cut off; 0 where all of it counts."""

@@ -87,6 +87,10 @@ class LatentFolder(DiffusionDataset):
             raise self._unfit("label", index, f"has the label {label}, and {known}")
         return label
 
+    def describe(self, index: int) -> str:
+        shard, place = self._place(index)
+        return f"sample {place} of {self.root / self._shards[shard].files['latent'].name}"
+
     def conditioning(self, index: int) -> dict[str, Tensor]:
         return {name: self._finite(name, index) for name in self.fields}
 
