@@ -380,6 +380,14 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path, dtype, value):
         LatentFolder(tmp_path)
 
 
+def test_large_numbers_are_finite(tmp_path):
+    """Also where their sum is not."""
+    large = torch.full(SHAPE, torch.finfo(torch.float32).max)
+    with LatentWriter(tmp_path, LatentLayout(SHAPE, 1, LatentType.FLOAT32)) as writer:
+        writer.add(large, 0)
+    assert torch.equal(LatentFolder(tmp_path, verify=True).image(0), large)
+
+
 def test_what_stands_in_a_files_place_is_told(tmp_path):
     write(tmp_path, layout())
     names = ("latent-00000.npy", "label-00001.npy", "null-context.npy", "context-00000.npy")
