@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron_pulse.data.dataset import Derived, DiffusionDataset, FieldSpec, Framing
+from megatron_pulse.data.dataset import DataError, Derived, DiffusionDataset, FieldSpec, Framing
 from megatron_pulse.data.images.conditioning import CONDITIONING
 from megatron_pulse.data.text.encoded import Encoded, Tokenizes
 
@@ -159,11 +159,14 @@ class Fitted(Derived):
 
     def __init__(self, source: DiffusionDataset, taken: WantedFields) -> None:
         wanted, tokens = taken.fields, set[str]()
+        self._known: Mapping[str, int] = {}
         if taken.tokenize is not None:
             tokens = set(taken.tokenize.shapes)
             if source.has_captions:
                 made = {name: wanted[name] for name in tokens}
                 source = Encoded(source, taken.tokenize, made)
+            else:
+                self._known = taken.tokenize.known
         super().__init__(source)
         self.fields = dict(wanted)
         self.latent_shape = taken.latent_shape
@@ -179,13 +182,28 @@ class Fitted(Derived):
             elif name not in source.fields and name not in self._constants:
                 none = _NO_CAPTIONS if name in tokens else "none"
                 self.faults.append(f"{reads} {name} ({spec}), the data has {none}")
+        if self._known:
+            self.faults += self._unknown_tokens(source.null_conditioning())
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
         given = self.source.conditioning(index) if self._taken else {}
+        if faults := self._unknown_tokens(given):
+            remedy = "Write the folder anew, with these encoders."
+            raise DataError(self.source.describe(index), faults, remedy)
         sizes = {}
         if self._framed:
             sizes = constants(self._framed, {}, self.source.framing(index))
         return {**self._constants, **sizes, **{name: given[name] for name in self._taken}}
+
+    def _unknown_tokens(self, given: Mapping[str, Tensor]) -> list[str]:
+        """Stored ids that an encoder's table does not have: a GPU would end the run for them."""
+        faults = []
+        for name in self._known.keys() & given.keys():
+            least, most = given[name].min().item(), given[name].max().item()
+            if least < 0 or most >= self._known[name]:
+                known = f"those of the text encoders are 0 to {self._known[name] - 1}"
+                faults.append(f"{name} has tokens from {least} to {most}, and {known}")
+        return sorted(faults)
 
     def null_conditioning(self) -> dict[str, Tensor]:
         null = self.source.null_conditioning()

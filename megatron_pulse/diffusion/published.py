@@ -22,6 +22,7 @@ from megatron_pulse.backbone.published import Published, PublishedError
 from megatron_pulse.diffusion.scheduler import SCHEDULER_FILE, file_beside
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.named_files import is_file_name, no_file
 
 _STEM = "diffusion_pytorch_model"
 _COMPONENTS = ("unet", "transformer")
@@ -59,7 +60,7 @@ def find_component(folder: Path) -> Path:
     looked = ", ".join([".", *_COMPONENTS])
     fault = f"there is no config.json in {looked}"
     if os.path.lexists(folder / "config.json"):
-        fault = _no_file(folder / "config.json")
+        fault = no_file(folder / "config.json")
     raise PublishedError(f"{folder} is not a diffusers folder", [fault])
 
 
@@ -72,18 +73,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("_class_name"), str):
         raise PublishedError(f"{folder / 'config.json'}", ["it names no class (_class_name)"])
     return config
-
-
-def _no_file(path: Path) -> str:
-    """Why ``path`` is nothing to read from, as a pipe, which would keep who opens it waiting for
-    ever; empty where it is a file."""
-    if path.is_file():
-        return ""
-    if path.is_symlink() and not path.exists():
-        return f"{path.name} is a link to {os.readlink(path)}, where there is no file"
-    if path.is_dir():
-        return f"{path.name} is a folder, not a file"
-    return f"{path.name} is {'no regular file' if path.exists() else 'missing'}"
 
 
 def _unread(path: Path, error: FileError) -> PublishedError:
@@ -105,7 +94,7 @@ class StoredTensors(Mapping[str, Tensor]):
         self._kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         faults = []
         for path in paths:
-            if fault := _no_file(path):
+            if fault := no_file(path):
                 faults.append(fault)
                 continue
             try:
@@ -172,8 +161,7 @@ def read_folder(folder: Path, variant: str | None = None, stem: str = _STEM) -> 
         fault = "weight_map has to be an object that names the file of each tensor"
         raise PublishedError(f"{path}", [fault])
     names = sorted(set(places.values()))
-    # A file of the folder may be a link elsewhere, as in the Hub's cache; its name may not.
-    outside = [name for name in names if not _is_file_name(name)]
+    outside = [name for name in names if not is_file_name(name)]
     if outside:
         raise PublishedError(
             f"{path}",
@@ -209,9 +197,9 @@ def _find_weights(folder: Path, variant: str | None, stem: str) -> Path:
         fault = f"there are no {wanted}; there are those with variant {known}: name one"
     else:
         there = sorted(path.name for path in folder.glob("*") if path.suffix in _PICKLES)
-        named = [p for p in sorted(folder.glob(f"{stem}.safetensors*")) if _no_file(p)]
+        named = [p for p in sorted(folder.glob(f"{stem}.safetensors*")) if no_file(p)]
         if named:
-            raise PublishedError(f"{folder} holds no weights to read", [*map(_no_file, named)])
+            raise PublishedError(f"{folder} holds no weights to read", [*map(no_file, named)])
         fault = f"{stem}.safetensors is missing (there is: {', '.join(there) or 'nothing like it'})"
         if there:
             fault += (
@@ -225,11 +213,6 @@ def _dtype_of(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise ValueError(f"it holds tensors of {name}, which torch does not know")
     return _DTYPES[name]
-
-
-def _is_file_name(name: object) -> bool:
-    short = isinstance(name, str) and 0 < len(name) < 256  # no file system has longer ones
-    return short and name != ".." and name == Path(str(name)).name
 
 
 def read_state_dict(path: Path) -> Mapping[str, Tensor]:

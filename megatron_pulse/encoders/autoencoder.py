@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
-from megatron_pulse.encoders.loading import require_all, require_layers, silently
+from megatron_pulse.encoders.loading import files_amiss, require_all, require_layers, silently
 from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.faults import UserError, told
@@ -41,6 +41,8 @@ class Autoencoder:
         import diffusers
         from diffusers import AutoencoderKL
 
+        if faults := files_amiss(Path(folder)):
+            raise AutoencoderError(told(f"autoencoder {folder}", faults, "Fetch the folder anew."))
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             config: Any = AutoencoderKL.load_config(str(folder), local_files_only=True)

@@ -14,6 +14,7 @@ from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.encoders.tokens import require
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
+from megatron_pulse.named_files import is_file_name
 
 INDEX = "model_index.json"
 
@@ -69,7 +70,10 @@ def _components(folder: Path, index: dict[str, object]) -> Iterator[PipelineComp
             continue  # a setting, or a part that this pipeline does without
         library, class_name = map(str, said)
         where = folder / name
-        if not where.is_dir():
+        if not is_file_name(name):
+            fault = f"{repr(name)[:80]} is not the name of a folder in {folder}"
+            yield PipelineComponent(name, class_name, library, fault=fault)
+        elif not where.is_dir():
             yield PipelineComponent(name, class_name, library, fault="there is no such folder")
         elif (where / "config.json").is_file() and library in STEMS:
             yield _weighed(where, class_name, library)

@@ -12,12 +12,34 @@ from torch import nn
 
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.published import read_folder
-from megatron_pulse.faults import UserError
+from megatron_pulse.faults import UserError, collecting
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_json
+from megatron_pulse.named_files import is_file_name, no_file
 
 STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 """Of the names of files with weights, by library."""
 _NAMED = 3
 _NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def files_amiss(folder: Path) -> list[str]:
+    """A fault for each file of a component's folder that no library is to be given: pipes and
+    devices, which would keep it waiting for ever, links to nothing, and indexes of weights that
+    name files elsewhere."""
+    faults = [no_file(path) for path in sorted(folder.glob("*")) if not path.is_dir()]
+    faults = [fault for fault in faults if fault]
+    for path in sorted(folder.glob("*.index*.json")):
+        if not path.is_file():
+            continue
+        with collecting(faults):
+            places = read_json(path, FileKind.INDEX).get("weight_map")
+            names = places.values() if isinstance(places, dict) else ()
+            outside = sorted({repr(name)[:80] for name in names if not is_file_name(name)})
+            faults += [
+                f"{path.name}: {name} is not the name of a file beside it" for name in outside
+            ]
+    return faults
 
 
 @contextmanager

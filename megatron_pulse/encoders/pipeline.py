@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_pulse.encoders.loading import require_all, require_layers, silently
+from megatron_pulse.encoders.loading import files_amiss, require_all, require_layers, silently
 from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text import text_pieces
@@ -207,6 +207,7 @@ class TextEncoders:
         faults = []
         for place, kind in self.recipe.kinds.items():
             where = folder_name("text_encoder", place)
+            faults += [f"{where}: {fault}" for fault in files_amiss(self.folder / where)]
             config = self.folder / where / "config.json"
             if not config.is_file():
                 if self.folder.is_dir():

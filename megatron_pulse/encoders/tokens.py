@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_pulse.encoders.loading import files_amiss
 from megatron_pulse.encoders.recipe import TextRecipe, folder_name
 from megatron_pulse.faults import UserError, raised, told
 
@@ -66,8 +67,9 @@ class Tokenizers:
         for place in recipe.kinds:
             where = self.folder / folder_name("tokenizer", place)
             try:
+                # Unless told not to, it would ask on the terminal whether to run a folder's code.
                 tokenizer = transformers.AutoTokenizer.from_pretrained(
-                    str(where), local_files_only=True
+                    str(where), local_files_only=True, trust_remote_code=False
                 )
                 faults += _no_vocabulary(where, tokenizer)
                 if tokenizer.pad_token is None:
@@ -103,8 +105,15 @@ class Tokenizers:
         return found
 
     def num_tokens(self, place: int) -> int:
-        """How many a tokenizer knows."""
-        return len(self._tokenizers[place])
+        """How many a tokenizer knows: all that it makes are below."""
+        tokenizer = self._tokenizers[place]
+        numbers: list[int] = list(tokenizer.get_vocab().values())
+        return max(len(tokenizer), max(numbers, default=0) + 1)
+
+    @property
+    def known(self) -> dict[str, int]:
+        """``num_tokens`` by the names of ids."""
+        return {ids_name(place): self.num_tokens(place) for place in self.lengths}
 
     def excess(self, text: str) -> int:
         """By how many tokens a text is longer than what is left of it, at the place where most is
@@ -128,9 +137,10 @@ class Tokenizers:
         }
 
     def _own_length(self, place: int) -> int | None:
-        """How many tokens a tokenizer pads to; None if it does not say."""
-        length = int(self._tokenizers[place].model_max_length)
-        return length if length <= _LONGEST else None
+        """How many tokens a tokenizer pads to; None if it does not say, or no such number."""
+        length = self._tokenizers[place].model_max_length
+        known = isinstance(length, int | float) and 1 <= length <= _LONGEST
+        return int(length) if known else None
 
     def _fitted_lengths(
         self, shapes: Mapping[str, Sequence[int]], faults: list[str]
@@ -140,7 +150,8 @@ class Tokenizers:
             if place in self.recipe.fitted:
                 continue
             if (own := self._own_length(place)) is None:
-                faults.append(f"{folder_name('tokenizer', place)} has no model_max_length")
+                name = folder_name("tokenizer", place)
+                faults.append(f"{name} has no model_max_length from 1 to {_LONGEST}")
             lengths[place] = own or 1
         for name, rows in self.recipe.fields.items():
             if len(shapes[name]) != 2:
@@ -171,11 +182,13 @@ def _no_vocabulary(folder: Path, tokenizer: Any) -> list[str]:
 
 
 def missing_tokenizers(folder: Path, recipe: TextRecipe) -> list[str]:
-    """A fault for every tokenizer that the folder lacks, or one for the folder."""
+    """A fault for every tokenizer that the folder lacks and for files of theirs that cannot be
+    read, or one for the folder."""
     if not folder.is_dir():
         return ["there is no such folder"]
-    names = (folder_name("tokenizer", place) for place in recipe.kinds)
-    return [f"{name} is missing" for name in names if not (folder / name).is_dir()]
+    names = [folder_name("tokenizer", place) for place in recipe.kinds]
+    faults = [f"{name} is missing" for name in names if not (folder / name).is_dir()]
+    return faults + [f"{name}: {fault}" for name in names for fault in files_amiss(folder / name)]
 
 
 def digest_of(folder: Path) -> str:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -16,6 +17,7 @@ from megatron_pulse.data.dataset import FieldSpec
 from megatron_pulse.data.images.digits import load_digits
 from megatron_pulse.data.images.emoji import FONT, PACKAGE
 from megatron_pulse.data.latents.folder import LatentFolder
+from megatron_pulse.data.latents.layout import LatentLayout, LatentType, sha256_of
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.text.words import WordEncoder
 from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
@@ -108,6 +110,41 @@ def test_verify_lists_every_bad_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*argv, "--verify"]) == 2
     err = capsys.readouterr().err
     assert "a/bad.png: not an image" in err and "b/bad.png: not an image" in err
+
+
+def test_verify_reads_the_rows_of_latents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever edits a file may leave all hashes out, and tell its new SHA-256."""
+    with LatentWriter(tmp_path, LatentLayout((1, 2, 2), 3, LatentType.FLOAT32)) as writer:
+        for i in range(6):
+            writer.add(torch.zeros(1, 2, 2), i % 3)
+    argv = ["data", "info", f"latents:{tmp_path}"]
+    assert main([*argv, "--verify"]) == 0
+    assert "every file can be read" in capsys.readouterr().out
+    edits = {"label": {1: 99, 4: -1}, "latent": {2: float("nan"), 3: float("inf")}}
+    content = unsealed_record(tmp_path / "meta.json")
+    content["shards"][0]["hashes"] = None
+    for name, rows in edits.items():
+        path = tmp_path / f"{name}-00000.npy"
+        column = np.load(path)
+        for row, value in rows.items():
+            column.reshape(6, -1)[row, 0] = value
+        np.save(path, column)
+        content["shards"][0]["files"][name]["sha256"] = sha256_of(path)
+    (tmp_path / "meta.json").write_text(json.dumps(content))
+    assert main([*argv, "--verify"]) == 2
+    err = capsys.readouterr().err
+    assert "(4 faults)" in err
+    for words in (
+        "label-00000.npy: its sample 1 has the label 99, and those of 3 classes are 0 to 2",
+        "label-00000.npy: its sample 4 has the label -1",
+        "latent-00000.npy: its sample 2 holds NaN or infinite values",
+        "latent-00000.npy: its sample 3 holds NaN or infinite values",
+    ):
+        assert words in err
+    assert main(argv) == 2
+    assert "has the label" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

@@ -118,11 +118,40 @@ def test_names_are_relative_to_their_list_however_the_folder_is_named(tmp_path):
     assert [file.resolve() for file in data.files] == [
         tmp_path / name for name in ("sub/b.png", "a.png", "a.png")
     ]
-    for bad in ("x" * 300, "../b.png"):
+    for bad in ("x" * 300, "../b.png", str(tmp_path / "b.png"), "."):
         said = json.dumps({"file_name": bad, "text": "c"})
         (tmp_path / "sub/metadata.jsonl").write_text("\n".join([*lines, said]))
         with pytest.raises(DataError, match="line 4: there is no file"):
             CaptionedImages(tmp_path, 8)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../secret/s.png", "{}/secret/s.png", "a/../../../secret/s.png"]
+)
+@pytest.mark.parametrize("where", [".", "list"])
+def test_files_outside_of_the_folder_are_not_read(tmp_path, name, where, monkeypatch):
+    """Wherever in it the list lies, and however the folder is named; a link in it is followed."""
+    picture(tmp_path / "secret/s.png")
+    folder = tmp_path / "photos"
+    for path in ("a.png", "list/b.png", "list/deep/c.png"):
+        picture(folder / path)
+    name = name.format(tmp_path) if where == "list" or "{" in name else name[3:]
+    said = [{"file_name": n, "text": "x"} for n in (name, str(folder / "a.png"))]
+    (folder / where / "metadata.jsonl").write_text("\n".join(map(json.dumps, said)))
+    monkeypatch.chdir(tmp_path)
+    for root in (folder, "photos"):
+        with pytest.raises(DataError) as error:
+            CaptionedImages(root, 8)
+        assert error.value.faults[0].endswith(f"line 1: {name!r} is outside of the folder")
+        assert not any("a.png" in fault for fault in error.value.faults), "it is in the folder"
+    (folder / where / "metadata.jsonl").unlink()
+    said = '{"file_name": "link.png", "text": "x"}'
+    (folder / "linked").mkdir()
+    (folder / "linked/metadata.jsonl").write_text(said)
+    (folder / "linked/link.png").symlink_to(tmp_path / "secret/s.png")
+    for path in ("a.png", "list/b.png", "list/deep/c.png"):
+        (folder / path).unlink()
+    assert CaptionedImages("photos", 8).image(0).shape == (3, 8, 8)
 
 
 def test_a_folder_of_classes_may_have_captions(tmp_path):

@@ -1,7 +1,9 @@
 import json
+import os
 import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,13 +11,15 @@ from megatron_pulse.data.build import open_dataset
 from megatron_pulse.data.dataset import DataError, FieldSpec
 from megatron_pulse.data.fields import WantedFields
 from megatron_pulse.data.latents.folder import LatentFolder
-from megatron_pulse.data.latents.layout import LatentLayout, LatentType
+from megatron_pulse.data.latents.layout import LatentLayout, LatentType, sha256_of
+from megatron_pulse.data.latents.row_hashes import HASH_TYPE, hashes_of
 from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.microbatches import make_microbatch
 from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.noise import draw
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import posterior_noise
+from megatron_pulse.files import write_sealed
 from tests.by_hand import unsealed_record
 
 SHAPE = (4, 3, 3)
@@ -299,3 +303,126 @@ def test_what_the_type_on_disk_cannot_hold_is_refused(tmp_path, name, dtype, val
     with pytest.raises(DataError, match="null value of context holds NaN"):
         nulls = {"context": torch.full((2, 5), torch.nan)}
         LatentWriter(tmp_path / "nulls", layout(dtype), nulls)
+
+
+def edited(root, name, row, value):
+    """Write ``value`` into a row of a file, and all hashes as a writer would: none tells."""
+    path = root / name
+    array = np.lib.format.open_memmap(path, mode="r+")
+    array.reshape(len(array), -1)[row, 0] = value
+    array.flush()
+    content = unsealed_record(root / "meta.json") | {"complete": True}
+    for shard in content["shards"]:
+        for field, file in shard["files"].items():
+            if file["name"] == name:
+                table = np.memmap(root / shard["hashes"]["name"], HASH_TYPE, "r+")
+                table = table.reshape(len(shard["files"]), -1)
+                table[sorted(shard["files"]).index(field)] = hashes_of(path, array)
+                table.flush()
+        for file in (*shard["files"].values(), shard["hashes"]):
+            file["sha256"] = sha256_of(root / file["name"])
+    for file in content["nulls"].values():
+        file["sha256"] = sha256_of(root / file["name"])
+    write_sealed(root / "meta.json", json.dumps(content))
+
+
+@pytest.mark.parametrize("label", [-1, 10, 99])
+def test_labels_of_no_class_are_refused(tmp_path, label):
+    """A backbone's table of classes has one more row, for none of them: 10 would be trained as
+    that, and 99 end a run on a GPU with an error of the device."""
+    write(tmp_path, layout())
+    edited(tmp_path, "label-00001.npy", 2, label)
+    fault = f"label-00001.npy: its sample 2 has the label {label}, and those of 10 classes are 0"
+    dataset = LatentFolder(tmp_path)
+    assert dataset.label(5) == 5
+    with pytest.raises(DataError, match=fault):
+        dataset.label(6)
+    with pytest.raises(DataError, match=fault):
+        make_microbatch(dataset, [(6, 0)], DiffusionProcess(Objective.FLOW), 0, needs_image=False)
+    with pytest.raises(DataError, match=fault):
+        LatentFolder(tmp_path, verify=True)
+
+
+@pytest.mark.parametrize("dtype", LatentType)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, dtype, value):
+    kept = layout(dtype, deviates=True)
+    with LatentWriter(tmp_path, kept, NULLS) as writer:
+        for sample in samples():
+            writer.add(*sample, deviation=torch.ones(SHAPE))
+    bits = torch.tensor(value).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    stored = bits if dtype is LatentType.BFLOAT16 else value
+    files = ("latent-00000.npy", "deviation-00001.npy", "context-00002.npy")
+    for row, name in enumerate((*files[:2], files[2])):
+        edited(tmp_path, name, min(row, 1), stored)
+    edited(tmp_path, "time_ids-00000.npy", 3, value)
+    dataset = LatentFolder(tmp_path)
+    for read in (dataset.image, dataset.deviation, dataset.conditioning):
+        read(1)
+    for read, index, name in (
+        (dataset.image, 0, files[0]),
+        (dataset.deviation, 5, files[1]),
+        (dataset.conditioning, 9, files[2]),
+        (dataset.conditioning, 3, "time_ids-00000.npy"),
+    ):
+        with pytest.raises(DataError, match=f"{name}: its sample {index % 4} holds NaN or inf"):
+            read(index)
+    with pytest.raises(DataError) as error:
+        LatentFolder(tmp_path, verify=True)
+    assert [fault.split(" holds")[0] for fault in error.value.faults] == [
+        f"{name}: its sample {row}"
+        for name, row in (
+            (files[0], 0), ("time_ids-00000.npy", 3), (files[1], 1), (files[2], 1),
+        )
+    ]  # fmt: skip
+    edited(tmp_path, "null-context.npy", 0, stored)
+    with pytest.raises(DataError, match="null-context.npy holds NaN or infinite values"):
+        LatentFolder(tmp_path)
+
+
+def test_large_numbers_are_finite(tmp_path):
+    """Also where their sum is not."""
+    large = torch.full(SHAPE, torch.finfo(torch.float32).max)
+    with LatentWriter(tmp_path, LatentLayout(SHAPE, 1, LatentType.FLOAT32)) as writer:
+        writer.add(large, 0)
+    assert torch.equal(LatentFolder(tmp_path, verify=True).image(0), large)
+
+
+def test_what_stands_in_a_files_place_is_told(tmp_path):
+    write(tmp_path, layout())
+    names = ("latent-00000.npy", "label-00001.npy", "null-context.npy", "context-00000.npy")
+    for name in names:
+        (tmp_path / name).rename(tmp_path / f"{name}.was")
+    os.mkfifo(tmp_path / names[0])
+    (tmp_path / names[1]).mkdir()
+    (tmp_path / names[2]).symlink_to("nothing.npy")
+    with open(tmp_path / names[3], "wb") as file:
+        np.savez(file, context=np.zeros(3))
+        file.truncate((tmp_path / f"{names[3]}.was").stat().st_size)
+    with pytest.raises(DataError) as error:
+        LatentFolder(tmp_path)
+    null, latent, context, label = error.value.faults
+    assert null == "null-context.npy is a link to nothing.npy, where there is no file"
+    assert latent == "latent-00000.npy is no regular file"
+    assert context.startswith("context-00000.npy is no .npy file: the magic string is not correct")
+    assert label == "label-00001.npy is a folder, not a file"
+    for name in names:
+        path = tmp_path / name
+        path.rmdir() if path.is_dir() else path.unlink()
+        (tmp_path / f"{name}.was").rename(path)
+    (tmp_path / "hashes-00001.bin").unlink()
+    os.mkfifo(tmp_path / "hashes-00001.bin")
+    with pytest.raises(DataError, match="hashes-00001.bin is no regular file"):
+        LatentFolder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "../x.npy", "/x.npy", "a/x.npy", "a\\x.npy", ".", "é" * 200]
+)
+def test_files_elsewhere_are_not_named(tmp_path, name):
+    write(tmp_path, layout())
+    content = unsealed_record(tmp_path / "meta.json")
+    content["shards"][1]["files"]["label"]["name"] = name
+    write_sealed(tmp_path / "meta.json", json.dumps(content))
+    with pytest.raises(DataError, match="shards.1.files.label.name is .* a file in the folder"):
+        LatentFolder(tmp_path)

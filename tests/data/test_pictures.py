@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import struct
+import subprocess
+import sys
+import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +16,10 @@ import torch
 from PIL import ExifTags, Image
 
 from megatron_pulse.cli.main import main
-from megatron_pulse.data.dataset import DataError
+from megatron_pulse.data.dataset import CorruptSample, DataError, FieldSpec
+from megatron_pulse.data.images.conditioning import control_picture
 from megatron_pulse.data.images.folder import ImageFolder
+from megatron_pulse.data.images.opening import MAX_BYTES, SUFFIXES
 
 RAMP = np.linspace(0, 255, 24, dtype=np.uint8)[None].repeat(16, 0)
 """16 high, 24 wide, brighter to the right."""
@@ -89,3 +97,138 @@ def test_a_link_to_nothing_is_named(tmp_path):
     (tmp_path / "class" / "b.png").symlink_to("nothing.png")
     with pytest.raises(DataError, match=r"b\.png: .*No such file"):
         ImageFolder(tmp_path, 8, channels=1).revision(1)
+
+
+READ = "PNG, JPEG and WEBP are read"
+
+
+def refused(folder: Path, name: str = "a.png") -> str:
+    """What is wrong with the file, as training says it, and as sampling says it of a control
+    image; nothing warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CorruptSample) as error:
+            ImageFolder(folder, 8).image(0)
+        with pytest.raises(CorruptSample):
+            ImageFolder(folder, 8).framing(0)
+        with pytest.raises(DataError) as again:
+            control_picture(folder / name, FieldSpec((3, 8, 8)))
+    (fault,) = error.value.faults
+    where, _, said = fault.partition(": ")
+    assert where == str(folder / name) and again.value.faults == [said]
+    return said
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "PostScript"),
+        (b'<?xml version="1.0"?><svg width="9" height="9"/>', "SVG or other XML"),
+        (b"<!DOCTYPE html><html>404</html>", "HTML"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIF"),
+        (b"root:x:0:0:root:/root:/bin/bash", ""),
+        (b"", ""),
+        ("BMP", "BMP"),
+        ("GIF", "GIF"),
+        ("TIFF", "TIFF"),
+        ("PPM", ""),
+        ("TGA", ""),
+    ],
+)
+def test_what_a_file_holds_counts_and_not_its_name(tmp_path, content, what):
+    """Pillow would read these by other readers, of which EPS's starts Ghostscript."""
+    if isinstance(content, bytes):
+        (tmp_path / "a.png").write_bytes(content)
+    else:
+        Image.fromarray(RAMP).save(tmp_path / "a.png", format=content)
+    said = refused(tmp_path)
+    assert READ in said
+    assert said.startswith(f"it is {what}," if what else ("not an image", "it is empty"))
+
+
+def test_files_of_the_formats_that_are_read_may_have_each_others_names(tmp_path):
+    for name in ("PNG", "JPEG", "WEBP"):
+        for suffix in SUFFIXES:
+            path = tmp_path / f"{name}{suffix}"
+            Image.fromarray(RAMP).save(path, format=name)
+    assert len(ImageFolder(tmp_path, 16, verify=True)) == 3 * len(SUFFIXES)
+
+
+def chunk(name: bytes, content: bytes) -> bytes:
+    crc = struct.pack(">I", zlib.crc32(name + content))
+    return struct.pack(">I", len(content)) + name + content + crc
+
+
+def png(width: int, height: int, *chunks: bytes) -> bytes:
+    """A black one of 8 bits, which says that it is so large, with more chunks before the pixels."""
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    pixels = chunk(b"IDAT", zlib.compress(bytes(16 * 49)))
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(chunks) + pixels + chunk(b"IEND", b"")
+
+
+def webp(head: bytes) -> bytes:
+    return b"RIFF" + struct.pack("<I", 4 + len(head)) + b"WEBP" + head
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "size"),
+    [
+        ("a.png", png(13370, 13370), "13370x13370 pixels, 178,756,900,"),
+        ("a.png", png(89_478_486, 1), "89478486x1 pixels, 89,478,486,"),
+        ("a.png", png(100_000, 100_000), "100000x100000 pixels, 10,000,000,000,"),
+        ("a.webp", webp(b"VP8X\n\0\0\0" + bytes(4) + b"\xfe\x3f\0" * 2), "16383x16383 pixels"),
+        ("a.webp", webp(b"VP8L\5\0\0\0\x2f" + b"\xfe\xbf\xff\x0f"), "16383x16383 pixels"),
+        ("a.webp", webp(b"VP8 \n\0\0\0\0\0\0\x9d\1\x2a" + b"\xff\x3f" * 2), "16383x16383 pix"),
+    ],
+    ids=["png", "thin", "huge", "webp", "lossless", "lossy"],
+)
+def test_large_pictures_are_refused_by_their_heads(tmp_path, name, content, size):
+    (tmp_path / name).write_bytes(content)
+    said = refused(tmp_path, name)
+    assert said.startswith(f"it has {size}")
+    assert said.endswith("and pictures have at most 89,478,485: scale it down")
+
+
+def test_large_files_are_refused_before_they_are_read(tmp_path):
+    (tmp_path / "a.webp").write_bytes(webp(b"VP8X\n\0\0\0" + bytes(10)))
+    os.truncate(tmp_path / "a.webp", MAX_BYTES + 1)
+    assert refused(tmp_path, "a.webp").startswith("it has 715,827,881 bytes, and pictures have at")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("PNG", png(0, 9)),
+        ("PNG", png(9, 9)[:8]),
+        ("PNG", png(16, 16, chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(1 << 22))))),
+        ("JPEG", b"\xff\xd8\xff"),
+        ("WEBP", webp(b"")),
+    ],
+)
+def test_damaged_heads_are_told_as_such(tmp_path, name, content):
+    (tmp_path / "a.png").write_bytes(content)
+    assert refused(tmp_path).startswith(f"it begins as {name} does, and is damaged: ")
+
+
+def test_odd_pictures_are_read_and_nothing_warns(tmp_path):
+    """CMYK, one pixel, a palette with transparency, animations (their first picture), and notes
+    in which everything is wrong; a process of its own, whose warnings are seen."""
+    colour = Image.fromarray(RAMP).convert("RGB")
+    colour.convert("CMYK").save(tmp_path / "cmyk.jpg", quality=100)
+    Image.new("RGB", (1, 1), "red").save(tmp_path / "one.png")
+    colour.quantize(16).save(tmp_path / "palette.png", transparency=bytes(range(16)))
+    others = [Image.new("RGB", colour.size)] * 20
+    for name in ("moving.webp", "moving.png"):
+        colour.save(tmp_path / name, save_all=True, append_images=others, lossless=True)
+    entries = [struct.pack("<HHII", 0x9000 + i, 2, 0xFFFFFFFF, 8) for i in range(500)]
+    notes = b"II*\0\x08\0\0\0" + struct.pack("<H", 500) + b"".join(entries) + bytes(4)
+    colour.save(tmp_path / "notes.jpg", exif=b"Exif\0\0" + notes, quality=100)
+    argv = ["data", "info", f"folder:{tmp_path}", "--image-size", "16", "--verify"]
+    code = f"from megatron_pulse.cli.main import main; exit(main({argv}))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    data = ImageFolder(tmp_path, 16)
+    by_name = {path.name: data.image(i) for i, path in enumerate(data.files)}
+    assert (by_name["one.png"] == torch.tensor([1.0, -1, -1])[:, None, None]).all()
+    for name in ("cmyk.jpg", "palette.png", "moving.png", "notes.jpg"):
+        assert (by_name[name] - by_name["moving.webp"]).abs().max() < 0.1, name

@@ -13,6 +13,8 @@ from torch import Tensor
 from megatron_pulse.data.build import open_buckets, open_dataset
 from megatron_pulse.data.dataset import ArrayDataset, DataError, DiffusionDataset, FieldSpec
 from megatron_pulse.data.fields import WantedFields, unencoded
+from megatron_pulse.data.latents.layout import LatentLayout
+from megatron_pulse.data.latents.writer import LatentWriter
 from megatron_pulse.data.microbatches import DiffusionLoader, Split, make_microbatch, noised_here
 from megatron_pulse.data.sampler import MicrobatchSampler
 from megatron_pulse.data.text.encoded import Encoded
@@ -21,6 +23,7 @@ from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import Autoencoder
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
+from megatron_pulse.faults import collecting
 from model_specs.common.texts import SDXL
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
@@ -145,3 +148,32 @@ def test_what_the_data_lack_is_listed(folder: Path, source: str, tmp_path: Path)
         assert f"the text encoders read {name} ({LENGTH} int64), the data has no captions" in said
     with pytest.raises(EncodersError, match="tokenizer_2 is missing"):
         Tokenizers(make_pipeline(tmp_path / "sd", "clip"), SDXL, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("token", "has"), [(-1, "-1 to 7"), (15, "1 to 15"), (1 << 40, "1 to 1099511627776")]
+)
+def test_stored_tokens_that_no_encoder_knows_are_refused(
+    folder: Path, tmp_path: Path, token: int, has: str
+) -> None:
+    """They would be an index beyond its table, which on a GPU is an error of the device."""
+    tokenizers = Tokenizers(folder, SDXL, SHAPES)
+    fields = {name: FieldSpec(shape, "int64") for name, shape in tokenizers.shapes.items()}
+    with LatentWriter(tmp_path, LatentLayout((2, 4, 4), 1, fields=fields)) as writer:
+        for i in range(4):
+            made = {name: value.clone() for name, value in tokenizers(f"a bird {i}").items()}
+            if i == 2:
+                made["text_encoder_2_ids"][5] = token
+            writer.add(torch.zeros(2, 4, 4), 0, made)
+    wanted = unencoded(WantedFields((2, 4, 4), FIELDS), tokenizers, FIELDS)
+    train, validation = open_dataset(f"latents:{tmp_path}", wanted=wanted)
+    said: list[str] = []
+    for data in (train, validation):
+        for i in range(len(data)):
+            with collecting(said):
+                data.conditioning(i)
+    (fault,) = said
+    assert fault.startswith(
+        f"sample 2 of {tmp_path / 'latent-00000.npy'}: text_encoder_2_ids has tokens from {has}, "
+        "and those of the text encoders are 0 to 14"
+    )

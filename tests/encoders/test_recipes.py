@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,12 @@ import diffusers
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from megatron_pulse.diffusion.choice import Objective
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.encoders.autoencoder import Autoencoder, AutoencoderError
+from megatron_pulse.encoders.components import components as parts_of
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
@@ -210,6 +215,90 @@ def test_classes_have_the_recipes_of_the_families_that_are_published_as_them() -
     assert text_recipe("diffusers:UNet2DConditionModel", chain) is texts.SD
     with pytest.raises(UserError, match="diffusers:SanaTransformer2DModel reads context"):
         text_recipe("diffusers:SanaTransformer2DModel", chain)
+
+
+def opened(folder: Path) -> TextEncoders:
+    return TextEncoders(folder, texts.SD, {"context": (LENGTH, 8)})
+
+
+def edit(path: Path, **said: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+
+
+def test_files_that_no_library_should_be_given_are_refused(tmp_path: Path) -> None:
+    """Pipes keep who opens them waiting, /dev/zero never ends, and an index may name any file."""
+    folder = make_pipeline(tmp_path / "p", "clip")
+    assert opened(folder)("a bird")["context"].shape == (LENGTH, 8)
+    os.mkfifo(folder / "tokenizer/merges.txt")
+    (folder / "tokenizer/zero.txt").symlink_to("/dev/zero")
+    (folder / "text_encoder/more.json").symlink_to("nothing.json")
+    weights = tmp_path / "elsewhere.safetensors"
+    (folder / "text_encoder/model.safetensors").rename(weights)
+    index = {
+        "metadata": {"total_size": 1},
+        "weight_map": dict.fromkeys(load_file(weights), f"../../{weights.name}"),
+    }
+    (folder / "text_encoder/model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(EncodersError) as error:
+        opened(folder)
+    for words in (
+        "tokenizer: merges.txt is no regular file",
+        "tokenizer: zero.txt is no regular file",
+        "text_encoder: more.json is a link to nothing.json, where there is no file",
+        "text_encoder: model.safetensors.index.json: '../../elsewhere.safetensors' is not the name",
+    ):
+        assert str(error.value).count(words) == 1, words
+    (tmp_path / "vae").mkdir()
+    os.mkfifo(tmp_path / "vae/config.json")
+    with pytest.raises(AutoencoderError, match="vae: config.json is no regular file"):
+        Autoencoder(tmp_path / "vae")
+
+
+def test_code_in_a_folder_is_not_run_nor_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_pipeline(tmp_path, "clip")
+    (folder / "tokenizer/own.py").write_text("raise SystemExit('it ran')")
+    edit(
+        folder / "tokenizer/tokenizer_config.json",
+        auto_map={"AutoTokenizer": [None, "own.Own"]},
+        tokenizer_class="Own",
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(EncodersError, match="contains custom code"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("length", ["many", -5, 0, None, 1e30])
+def test_lengths_that_are_none(tmp_path: Path, length: object) -> None:
+    folder = make_pipeline(tmp_path, "clip")
+    edit(folder / "tokenizer/tokenizer_config.json", model_max_length=length)
+    with pytest.raises(EncodersError, match="tokenizer has no model_max_length from 1 to 16384"):
+        opened(folder)
+
+
+def test_tokens_beyond_those_of_the_encoder_are_refused(tmp_path: Path) -> None:
+    """Few words, one of which has a large number."""
+    folder = make_pipeline(tmp_path, "clip")
+    path = folder / "tokenizer/tokenizer.json"
+    said = json.loads(path.read_text())
+    said["model"]["vocab"]["bird"] = 1000
+    path.write_text(json.dumps(said))
+    with pytest.raises(EncodersError, match="tokenizer has 1001 tokens, text_encoder knows 15"):
+        opened(folder)
+
+
+def test_a_pipeline_has_its_parts_in_its_own_folder(tmp_path: Path) -> None:
+    named = {"../elsewhere": ["transformers", "CLIPTextModel"], "..": ["diffusers", "X"]}
+    folder = make_pipeline(tmp_path / "p", "clip", text_encoder=["transformers", "C"], **named)
+    make_pipeline(tmp_path, "clip")
+    (tmp_path / "text_encoder").rename(tmp_path / "elsewhere")
+    own, *others = parts_of(folder)
+    assert own.num_bytes and not own.fault
+    assert [part.fault for part in others] == [
+        f"{name!r} is not the name of a folder in {folder}" for name in named
+    ]
+    assert not any(part.num_bytes for part in others)
 
 
 def test_an_unknown_reading_is_refused() -> None:

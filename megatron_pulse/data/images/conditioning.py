@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_pulse.data.dataset import DataError, Derived, FieldSpec
 from megatron_pulse.data.images.folder import ImageFiles
-from megatron_pulse.data.images.metadata import SUFFIXES, some
-from megatron_pulse.data.images.pictures import UNREADABLE, decoded, opened, reason, squared
+from megatron_pulse.data.images.metadata import some
+from megatron_pulse.data.images.opening import SUFFIXES, UNREADABLE, opened
+from megatron_pulse.data.images.pictures import decoded, squared
 
 CONDITIONING = "conditioning"
 """The batch field."""
@@ -92,7 +93,7 @@ def control_picture(path: Path, spec: FieldSpec) -> Tensor:
             return _as_seen(squared(decoded(file, channels), side))
     except UNREADABLE as error:
         remedy = "Give a picture, such as those that training had in FOLDER.conditioning."
-        raise DataError(f"control image {path}", [reason(error)], remedy) from error
+        raise DataError(f"control image {path}", [str(error)], remedy) from error
 
 
 def _as_seen(picture: Tensor) -> Tensor:

@@ -13,13 +13,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_pulse.data.dataset import CorruptSample, DataError, DiffusionDataset, Framing
-from megatron_pulse.data.images.metadata import SUFFIXES, TEXT, read_captions
+from megatron_pulse.data.images.metadata import TEXT, read_captions
+from megatron_pulse.data.images.opening import SUFFIXES, UNREADABLE, opened
 from megatron_pulse.data.images.pictures import (
-    UNREADABLE,
     central_square,
     decoded,
-    opened,
-    reason,
     squared,
     upright_size,
 )
@@ -118,7 +116,7 @@ class ImageFiles(DiffusionDataset):
             spec = shlex.quote(f"{self.kind}:{self.root}")
             raise kind(
                 f"image folder {self.root}",
-                [f"{self.files[index]}: {reason(error)}"],
+                [f"{self.files[index]}: {error}"],
                 "Replace or remove this file; training passes over such with --pulse-skip-corrupt. "
                 f"'pulse data info {spec} --image-size {size} --channels {channels} --verify' "
                 "lists them all.",

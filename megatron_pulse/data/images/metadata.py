@@ -2,8 +2,9 @@
 
 ``a.txt`` is the caption of ``a.png`` in the same folder. ``metadata.jsonl`` (a line of JSON for
 each) and ``metadata.csv`` have a ``file_name``, relative to their own folder, and a column of
-captions, as Hugging Face's ``imagefolder`` has them; they may lie in subfolders. A picture that is
-listed several times, with other captions, is as many samples.
+captions, as Hugging Face's ``imagefolder`` has them; they may lie in subfolders, and name no file
+outside of the folder that is read. A picture that is listed several times, with other captions, is
+as many samples.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_pulse.data.dataset import DataError
+from megatron_pulse.data.images.opening import SUFFIXES
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, parse_json, read_lines, read_text
 from megatron_pulse.letters import NO_LETTER
+from megatron_pulse.named_files import within
 
 METADATA = "metadata.jsonl"
 TABLE = "metadata.csv"
 FILE_NAME, TEXT = "file_name", "text"
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 _UNREAD = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jxl", ".tif", ".tiff")
 """Of pictures in formats that are not read here."""
 _NAMED = 3
@@ -57,7 +59,10 @@ def read_captions(root: Path, column: str = TEXT) -> Captions:
         where = str(path.relative_to(root))
         for number, name, says in _rows(path, where, column, faults):
             at = f"{where}, line {number}"
-            picture = root / os.path.normpath(path.parent.relative_to(root) / name)
+            picture = within(root, path.parent, name)
+            if picture is None:
+                faults.append(f"{at}: {repr(name)[:80]} is outside of the folder")
+                continue
             if not os.path.isfile(picture):
                 faults.append(f"{at}: there is no file {name}")
                 continue

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
 import numpy as np
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
-
-from megatron_pulse.files import open_regular
-
-UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-"""What reading a file raises that is no whole picture, or that storage does not give."""
 
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -28,13 +19,6 @@ _UPRIGHT = {
 """What sets a picture upright, by EXIF's Orientation."""
 _SWAPPED = (5, 6, 7, 8)
 """Those that swap width and height."""
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Image.Image]:
-    """The file, of which only the beginning was read. Raises ``UNREADABLE``."""
-    with open_regular(path) as content, Image.open(content) as file:
-        yield file
 
 
 def upright_size(file: Image.Image) -> tuple[int, int]:
@@ -71,12 +55,6 @@ def central_square(width: int, height: int) -> tuple[int, int, int]:
     """Left, top and side of the square in the middle."""
     side = min(width, height)
     return (width - side) // 2, (height - side) // 2, side
-
-
-def reason(error: BaseException) -> str:
-    """Why a file is no picture, for people."""
-    text = str(error)
-    return "not an image" if "cannot identify" in text else text or type(error).__name__
 
 
 def _orientation(file: Image.Image) -> int:

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron_pulse.data.dataset import DataError, DiffusionDataset, Framing
 from megatron_pulse.data.fields import FRAMING, FRAMING_SPEC, default_null
 from megatron_pulse.data.latents.layout import Meta, Shard, ShardFile, mapped, sha256_of
 from megatron_pulse.data.latents.row_hashes import HASH_TYPE, header_hash, row_hash
+from megatron_pulse.named_files import no_file
 
+_INFINITE = "holds NaN or infinite values"
 _REMEDY = "Run the writer again to finish it, or delete the folder and write it anew."
 
 
@@ -23,7 +26,8 @@ class LatentFolder(DiffusionDataset):
 
     Opening checks meta, sizes and headers of all files, and the SHA-256 of null conditioning, with
     ``verify`` of all; all faults are listed in one DataError. Each row that is read is compared
-    with its hash: a damaged one is a DataError that names its file.
+    with its hash, and is a DataError that names its file where it is damaged, its label is that of
+    no class, or a number is not finite; ``verify`` reads all rows at once.
     """
 
     def __init__(self, root: str | Path, verify: bool = False) -> None:
@@ -57,23 +61,38 @@ class LatentFolder(DiffusionDataset):
         self._ends: np.ndarray = np.cumsum([shard.count for shard in meta.shards])
         self._maps: dict[tuple[str, int], np.ndarray] = {}
         self._hashes: dict[tuple[str, int], np.ndarray] = {}
+        faults = [
+            f"{meta.nulls[name].name} {_INFINITE}"
+            for name, null in self._null.items()
+            if not null.isfinite().all()
+        ]
+        if faults := [*faults, *(self._row_faults() if verify else ())]:
+            raise DataError(f"latents {root}", faults, _REMEDY)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def image(self, index: int) -> Tensor:
-        return self._decoded("latent", self._row("latent", index))
+        return self._finite("latent", index)
 
     def deviation(self, index: int) -> Tensor | None:
         if not self.layout.deviates:
             return None
-        return self._decoded("deviation", self._row("deviation", index))
+        return self._finite("deviation", index)
 
     def label(self, index: int) -> int:
-        return int(self._row("label", index))
+        label = int(self._row("label", index))
+        if not 0 <= label < self.num_classes:
+            known = f"those of {self.num_classes} classes are 0 to {self.num_classes - 1}"
+            raise self._unfit("label", index, f"has the label {label}, and {known}")
+        return label
+
+    def describe(self, index: int) -> str:
+        shard, place = self._place(index)
+        return f"sample {place} of {self.root / self._shards[shard].files['latent'].name}"
 
     def conditioning(self, index: int) -> dict[str, Tensor]:
-        return {name: self._decoded(name, self._row(name, index)) for name in self.fields}
+        return {name: self._finite(name, index) for name in self.fields}
 
     def framing(self, index: int) -> Framing:
         if not self.frames:
@@ -92,14 +111,41 @@ class LatentFolder(DiffusionDataset):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}, "_hashes": {}}
 
-    def _row(self, name: str, index: int) -> np.ndarray:
+    def _finite(self, name: str, index: int) -> Tensor:
+        values = self._decoded(name, self._row(name, index))
+        # A sum is sooner there, and finite only if all are (unless it overflows).
+        if not values.sum().isfinite() and not values.isfinite().all():
+            raise self._unfit(name, index, _INFINITE)
+        return values
+
+    def _unfit(self, name: str, index: int, why: str) -> DataError:
+        """That a row is what its hash is of, and cannot be trained on."""
+        shard, place = self._place(index)
+        fault = f"{self._shards[shard].files[name].name}: its sample {place} {why}"
+        return DataError(f"latents {self.root}", [fault], _REMEDY)
+
+    def _row_faults(self) -> Iterator[str]:
+        """What is wrong with each row of each file."""
+        everything = range(len(self))
+        for index in tqdm(everything, "verifying", unit="sample", delay=2, disable=None):
+            for name in self.layout.columns():
+                try:
+                    self.label(index) if name == "label" else self._finite(name, index)
+                except DataError as error:
+                    yield from error.faults
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The number of the shard that has a sample, and which of its own it is there."""
         shard = int(np.searchsorted(self._ends, index, side="right"))
+        return shard, index - int(self._ends[shard] - self._shards[shard].count)
+
+    def _row(self, name: str, index: int) -> np.ndarray:
+        shard, place = self._place(index)
         told = self._shards[shard]
         if (name, shard) not in self._maps:
             self._maps[name, shard] = mapped(self.root / told.files[name].name)
             if told.hashes is not None:
                 self._hashes[name, shard] = self._hash_table(told)[sorted(told.files).index(name)]
-        place = index - int(self._ends[shard] - told.count)
         row: np.ndarray = self._maps[name, shard][place]
         if told.hashes is not None and row_hash(row) != self._hashes[name, shard][1 + place]:
             damage = f"its sample {place} is not what its hash in {told.hashes.name} is of"
@@ -121,8 +167,8 @@ class LatentFolder(DiffusionDataset):
             return
         path = self.root / told.name
         size = HASH_TYPE.itemsize * len(shard.files) * (1 + shard.count)
-        if not path.is_file():
-            yield f"{told.name} is missing"
+        if fault := no_file(path):
+            yield fault
         elif (found := path.stat().st_size) != size or told.num_bytes != size:
             yield f"{told.name} has {found} bytes, not {size}"
         elif verify and sha256_of(path) != told.sha256:
@@ -144,12 +190,12 @@ class LatentFolder(DiffusionDataset):
         self, file: ShardFile, shape: tuple[int, ...], dtype: np.dtype, verify: bool
     ) -> list[str]:
         path = self.root / file.name
-        if not path.is_file():
-            return [f"{file.name} is missing"]
+        if fault := no_file(path):
+            return [fault]
         if (size := path.stat().st_size) != file.num_bytes:
             return [f"{file.name} has {size} bytes, not {file.num_bytes}"]
-        if fault := _header_fault(path, shape, dtype):
-            return [fault]
+        if unlike := _header_fault(path, shape, dtype):
+            return [unlike]
         if verify and sha256_of(path) != file.sha256:
             return [f"{file.name} differs from what was written (SHA-256)"]
         return []

@@ -25,6 +25,10 @@ class Tokenizes(Encodes, Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
+    @property
+    def known(self) -> Mapping[str, int]:
+        """How many tokens there are, by the names of ids: these are below."""
+
     def made_by(self) -> Mapping[str, str]:
         """What makes each, so that others can be told from it."""
 

@@ -1,0 +1,129 @@
+"""Opens a picture file: in the formats that are read here, and no larger than a process can hold.
+
+What a file is, its first bytes say and not its name. Pillow would take it for any of its forty
+formats, of which some start other programs (EPS starts Ghostscript); here it is given to the one
+reader that it is for, or to none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.WebPImagePlugin import WebPImageFile
+
+from megatron_pulse.files import open_regular
+
+UNREADABLE = (OSError, SyntaxError, ValueError)
+"""What reading a file raises that is no whole picture, or that storage does not give."""
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+"""Of the files that are taken for pictures."""
+MAX_PIXELS = 89_478_485
+"""Of a picture: Pillow's own limit, beyond which it warns (256 MiB as RGB). Decoding one, turning
+it and resizing takes a process up to 1.4 GB."""
+MAX_BYTES = 8 * MAX_PIXELS
+"""Of a file: as many as the largest picture has at 16 bits with transparency, uncompressed."""
+
+_READERS: Mapping[str, type[ImageFile]] = {
+    "PNG": PngImageFile,
+    "JPEG": JpegImageFile,
+    "WEBP": WebPImageFile,
+}
+_READ = "PNG, JPEG and WEBP are read"
+_HEAD = 64
+_BEGINNINGS = {
+    name: re.compile(pattern, re.DOTALL)
+    for name, pattern in {
+        "PNG": rb"\x89PNG\r\n\x1a\n",
+        "JPEG": rb"\xff\xd8\xff",
+        "WEBP": rb"RIFF....WEBP",
+        "GIF": rb"GIF8",
+        "BMP": rb"BM",
+        "TIFF": rb"II\*\0|MM\0\*",
+        "AVIF": rb"....ftypavi[fs]",
+        "HEIF": rb"....ftyp(?:hei|hev|mif)",
+        "JPEG 2000": rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51",
+        "JPEG XL": rb"\xff\x0a|\0\0\0\x0cJXL ",
+        "PSD": rb"8BPS",
+        "ICO": rb"\0\0\x01\0",
+        "PostScript": rb"%!PS|\xc5\xd0\xd3\xc6",
+        "PDF": rb"%PDF",
+        "HTML": rb"\s*<(?i:!doctype html|html)",
+        "SVG or other XML": rb"\s*<(?:\?xml|svg)",
+    }.items()
+}
+"""What files begin with, of the formats that are met under the suffixes of others."""
+
+# Pillow warns of each damaged note in a sound picture, and of transparency that is left out.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[ImageFile]:
+    """The file, of which only the beginning was read (of WEBP all, as its reader does).
+
+    Raises ``UNREADABLE`` for one that is no regular file, of another format than PNG, JPEG and
+    WEBP, or larger than ``MAX_PIXELS`` or ``MAX_BYTES``.
+    """
+    with open_regular(path) as content:
+        head = content.read(_HEAD)
+        name = _format_of(head)
+        if (size := os.fstat(content.fileno()).st_size) > MAX_BYTES:
+            raise ValueError(
+                f"it has {size:,} bytes, and pictures have at most {MAX_BYTES:,}: write it anew"
+            )
+        if name == "WEBP":  # its reader takes memory for all pixels at once
+            _require_small(*_webp_size(head))
+        content.seek(0)
+        try:
+            file = _READERS[name](content, str(path))
+        except UNREADABLE as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise ValueError(f"it begins as {name} does, and is damaged: {error}") from error
+        with file:
+            _require_small(*file.size)
+            yield file
+
+
+def _require_small(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ValueError(
+            f"it has {width}x{height} pixels, {width * height:,}, and pictures have at most "
+            f"{MAX_PIXELS:,}: scale it down"
+        )
+
+
+def _webp_size(head: bytes) -> tuple[int, int]:
+    """(width, height) that a WEBP file begins with; its own reader says what is wrong with it."""
+
+    def number(start: int, end: int) -> int:
+        return int.from_bytes(head[start:end], "little")
+
+    match head[12:16]:
+        case b"VP8X":  # the canvas of an animation, or of a picture with notes
+            return number(24, 27) + 1, number(27, 30) + 1
+        case b"VP8L":
+            return (number(21, 25) & 0x3FFF) + 1, (number(21, 25) >> 14 & 0x3FFF) + 1
+        case _:
+            return number(26, 28) & 0x3FFF, number(28, 30) & 0x3FFF
+
+
+def _format_of(head: bytes) -> str:
+    """Which of ``_READERS`` a file is for that begins so; raises ValueError for one of another
+    format."""
+    if not head:
+        raise ValueError(f"it is empty: {_READ}")
+    for name, beginning in _BEGINNINGS.items():
+        if beginning.match(head):
+            if name in _READERS:
+                return name
+            raise ValueError(f"it is {name}, whatever its name says: {_READ}; convert it")
+    raise ValueError(f"not an image: {_READ}")
