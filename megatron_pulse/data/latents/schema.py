@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import Any
 
+from megatron_pulse.files import is_file_name
 from megatron_pulse.schema import (
     COUNT,
     FLAG,
@@ -84,5 +84,5 @@ def _misfits(content: dict[str, Any]) -> Iterator[str]:
     for where, files in places:
         for field, file in files.items():
             name = file["name"]
-            if PurePath(name).name != name or "\\" in name:
+            if not is_file_name(name) or "\\" in name:
                 yield f"{where}.{field}.name is {name[:60]!r}; it must be a file in the folder"
