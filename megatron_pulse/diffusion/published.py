@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +20,8 @@ from tqdm import tqdm
 from megatron_pulse.backbone.published import Published, PublishedError
 from megatron_pulse.diffusion.scheduler import SCHEDULER_FILE, file_beside
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.files import FileError, is_file_name, open_regular, read_json, replacing
+from megatron_pulse.torch_files import is_archive, require_stored
 
 _STEM = "diffusion_pytorch_model"
 _COMPONENTS = ("unet", "transformer")
@@ -173,7 +173,7 @@ def read_folder(folder: Path, variant: str | None = None, stem: str = _STEM) -> 
         raise PublishedError(f"{path}", [fault])
     names = sorted(set(places.values()))
     # A file of the folder may be a link elsewhere, as in the Hub's cache; its name may not.
-    outside = [name for name in names if not _is_file_name(name)]
+    outside = [name for name in names if not is_file_name(name)]
     if outside:
         raise PublishedError(
             f"{path}",
@@ -227,17 +227,14 @@ def _dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _is_file_name(name: object) -> bool:
-    short = isinstance(name, str) and 0 < len(name) < 256  # no file system has longer ones
-    return short and name != ".." and name == Path(str(name)).name
-
-
 def read_state_dict(path: Path) -> Mapping[str, Tensor]:
     """The tensors of one ``.safetensors`` file, or of a state dict that torch.save wrote."""
     if path.suffix == ".safetensors":
         return StoredTensors([path])
     try:
-        mapped = zipfile.is_zipfile(path)  # not of files that torch wrote before version 1.6
+        with open_regular(path) as file:
+            if mapped := is_archive(file):  # not of files that torch wrote before version 1.6
+                require_stored(file)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         fault = "it is no state dict that torch.save wrote, or holds more than tensors"
