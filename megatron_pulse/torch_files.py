@@ -7,16 +7,48 @@ lie over each other, or be listed twice, for two readers that look in different 
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import struct
 import zipfile
-from typing import IO
+from typing import IO, Any
 
 _MAGIC = b"PK\3\4"
 _END, _LOCATOR, _LARGE_END = (struct.Struct(form) for form in ("<4s4H2LH", "<4sLQL", "<4sQ2H2L4Q"))
 _MODIFIED = "it is no archive as torch.save writes it"
 
+Readable = IO[bytes] | io.RawIOBase
 
-def is_archive(file: IO[bytes]) -> bool:
+
+class Part(io.RawIOBase):
+    """``size`` bytes of an opened file from ``first`` on, as a file of their own."""
+
+    def __init__(self, file: IO[bytes], first: int, size: int) -> None:
+        self._file, self._first, self._size, self._at = file, first, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        at = offset + (0, self._at, self._size)[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self._at = at
+        return at
+
+    def readinto(self, into: Any, /) -> int:
+        self._file.seek(self._first + self._at)
+        content = self._file.read(max(0, min(len(into), self._size - self._at)))
+        into[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+
+def is_archive(file: Readable) -> bool:
     """Whether torch reads ``file`` as an archive, not as torch wrote before version 1.6."""
     file.seek(0)
     begins = file.read(len(_MAGIC)) == _MAGIC
@@ -24,7 +56,7 @@ def is_archive(file: IO[bytes]) -> bool:
     return begins
 
 
-def require_stored(file: IO[bytes]) -> None:
+def require_stored(file: Readable) -> None:
     """Raise ValueError unless all records of the archive are stored as they are, each for itself.
 
     ``file`` is at its beginning then.
@@ -50,7 +82,7 @@ def require_stored(file: IO[bytes]) -> None:
         raise ValueError(f"{_MODIFIED}: its records lie over each other")
 
 
-def _directory(file: IO[bytes], size: int) -> int:
+def _directory(file: Readable, size: int) -> int:
     """Where the list of records begins, by the file's last bytes alone."""
     place = size - _END.size
     file.seek(max(0, place))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +23,16 @@ from megatron_pulse.integration.checkpoint.folders import (
     DamagedError,
     checkpoint_folder,
 )
-from megatron_pulse.integration.checkpoint.integrity.verify import require_readable
+from megatron_pulse.integration.checkpoint.integrity.common import find_flag_faults, is_ours
+from megatron_pulse.integration.checkpoint.integrity.verify import damaged, require_readable
 from megatron_pulse.integration.checkpoint.process import saved_process
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from model_specs import DTYPE, compare_models, continue_model, in_dtype, is_cascade, part_record
 from model_specs.derived.cascades import parts_of
+
+_REFUSED = "Check the documentation of torch.load"
+"""In what torch says of a pickle that it refuses."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +139,15 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
         common = dist_checkpointing.load_common_state_dict(str(folder))
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise DamagedError(f"{folder} cannot be read: {last_line(error)}") from error
-    args = common.get("args")
-    if args is None or not hasattr(args, "pulse_record"):
+    if not is_ours(common):
         raise CheckpointError(f"{folder} was not written by megatron_pulse")
+    args = common["args"]
     known = vars(add_pulse_arguments(argparse.ArgumentParser()).parse_args([]))
     for name, value in known.items():
         if not hasattr(args, name):
             setattr(args, name, value)
+    if faults := list(find_flag_faults(args)):
+        raise damaged(folder, faults)
     saved = SavedRun(folder, args)
     if not saved.released and common.get("iteration", saved.iteration) != saved.iteration:
         raise DamagedError(f"{folder} holds step {common['iteration']}: it was moved there")
@@ -176,5 +183,12 @@ def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool, chain: s
 
 
 def last_line(error: BaseException) -> str:
-    """The reason at the end of a message that may hold another rank's traceback."""
+    """The reason at the end of a message that may hold another rank's traceback; torch's, of what
+    it does not unpickle, is not at the end."""
+    if _REFUSED in str(error):
+        named = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
+        what = (
+            f"names {named[1]}, which no checkpoint needs" if named else "is none of torch.save's"
+        )
+        return f"a pickle in it {what}"
     return str(error).strip().rpartition("\n")[2] or type(error).__name__

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_pulse.faults import Faults
+from megatron_pulse.faults import Faults, collecting
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,
@@ -25,6 +25,7 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     find_size_faults,
     read_hashes,
 )
+from megatron_pulse.integration.checkpoint.integrity.index import read_places
 from megatron_pulse.integration.checkpoint.lock import FolderLock
 
 REMOVED = ".removed"
@@ -67,14 +68,15 @@ class StoredCheckpoint:
         """What is not as it was saved, every byte read; ``progress`` is told of bytes."""
         if self.faults:
             return list(self.faults)
-        hashes = read_hashes(self.folder)
-        if hashes is None:
-            return []
-        found: list[str] = []
-        for chunk in all_chunks(hashes):
-            found += find_hash_faults(self.folder, hashes, [chunk])
-            whole = hashes[chunk.name].num_bytes
-            progress(whole // max(1, len(hashes[chunk.name].chunks)))
+        hashes, found = read_hashes(self.folder), list[str]()
+        if hashes is not None:
+            for chunk in all_chunks(hashes):
+                found += find_hash_faults(self.folder, hashes, [chunk])
+                whole = hashes[chunk.name]
+                progress(whole.num_bytes // len(whole.chunks))
+        if not found:
+            with collecting(found, (Faults,)):
+                read_places(self.folder, hashes)
         return list(dict.fromkeys(found))
 
 
