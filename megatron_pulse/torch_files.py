@@ -21,7 +21,7 @@ _MODIFIED = "it is no archive as torch.save writes it"
 Readable = IO[bytes] | io.RawIOBase
 
 
-class Part(io.RawIOBase):
+class FilePart(io.RawIOBase):
     """``size`` bytes of an opened file from ``first`` on, as a file of their own."""
 
     def __init__(self, file: IO[bytes], first: int, size: int) -> None:

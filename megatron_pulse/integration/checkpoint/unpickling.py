@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
-from megatron_pulse.torch_files import Part, is_archive, require_stored
+from megatron_pulse.torch_files import FilePart, is_archive, require_stored
 
 _KNOWN = {
     "pathlib": {"PosixPath"},
@@ -115,7 +115,7 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
 
 def _stored_part(self: Any, file: IO[bytes], place: Any) -> IO[bytes]:
     """The part of a ``.distcp`` file that holds an object or a tensor."""
-    part = Part(file, place.offset, place.length)
+    part = FilePart(file, place.offset, place.length)
     if not is_archive(part):
         raise ValueError("what is stored is nothing that torch.save writes")
     require_stored(part)
