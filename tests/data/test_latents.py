@@ -2,6 +2,7 @@ import json
 import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -219,6 +220,18 @@ def test_headers_must_fit_meta(tmp_path):
     with pytest.raises(
         DataError, match=r"holds float32 \(4, 4, 3, 3\), not float32 \(4, 4, 3, 4\)"
     ):
+        LatentFolder(tmp_path)
+
+
+def test_several_arrays_under_the_name_of_one_are_refused(tmp_path):
+    write(tmp_path, layout())
+    path = tmp_path / "latent-00000.npy"
+    with open(path, "wb") as file:
+        np.savez(file, x=np.zeros(3))
+    meta = unsealed_record(tmp_path / "meta.json")
+    meta["shards"][0]["files"]["latent"]["num_bytes"] = path.stat().st_size
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="latent-00000.npy is no .npy file: it is an archive"):
         LatentFolder(tmp_path)
 
 

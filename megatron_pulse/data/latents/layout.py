@@ -202,7 +202,9 @@ class Meta:
 def mapped(path: Path) -> np.ndarray:
     """A ``.npy`` file, mapped; raises ValueError in one sentence where it is none."""
     try:
-        found: np.ndarray = np.load(path, mmap_mode="r")
+        found = np.load(path, mmap_mode="r")
+        if not isinstance(found, np.ndarray):  # several arrays, as np.savez writes them
+            raise ValueError("it is an archive")
     except Exception as error:  # also of Python's parser and tokenizer, which read its header
         raise ValueError(f"{path.name} is no .npy file: {' '.join(str(error).split())}") from error
     return found
