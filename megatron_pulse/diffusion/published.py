@@ -25,6 +25,8 @@ from megatron_pulse.torch_files import is_archive, require_stored
 
 _STEM = "diffusion_pytorch_model"
 _COMPONENTS = ("unet", "transformer")
+_MAX_HEAD = 16 << 20
+"""Bytes in front of the tensors of a safetensors file, about 100 for each."""
 _SHARD_BYTES = 10_000_000_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _DTYPES = {
@@ -86,6 +88,17 @@ def _no_file(path: Path) -> str:
     return f"{path.name} is {'no regular file' if path.exists() else 'missing'}"
 
 
+def _require_short_head(path: Path) -> None:
+    """Raise ValueError where a safetensors file has more to say of tensors than any model has."""
+    with open(path, "rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+    if num_bytes > _MAX_HEAD:
+        raise ValueError(
+            f"its head has {num_bytes:,} bytes, no more than {_MAX_HEAD:,} are read: it is no file "
+            "of safetensors, or of no model"
+        )
+
+
 def _unread(path: Path, error: FileError) -> PublishedError:
     """A file that cannot be read, named once."""
     return PublishedError(
@@ -109,6 +122,7 @@ class StoredTensors(Mapping[str, Tensor]):
                 faults.append(fault)
                 continue
             try:
+                _require_short_head(path)
                 with safe_open(path, "pt") as file:
                     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                     kinds = {
@@ -164,6 +178,18 @@ def read_folder(folder: Path, variant: str | None = None, stem: str = _STEM) -> 
     path = _find_weights(folder, variant, stem)
     if path.suffix != ".json":
         return StoredTensors([path])
+    places = read_index(path)
+    tensors = StoredTensors([folder / name for name in sorted(set(places.values()))])
+    if unlike := tensors.unlike(places):
+        raise PublishedError(f"{path}", unlike)
+    return tensors
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The name of the file of each tensor, by the index of several files.
+
+    Raises PublishedError if it is none, or names what is no file of its folder.
+    """
     try:
         places = read_json(path, FileKind.INDEX).get("weight_map")
     except FileError as error:
@@ -177,12 +203,9 @@ def read_folder(folder: Path, variant: str | None = None, stem: str = _STEM) -> 
     if outside:
         raise PublishedError(
             f"{path}",
-            [f"{repr(name)[:80]} is not the name of a file in {folder}" for name in outside],
+            [f"{repr(name)[:80]} is not the name of a file in {path.parent}" for name in outside],
         )
-    tensors = StoredTensors([folder / name for name in names])
-    if unlike := tensors.unlike(places):
-        raise PublishedError(f"{path}", unlike)
-    return tensors
+    return places
 
 
 def holds_weights(folder: Path) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.encoders.images import MOMENTS, PIXELS, image_pieces
-from megatron_pulse.encoders.loading import require_all, require_layers, silently
+from megatron_pulse.encoders.loading import require_all, require_layers, require_plain, silently
 from megatron_pulse.encoders.pieces import run_pieces
 from megatron_pulse.encoders.tokens import digest_of
 from megatron_pulse.faults import UserError, told
@@ -48,6 +48,7 @@ class Autoencoder:
             if named != AutoencoderKL.__name__:
                 raise UserError(f"its config.json is of {named}")
             if weighs:
+                require_plain(Path(folder), "diffusers")
                 with silently(diffusers.utils.logging):
                     model, found = AutoencoderKL.from_pretrained(
                         str(folder),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,11 +12,15 @@ from typing import Any
 from torch import nn
 
 from megatron_pulse.backbone.published import PublishedError
-from megatron_pulse.diffusion.published import read_folder
-from megatron_pulse.faults import UserError
+from megatron_pulse.diffusion.published import StoredTensors, read_folder, read_index
+from megatron_pulse.faults import UserError, collecting
+from megatron_pulse.files import open_regular
+from megatron_pulse.torch_files import is_archive, require_stored
 
 STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 """Of the names of files with weights, by library."""
+_PICKLED = {"transformers": "pytorch_model", "diffusers": "diffusion_pytorch_model"}
+"""Of the names of files that torch.save wrote, in folders without safetensors."""
 _NAMED = 3
 _NUMBER = re.compile(r"\.\d+(?=\.)")
 
@@ -36,6 +41,31 @@ def require_all(missing: Collection[str]) -> None:
     other ones in every process."""
     if missing:
         raise UserError(f"its weights lack {_some(missing)}: fetch them anew")
+
+
+def require_plain(folder: Path, library: str) -> None:
+    """Raise UserError where ``library`` would wait for the weights of ``folder``, read them outside
+    of it, or in any amount of memory."""
+    faults: list[str] = []
+    for name in (f"{STEMS[library]}.safetensors", f"{_PICKLED[library]}.bin"):
+        paths = [folder / name]
+        if os.path.lexists(index := folder / f"{name}.index.json"):
+            with collecting(faults):
+                paths += [folder / part for part in sorted(set(read_index(index).values()))]
+        for path in filter(os.path.lexists, paths):
+            try:
+                if path.suffix == ".safetensors":
+                    StoredTensors([path])
+                    continue
+                with open_regular(path) as file:
+                    if is_archive(file):
+                        require_stored(file)
+            except PublishedError as error:
+                faults += error.faults
+            except (OSError, ValueError) as error:
+                faults.append(f"{path.name}: {error}")
+    if faults:
+        raise UserError("; ".join(faults))
 
 
 def require_layers(folder: Path, library: str, model: nn.Module) -> None:

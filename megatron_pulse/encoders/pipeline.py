@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_pulse.encoders.loading import require_all, require_layers, silently
+from megatron_pulse.encoders.loading import require_all, require_layers, require_plain, silently
 from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text import text_pieces
@@ -51,6 +51,7 @@ class TextEncoder:
         if not sys.stderr.isatty():
             transformers.utils.logging.disable_progress_bar()
         if weighs:
+            require_plain(where, "transformers")
             # A device context knows torch's constructors from its first use on, and transformers
             # replaces torch.linspace while it loads: that use must not be its.
             with torch.device("cpu"):

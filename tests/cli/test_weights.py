@@ -384,6 +384,22 @@ def test_only_archives_as_torch_writes_them_are_read(tmp_path):
             read_state_dict(path)
 
 
+def test_heads_of_safetensors_are_as_long_as_those_of_models(tmp_path):
+    """Each tensor that a head names takes a kilobyte, and there is no end to names."""
+    from megatron_pulse.diffusion.published import read_state_dict
+
+    path = tmp_path / "model.safetensors"
+    tensor = '"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    for count, ours in ((3, True), (400_000, False)):
+        head = f"{{{','.join(tensor % i for i in range(count))}}}".encode()
+        path.write_bytes(len(head).to_bytes(8, "little") + head)
+        if ours:
+            assert len(read_state_dict(path)) == count
+            continue
+        with pytest.raises(PublishedError, match="its head has [0-9,]+ bytes, no more than"):
+            read_state_dict(path)
+
+
 def test_records_that_lie_over_each_other_are_refused(tmp_path):
     """A record that is listed a hundred times is read a hundred times."""
     from megatron_pulse.diffusion.published import read_state_dict
