@@ -410,9 +410,9 @@ def test_records_that_lie_over_each_other_are_refused(tmp_path):
         (data,) = (one for one in archive.infolist() if one.filename.endswith("data/0"))
         for i in range(1, 100):
             again = copy.copy(data)
-            again.filename = f"archive/data/{i}"
+            again.filename = data.filename.replace("data/0", f"data/{i}")
             archive.filelist.append(again)
-        archive.writestr("archive/last", b"")
+        archive.writestr(data.filename.replace("data/0", "last"), b"")
     with pytest.raises(PublishedError, match="its records lie over each other"):
         read_state_dict(path)
 
