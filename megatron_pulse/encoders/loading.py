@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron_pulse.backbone.published import PublishedError
 from megatron_pulse.diffusion.published import StoredTensors, read_folder, read_index
-from megatron_pulse.faults import UserError, collecting
+from megatron_pulse.faults import UserError, collecting, told
 from megatron_pulse.files import open_regular
 from megatron_pulse.torch_files import is_archive, require_stored
 
@@ -65,7 +65,7 @@ def require_plain(folder: Path, library: str) -> None:
             except (OSError, ValueError) as error:
                 faults.append(f"{path.name}: {error}")
     if faults:
-        raise UserError("; ".join(faults))
+        raise UserError(told("its weights cannot be read", faults))
 
 
 def require_layers(folder: Path, library: str, model: nn.Module) -> None:
