@@ -13,9 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+LOOKED_FOR = 1000
+"""Faults of one file, which may have millions."""
 _SHOWN = 40
 _OF_A_KIND = 3
 _LONGEST = 4000  # characters: what is longer quotes a damaged file
@@ -56,6 +59,14 @@ def all_of(faults: Sequence[str]) -> str:
 def faults_in(error: Exception) -> list[str]:
     """Each of what was found together, or the one thing that ``error`` says."""
     return error.faults if isinstance(error, Faults) else [str(error)]
+
+
+def first_of(faults: Iterable[str]) -> list[str]:
+    """The first ``LOOKED_FOR``, and where there are more, that they were not looked for."""
+    found = list(islice(faults, LOOKED_FOR + 1))
+    if len(found) > LOOKED_FOR:
+        found[LOOKED_FOR] = f"and more: no more than {LOOKED_FOR:,} are looked for at once"
+    return found
 
 
 @contextmanager

@@ -13,14 +13,14 @@ import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-from megatron_pulse.faults import Faults, UserError, faults_in, told
+from megatron_pulse.faults import Faults, UserError, faults_in, first_of, told
 from megatron_pulse.file_kinds import FileKind, kind_of
 from megatron_pulse.letters import NO_LETTER
 from megatron_pulse.seal import sealed, unsealed
@@ -32,6 +32,11 @@ MAX_YAML_BYTES = 64 << 10
 LARGEST = 2.0**63
 """Numbers in files are smaller than this, and 0 or above ``SMALLEST``: products stay finite."""
 SMALLEST = 1e-30
+
+MAX_VALUES = 4_000_000
+"""The most values of a JSON text, by its commas and opening brackets: each takes up to 100 times
+its bytes of memory. An operation of a plan is one, and steps of more than some 100,000 are not
+planned; one of a trace is five, of which no more fit into ``MAX_BYTES``."""
 
 _MAX_DEPTH = 32
 _MAX_KEY = 1000
@@ -156,6 +161,9 @@ def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> 
 
 def parse_json(text: str, *, infinities: bool = False) -> Any:
     """The value of a JSON text; raises ValueError with every fault."""
+    # Each but the first of a list or an object is behind a comma.
+    if (most := text.count(",") + text.count("[") + text.count("{")) > MAX_VALUES:
+        raise ValueError(f"it has up to {most:,} values; no more than {MAX_VALUES:,} are read")
     repeated: Counter[str] = Counter()
 
     def record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -170,8 +178,8 @@ def parse_json(text: str, *, infinities: bool = False) -> Any:
         raise ValueError(_TOO_DEEP) from None
     except ValueError as error:
         raise ValueError(f"it is no JSON: {error}") from error
-    faults = [f"the key {key[:60]!r} is there more than once" for key in repeated]
-    return _sound(value, faults, infinities)
+    twice = (f"the key {key[:60]!r} is there more than once" for key in repeated)
+    return _sound(value, twice, infinities)
 
 
 def read_yaml(path: str | Path, kind: FileKind) -> dict[str, Any]:
@@ -190,7 +198,7 @@ def read_yaml(path: str | Path, kind: FileKind) -> dict[str, Any]:
     if len(text) > MAX_YAML_BYTES:
         raise _unreadable(path, kind, f"it is larger than {MAX_YAML_BYTES >> 10} KiB")
     try:
-        value = _sound(yaml.load(text, PlainLoader), [])
+        value = _sound(yaml.load(text, PlainLoader))
     except RecursionError:
         raise _unreadable(path, kind, _TOO_DEEP) from None
     except yaml.YAMLError as error:
@@ -218,34 +226,44 @@ def _of_kind(path: str | Path, kind: FileKind, value: Any, text: str) -> dict[st
     return record
 
 
-def _sound(value: Any, faults: list[str], infinities: bool = False) -> Any:
+def _sound(value: Any, faults: Iterable[str] = (), infinities: bool = False) -> Any:
     """``value`` if all of it can be computed with and shown; else ValueError, after ``faults``."""
-    todo: list[tuple[Any, tuple[Any, ...], int]] = [(value, (), 1)]
-    while todo:
-        part, where, depth = todo.pop()
-        if isinstance(part, dict | list):
-            if depth > _MAX_DEPTH:
-                raise ValueError(_TOO_DEEP)
-            for key, inner in part.items() if isinstance(part, dict) else enumerate(part):
-                if isinstance(key, str) and (fault := _text_fault(key, _MAX_KEY)):
-                    faults.append(f"{_at((where, key))}: the key {fault}")
-                todo.append((inner, (where, key), depth + 1))
-        elif isinstance(part, str):
-            if fault := _text_fault(part, _MAX_TEXT):
-                faults.append(f"{_at(where)} {fault}")
-        elif isinstance(part, int | float) and not isinstance(part, bool):
-            # Not-a-number fails both; comparisons of whole numbers with a float are exact.
-            if infinities and part in (math.inf, -math.inf):
-                continue
-            if not (part == 0 or SMALLEST <= abs(part) < LARGEST):
-                shown = repr(part) if isinstance(part, float) else f"of {part.bit_length()} bits"
-                faults.append(
-                    f"{_at(where)} is a number {shown}; numbers are 0, or from {SMALLEST:g} to "
-                    f"{LARGEST:.3g}"
-                )
-    if faults:
-        raise Faults(faults)
+    if found := first_of(chain(faults, _unsound(value, infinities))):
+        raise Faults(found)
     return value
+
+
+def _unsound(value: Any, infinities: bool) -> Iterator[str]:
+    """What of ``value`` cannot be computed with or shown, one after the other."""
+    where: list[Any] = []
+    todo: list[Iterator[tuple[Any, Any]]] = [iter([("", value)])]
+    while todo:
+        for key, part in todo[-1]:
+            where[len(todo) - 1 :] = [key]
+            if isinstance(key, str) and (fault := _text_fault(key, _MAX_KEY)):
+                yield f"{_at(where)}: the key {fault}"
+            if isinstance(part, dict | list):
+                if len(todo) > _MAX_DEPTH:
+                    raise ValueError(_TOO_DEEP)
+                todo.append(iter(part.items() if isinstance(part, dict) else enumerate(part)))
+                break
+            if isinstance(part, str):
+                if fault := _text_fault(part, _MAX_TEXT):
+                    yield f"{_at(where)} {fault}"
+            elif isinstance(part, int | float) and not isinstance(part, bool):
+                # Not-a-number fails both; comparisons of whole numbers with a float are exact.
+                if infinities and part in (math.inf, -math.inf):
+                    continue
+                if not (part == 0 or SMALLEST <= abs(part) < LARGEST):
+                    shown = (
+                        repr(part) if isinstance(part, float) else f"of {part.bit_length()} bits"
+                    )
+                    yield (
+                        f"{_at(where)} is a number {shown}; numbers are 0, or from {SMALLEST:g} to "
+                        f"{LARGEST:.3g}"
+                    )
+        else:
+            todo.pop()
 
 
 def _text_fault(text: str, longest: int) -> str:
@@ -255,10 +273,6 @@ def _text_fault(text: str, longest: int) -> str:
     return f"has the character {found[0]!r}" if found else ""
 
 
-def _at(where: tuple[Any, ...]) -> str:
-    """The path of a value, from the pairs (path of what holds it, key)."""
-    keys: list[str] = []
-    while where:
-        where, key = where
-        keys.append(f"{key!s:.60}")
-    return ascii(".".join(reversed(keys)))[1:-1] or "it"
+def _at(where: Sequence[Any]) -> str:
+    """The path of a value, from the keys to it."""
+    return ascii(".".join(f"{key!s:.60}" for key in where[1:]))[1:-1] or "it"

@@ -15,7 +15,8 @@ def is_file_name(name: object) -> bool:
     """Whether it can be that of a file in a folder, and of none elsewhere."""
     if not isinstance(name, str) or len(name.encode(errors="replace")) >= 256:
         return False  # no file system has longer ones
-    return name not in ("", "..") and "\\" not in name and name == Path(name).name
+    elsewhere = {"\\", "\0"} & set(name)
+    return name not in ("", "..") and not elsewhere and name == Path(name).name
 
 
 def within(root: Path, folder: Path, name: str) -> Path | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
+
+from megatron_pulse.faults import LOOKED_FOR, first_of
 
 COUNT: dict[str, Any] = {
     "type": "integer",
@@ -68,8 +71,8 @@ def record(
 def faults_of(schema: dict[str, Any], value: Any) -> list[str]:
     """Every fault of ``value``; every part of ``schema`` has a description of what is allowed."""
     errors = _VALIDATOR(schema).iter_errors(value)
-    ordered = sorted(errors, key=lambda error: list(map(str, error.path)))
-    return [line for error in ordered for line in _lines(error)]
+    ordered = sorted(islice(errors, LOOKED_FOR + 1), key=lambda error: list(map(str, error.path)))
+    return first_of(line for error in ordered for line in _lines(error))
 
 
 def _is_number(_: Any, value: Any) -> bool:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pulse.faults import LOOKED_FOR, UserError
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import (
     MAX_BYTES,
+    MAX_VALUES,
     FileError,
     read_json,
     read_text,
@@ -62,6 +64,27 @@ def test_all_faults_are_told_and_counted(tmp_path: Path) -> None:
     assert "(202 faults):" in str(error.value)
     assert "'x' is there more than once" in str(error.value)
     assert "and 198 more like it" in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "0", '""'])
+def test_no_more_values_are_read_than_anything_of_ours_has(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"a": [' + f"{value}," * MAX_VALUES + "1]}")
+    assert path.stat().st_size < MAX_BYTES
+    with pytest.raises(FileError, match="it has up to [0-9,]+ values; no more than 4,000,000"):
+        read_json(path, FileKind.PLAN)
+
+
+@pytest.mark.parametrize("value", ["1e99", '"\\u0001"', "NaN"])
+def test_of_many_faults_the_first_are_looked_for(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"a": [' + f"{value}," * (2 * LOOKED_FOR) + "1]}")
+    with pytest.raises(FileError, match="and more: no more than 1,000 are looked for") as error:
+        read_json(path, FileKind.PLAN)
+    assert "- a.0 " in str(error.value) and "- a.2 " in str(error.value)
+    path.write_text("{" + ",".join(f'"{i}": 1' for i in range(2 * LOOKED_FOR)) + "}")
+    with pytest.raises(UserError, match="and more: no more than 1,000 are looked for"):
+        load_cluster(path)
 
 
 def test_places_that_are_no_files(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,13 +18,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_pulse.backbone.published import Published, PublishedError
+from megatron_pulse.backbone.torch_files import is_archive, require_stored
 from megatron_pulse.diffusion.scheduler import SCHEDULER_FILE, file_beside
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, read_json, replacing
+from megatron_pulse.files import FileError, open_regular, read_json, replacing
 from megatron_pulse.named_files import is_file_name, no_file
 
 _STEM = "diffusion_pytorch_model"
 _COMPONENTS = ("unet", "transformer")
+_MAX_HEAD = 16 << 20
+"""Bytes in front of the tensors of a safetensors file, about 100 for each."""
 _SHARD_BYTES = 10_000_000_000
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _DTYPES = {
@@ -75,6 +77,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _require_short_head(path: Path) -> None:
+    """Raise ValueError where a safetensors file has more to say of tensors than any model has."""
+    with open(path, "rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+    if num_bytes > _MAX_HEAD:
+        raise ValueError(
+            f"its head has {num_bytes:,} bytes, no more than {_MAX_HEAD:,} are read: it is no file "
+            "of safetensors, or of no model"
+        )
+
+
 def _unread(path: Path, error: FileError) -> PublishedError:
     """A file that cannot be read, named once."""
     return PublishedError(
@@ -98,6 +111,7 @@ class StoredTensors(Mapping[str, Tensor]):
                 faults.append(fault)
                 continue
             try:
+                _require_short_head(path)
                 with safe_open(path, "pt") as file:
                     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
                     kinds = {
@@ -153,6 +167,18 @@ def read_folder(folder: Path, variant: str | None = None, stem: str = _STEM) -> 
     path = _find_weights(folder, variant, stem)
     if path.suffix != ".json":
         return StoredTensors([path])
+    places = read_index(path)
+    tensors = StoredTensors([folder / name for name in sorted(set(places.values()))])
+    if unlike := tensors.unlike(places):
+        raise PublishedError(f"{path}", unlike)
+    return tensors
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The name of the file of each tensor, by the index of several files.
+
+    Raises PublishedError if it is none, or names what is no file of its folder.
+    """
     try:
         places = read_json(path, FileKind.INDEX).get("weight_map")
     except FileError as error:
@@ -165,12 +191,9 @@ def read_folder(folder: Path, variant: str | None = None, stem: str = _STEM) -> 
     if outside:
         raise PublishedError(
             f"{path}",
-            [f"{repr(name)[:80]} is not the name of a file in {folder}" for name in outside],
+            [f"{repr(name)[:80]} is not the name of a file in {path.parent}" for name in outside],
         )
-    tensors = StoredTensors([folder / name for name in names])
-    if unlike := tensors.unlike(places):
-        raise PublishedError(f"{path}", unlike)
-    return tensors
+    return places
 
 
 def holds_weights(folder: Path) -> bool:
@@ -220,7 +243,9 @@ def read_state_dict(path: Path) -> Mapping[str, Tensor]:
     if path.suffix == ".safetensors":
         return StoredTensors([path])
     try:
-        mapped = zipfile.is_zipfile(path)  # not of files that torch wrote before version 1.6
+        with open_regular(path) as file:
+            if mapped := is_archive(file):  # not of files that torch wrote before version 1.6
+                require_stored(file)
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         fault = "it is no state dict that torch.save wrote, or holds more than tensors"

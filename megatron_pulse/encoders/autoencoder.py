@@ -65,7 +65,9 @@ class Autoencoder:
                     model = nn.Module.to(AutoencoderKL.from_config(config), dtype)
             require_layers(Path(folder), "diffusers", model)
         except Exception as error:  # diffusers raises many kinds
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = str(error) or type(error).__name__
+            if not isinstance(error, UserError):
+                reason = reason.splitlines()[0]
             raise AutoencoderError(
                 f"{folder} cannot be read as a diffusers AutoencoderKL: {reason}"
             ) from error

@@ -11,10 +11,11 @@ from typing import Any
 from torch import nn
 
 from megatron_pulse.backbone.published import PublishedError
-from megatron_pulse.diffusion.published import read_folder
+from megatron_pulse.backbone.torch_files import is_archive, require_stored
+from megatron_pulse.diffusion.published import StoredTensors, read_folder
 from megatron_pulse.faults import UserError, collecting
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import read_json
+from megatron_pulse.files import open_regular, read_json
 from megatron_pulse.named_files import is_file_name, no_file
 
 STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
@@ -25,21 +26,40 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 def files_amiss(folder: Path) -> list[str]:
     """A fault for each file of a component's folder that no library is to be given: pipes and
-    devices, which would keep it waiting for ever, links to nothing, and indexes of weights that
-    name files elsewhere."""
-    faults = [no_file(path) for path in sorted(folder.glob("*")) if not path.is_dir()]
-    faults = [fault for fault in faults if fault]
-    for path in sorted(folder.glob("*.index*.json")):
-        if not path.is_file():
+    devices, which would keep it waiting for ever, links to nothing, indexes of weights that name
+    files elsewhere, and weights that would take any amount of memory."""
+    faults: list[str] = []
+    for path in sorted(path for path in folder.glob("*") if not path.is_dir()):
+        if fault := no_file(path):
+            faults.append(fault)
             continue
         with collecting(faults):
-            places = read_json(path, FileKind.INDEX).get("weight_map")
-            names = places.values() if isinstance(places, dict) else ()
-            outside = sorted({repr(name)[:80] for name in names if not is_file_name(name)})
-            faults += [
-                f"{path.name}: {name} is not the name of a file beside it" for name in outside
-            ]
+            if ".index" in path.suffixes:
+                faults += _outside(path)
+            elif path.suffix == ".safetensors":
+                StoredTensors([path])
+            elif path.suffix == ".bin":
+                faults += _packed(path)
     return faults
+
+
+def _outside(index: Path) -> list[str]:
+    """Names in an index of weights that are not those of files beside it."""
+    places = read_json(index, FileKind.INDEX).get("weight_map")
+    names = places.values() if isinstance(places, dict) else ()
+    outside = sorted({repr(name)[:80] for name in names if not is_file_name(name)})
+    return [f"{index.name}: {name} is not the name of a file beside it" for name in outside]
+
+
+def _packed(path: Path) -> list[str]:
+    """Why a file is not read that torch.save may have written."""
+    try:
+        with open_regular(path) as file:
+            if is_archive(file):
+                require_stored(file)
+    except (OSError, ValueError) as error:
+        return [f"{path.name}: {error}"]
+    return []
 
 
 @contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import zipfile
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -437,6 +439,43 @@ def test_half_of_an_encoder_is_refused(
     assert main(["data", "encoders", str(half), *backbone(folder)]) == 2
     assert f"{half}: vae: vae holds no such weights" in capsys.readouterr().err
     assert "newly initialized" not in capsys.readouterr().err
+
+
+def test_weights_that_the_libraries_would_unpack_or_wait_for_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Those of ``.bin`` files are read as torch writes them; compressed ones have no end."""
+    from megatron_pulse.encoders.autoencoder import AutoencoderError
+    from megatron_pulse.encoders.tokens import EncodersError
+
+    pickled = Path(shutil.copytree(folder, tmp_path / "pickled"))
+    named = (("text_encoder", "model", "pytorch_model"), ("vae", *["diffusion_pytorch_model"] * 2))
+
+    def read() -> None:
+        TextEncoders(pickled, SD, {"context": (LENGTH, 8)})
+
+    reads = (read, lambda: Autoencoder(pickled / "vae"))
+    for (part, stem, other), reading in zip(named, reads, strict=True):
+        weights, file = pickled / part / f"{stem}.safetensors", pickled / part / f"{other}.bin"
+        torch.save(load_file(weights), file)
+        weights.unlink()
+        reading()
+        with zipfile.ZipFile(file) as archive:
+            records = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in records.items():
+                archive.writestr(name, content)
+        with pytest.raises((EncodersError, AutoencoderError), match="records are compressed"):
+            reading()
+        file.unlink()
+        os.mkfifo(weights)
+        with pytest.raises((EncodersError, AutoencoderError), match="no regular file"):
+            reading()
+        weights.unlink()
+        index = {"metadata": {}, "weight_map": {"a": "../outside.safetensors"}}
+        (pickled / part / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises((EncodersError, AutoencoderError), match="is not the name of a file"):
+            reading()
 
 
 def test_a_configuration_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """``pulse import`` and ``pulse export``: diffusers folders and U-ViT's files, there and back."""
 
+import copy
 import errno
 import json
 import os
 import shutil
 import time
+import zipfile
 from unittest.mock import patch
 
 import pytest
@@ -351,6 +353,68 @@ def test_what_torch_did_not_write_is_no_state_dict(tmp_path):
     (tmp_path / "model.pth").write_text("{}")
     with pytest.raises(PublishedError, match="no state dict that torch.save wrote"):
         read_state_dict(tmp_path / "model.pth")
+
+
+def repacked(path, compression):
+    """A file of ``torch.save`` with its records written anew."""
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in records.items():
+            archive.writestr(name, content)
+
+
+def test_only_archives_as_torch_writes_them_are_read(tmp_path):
+    """Compressed records can hold gigabytes in few bytes, and were mapped as other numbers."""
+    from megatron_pulse.diffusion.published import read_state_dict
+
+    path, state = tmp_path / "model.pth", {"a": torch.arange(100.0), "b": torch.ones(3, 2)}
+    for before in (True, False):  # torch 1.6 wrote archives
+        torch.save(state, path, _use_new_zipfile_serialization=not before)
+        assert all(torch.equal(read_state_dict(path)[name], state[name]) for name in state)
+    repacked(path, zipfile.ZIP_STORED)
+    assert all(torch.equal(read_state_dict(path)[name], state[name]) for name in state)
+    whole = path.read_bytes()
+    repacked(path, zipfile.ZIP_DEFLATED)
+    with pytest.raises(PublishedError, match="records are compressed .*torch.save never does"):
+        read_state_dict(path)
+    for changed in (b"PK\3\4" + whole, whole + b"\0", whole[:-40] + whole, whole[:60]):
+        path.write_bytes(changed)
+        with pytest.raises(PublishedError, match="it is no archive as torch.save writes it"):
+            read_state_dict(path)
+
+
+def test_heads_of_safetensors_are_as_long_as_those_of_models(tmp_path):
+    """Each tensor that a head names takes a kilobyte, and there is no end to names."""
+    from megatron_pulse.diffusion.published import read_state_dict
+
+    path = tmp_path / "model.safetensors"
+    tensor = '"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    for count, ours in ((3, True), (400_000, False)):
+        head = f"{{{','.join(tensor % i for i in range(count))}}}".encode()
+        path.write_bytes(len(head).to_bytes(8, "little") + head)
+        if ours:
+            assert len(read_state_dict(path)) == count
+            continue
+        with pytest.raises(PublishedError, match="its head has [0-9,]+ bytes, no more than"):
+            read_state_dict(path)
+
+
+def test_records_that_lie_over_each_other_are_refused(tmp_path):
+    """A record that is listed a hundred times is read a hundred times."""
+    from megatron_pulse.diffusion.published import read_state_dict
+
+    path = tmp_path / "model.pth"
+    torch.save({"a": torch.zeros(10_000)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        (data,) = (one for one in archive.infolist() if one.filename.endswith("data/0"))
+        for i in range(1, 100):
+            again = copy.copy(data)
+            again.filename = data.filename.replace("data/0", f"data/{i}")
+            archive.filelist.append(again)
+        archive.writestr(data.filename.replace("data/0", "last"), b"")
+    with pytest.raises(PublishedError, match="its records lie over each other"):
+        read_state_dict(path)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

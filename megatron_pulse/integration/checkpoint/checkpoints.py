@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +25,16 @@ from megatron_pulse.integration.checkpoint.folders import (
     checkpoint_folder,
     step_folder,
 )
-from megatron_pulse.integration.checkpoint.integrity.verify import require_readable
+from megatron_pulse.integration.checkpoint.integrity.common import find_flag_faults, is_ours
+from megatron_pulse.integration.checkpoint.integrity.verify import damaged, require_readable
 from megatron_pulse.integration.checkpoint.process import saved_process
 from megatron_pulse.integration.flags.arguments import add_pulse_arguments
 from megatron_pulse.integration.megatron.stage import MegatronStage
 from model_specs import DTYPE, compare_models, continue_model, in_dtype, is_cascade, part_record
 from model_specs.derived.cascades import parts_of
+
+_REFUSED = "Check the documentation of torch.load"
+"""In what torch says of a pickle that it refuses."""
 
 
 @dataclass(frozen=True)
@@ -133,13 +138,15 @@ def read_saved_run(load: str | Path, iteration: int | None = None) -> SavedRun:
     folder = checkpoint_folder(load, iteration)
     require_readable(folder)
     common = read_common(folder)
-    args = common.get("args")
-    if args is None or not hasattr(args, "pulse_record"):
+    if not is_ours(common):
         raise CheckpointError(f"{folder} was not written by megatron_pulse")
+    args = common["args"]
     known = vars(add_pulse_arguments(argparse.ArgumentParser()).parse_args([]))
     for name, value in known.items():
         if not hasattr(args, name):
             setattr(args, name, value)
+    if faults := list(find_flag_faults(args)):
+        raise damaged(folder, faults)
     require_in_place(folder, common)
     return SavedRun(folder, args)
 
@@ -189,5 +196,12 @@ def load_weights(stage: MegatronStage, folder: Path, *, averaged: bool, chain: s
 
 
 def last_line(error: BaseException) -> str:
-    """The reason at the end of a message that may hold another rank's traceback."""
+    """The reason at the end of a message that may hold another rank's traceback; torch's, of what
+    it does not unpickle, is not at the end."""
+    if _REFUSED in str(error):
+        named = re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error))
+        what = (
+            f"names {named[1]}, which no checkpoint needs" if named else "is none of torch.save's"
+        )
+        return f"a pickle in it {what}"
     return str(error).strip().rpartition("\n")[2] or type(error).__name__

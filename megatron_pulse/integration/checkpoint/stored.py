@@ -78,8 +78,8 @@ class StoredCheckpoint:
         found: list[str] = []
         for chunk in all_chunks(hashes):
             found += find_hash_faults(self.folder, hashes, [chunk])
-            whole = hashes[chunk.name].num_bytes
-            progress(whole // max(1, len(hashes[chunk.name].chunks)))
+            whole = hashes[chunk.name]
+            progress(whole.num_bytes // len(whole.chunks))
         if not found:
             try:
                 require_readable(self.folder)

@@ -1,14 +1,17 @@
-"""What torch reads of a checkpoint as pickles, read so that no code of theirs is run.
+"""What torch reads of a checkpoint as pickles, read so that no code of theirs is run, and in memory
+as large as the files.
 
 Its ``.metadata`` is a pickle, and so are objects in the ``.distcp`` files (flags, random states);
-torch reads both with any class or function that they name.
+torch reads both with any class or function that they name, and what they ask for of memory.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import mmap
 import pickle
+import re
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -17,6 +20,8 @@ import torch.distributed.checkpoint.filesystem as filesystem
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
+
+from megatron_pulse.backbone.torch_files import FilePart, is_archive, require_stored
 
 _KNOWN = {
     "pathlib": {"PosixPath"},
@@ -43,6 +48,17 @@ _KNOWN = {
 """Of what the ``.metadata`` of a checkpoint is made, beside the types of tensors."""
 
 
+_OPERATIONS = re.compile(
+    rb"(?s:(?:[()NRabestu}\]\x81\x85-\x89\x93\x94]|[hK].|M..|[Jj]....|G.{8})*+)"
+)
+"""Of a pickle, those without arguments, or with arguments of one length, that an index is made of.
+What puts something in the memo at a place that it names is none: that can be any place, up to which
+there is memory then. Since protocol 4 (Python 3.8) the next place is taken."""
+_LENGTHS = {0x8A: 1, 0x8C: 1, ord("X"): 4}
+"""By how many bytes whole numbers and texts say how long they are."""
+_PROTOCOL, _FRAME, _STOP = 0x80, 0x95, ord(".")
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -52,8 +68,40 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def load_index(file: IO[bytes]) -> Any:
-    """The content of an opened ``.metadata``; raises UnpicklingError if it names anything else."""
-    return _IndexUnpickler(file).load()
+    """The content of an opened ``.metadata``; raises UnpicklingError where it is none."""
+    try:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            _require_operations(content)
+        return _IndexUnpickler(file).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # of many kinds, for operations that do not fit each other
+        raise pickle.UnpicklingError(f"it is no index: {error or type(error).__name__}") from error
+
+
+def _require_operations(content: mmap.mmap) -> None:
+    """Raise UnpicklingError unless all that this does is what makes an index."""
+    at, size = 0, len(content)
+    while at < size:
+        operation = content[at]
+        if operation == _STOP and at + 1 == size:
+            return
+        if operation == _PROTOCOL:
+            at += 2
+        elif operation == _FRAME:
+            at += 9
+            if int.from_bytes(content[at - 8 : at], "little") > size - at:
+                break
+        elif operation in _LENGTHS:
+            first = at + 1 + _LENGTHS[operation]
+            at = first + int.from_bytes(content[at + 1 : first], "little")
+        elif (found := _OPERATIONS.match(content, at)) and found.end() > at:
+            at = found.end()
+        else:
+            raise pickle.UnpicklingError(
+                f"it does what no checkpoint needs: {operation:#04x}, at byte {at:,}"
+            )
+    raise pickle.UnpicklingError("it is cut off, or goes on after its end")
 
 
 def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -65,8 +113,22 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
         self.state_dict[name] = loaded
 
 
+def _stored_part(self: Any, file: IO[bytes], place: Any) -> IO[bytes]:
+    """The part of a ``.distcp`` file that holds an object or a tensor."""
+    part = FilePart(file, place.offset, place.length)
+    if not is_archive(part):
+        raise ValueError("what is stored is nothing that torch.save writes")
+    require_stored(part)
+    stored: IO[bytes] = _slice_file(self, file, place)
+    return stored
+
+
+_slice_file = filesystem.FileSystemReader._slice_file
+
+
 @functools.cache
 def patch_reading() -> None:
     """Make torch read checkpoints by these; once per process."""
     filesystem.pickle = SimpleNamespace(load=load_index, dump=pickle.dump)
+    filesystem.FileSystemReader._slice_file = _stored_part
     DefaultLoadPlanner.load_bytes = _load_bytes

@@ -27,6 +27,7 @@ import xxhash
 from megatron_pulse.faults import Faults
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json, read_text
+from megatron_pulse.named_files import is_file_name
 
 METADATA = "metadata.json"
 """What is written last into a checkpoint's folder."""
@@ -154,7 +155,7 @@ def read_hashes(folder: Path) -> dict[str, FileHash] | None:
         if record[_HASHES]["chunk_bytes"] != CHUNK_BYTES:
             raise ValueError
         hashes = {name: _file_hash(hashed) for name, hashed in record[_HASHES]["files"].items()}
-        if text != sealed(config, hashes):
+        if not all(map(is_file_name, hashes)) or text != sealed(config, hashes):
             raise ValueError
     except (KeyError, TypeError, AttributeError, ValueError):
         raise Faults([f"{METADATA}: its content is not what was saved"]) from None
@@ -163,6 +164,8 @@ def read_hashes(folder: Path) -> dict[str, FileHash] | None:
 
 def _file_hash(record: Mapping[str, Any]) -> FileHash:
     (kind,) = record.keys() - {"bytes"}
+    if len(record[kind]) != _num_chunks(record["bytes"]):
+        raise ValueError
     return FileHash(record["bytes"], tuple(record[kind]), HashKind(kind))
 
 
@@ -225,8 +228,12 @@ def _differs(folder: Path, chunk: Chunk, hashed: FileHash) -> bool:
 
 def _hash_file(path: Path) -> FileHash:
     num_bytes = path.stat().st_size
-    num_chunks = max(1, -(-num_bytes // CHUNK_BYTES))
-    return FileHash(num_bytes, tuple(_hash_chunk(path, i) for i in range(num_chunks)))
+    chunks = tuple(_hash_chunk(path, i) for i in range(_num_chunks(num_bytes)))
+    return FileHash(num_bytes, chunks)
+
+
+def _num_chunks(num_bytes: int) -> int:
+    return max(1, -(-num_bytes // CHUNK_BYTES))
 
 
 def _hash_chunk(path: Path, index: int, kind: HashKind = HashKind.XXH3) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_pulse.faults import Faults, told
 from megatron_pulse.integration.checkpoint.folders import (
@@ -25,6 +24,7 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     find_size_faults,
     read_hashes,
 )
+from megatron_pulse.integration.checkpoint.integrity.index import Places, read_places
 from megatron_pulse.integration.checkpoint.unpickling import patch_reading
 
 _COMMON = ShardedObject("common_state", None, (1,), (0,)).unique_key
@@ -108,29 +108,24 @@ def _use(step: int) -> str:
 
 
 def _first_faults(folder: Path, hashes: Mapping[str, FileHash] | None) -> list[str]:
-    faults = list(find_size_faults(folder, hashes))
-    if faults or hashes is None:
-        return faults or _index_faults(folder)
-    index = [chunk for chunk in all_chunks(hashes) if chunk.name == INDEX]
-    return list(find_hash_faults(folder, hashes, index)) or list(
-        find_hash_faults(folder, hashes, _common_chunks(folder))
-    )
+    """What of sizes, index and flags is not as it was saved; raises Faults of an index that says
+    what it cannot."""
+    if faults := list(find_size_faults(folder, hashes)):
+        return faults
+    if hashes is not None:
+        index = [chunk for chunk in all_chunks(hashes) if chunk.name == INDEX]
+        if faults := list(find_hash_faults(folder, hashes, index)):
+            return faults
+    places = read_places(folder, hashes)
+    if hashes is None:
+        return []
+    return list(find_hash_faults(folder, hashes, _common_chunks(places)))
 
 
-def _index_faults(folder: Path) -> list[str]:
-    """Why an index without a hash cannot be read, of which torch would print tracebacks."""
-    try:
-        FileSystemReader(folder).read_metadata()
-    except Exception as error:  # whatever a damaged pickle raises
-        return [f"{INDEX}: {error}"]
-    return []
-
-
-def _common_chunks(folder: Path) -> list[Chunk]:
-    stored = FileSystemReader(folder).read_metadata().storage_data
+def _common_chunks(places: Places) -> list[Chunk]:
     return [
         chunk
-        for index, place in stored.items()
+        for index, place in places.items()
         if index.fqn == _COMMON
         for chunk in chunks_of(place.relative_path, place.offset, place.length)
     ]
@@ -153,6 +148,8 @@ def _shared_faults(folder: Path) -> list[str]:
         if not faults and hashes is not None:
             share = all_chunks(hashes)[_rank() :: _world_size()]
             faults = list(find_hash_faults(folder, hashes, share))
+        if not faults and _rank() == 0:
+            read_places(folder, hashes)
     except Faults as error:
         faults = error.faults
     return list(dict.fromkeys(fault for part in gathered(faults) for fault in part))

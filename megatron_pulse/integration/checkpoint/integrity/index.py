@@ -1,0 +1,79 @@
+"""The index of a checkpoint, which says in what file, and where in it, everything is.
+
+It is trusted no further than its folder: what it says is compared with the files that are there,
+so that nothing else on the machine is read as weights, and nothing is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from megatron_pulse.faults import Faults, first_of
+from megatron_pulse.files import open_regular
+from megatron_pulse.integration.checkpoint.integrity.hashes import INDEX, FileHash
+from megatron_pulse.integration.checkpoint.unpickling import load_index
+from megatron_pulse.named_files import is_file_name
+
+Places = Mapping[MetadataIndex, _StorageInfo]
+"""Of each object and each part of a tensor its file, its first byte and its bytes."""
+
+
+def read_places(folder: Path, hashes: Mapping[str, FileHash] | None) -> Places:
+    """Where everything is; raises Faults where the index cannot be read, or names places that are
+    none of the checkpoint's: of its files in ``folder``, those with ``hashes`` if any has."""
+    try:
+        with open_regular(folder / INDEX) as file:
+            index = load_index(file)
+    except (OSError, UnpicklingError) as error:
+        raise Faults([f"{INDEX}: {error}"]) from error
+    places = index.storage_data if isinstance(index, Metadata) else None
+    if not isinstance(places, dict):
+        raise Faults([f"{INDEX}: it does not say where anything is"])
+    if faults := first_of(_faults(folder, hashes, places)):
+        raise Faults(faults)
+    return places
+
+
+def _faults(
+    folder: Path, hashes: Mapping[str, FileHash] | None, places: Mapping[Any, Any]
+) -> Iterator[str]:
+    sizes: dict[str, int | None] = {}
+    for of, place in places.items():
+        if not isinstance(of, MetadataIndex) or not isinstance(place, _StorageInfo):
+            yield f"{INDEX}: it has an entry that is no place"
+            continue
+        what, name = f"{INDEX}: {str(of.fqn)[:100]!r}", place.relative_path
+        if not is_file_name(name):
+            yield f"{what} is in {str(name)[:100]!r}, which names no file of the folder"
+            continue
+        if name not in sizes:
+            sizes[name] = _size(folder / name, name, hashes)
+        size = sizes[name]
+        if size is None:
+            known = "regular file" if hashes is None else "file that was saved"
+            yield f"{what} is in {name[:100]}, which is no {known}"
+        elif not _is_part(place.offset, place.length, size):
+            yield (
+                f"{what} has {str(place.length)[:40]} bytes from {str(place.offset)[:40]} on, "
+                f"which are not in {name}, of {size:,} bytes"
+            )
+        elif place.transform_descriptors:
+            yield f"{what} is stored in another form than Megatron's"
+
+
+def _size(path: Path, name: str, hashes: Mapping[str, FileHash] | None) -> int | None:
+    """The bytes of a checkpoint's file; None if it is none."""
+    if hashes is not None and name not in hashes:
+        return None
+    return path.stat().st_size if path.is_file() else None
+
+
+def _is_part(first: Any, num_bytes: Any, size: int) -> bool:
+    whole = type(first) is int and type(num_bytes) is int
+    return whole and 0 <= first and 0 <= num_bytes <= size - first
