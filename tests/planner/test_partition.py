@@ -8,6 +8,8 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost, weighted_costs
 from megatron_pulse.planner.cluster.link import Link
@@ -22,6 +24,7 @@ from megatron_pulse.planner.layout.placement import (
 from megatron_pulse.planner.partition.closed import largest_fold
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
+from megatron_pulse.planner.partition.moves import FARTHEST, moves
 from tests.planner.chains import HUNYUAN_DIT, SD_UNET, SDXL_UNET, UVIT_L, UVIT_S, chain
 
 Edges = Sequence[tuple[int, int]]
@@ -241,3 +244,23 @@ def test_bad_input_is_refused() -> None:
     for weights in ([1, 1, -1], [1, 1, float("nan")], [1, float("inf"), 1]):
         with pytest.raises(ValueError, match="finite numbers from 0 on"):
             weighted_costs(chain(3), weights)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_moved_cuts_are_all_that_are_near(sizes: list[int]) -> None:
+    """Beside every way to cut as many layers into as many stages; the nearest come first."""
+    cuts, num_stages = (0, *itertools.accumulate(sizes)), len(sizes)
+    found = list(moves(cuts))
+    assert len(set(found)) == len(found) and cuts not in found
+    near = set()
+    for inner in itertools.combinations(range(1, cuts[-1]), num_stages - 1):
+        by = [b - a for a, b in zip(cuts[1:-1], inner, strict=True) if b != a]
+        alike = len(by) == num_stages - 1 > 2 and by in ([1] * len(by), [-1] * len(by))
+        one = len(by) == 1 and abs(by[0]) <= FARTHEST
+        if one or alike or (len(by) == 2 and max(map(abs, by)) == 1):
+            near.add((0, *inner, cuts[-1]))
+    assert set(found) == near
+    alone = [c for c in found if sum(a != b for a, b in zip(c, cuts, strict=True)) == 1]
+    assert found[: len(alone)] == alone
+    far = [max(abs(a - b) for a, b in zip(c, cuts, strict=True)) for c in alone]
+    assert far == sorted(far)

@@ -4,8 +4,8 @@ A step ends when the device with the most parameters has summed its gradients ov
 takes about M times the largest load, and what the heaviest device sums. Cuts of the least load are
 one end of what can be had, those of even parameters the other. Between them a limit on a device's
 parameters is lowered from one cut to the next, each of the least load under its limit, as long as
-the estimate of a step gains by it. The best of them then has cuts moved (``moves``), as long as the
-estimate gains.
+the estimate of a step gains by it. The best of them then has cuts moved (``partition.moves``), as
+long as the estimate gains.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     with all or two a layer further or less. Each stage keeps a layer."""
     inner = range(1, len(cuts) - 1)
     ones = [((k, step),) for far in range(1, FARTHEST + 1) for k in inner for step in (far, -far)]
-    together = [tuple((k, step) for k in inner) for step in (1, -1)]
+    together = [tuple((k, step) for k in inner) for step in (1, -1) if len(inner) > 2]
     twos = [(*one, *other) for one, other in combinations(ones[: 2 * len(inner)], 2)]
     for steps in (*ones, *together, *twos):
         moved = list(cuts)
