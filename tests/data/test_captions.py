@@ -142,7 +142,7 @@ def test_files_outside_of_the_folder_are_not_read(tmp_path, name, where, monkeyp
     for root in (folder, "photos"):
         with pytest.raises(DataError) as error:
             CaptionedImages(root, 8)
-        assert error.value.faults[0].endswith(f"line 1: {name!r} is outside of the folder")
+        assert error.value.faults[0].endswith(f"line 1: {repr(name)[:80]} is outside of the folder")
         assert not any("a.png" in fault for fault in error.value.faults), "it is in the folder"
     (folder / where / "metadata.jsonl").unlink()
     said = '{"file_name": "link.png", "text": "x"}'
