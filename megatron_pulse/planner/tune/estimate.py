@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -183,9 +183,8 @@ class Estimator(ChainOnCluster):
         """Seconds of a microbatch that the memory for activations asks for: it cannot come and go
         sooner than what devices hold of one, times how long, fills their room."""
         home, spent = stages.partition.placement, list(stages.stage_s(config.split))
-        for edge in stages.edges:
-            if edge.destination == edge.source + 1:
-                spent[edge.source] += (1 + edge.wants) * edge.seconds
+        for stage, seconds in _round_trips(stages.edges):
+            spent[stage] += seconds
         kept, until_back = stages.kept_bytes(config.split), 0.0
         filled = [0.0] * config.pipeline
         for stage in reversed(range(home.num_stages)):
@@ -258,8 +257,14 @@ def even_cuts(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return (*cuts, len(work))
 
 
-def _delay(edges: Sequence[Edge]) -> float:
+def _round_trips(edges: Iterable[Edge]) -> Iterator[tuple[int, float]]:
+    """Of each message to the next stage the stage that sends it, and seconds there and, where its
+    gradient is wanted, back."""
+    for edge in edges:
+        if edge.destination == edge.source + 1:
+            yield edge.source, (1 + edge.wants) * edge.seconds
+
+
+def _delay(edges: Iterable[Edge]) -> float:
     """How long a microbatch travels, there and back."""
-    return sum(
-        (1 + edge.wants) * edge.seconds for edge in edges if edge.destination == edge.source + 1
-    )
+    return sum(seconds for _, seconds in _round_trips(edges))
