@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from megatron_pulse.integration.checkpoint.folders import LATEST, RELEASE, step_folder
+from megatron_pulse.integration.checkpoint.integrity.falling_back import newest_whole, read_newest
 from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
+from megatron_pulse.integration.checkpoint.integrity.pruning import to_remove
+from megatron_pulse.integration.checkpoint.integrity.stored import REMOVED, stored_in
 from megatron_pulse.integration.checkpoint.lock import FolderLock
-from megatron_pulse.integration.checkpoint.stored import REMOVED, stored_in, to_remove
-from tests.integration.test_integrity import DAMAGES, flip
+from tests.integration.test_integrity import DAMAGES, flip, unsealed
 from tests.ranks import run_ranks
 
 
@@ -123,7 +126,8 @@ def test_what_a_run_would_go_on_from_stays(copy: Path, capsys: pytest.CaptureFix
         assert status == 0 and "0 removed" in text and len(stored_in(copy)) == 2
     (copy / LATEST).write_text("3")
     status, text = said(capsys, "prune", copy, "--keep", "1", "--damaged", "--dry-run")
-    assert status == 0 and "0 would be removed" in text  # 3 was read first, and 6 need not be
+    assert status == 0 and "1 would be removed" in text
+    assert f"would be removed: {step_folder(6)}" in text  # it is no newest that is to stay
     flip(copy / step_folder(3) / "__0_0.distcp")
     status, text = said(capsys, "prune", copy, "--keep", "1", "--damaged")
     assert status == 2 and "no step there is whole" in text and len(stored_in(copy)) == 2
@@ -163,10 +167,48 @@ def test_links_and_strangers_stay(copy: Path, tmp_path: Path) -> None:
     (copy / "iter_x").mkdir()
     stored = stored_in(copy)
     assert [one.step for one in stored] == [3, 6, 7]
-    assert to_remove(stored, None, keep=1) == []
-    (copy / step_folder(3)).unlink()
-    (copy / step_folder(8)).symlink_to(copy / step_folder(7))
-    assert [one.step for one in to_remove(stored_in(copy), None, keep=1)] == []
+    six, seven = (copy / step_folder(step) for step in (6, 7))
+    assert to_remove(stored, {six, seven}) == []
+    assert [one.step for one in to_remove(stored, {six})] == [7]
+    (copy / step_folder(8)).symlink_to(seven)
+    assert to_remove(stored_in(copy), {six}) == []
+    (copy / step_folder(8)).unlink()
+    (seven / "shards").mkdir()
+    (seven / "shards" / "of_6").write_bytes((six / "__0_0.distcp").read_bytes())
+    (six / "__0_0.distcp").unlink()
+    (six / "__0_0.distcp").symlink_to(seven / "shards" / "of_6")
+    assert to_remove(stored_in(copy), {six}) == []
+
+
+def test_names_of_ones_own_are_left_alone(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A copy beside had been removed as what was set aside; a half removed one of the same step had
+    been in the way of every later prune."""
+    for name in (
+        f"{step_folder(3)}.bak",
+        f"{step_folder(3)}.keep.me",
+        f"{step_folder(3)}{REMOVED}",
+    ):
+        shutil.copytree(copy / step_folder(3), copy / name)
+    status, text = said(capsys, "prune", copy, "--keep", "1")
+    assert status == 0 and "2 removed" in text
+    left = sorted(path.name for path in copy.glob("iter*"))
+    assert left == [f"{step_folder(3)}.bak", f"{step_folder(3)}.keep.me", step_folder(6)]
+    assert [one.step for one in stored_in(copy)] == [6]
+
+
+def test_a_run_and_pruning_have_one_rule(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is newer than the one that is named the newest, and damaged, is gone on from too."""
+    shutil.copytree(copy / step_folder(3), copy / step_folder(2))
+    saved = read_saved_run(copy, 3)
+    (copy / LATEST).write_text("3")
+    flip(copy / step_folder(3) / "__0_0.distcp")
+    assert newest_whole(saved)[0].iteration == 6 == read_newest(copy)[0].iteration
+    status, text = said(capsys, "prune", copy, "--keep", "1", "--damaged")
+    assert status == 0 and [one.step for one in stored_in(copy)] == [3, 6]  # 2 is no step 2
+    unsealed(copy / step_folder(6))
+    assert read_newest(copy)[0].iteration == 6  # without hashes nothing is known to be damaged
+    status, text = said(capsys, "prune", copy, "--keep", "1")
+    assert status == 0 and "0 removed" in text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import cluster
 from megatron_pulse.planner.plan_file.plan_file import PlanFileError
-from megatron_pulse.planner.plan_file.worlds import plan_for_world, world_file
+from megatron_pulse.planner.plan_file.worlds import optimizer_beside, plan_for_world, world_file
 from megatron_pulse.planner.tune.config import Choices, configs
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 
@@ -43,6 +43,17 @@ def test_one_device_has_the_optimizer_of_several(divided: bool) -> None:
     alone = list(configs(1, 1, 4, True, Choices(distributed_optimizer=(divided,))))
     assert alone and all(config.distributed_optimizer is divided for config in alone)
     assert {c.distributed_optimizer for c in configs(1, 1, 4, True, Choices())} == {False}
+
+
+def test_plans_that_are_there_say_which_optimizer(tmp_path: Path) -> None:
+    assert optimizer_beside(tmp_path, [2]) is None
+    for world, divided in ((1, True), (2, False)):
+        record = {"distributed_optimizer": divided}
+        world_file(tmp_path, world).write_text(json.dumps(record))
+    assert optimizer_beside(tmp_path, [2]) is True
+    assert optimizer_beside(tmp_path, [1]) is False
+    with pytest.raises(PlanFileError, match=r"world-1.json divides .*, world-2.json does not"):
+        optimizer_beside(tmp_path, [3])
 
 
 def test_a_plan_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

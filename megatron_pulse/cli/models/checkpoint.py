@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, answer, json_faults, table
 
 if TYPE_CHECKING:
-    from megatron_pulse.integration.checkpoint.stored import StoredCheckpoint
+    from megatron_pulse.integration.checkpoint.integrity.stored import StoredCheckpoint
 
 _DESCRIPTION = """\
 Looks after the checkpoints in a folder that training was given as --save.
@@ -26,8 +26,9 @@ status 1 if anything is damaged, or moved to another step's name; what a run tha
 to save is not. A run that finds its newest checkpoint damaged goes on from the newest whole one by
 itself, and sets the damaged one aside.
 'prune' removes old steps: all but the --keep newest, those divisible by --every, and the one that a
-run would go on from, of which it reads every byte first. With --damaged also what is half-written,
-damaged as far as that is known, or set aside. It refuses a folder that a run writes into.
+run would go on from. What stays is read first, and what is damaged does not count. With --damaged
+also what is half-written, found to be damaged, or set aside. It refuses a folder that a run writes
+into, and leaves alone what bears a name of your own (iter_0000100.keep).
 
 examples:
   pulse checkpoint list runs/a
@@ -67,18 +68,18 @@ def run(args: argparse.Namespace) -> None:
     require([*_faults(args), *json_faults(args)])
     prepare_megatron()
     from megatron_pulse.integration.checkpoint.folders import CheckpointError
+    from megatron_pulse.integration.checkpoint.integrity.stored import stored_in
     from megatron_pulse.integration.checkpoint.lock import FolderInUse
-    from megatron_pulse.integration.checkpoint.stored import stored_in
 
     with mending(FolderInUse, CheckpointError, OSError):
-        stored = stored_in(args.folder)
         match args.action:
             case "list":
+                stored = stored_in(args.folder)
                 answer(args, _listed(stored), lambda: [_record(one) for one in stored])
             case "verify":
-                _verify(args, stored)
+                _verify(args, stored_in(args.folder))
             case _:
-                _prune(args, stored)
+                _prune(args)
 
 
 def _faults(args: argparse.Namespace) -> list[str]:
@@ -152,7 +153,10 @@ def _record(one: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> None:
-    from megatron_pulse.integration.checkpoint.stored import require_newest
+    from megatron_pulse.integration.checkpoint.integrity.stored import (
+        is_being_saved,
+        require_newest,
+    )
 
     chosen = [one for one in stored if not one.is_aside]
     if args.step is not None:
@@ -166,7 +170,9 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
         for one in chosen:
             found[_name(one)] = [] if one.is_begun else one.damage(read)
     whole = {one: "whole" if one.is_hashed else "saved without hashes" for one in chosen}
-    whole |= {one: "being saved" for one in chosen if one.is_begun}
+    for one in chosen:
+        if one.is_begun or (found[_name(one)] and is_being_saved(one)):
+            found[_name(one)], whole[one] = [], "being saved"
     lines = [f"step {_name(one)}: {'; '.join(found[_name(one)]) or whole[one]}" for one in chosen]
     record = [{**_record(one), "faults": found[_name(one)]} for one in chosen]
     answer(args, lines, lambda: record)
@@ -188,22 +194,24 @@ def _reading(num_bytes: int) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
-def _prune(args: argparse.Namespace, stored: list[StoredCheckpoint]) -> None:
-    from megatron_pulse.integration.checkpoint.lock import FolderLock
-    from megatron_pulse.integration.checkpoint.stored import read_to_go_on, remove, to_remove
+def _prune(args: argparse.Namespace) -> None:
+    from megatron_pulse.integration.checkpoint.integrity import pruning
+    from megatron_pulse.integration.checkpoint.integrity.stored import stored_in
 
-    if not args.dry_run:
-        FolderLock(args.folder, wait_s=0).release()  # refused before all is read
-    with _reading(max(one.num_bytes for one in stored)) as read:
-        known, goes_on = read_to_go_on(stored, read)
-    chosen = to_remove(known, goes_on, args.keep, args.every, args.damaged)
-    gone = chosen if args.dry_run else list(remove(args.folder, chosen))
+    with nullcontext() if args.dry_run else pruning.held(args.folder):
+        stored = stored_in(args.folder, is_held=not args.dry_run)
+        with _reading(sum(one.num_bytes for one in stored[-args.keep :])) as read:
+            known, staying = pruning.read_those_that_stay(stored, args.keep, read)
+        chosen = pruning.to_remove(known, staying, args.every, args.damaged)
+        gone = chosen if args.dry_run else list(pruning.remove(chosen))
     verb = "would be removed" if args.dry_run else "removed"
     lines = [f"{verb}: {one.folder.name} ({_size(one.num_bytes)})" for one in gone]
     left = len(stored) - len(gone)
     freed = _size(sum(one.num_bytes for one in gone))
     lines.append(f"{len(gone)} {verb}, {freed}; {left} {'would stay' if args.dry_run else 'stay'}")
-    if spared := [one for one in known if one.faults and one not in chosen and not args.damaged]:
-        lines.append(f"{len(spared)} damaged or half-written stay: --damaged removes them too")
+    spared = [one for one in known if one.faults and one not in chosen]
+    if others := [one for one in spared if not one.is_moved and not args.damaged]:
+        lines.append(f"{len(others)} damaged or half-written stay: --damaged removes them too")
+    lines += [f"stays: {one.faults[0]}" for one in spared if one.is_moved]
     record = {"removed": [_record(one) for one in gone], "dry_run": args.dry_run}
     answer(args, lines, lambda: record)

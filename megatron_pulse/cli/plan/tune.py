@@ -207,12 +207,12 @@ def run(args: argparse.Namespace) -> None:
 def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> None:
     """A plan for each number of devices, each searched for by itself; a folder of them.
 
-    A run goes from one to the other with its optimizer's state, so all have that of the first,
-    divided over the replicas or not.
+    A run goes from one to the other with its optimizer's state, so all have that of the first, or
+    of the plans that are there already, divided over the replicas or not.
     """
     from megatron_pulse.cli.plan.tune_report import as_json
     from megatron_pulse.planner.plan_file.plan_file import save_plan
-    from megatron_pulse.planner.plan_file.worlds import world_file
+    from megatron_pulse.planner.plan_file.worlds import optimizer_beside, world_file
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.planner.tune.tune import UntunableError
@@ -228,6 +228,10 @@ def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
         ]
     )
     choices = _choices(args)
+    with mending(ValueError):
+        there = optimizer_beside(args.output, worlds)
+    if there is not None:
+        choices = replace(choices, distributed_optimizer=(there,))
     backbone = _backbone_of(profile)
     divides = backbone is not None and backbone.divides_sequences
     heads = backbone.num_heads if backbone else ()

@@ -138,8 +138,8 @@ def whole_start(start: Start, args: argparse.Namespace, holds: bool) -> Start:
     """
     folder, *others = folders_read(start, args)
     if start.newest and not others:
-        saved, passed = newest_whole(start.saved)
-        start = replace(start, saved=saved, passed=(*start.passed, *passed))
+        saved, passed = newest_whole(start.saved, start.passed)
+        start = replace(start, saved=saved, passed=passed)
     else:
         for one in (folder, *others):
             require_whole(one)

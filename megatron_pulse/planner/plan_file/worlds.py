@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 
-from megatron_pulse.faults import told
+from megatron_pulse.faults import collecting, told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import FileError, read_json
 from megatron_pulse.planner.plan_file.plan_file import PlanFileError
@@ -16,6 +17,25 @@ _DEGREES = ("pipeline", "data", "tensor")
 def world_file(folder: Path, world_size: int) -> Path:
     """Where ``pulse tune --worlds`` writes the plan for that many ranks."""
     return folder / f"world-{world_size}.json"
+
+
+def optimizer_beside(folder: Path, worlds: Collection[int]) -> bool | None:
+    """Whether the plans of other numbers of ranks in ``folder`` divide the optimizer over replicas;
+    None where there are none.
+
+    Raises PlanFileError where some do and some do not: no run can go on from one to the other.
+    """
+    kinds: dict[bool, str] = {}
+    faults: list[str] = []
+    mine = {world_file(folder, world) for world in worlds}
+    for file in sorted(set(folder.glob("world-*.json")) - mine):
+        with collecting(faults, (FileError, KeyError)):
+            kinds[bool(read_json(file, FileKind.PLAN)["distributed_optimizer"])] = file.name
+    if len(kinds) > 1:
+        faults.append(f"{kinds[True]} divides the optimizer over replicas, {kinds[False]} does not")
+    if faults:
+        raise PlanFileError(told(f"{folder}", faults, "Give a folder without these plans."))
+    return next(iter(kinds), None)
 
 
 def plan_for_world(path: str | Path, world_size: int) -> Path:

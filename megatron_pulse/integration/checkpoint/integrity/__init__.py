@@ -1,1 +1,1 @@
-"""Whether checkpoints are what was saved, and what to go on from where they are not."""
+"""Whether checkpoints are what was saved, what to go on from where they are not, and what can go."""

@@ -83,8 +83,11 @@ def read_newest(load: str | Path) -> tuple[SavedRun, tuple[Passed, ...]]:
     raise first
 
 
-def newest_whole(saved: SavedRun) -> tuple[SavedRun, tuple[Passed, ...]]:
-    """``saved``, or the newest step before it of which every byte is as it was saved (collective).
+def newest_whole(
+    saved: SavedRun, known: tuple[Passed, ...] = ()
+) -> tuple[SavedRun, tuple[Passed, ...]]:
+    """``saved``, or the newest step of which every byte is as it was saved (collective), and what
+    was passed over; those that are ``known`` were before.
 
     Raises DamagedError if there is none, CheckpointError if ranks have read different ones.
     """
@@ -95,9 +98,10 @@ def newest_whole(saved: SavedRun) -> tuple[SavedRun, tuple[Passed, ...]]:
             "folder must be on storage that all ranks see alike; start again"
         )
     if not (faults := find_damage(saved.folder)):
-        return saved, ()
-    passed = [Passed.of(damaged(saved.folder, faults), saved.iteration)]
-    for step, folder, why in judged_steps(saved.folder, saved.iteration):
+        return saved, known
+    tried = {one.step for one in known}
+    passed = [*known, Passed.of(damaged(saved.folder, faults), saved.iteration)]
+    for step, folder, why in judged_steps(saved.folder, tried):
         try:
             if why:
                 raise damaged(folder, why)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -93,12 +93,14 @@ def find_damage(folder: Path) -> list[str]:
     return faults
 
 
-def judged_steps(folder: Path, below: int | None = None) -> Iterator[tuple[int, Path, list[str]]]:
-    """Other steps beside ``folder``, newest first, those ``below`` one; each with its folder and
-    why it is not known to be whole: nothing of one that is (collective, each step of the
+def judged_steps(
+    folder: Path, known: Collection[int | None] = ()
+) -> Iterator[tuple[int, Path, list[str]]]:
+    """Other steps beside ``folder`` than those that are ``known``, newest first; each with its
+    folder and why it is not known to be whole: nothing of one that is (collective, each step of the
     iteration)."""
     for step in gathered(_other_steps(folder))[0]:
-        if below is None or step < below:
+        if step not in known:
             other = _sibling(folder, step)
             yield step, other, _judged(other)
 

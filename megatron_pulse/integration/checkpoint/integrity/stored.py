@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,12 +27,13 @@ from megatron_pulse.integration.checkpoint.integrity.hashes import (
     read_hashes,
 )
 from megatron_pulse.integration.checkpoint.integrity.verify import require_readable
-from megatron_pulse.integration.checkpoint.lock import FolderLock, is_in_use
+from megatron_pulse.integration.checkpoint.lock import is_in_use
 
 HALF = "half-written"
 REMOVED = ".removed"
 """The end of the name of a folder whose removal has begun."""
-_STEP = re.compile(r"iter_([0-9]{1,18})")
+_STEP = re.compile(r"iter_([0-9]{1,18})((?:\.damaged(?:\.[0-9]+)?)?(?:\.removed)?)")
+"""What a folder of a step is called, and what runs and commands add; all else is a user's own."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class StoredCheckpoint:
 
     ``step`` is None of imported weights and of what was set aside or half removed; ``faults`` are
     what can be seen without reading files: of one with none, sizes are as they were saved. What a
-    run that is alive has not yet written to its end ``is_begun``.
+    run that is alive has not yet written to its end ``is_begun``, what was found to be another step
+    ``is_moved``.
     """
 
     folder: Path
@@ -53,6 +54,7 @@ class StoredCheckpoint:
     faults: tuple[str, ...]
     is_newest: bool
     is_begun: bool = False
+    is_moved: bool = False
 
     @property
     def is_hashed(self) -> bool:
@@ -88,27 +90,43 @@ class StoredCheckpoint:
                 found.append(error.reason)
         return list(dict.fromkeys(found))
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether a run would find out what it is of, before it reads all of it."""
+        try:
+            require_readable(self.folder)
+            require_in_place(self.folder, read_common(self.folder))
+        except DamagedError:
+            return False
+        return True
 
-def stored_in(folder: Path) -> list[StoredCheckpoint]:
+    def read(self, progress: Callable[[int], object]) -> StoredCheckpoint:
+        """The same, with what is found when every byte is read."""
+        faults = tuple(self.damage(progress))
+        moved = any("it was moved there" in fault for fault in faults)
+        return replace(self, faults=faults, is_moved=moved)
+
+
+def stored_in(folder: Path, is_held: bool = False) -> list[StoredCheckpoint]:
     """The checkpoints below ``folder``, oldest first, with what was set aside or half removed.
 
-    Raises CheckpointError where there is none.
+    ``is_held``: this process has its lock, so no run writes there. Raises CheckpointError where
+    there is none.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
     named = newest_named(folder)
-    last = int(named) if named is not None and named != RELEASE else 0
     found = []
     for path in sorted(folder.iterdir()):
-        match = _STEP.fullmatch(path.name.split(".")[0])
+        match = _STEP.fullmatch(path.name)
         if not path.is_dir() or (match is None and path.name != RELEASE):
             continue
-        step = int(match[1]) if match and path.name == match[0] else None
+        step = int(match[1]) if match and not match[2] else None
         is_newest = named is not None and path.name == (
             RELEASE if named == RELEASE else step_folder(int(named))
         )
         one = _look_at(path, step, is_newest)
-        begun = one.faults == (HALF,) and (step or 0) > last and is_in_use(folder)
+        begun = one.faults == (HALF,) and not is_held and is_being_saved(one)
         found.append(replace(one, is_begun=begun))
     if not found:
         hint = "; give the folder that --save named" if (folder / METADATA).exists() else ""
@@ -123,6 +141,14 @@ def require_newest(folder: Path, stored: Sequence[StoredCheckpoint]) -> None:
         raise CheckpointError(f"{folder} has no {LATEST}")
     if not any(one.is_newest for one in stored):
         raise CheckpointError(f"{folder / LATEST} names {latest}, which is not there")
+
+
+def is_being_saved(one: StoredCheckpoint) -> bool:
+    """Whether a run that is alive has not yet named it, and may write it anew."""
+    folder = one.folder.parent
+    named = newest_named(folder)
+    last = int(named) if named is not None and named != RELEASE else 0
+    return (one.step or 0) > last and is_in_use(folder)
 
 
 def _look_at(path: Path, step: int | None, is_newest: bool) -> StoredCheckpoint:
@@ -143,77 +169,3 @@ def _look_at(path: Path, step: int | None, is_newest: bool) -> StoredCheckpoint:
     return StoredCheckpoint(
         path, step, sum(file.stat().st_size for file in files), written, faults, is_newest
     )
-
-
-def read_to_go_on(
-    stored: Sequence[StoredCheckpoint], progress: Callable[[int], object] = lambda num_bytes: None
-) -> tuple[list[StoredCheckpoint], StoredCheckpoint | None]:
-    """The same with the faults of those that were read, and what a run would go on from: the one
-    that is named the newest, else the newest, of which every byte is as it was saved.
-
-    Raises CheckpointError where there are steps and none is whole.
-    """
-    known = list(stored)
-    steps = [one for one in known if one.step is not None and not one.faults]
-    for one in sorted(steps, key=lambda one: (not one.is_newest, -(one.step or 0))):
-        if not (faults := one.damage(progress)):
-            return known, one
-        known[known.index(one)] = replace(one, faults=tuple(faults))
-    if steps:
-        raise CheckpointError(
-            f"{steps[0].folder.parent}: nothing is removed, for no step there is whole: 'pulse "
-            "checkpoint verify' says what is damaged; remove by hand what you do not need"
-        )
-    return known, None
-
-
-def to_remove(
-    stored: Sequence[StoredCheckpoint],
-    goes_on: StoredCheckpoint | None,
-    keep: int,
-    every: int | None = None,
-    damaged: bool = False,
-) -> list[StoredCheckpoint]:
-    """Which can go: all but the ``keep`` newest steps without faults, those divisible by ``every``,
-    the one that is named the newest, and the one that a run ``goes_on`` from; with ``damaged`` also
-    what has faults. What is half removed goes in any case; links, where they lead to, and imported
-    weights stay."""
-    sound = [one for one in stored if one.step is not None and not one.faults]
-    kept = {one.folder for one in sound[-keep:]}
-    kept |= {one.folder for one in stored if one == goes_on}
-    led_to = {one.folder.resolve() for one in stored if one.is_link}
-    found = []
-    for one in stored:
-        if one.is_link or one.is_newest or one.folder.name == RELEASE or one.folder in kept:
-            continue
-        if one.folder.resolve() in led_to:
-            continue
-        if one.folder.name.endswith(REMOVED):
-            found.append(one)
-        elif one.faults:
-            found += [one] * damaged
-        elif every is None or one.step is None or one.step % every:
-            found.append(one)
-    return found
-
-
-def remove(folder: Path, chosen: list[StoredCheckpoint]) -> Iterator[StoredCheckpoint]:
-    """Remove ``chosen`` from ``folder``, one after the other; each when it is gone.
-
-    Each gets another name first, so that what is half removed is nobody's checkpoint. Raises
-    FolderInUse where a run writes there.
-    """
-    lock = FolderLock(folder, wait_s=0)
-    try:
-        if newest_named(folder) is None and (folder / LATEST).exists():
-            raise CheckpointError(
-                f"{folder / LATEST} is damaged: nothing is removed; name the newest there first"
-            )
-        for one in chosen:
-            path = one.folder
-            if not path.name.endswith(REMOVED):
-                path = path.rename(path.with_name(path.name + REMOVED))
-            shutil.rmtree(path)
-            yield one
-    finally:
-        lock.release()
