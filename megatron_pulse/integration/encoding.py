@@ -123,9 +123,25 @@ class InLoop:
                     f"the plan encodes in idle time: {unknown('encoder', name, self.names)}"
                 )
                 continue
+            planned = max((end for _, end, *_ in filler.pieces), default=0)
+            there = self._num_layers(name)
+            if planned != there:
+                faults.append(
+                    f"the plan is of other encoders than {self.folder}: its {name} has {planned} "
+                    f"layers, this one {there}; tune again with a table of these ('pulse profile "
+                    f"--encoders {self.folder}')"
+                )
             for device in sorted({*self.readers(name, routes, backbone)} - {*filler.readers}):
                 faults.append(f"the plan does not send the results of {name} to device {device}")
         return faults
+
+    def _num_layers(self, name: str) -> int:
+        """Pieces of a component, without its weights."""
+        if name == VAE and (autoencoder := self.autoencoder()) is not None:
+            return len(autoencoder.pieces)
+        encoders = {} if (texts := self.texts()) is None else texts.encoders
+        found = (e for place, e in encoders.items() if folder_name("text_encoder", place) == name)
+        return len(next(found).pieces)
 
     def readers(self, name: str, routes: Routes, backbone: Backbone) -> tuple[int, ...]:
         """The devices that read a component's results."""

@@ -18,7 +18,7 @@ from model_specs import load_backbone
 from tests.by_hand import unsealed_record
 from tests.cli.test_data import make_vae
 from tests.data.captioned import captioned_digits
-from tests.encoders.pipelines import LENGTH, make_pipeline
+from tests.encoders.pipelines import LENGTH, make_encoder, make_pipeline
 from tests.integration.runs import (
     BASE,
     STEPS,
@@ -232,6 +232,20 @@ def test_policies_that_cannot_be(
     policies = [word for policy in more for word in ("--pulse-encode", policy)]
     faults = refuse(monkeypatch, 1, [*flags, *policies], [*TINY["unet"], *BASE])
     assert any(said in fault for fault in faults), faults
+
+
+def test_a_plan_of_other_encoders_is_refused_before_anything_is_built(
+    flags: list[str], folder: Path, costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with a layer more had been refused by a rank in its first step."""
+    plan = make_plan(tmp_path / "plan.json", Config(2, 1, 1, 2, ROW), "sd-tiny", OPTIONS, costs)
+    deeper = tmp_path / "deeper"
+    shutil.copytree(folder, deeper)
+    make_encoder("clip", 16, 16, layers=4).save_pretrained(deeper / "text_encoder")
+    given = [str(deeper) if word == str(folder) else word for word in flags]
+    given = [*given[len(STEPS + READS) :], "--pulse-plan", str(plan), *STEPS[2:]]
+    (fault,) = refuse(monkeypatch, 2, given, BASE)
+    assert "text_encoder has 4 layers, this one 5; tune again" in fault
 
 
 def test_folders_that_cannot_encode_are_refused_before_anything_is_built(
