@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -245,7 +246,7 @@ def test_a_plan_of_other_encoders_is_refused_before_anything_is_built(
     given = [str(deeper) if word == str(folder) else word for word in flags]
     given = [*given[len(STEPS + READS) :], "--pulse-plan", str(plan), *STEPS[2:]]
     (fault,) = refuse(monkeypatch, 2, given, BASE)
-    assert "text_encoder has 4 layers, this one 5; tune again" in fault
+    assert re.search(r"text_encoder has (\d) layers, this one (?!\1)\d; tune again", fault)
 
 
 def test_folders_that_cannot_encode_are_refused_before_anything_is_built(
