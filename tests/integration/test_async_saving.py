@@ -22,8 +22,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_pulse.integration.checkpoint.choosing.falling_back import read_newest
 from megatron_pulse.integration.checkpoint.folders import step_folder
-from megatron_pulse.integration.checkpoint.integrity.falling_back import read_newest
 from megatron_pulse.integration.checkpoint.integrity.verify import require_whole
 from tests.integration.conftest import FIRST
 from tests.integration.runs import BASE, TINY, pipeline, train

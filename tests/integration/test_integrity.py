@@ -18,15 +18,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
-from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError, step_folder
-from megatron_pulse.integration.checkpoint.integrity import hashes as integrity
-from megatron_pulse.integration.checkpoint.integrity.falling_back import (
+from megatron_pulse.integration.checkpoint.choosing.falling_back import (
     describe_newer,
     describe_passed,
     newest_whole,
     read_newest,
     set_aside,
 )
+from megatron_pulse.integration.checkpoint.folders import LATEST, CheckpointError, step_folder
+from megatron_pulse.integration.checkpoint.integrity import hashes as integrity
 from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
 from megatron_pulse.integration.checkpoint.integrity.verify import require_readable, require_whole
 from megatron_pulse.integration.checkpoint.unpickling import patch_reading

@@ -11,11 +11,11 @@ import pytest
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
+from megatron_pulse.integration.checkpoint.choosing.falling_back import newest_whole, read_newest
+from megatron_pulse.integration.checkpoint.choosing.pruning import to_remove
+from megatron_pulse.integration.checkpoint.choosing.stored import REMOVED, stored_in
 from megatron_pulse.integration.checkpoint.folders import LATEST, RELEASE, step_folder
-from megatron_pulse.integration.checkpoint.integrity.falling_back import newest_whole, read_newest
 from megatron_pulse.integration.checkpoint.integrity.hashes import METADATA
-from megatron_pulse.integration.checkpoint.integrity.pruning import to_remove
-from megatron_pulse.integration.checkpoint.integrity.stored import REMOVED, stored_in
 from megatron_pulse.integration.checkpoint.lock import FolderLock
 from tests.integration.test_integrity import DAMAGES, flip, unsealed
 from tests.ranks import run_ranks

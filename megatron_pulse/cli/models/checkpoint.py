@@ -15,7 +15,7 @@ from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.cli.output import add_json, answer, json_faults, table
 
 if TYPE_CHECKING:
-    from megatron_pulse.integration.checkpoint.integrity.stored import StoredCheckpoint
+    from megatron_pulse.integration.checkpoint.choosing.stored import StoredCheckpoint
 
 _DESCRIPTION = """\
 Looks after the checkpoints in a folder that training was given as --save.
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> None:
     """Do what was asked for."""
     require([*_faults(args), *json_faults(args)])
     prepare_megatron()
+    from megatron_pulse.integration.checkpoint.choosing.stored import stored_in
     from megatron_pulse.integration.checkpoint.folders import CheckpointError
-    from megatron_pulse.integration.checkpoint.integrity.stored import stored_in
     from megatron_pulse.integration.checkpoint.lock import FolderInUse
 
     with mending(FolderInUse, CheckpointError, OSError):
@@ -153,7 +153,7 @@ def _record(one: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> None:
-    from megatron_pulse.integration.checkpoint.integrity.stored import (
+    from megatron_pulse.integration.checkpoint.choosing.stored import (
         is_being_saved,
         require_newest,
     )
@@ -195,8 +195,8 @@ def _reading(num_bytes: int) -> Iterator[Callable[[int], object]]:
 
 
 def _prune(args: argparse.Namespace) -> None:
-    from megatron_pulse.integration.checkpoint.integrity import pruning
-    from megatron_pulse.integration.checkpoint.integrity.stored import stored_in
+    from megatron_pulse.integration.checkpoint.choosing import pruning
+    from megatron_pulse.integration.checkpoint.choosing.stored import stored_in
 
     with nullcontext() if args.dry_run else pruning.held(args.folder):
         stored = stored_in(args.folder, is_held=not args.dry_run)

@@ -11,6 +11,14 @@ import torch.distributed as dist
 
 from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.checkpoint.checkpoints import SavedRun, read_saved_run
+from megatron_pulse.integration.checkpoint.choosing.falling_back import (
+    Passed,
+    describe_newer,
+    describe_passed,
+    newest_whole,
+    read_newest,
+    set_aside,
+)
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,
@@ -20,14 +28,6 @@ from megatron_pulse.integration.checkpoint.folders import (
     is_published,
     newest,
     newest_named,
-)
-from megatron_pulse.integration.checkpoint.integrity.falling_back import (
-    Passed,
-    describe_newer,
-    describe_passed,
-    newest_whole,
-    read_newest,
-    set_aside,
 )
 from megatron_pulse.integration.checkpoint.integrity.verify import require_whole
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock

@@ -1,1 +1,1 @@
-"""Whether checkpoints are what was saved, what to go on from where not, and what can go."""
+"""Whether checkpoints are what was saved."""

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_pulse.integration.checkpoint.choosing.stored import HALF, REMOVED, StoredCheckpoint
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,
     CheckpointError,
     newest_named,
 )
-from megatron_pulse.integration.checkpoint.integrity.stored import HALF, REMOVED, StoredCheckpoint
 from megatron_pulse.integration.checkpoint.lock import FolderLock
 
 Progress = Callable[[int], object]

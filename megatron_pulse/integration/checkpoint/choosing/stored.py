@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_pulse.faults import Faults
 from megatron_pulse.integration.checkpoint.checkpoints import read_common, require_in_place
+from megatron_pulse.integration.checkpoint.choosing.falling_back import DAMAGED
 from megatron_pulse.integration.checkpoint.folders import (
     LATEST,
     RELEASE,
@@ -18,7 +19,6 @@ from megatron_pulse.integration.checkpoint.folders import (
     newest_named,
     step_folder,
 )
-from megatron_pulse.integration.checkpoint.integrity.falling_back import DAMAGED
 from megatron_pulse.integration.checkpoint.integrity.hashes import (
     METADATA,
     all_chunks,
