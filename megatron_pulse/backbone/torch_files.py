@@ -12,7 +12,10 @@ import io
 import os
 import struct
 import zipfile
+from pathlib import Path
 from typing import IO, Any
+
+from megatron_pulse.files import open_regular
 
 _MAGIC = b"PK\3\4"
 _END, _LOCATOR, _LARGE_END = (struct.Struct(form) for form in ("<4s4H2LH", "<4sLQL", "<4sQ2H2L4Q"))
@@ -46,6 +49,15 @@ class FilePart(io.RawIOBase):
         into[: len(content)] = content
         self._at += len(content)
         return len(content)
+
+
+def is_plain_archive(path: Path) -> bool:
+    """Whether ``path`` is an archive, whose records then are as torch.save stores them; raises
+    ValueError where they are not, OSError for what is no regular file."""
+    with open_regular(path) as file:
+        if archive := is_archive(file):
+            require_stored(file)
+    return archive
 
 
 def is_archive(file: Readable) -> bool:

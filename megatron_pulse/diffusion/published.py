@@ -18,10 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_pulse.backbone.published import Published, PublishedError
-from megatron_pulse.backbone.torch_files import is_archive, require_stored
+from megatron_pulse.backbone.torch_files import is_plain_archive
 from megatron_pulse.diffusion.scheduler import SCHEDULER_FILE, file_beside
 from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import FileError, open_regular, read_json, replacing
+from megatron_pulse.files import FileError, read_json, replacing
 from megatron_pulse.named_files import is_file_name, no_file
 
 _STEM = "diffusion_pytorch_model"
@@ -243,9 +243,7 @@ def read_state_dict(path: Path) -> Mapping[str, Tensor]:
     if path.suffix == ".safetensors":
         return StoredTensors([path])
     try:
-        with open_regular(path) as file:
-            if mapped := is_archive(file):  # not of files that torch wrote before version 1.6
-                require_stored(file)
+        mapped = is_plain_archive(path)  # not of files that torch wrote before version 1.6
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         fault = "it is no state dict that torch.save wrote, or holds more than tensors"

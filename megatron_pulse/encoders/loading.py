@@ -11,12 +11,10 @@ from typing import Any
 from torch import nn
 
 from megatron_pulse.backbone.published import PublishedError
-from megatron_pulse.backbone.torch_files import is_archive, require_stored
-from megatron_pulse.diffusion.published import StoredTensors, read_folder
-from megatron_pulse.faults import UserError, collecting
-from megatron_pulse.file_kinds import FileKind
-from megatron_pulse.files import open_regular, read_json
-from megatron_pulse.named_files import is_file_name, no_file
+from megatron_pulse.backbone.torch_files import is_plain_archive
+from megatron_pulse.diffusion.published import StoredTensors, read_folder, read_index
+from megatron_pulse.faults import UserError
+from megatron_pulse.named_files import no_file
 
 STEMS = {"transformers": "model", "diffusers": "diffusion_pytorch_model"}
 """Of the names of files with weights, by library."""
@@ -33,33 +31,19 @@ def files_amiss(folder: Path) -> list[str]:
         if fault := no_file(path):
             faults.append(fault)
             continue
-        with collecting(faults):
+        try:
             if ".index" in path.suffixes:
-                faults += _outside(path)
+                read_index(path)
             elif path.suffix == ".safetensors":
                 StoredTensors([path])
             elif path.suffix == ".bin":
-                faults += _packed(path)
+                is_plain_archive(path)
+        except PublishedError as error:
+            of = "" if path.suffix == ".safetensors" else f"{path.name}: "
+            faults += [f"{of}{fault}" for fault in error.faults]
+        except (OSError, ValueError) as error:
+            faults.append(f"{path.name}: {error}")
     return faults
-
-
-def _outside(index: Path) -> list[str]:
-    """Names in an index of weights that are not those of files beside it."""
-    places = read_json(index, FileKind.INDEX).get("weight_map")
-    names = places.values() if isinstance(places, dict) else ()
-    outside = sorted({repr(name)[:80] for name in names if not is_file_name(name)})
-    return [f"{index.name}: {name} is not the name of a file beside it" for name in outside]
-
-
-def _packed(path: Path) -> list[str]:
-    """Why a file is not read that torch.save may have written."""
-    try:
-        with open_regular(path) as file:
-            if is_archive(file):
-                require_stored(file)
-    except (OSError, ValueError) as error:
-        return [f"{path.name}: {error}"]
-    return []
 
 
 @contextmanager

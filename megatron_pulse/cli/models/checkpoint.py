@@ -168,7 +168,7 @@ def _verify(args: argparse.Namespace, stored: Sequence[StoredCheckpoint]) -> Non
     found: dict[str, list[str]] = {}
     with _reading(sum(one.num_bytes for one in chosen)) as read:
         for one in chosen:
-            found[_name(one)] = [] if one.is_begun else one.damage(read)
+            found[_name(one)] = [] if one.is_begun else list(one.read(read).faults)
     whole = {one: "whole" if one.is_hashed else "saved without hashes" for one in chosen}
     for one in chosen:
         if one.is_begun or (found[_name(one)] and is_being_saved(one)):

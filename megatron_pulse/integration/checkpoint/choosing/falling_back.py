@@ -102,18 +102,21 @@ def newest_whole(
     tried = {one.step for one in known}
     passed = [*known, Passed.of(damaged(saved.folder, faults), saved.iteration)]
     for step, folder, why in judged_steps(saved.folder, tried):
+        if why:
+            error = damaged(folder, why)
+            unknown = why == [UNHASHED]
+            passed.append(Passed(error.reason) if unknown else Passed.of(error, step))
+            continue
         try:
-            if why:
-                raise damaged(folder, why)
             older = read_saved_run(saved.folder.parent, step)
+        except DamagedError as error:
+            passed.append(Passed.of(error, step))
+        except CheckpointError as error:
+            passed.append(Passed(str(error)))
+        else:
             if older.record == saved.record:
                 return older, tuple(passed)
             passed.append(Passed(f"{folder} holds another backbone"))
-        except DamagedError as error:
-            unknown = why == [UNHASHED]
-            passed.append(Passed(error.reason) if unknown else Passed.of(error, step))
-        except CheckpointError as error:
-            passed.append(Passed(str(error)))
     raise damaged(saved.folder, faults, "no other step there is whole")
 
 

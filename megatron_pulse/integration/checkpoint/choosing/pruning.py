@@ -68,7 +68,7 @@ def read_those_that_stay(
         if is_whole(one) and (one.is_hashed or not has_readable):
             goes_on = one
             break
-        has_readable = has_readable or one.is_readable
+        has_readable = has_readable or one.refusal() is None
     if goes_on is None and steps:
         raise CheckpointError(
             f"{folder}: nothing is removed, for no step there is whole: 'pulse checkpoint verify' "
@@ -78,7 +78,9 @@ def read_those_that_stay(
     for one in newest_first:
         if len(staying) < keep and is_whole(one):
             staying.add(one.folder)
-    return list(known.values()), staying | {one.folder for one in (goes_on,) if one}
+    if goes_on is not None:
+        staying.add(goes_on.folder)
+    return list(known.values()), staying
 
 
 def to_remove(

@@ -15,6 +15,7 @@ from megatron_pulse.integration.checkpoint.folders import (
     RELEASE,
     CheckpointError,
     DamagedError,
+    MovedError,
     newest,
     newest_named,
     step_folder,
@@ -71,40 +72,31 @@ class StoredCheckpoint:
         """Whether it lies elsewhere: it is then not ours to remove."""
         return self.folder.is_symlink()
 
-    def damage(self, progress: Callable[[int], object] = lambda num_bytes: None) -> list[str]:
-        """What is not as it was saved, every byte read, and whether it was moved; ``progress`` is
-        told of bytes."""
+    def read(self, progress: Callable[[int], object]) -> StoredCheckpoint:
+        """The same, every byte read, with what is not as it was saved as ``faults``, and whether it
+        was moved; ``progress`` is told of bytes."""
         if self.faults:
-            return list(self.faults)
+            return self
         hashes = read_hashes(self.folder) or {}
         found: list[str] = []
         for chunk in all_chunks(hashes):
             found += find_hash_faults(self.folder, hashes, [chunk])
             whole = hashes[chunk.name]
             progress(whole.num_bytes // len(whole.chunks))
-        if not found:
-            try:
-                require_readable(self.folder)
-                require_in_place(self.folder, read_common(self.folder))
-            except DamagedError as error:
-                found.append(error.reason)
-        return list(dict.fromkeys(found))
+        refusal = None if found else self.refusal()
+        if refusal is not None:
+            found.append(refusal.reason)
+        faults = tuple(dict.fromkeys(found))
+        return replace(self, faults=faults, is_moved=isinstance(refusal, MovedError))
 
-    @property
-    def is_readable(self) -> bool:
-        """Whether a run would find out what it is of, before it reads all of it."""
+    def refusal(self) -> DamagedError | None:
+        """Why a run does not find out what it is of, before it reads all of it; None if it does."""
         try:
             require_readable(self.folder)
             require_in_place(self.folder, read_common(self.folder))
-        except DamagedError:
-            return False
-        return True
-
-    def read(self, progress: Callable[[int], object]) -> StoredCheckpoint:
-        """The same, with what is found when every byte is read."""
-        faults = tuple(self.damage(progress))
-        moved = any("it was moved there" in fault for fault in faults)
-        return replace(self, faults=faults, is_moved=moved)
+        except DamagedError as error:
+            return error
+        return None
 
 
 def stored_in(folder: Path, is_held: bool = False) -> list[StoredCheckpoint]:
