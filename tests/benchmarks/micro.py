@@ -6,8 +6,10 @@ Planning: CPU seconds for hunyuan-dit-3b (118 units, 18 skips) on a fold. An ope
 two ranks whose operations take no time, over all its operations on a rank, transfers included;
 Megatron's 1F1B and torch's on the same stages beside ours; of which are calls of gloo that start a
 transfer, those that wait for one, and all else. CPU time of gloo's threads is beside it, and within
-it where no core is free. A split backward: CPU microseconds of a small layer's forward, input
-gradient and weight gradient above its forward and whole backward. Needs no namespaces.
+it where no core is free. CPU time of the host is that of the threads that run steps, on both ranks:
+what is left where a stream waits for transfers, and not the host. A split backward: CPU
+microseconds of a small layer's forward, input gradient and weight gradient above its forward and
+whole backward. Needs no namespaces.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from megatron_pulse.files import replacing
@@ -88,13 +90,16 @@ def planning(emulation: Emulation, devices: int, count: int) -> Planning:
 @dataclass(frozen=True)
 class Overhead:
     """Microseconds of an operation that itself takes none, over Megatron's in the same repetition;
-    and in steps that are looked at, those within calls of gloo on the first rank, and all others,
-    and the CPU time of that rank's other threads, which are gloo's.
+    CPU time of the thread that runs it, the mean of both ranks, and over Megatron's; and in steps
+    that are looked at, those within calls of gloo on the first rank, and all others, and the CPU
+    time of that rank's other threads, which are gloo's.
     """
 
     contestant: str
     operation_us: float
     of_megatron: float
+    host_us: float
+    host_of_megatron: float
     starting_us: float
     waiting_us: float
     other_us: float
@@ -110,27 +115,31 @@ def overheads(repetitions: int = 20) -> list[Overhead]:
         for c in contestants(emulation, Link(), 2, COUNT, solver_s=0.0)
         if c.engine in engines and "fold" not in c.name
     ]
-    taken = run_ranks(2, _time_steps, emulation.backbone, entered, repetitions, timeout_s=300)[0]
-    theirs = next(
-        steps
-        for c, (steps, _) in zip(entered, taken, strict=True)
-        if c.engine is Engine.MEGATRON_1F1B
-    )
+    ranks = run_ranks(2, _time_steps, emulation.backbone, entered, repetitions, timeout_s=300)
+    hosts = []
+    for own, other in zip(*ranks, strict=True):
+        hosts.append([mean(both) for both in zip(own.hosts, other.hosts, strict=True)])
+    megatron = next(i for i, c in enumerate(entered) if c.engine is Engine.MEGATRON_1F1B)
 
     def each(times: Sequence[float]) -> float:
         return 1e6 * median(times) / (2 * COUNT)
 
+    def over(times: Sequence[float], theirs: Sequence[float]) -> float:
+        return median(a / b for a, b in zip(times, theirs, strict=True))
+
     return [
         Overhead(
             c.name,
-            each(steps),
-            median(a / b for a, b in zip(steps, theirs, strict=True)),
-            each([gloo.starting for gloo in calls]),
-            each([gloo.waiting for gloo in calls]),
-            each([gloo.elsewhere for gloo in calls]),
-            each([gloo.threads for gloo in calls]),
+            each(taken.steps),
+            over(taken.steps, ranks[0][megatron].steps),
+            each(host),
+            over(host, hosts[megatron]),
+            each([gloo.starting for gloo in taken.calls]),
+            each([gloo.waiting for gloo in taken.calls]),
+            each([gloo.elsewhere for gloo in taken.calls]),
+            each([gloo.threads for gloo in taken.calls]),
         )
-        for c, (steps, calls) in zip(entered, taken, strict=True)
+        for c, taken, host in zip(entered, ranks[0], hosts, strict=True)
     ]
 
 
@@ -204,30 +213,38 @@ class Calls:
     threads: float = 0.0
 
 
-type Taken = list[tuple[list[float], list[Calls]]]
-"""By contestant: seconds of its steps, and the calls of others, in which they were looked at."""
+@dataclass
+class Taken:
+    """Of a contestant on a rank: seconds of its steps, CPU seconds of the thread that ran them, and
+    the calls of other steps, in which they were looked at."""
+
+    steps: list[float] = field(default_factory=list)
+    hosts: list[float] = field(default_factory=list)
+    calls: list[Calls] = field(default_factory=list)
 
 
-def _time_steps(backbone: Any, entered: list[Contestant], repetitions: int) -> Taken:
+def _time_steps(backbone: Any, entered: list[Contestant], repetitions: int) -> list[Taken]:
     """On a rank: all repetitions, contestants in turn."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     groups = Groups.join()
     runners = [make_runner(c, backbone, groups) for c in entered]
-    taken: Taken = [([], []) for _ in runners]
+    taken = [Taken() for _ in runners]
     for repetition in range(-2, repetitions):
-        for runner, (steps, calls) in zip(runners, taken, strict=True):
+        for runner, found in zip(runners, taken, strict=True):
             dist.barrier()
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.thread_time()
             runner.step()
+            host = time.thread_time() - cpu
             dist.barrier()
             seconds = time.perf_counter() - began
-            with _calls() as found:
+            with _calls() as calls:
                 runner.step()
             if repetition >= 0:
-                steps.append(seconds)
-                calls.append(found)
+                found.steps.append(seconds)
+                found.hosts.append(host)
+                found.calls.append(calls)
     return taken
 
 
@@ -291,6 +308,8 @@ def main() -> None:
             s.contestant,
             f"{s.operation_us:.0f}",
             f"{s.of_megatron:.2f}",
+            f"{s.host_us:.0f}",
+            f"{s.host_of_megatron:.2f}",
             f"{s.starting_us:.0f}",
             f"{s.waiting_us:.0f}",
             f"{s.other_us:.0f}",
@@ -298,8 +317,9 @@ def main() -> None:
         )
         for s in steps
     ]
+    whole = ("executor", "us", "of Megatron's", "CPU of the host", "of Megatron's")
     parts = ("starts transfers", "waits for them", "all else", "gloo's threads")
-    print(table(("executor", "us", "of Megatron's", *parts), rows))
+    print(table((*whole, *parts), rows))
     print("\nCPU microseconds of a small layer, and what splitting its backward adds\n")
     rows = [(s.layer, f"{s.whole_us:.0f}", f"{s.added_us:.0f}") for s in splits]
     print(table(("layer", "whole", "added"), rows))
