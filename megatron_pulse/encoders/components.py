@@ -47,6 +47,13 @@ def components(folder: Path) -> list[PipelineComponent]:
     return list(_components(folder, index))
 
 
+def autoencoder_faults(folder: Path) -> list[str]:
+    """Why the autoencoder that ``model_index.json`` names cannot be read; none if it names none."""
+    if not (folder / INDEX).is_file():
+        return []
+    return [f"{VAE}: {p.fault}" for p in components(folder) if p.name == VAE and p.fault]
+
+
 def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:
     """Why the weights of these components cannot be read, from the heads of their files.
 

@@ -154,6 +154,11 @@ class DiffusionData:
         """Which encoder of the loop runs when and where, for people."""
         return [] if self.in_loop is None else [self.in_loop.describe(fillers, num_devices)]
 
+    @property
+    def encoded_by(self) -> dict[str, str]:
+        """Which files the encoders of the loop are of, by their folders' names."""
+        return {} if self.in_loop is None else self.in_loop.encoded_by
+
     def encoders(self, device: int) -> Encoders:
         """Those of a pipeline device, with their weights, where samples are encoded in the loop."""
         assert self.in_loop is not None

@@ -28,7 +28,7 @@ from megatron_pulse.encoders.images import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import States
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import VAE, TextRecipe, folder_name
-from megatron_pulse.encoders.tokens import ids_name, mask_name
+from megatron_pulse.encoders.tokens import digest_of, ids_name, mask_name
 from megatron_pulse.faults import Faults, unknown
 from megatron_pulse.flag_fields import DTYPES
 from megatron_pulse.integration.flags.arguments import PulseOptions
@@ -81,6 +81,16 @@ class InLoop:
             return None
         return Autoencoder(self.folder / VAE, self.dtype or torch.float32, weighs)
 
+    @property
+    def encoded_by(self) -> dict[str, str]:
+        """Which files every encoder and tokenizer is of, by its folder's name; reads them all."""
+        places = () if self.recipe is None else self.recipe.kinds
+        texts = [folder_name(of, p) for of in ("text_encoder", "tokenizer") for p in places]
+        found = {name: digest_of(self.folder / name) for name in texts}
+        if (autoencoder := self.autoencoder()) is not None:
+            found[VAE] = autoencoder.made_by(typed=False)
+        return found
+
     def unencoded(self, wanted: WantedFields) -> WantedFields:
         """What the data are to give, for what a backbone has ``wanted``; latents that are stored
         must be of the folder's autoencoder, if it has one."""
@@ -119,8 +129,11 @@ class InLoop:
                 )
         for name, filler in filled.items():
             if name not in self.names:
+                used = ", ".join(self.names) or "none"
                 faults.append(
-                    f"the plan encodes in idle time: {unknown('encoder', name, self.names)}"
+                    f"the plan encodes {name} in idle time, and this run does not encode by it "
+                    f"(it encodes by {used}): what it makes is in the data, or nothing reads it; "
+                    "take a plan that was tuned with a table without it"
                 )
                 continue
             planned = max((end for _, end, *_ in filler.pieces), default=0)

@@ -69,12 +69,15 @@ def main() -> None:
         if not options.auto:
             lock = _connect(args, options, job, found)
         check_world(args, plan.digest())
+        # Rank 0 writes a checkpoint's flags; the others need not read all encoders for them.
+        args.pulse_encoded_by = data.encoded_by if args.rank == 0 else {}
         if start is not None:
             with refusing(CheckpointError, where=f"{start.given}: "):
                 start = whole_start(start, args, holds=lock is not None)
             enter(args, start)
         if start is not None and args.rank == 0:
-            print(describe(start, NewRun(args, options, args.pulse_record)), flush=True)
+            begun = NewRun(args, options, args.pulse_record, args.pulse_encoded_by)
+            print(describe(start, begun), flush=True)
         elif args.rank == 0 and (weights := describe_weights(options.backbone or "")):
             print(weights, flush=True)
         for caution in data.cautions if args.rank == 0 else ():

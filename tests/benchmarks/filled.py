@@ -41,7 +41,7 @@ from megatron_pulse.planner.fill.fillers import filled_schedule, front_s
 from megatron_pulse.planner.fill.greedy import greedy
 from megatron_pulse.planner.fill.problem import FillProblem
 from megatron_pulse.planner.fill.simulate import FilledStep
-from megatron_pulse.planner.fill.table import components_of, table_of_components
+from megatron_pulse.planner.fill.table import component_records, components_of
 from megatron_pulse.planner.layout.placement import sequential
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.registry import make_schedule
@@ -124,7 +124,7 @@ def records_of(model: fill.Model, factor: float = 1.0) -> list[dict[str, Any]]:
         return replace(layer, seconds={1: factor * layer.time_s(1)})
 
     made = [replace(c, layers=tuple(map(alone, c.layers))) for c in model.components()]
-    records: list[dict[str, Any]] = table_of_components(made)["components"]
+    records = component_records(made)
     for record in records:
         record["readers"] = "ends" if record["name"] == "vae" else "all"
     return records

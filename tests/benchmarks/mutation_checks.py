@@ -13,7 +13,12 @@ from typing import Any
 import yaml
 
 from megatron_pulse.planner.cluster.cluster import load_cluster, to_record
-from megatron_pulse.planner.fill.table import components_of, read_table, table_of_components
+from megatron_pulse.planner.fill.table import (
+    EncoderTable,
+    component_records,
+    components_of,
+    read_table,
+)
 from megatron_pulse.planner.observe.trace import load_trace, save_trace
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked
@@ -150,8 +155,9 @@ def check_cluster(folder: Path) -> list[str]:
 def check_encoders(folder: Path) -> list[str]:
     """The components, written again."""
     said = _plain(folder / "encoders.json")
-    read = table_of_components(components_of(read_table(folder / "encoders.json")))
-    return differences(said, json.loads(json.dumps(read)))
+    read = read_table(folder / "encoders.json")
+    again = EncoderTable(component_records(components_of(read.components)), read.origin).record()
+    return differences(said, json.loads(json.dumps(again)))
 
 
 def check_nothing(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_pulse.files import write_sealed
 from megatron_pulse.planner.cluster.cluster import cluster, save_cluster
 from megatron_pulse.planner.fill.components import Component, FrozenLayer
-from megatron_pulse.planner.fill.table import table_of_components
+from megatron_pulse.planner.fill.table import EncoderOrigin, EncoderTable, component_records
 from megatron_pulse.planner.observe.trace import save_trace
 from megatron_pulse.planner.plan_file.plan_file import save_plan
 from megatron_pulse.planner.schedule.files import to_csv
@@ -27,8 +27,9 @@ def make(folder: Path, heavy: bool) -> None:
     save_trace(trace_of(plan, [plan.replay().timeline] * 2), folder / "trace.json")
     save_cluster(cluster("cpu"), folder / "cluster.yaml", "A cluster")
     layers = tuple(FrozenLayer(f"layers.{i}", {1: 1e-3, 8: 6e-3}, 1e3, 1e2, 1e2) for i in range(3))
-    table = table_of_components([Component("text", layers, (), 1e2, (0, 1))])
-    write_sealed(folder / "encoders.json", json.dumps(table) + "\n")
+    origin = EncoderOrigin("small", (4, 8, 8), "cpu", "measured", 1, {"text": "float32"})
+    table = EncoderTable(component_records([Component("text", layers, (), 1e2, (0, 1))]), origin)
+    write_sealed(folder / "encoders.json", json.dumps(table.record()) + "\n")
     units = [
         {
             "name": f"unit {i}",

@@ -217,6 +217,18 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     assert "no model_index.json" in said and "--backbone or --module" in said
     assert main([*argv, "--encoders", str(folder), "--backbone", "sd-v1.5"]) == 2
     assert "takes 4x64x64, and these images make 4x4x4" in capsys.readouterr().err
+    half = tmp_path / "half"
+    shutil.copytree(folder, half, ignore=shutil.ignore_patterns("vae"))
+    assert write(half, source, out) == 2
+    assert "vae: there is no such folder, and model_index.json names it" in capsys.readouterr().err
+    profile = ["profile", *backbone(folder), "--encoders", str(half), "--preset", "A100-80GB"]
+    assert main([*profile, "-o", str(tmp_path / "costs.json")]) == 2
+    assert "vae: there is no such folder" in capsys.readouterr().err
+    index = json.loads((half / "model_index.json").read_text())
+    del index["vae"]
+    (half / "model_index.json").write_text(json.dumps(index))
+    assert write(half, source, out) == 2
+    assert "has no autoencoder, give one as --vae" in capsys.readouterr().err
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("0.png", "1.png"):
@@ -231,6 +243,15 @@ def imported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("imported") / "checkpoint"
     assert main(["import", "--from", str(folder), "--to", str(target)]) == 0
     return target
+
+
+def test_import_says_how_long_texts_are(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", "--from", str(folder), "--to", str(tmp_path / "a")]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"context_length={LENGTH}")
+    assert main(["import", "--from", str(folder / "unet"), "--to", str(tmp_path / "b")]) == 0
+    assert "context_length" not in capsys.readouterr().out
 
 
 def test_encoders_of_other_data_are_refused(

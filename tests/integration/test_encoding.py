@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PIL import Image, ImageOps
+from safetensors.torch import load_file, save_file
 
 from megatron_pulse.cli.main import main
 from megatron_pulse.integration.flags.arguments import PulseOptions
@@ -160,12 +162,43 @@ def test_goes_on_in_the_middle(
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     other = make_pipeline(tmp_path / "other", ("clip", 16, 15))
     assert sample("c.png", "--encoders", str(other), "--vae", str(folder / "vae")) == 2
-    assert "context was made by text_encoder last" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert re.search(r"other: text_encoder is (sha256:\w+), the model was .* sha256:(?!\1)", said)
     moved = folder.rename(tmp_path / "moved")
     try:
         assert sample("c.png") == 2 and "give its new place" in capsys.readouterr().err
+        shutil.copytree(moved, folder)
+        make_encoder("clip", 16, 16).save_pretrained(folder / "text_encoder")
+        assert sample("c.png") == 2 and "text_encoder is sha256:" in capsys.readouterr().err
+        told = describe_start(given, tmp_path)
+        assert re.search(r"; from here on: what encodes: text_encoder sha256:\w+ \(was sha", told)
+        shutil.rmtree(folder)
     finally:
         moved.rename(folder)
+    vae = tmp_path / "vae"
+    shutil.copytree(folder / "vae", vae)
+    weights = vae / "diffusion_pytorch_model.safetensors"
+    save_file({name: 2 * value for name, value in load_file(weights).items()}, weights)
+    assert sample("d.png", "--vae", str(vae)) == 0
+    assert "right only where both share their latents" in capsys.readouterr().err
+    config = vae / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"scaling_factor": 0.25}))
+    assert sample("e.png", "--vae", str(vae)) == 2
+    assert "scale [0.25], shift [0.0], the model's latents are of" in capsys.readouterr().err
+
+
+def describe_start(flags: list[str], folder: Path) -> str:
+    """What the run of these flags says that it begins with."""
+    from megatron_pulse.integration.checkpoint.resume import NewRun, describe
+    from megatron_pulse.integration.preparing import prepare, read_command_line
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pretrain_diffusion.py", *BASE, *flags])
+        patch.setenv("WORLD_SIZE", "2")
+        line, options, plan = read_command_line()
+        _, data, start = prepare(line, options, plan)
+    assert start is not None
+    return describe(start, NewRun(line.args, options, line.args.pulse_record, data.encoded_by))
 
 
 def test_auto_fills_where_that_is_sooner(
@@ -247,6 +280,17 @@ def test_a_plan_of_other_encoders_is_refused_before_anything_is_built(
     given = [*given[len(STEPS + READS) :], "--pulse-plan", str(plan), *STEPS[2:]]
     (fault,) = refuse(monkeypatch, 2, given, BASE)
     assert re.search(r"text_encoder has (\d) layers, this one (?!\1)\d; tune again", fault)
+
+    at, out = flags.index("--pulse-data") + 1, tmp_path / "latents"
+    options = [f"--option={name}={value}" for name, value in OPTIONS.items()]
+    argv = ["--from", flags[at], "--image-size", "8", "--channels", "1", "--dtype", "fp32"]
+    argv += ["--encoders", str(folder), "--backbone", "sd-tiny", *options]
+    assert main(["data", "write-latents", *argv, "--store-text", "tokens", "-o", str(out)]) == 0
+    given = [str(folder) if word == str(deeper) else word for word in given]
+    given[given.index(flags[at])] = f"latents:{out}"
+    (fault,) = refuse(monkeypatch, 2, given, BASE)
+    assert "the plan encodes vae in idle time, and this run does not" in fault
+    assert "it encodes by text_encoder): what it makes is in the data" in fault
 
 
 def test_folders_that_cannot_encode_are_refused_before_anything_is_built(

@@ -75,7 +75,7 @@ def make_plan(
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
     plan = plan_of(outcome, evaluator, sequence_parallel=False)
     if encoders is not None:
-        plan = recomputed(fill_plan(plan, read_table(encoders), 0.5).plan)
+        plan = recomputed(fill_plan(plan, read_table(encoders).components, 0.5).plan)
     save_plan(plan, path)
     return path
 

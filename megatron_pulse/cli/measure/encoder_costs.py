@@ -21,18 +21,21 @@ def run_encoders(args: argparse.Namespace, backbone: Backbone, roofline: Rooflin
 
     from megatron_pulse.integration.planning.encoder_costs import encoder_costs
 
-    dtype = getattr(torch, args.dtype or (roofline.dtype if roofline else "float32"))
+    named = args.dtype or (roofline.dtype if roofline is not None else None)
+    dtype = None if named is None else getattr(torch, named)
     with mending(ValueError):
         found = encoder_costs(args.encoders, args.backbone, backbone, dtype, roofline)
-    write_sealed(args.output, json.dumps(found) + "\n")
+    write_sealed(args.output, json.dumps(found.record()) + "\n")
     where = roofline.device.name if roofline is not None else "this machine"
-    rows = [["encoder", "layers", "ms a sample", "MB of weights", "KB of results"]]
-    for one in found["components"]:
+    dtypes = {} if found.origin is None else found.origin.dtypes
+    rows = [["encoder", "layers", "type", "ms a sample", "MB of weights", "KB of results"]]
+    for one in found.components:
         layers = one["layers"]
         rows.append(
             [
                 one["name"],
                 str(len(layers)),
+                dtypes.get(one["name"], ""),
                 f"{1e3 * sum(layer['seconds']['1'] for layer in layers):.3f}",
                 f"{sum(layer['parameter_bytes'] for layer in layers) / 1e6:.1f}",
                 f"{one['result_bytes'] / 1e3:.1f}",

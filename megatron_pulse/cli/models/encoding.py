@@ -14,6 +14,7 @@ from megatron_pulse.flag_fields import DTYPES
 if TYPE_CHECKING:
     from megatron_pulse.backbone.chain import Backbone
     from megatron_pulse.data.dataset import FieldSpec
+    from megatron_pulse.encoders.autoencoder import Autoencoder
     from megatron_pulse.encoders.pipeline import TextEncoders
     from megatron_pulse.encoders.recipe import TextRecipe
     from megatron_pulse.encoders.tokens import Tokenizers
@@ -123,18 +124,57 @@ def require_same(encoders: TextEncoders, trained: argparse.Namespace) -> None:
     What is gone, or does not say what encoded it, is passed over.
     """
     from megatron_pulse.data.fields import made_otherwise
-    from megatron_pulse.data.latents.layout import META, Meta
     from megatron_pulse.encoders.pipeline import TextEncoders
+    from megatron_pulse.encoders.tokens import digest_of
 
-    there: dict[str, str] = {}
-    data, used = trained.pulse_data or "", getattr(trained, "pulse_encoders", None)
-    folder = Path(data.removeprefix("latents:"))
-    if data.startswith("latents:") and (folder / META).is_file():
-        there |= Meta.load(folder).layout.made_by
-    if used is not None and not no_pipeline(Path(used)) and Path(used) != encoders.folder:
-        dtype = next(iter(encoders.encoders.values())).dtype
-        loop = TextEncoders(used, encoders.recipe, encoders.shapes, dtype, places=())
-        there = loop.made_by() | there
-    if faults := made_otherwise(encoders.made_by() | encoders.tokenizers.made_by(), there):
+    there = _latents_by(trained)
+    used, recorded = getattr(trained, "pulse_encoders", None), _encoded_by(trained)
+    if used is not None and not recorded and Path(used) != encoders.folder:
+        if not no_pipeline(Path(used)):
+            dtype = next(iter(encoders.encoders.values())).dtype
+            loop = TextEncoders(used, encoders.recipe, encoders.shapes, dtype, places=())
+            there = loop.made_by() | dict(there)
+    faults = made_otherwise(encoders.made_by() | encoders.tokenizers.made_by(), there)
+    for name in sorted(recorded.keys() - {VAE}):
+        if (here := digest_of(encoders.folder / name)) != recorded[name]:
+            faults.append(f"{name} is {here}, the model was trained with {recorded[name]}")
+    if faults:
         remedy = "Give the encoders of the training (and their --encoders-dtype)."
         raise UserError(told(f"--encoders {encoders.folder}", faults, remedy))
+
+
+def other_autoencoder(autoencoder: Autoencoder, trained: argparse.Namespace) -> str:
+    """That an autoencoder is not the one whose latents a model was trained on; empty if it is, or
+    is not known.
+
+    One whose decoder was trained on gives other pictures of the same latents, which is often
+    wanted. Raises UserError where scale or shift differ: its decoder is given other numbers.
+    """
+    there = _latents_by(trained).get("latent") or _encoded_by(trained).get(VAE, "")
+    here, where = autoencoder.made_by(typed=False), autoencoder.folder
+    if not there or there.startswith(here):
+        return ""
+    if autoencoder.normalization() not in there:
+        remedy = "Give the autoencoder of the training, or one that shares its latents."
+        fault = f"it is {here}, the model's latents are of {there}"
+        raise UserError(told(f"the autoencoder {where}", [fault], remedy))
+    return (
+        f"the autoencoder {where} is {here}, the model's latents are of {there}: pictures are "
+        "right only where both share their latents"
+    )
+
+
+def _latents_by(trained: argparse.Namespace) -> Mapping[str, str]:
+    """What made the fields of the latents that a model was trained on, if they are still there."""
+    from megatron_pulse.data.latents.layout import META, Meta
+
+    data = trained.pulse_data or ""
+    folder = Path(data.removeprefix("latents:"))
+    if data.startswith("latents:") and (folder / META).is_file():
+        return Meta.load(folder).layout.made_by
+    return {}
+
+
+def _encoded_by(trained: argparse.Namespace) -> Mapping[str, str]:
+    """Which files a model was trained with that encoded in the loop, by folder, as it recorded."""
+    return getattr(trained, "pulse_encoded_by", None) or {}

@@ -24,6 +24,7 @@ from megatron_pulse.cli.models.encoding import (
     autoencoder_folder,
     encoder_faults,
 )
+from megatron_pulse.encoders.components import INDEX, autoencoder_faults
 from megatron_pulse.faults import UserError, collecting
 from megatron_pulse.flag_fields import DTYPES, PIXELS, TO_MILLION
 
@@ -120,6 +121,13 @@ def _check(args: argparse.Namespace) -> list[str]:
             "captions would be lost"
         )
     faults += encoder_faults(args)
+    if args.encoders is not None and args.vae is None:
+        with collecting(faults):
+            faults += [
+                f"--encoders {args.encoders}: {fault}, and {INDEX} names it: fetch it anew, or "
+                "give another as --vae"
+                for fault in autoencoder_faults(args.encoders)
+            ]
     if args.posterior is not None and autoencoder_folder(args) is None:
         faults.append("--posterior is of an autoencoder: give --vae, or --encoders with one")
     if args.store_text is not None and args.encoders is None:

@@ -33,6 +33,7 @@ from megatron_pulse.cli.models.encoding import (
     autoencoder_folder,
     encoder_faults,
     open_encoders,
+    other_autoencoder,
     require_same,
     take_encoders_of,
 )
@@ -333,6 +334,7 @@ def _decoder(vae: Path | None, model: TrainedModel) -> tuple[Callable[[Tensor], 
     channels, wanted = model.backbone.sample_spec.shape[0], autoencoder.latent_channels
     if channels != wanted:
         raise UserError(f"--vae {vae} decodes {wanted} channels, the model makes {channels}")
+    warn(other_autoencoder(autoencoder, model.arguments))
 
     def decode(latents: Tensor) -> Tensor:
         import torch

@@ -132,7 +132,8 @@ def run_import(args: argparse.Namespace) -> None:
         f"{args.to}: {backbone.name}, {len(tensors)} tensors with {count:,} values\n"
         f"process: {process.describe(backbone.image_tokens)}\n"
         + (f"{remark}\n" if remark else "")
-        + f"train it with --pretrained-checkpoint {args.to} {_flags_of(backbone, place)}"
+        + f"train it with --pretrained-checkpoint {args.to} "
+        + " ".join([_flags_of(backbone, place), *_text_flags(backbone, args.source)])
     )
 
 
@@ -276,6 +277,27 @@ def _check_source(args: argparse.Namespace) -> list[str]:
                 f"--controlnet {args.controlnet}: there is no such folder; {NEW} makes one"
             )
     return faults
+
+
+def _text_flags(backbone: Backbone, folder: Path) -> list[str]:
+    """How many tokens a text has by the pipeline's tokenizers, where the backbone has others."""
+    from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
+    from model_specs import is_module, text_recipe
+
+    recipe = text_recipe(backbone.name, backbone)
+    if recipe is None:
+        return []
+    shapes = {field: backbone.batch_fields[field].shape for field in recipe.fields}
+    try:
+        lengths = Tokenizers(folder, recipe, shapes).lengths
+    except EncodersError:
+        return []  # there are none, or none to train with
+    option = "text_length" if is_module(backbone.name) else "context_length"
+    for field, rows in recipe.fields.items():
+        made = sum(max(lengths[part.place] for part in row) for row in rows)
+        if len(shapes[field]) == 2 and made != shapes[field][0]:
+            return [f"--pulse-option {option}={made}"]
+    return []
 
 
 def _flags_of(backbone: Backbone, place: Path) -> str:

@@ -122,6 +122,14 @@ def _encoded(
     takes = backbone.sample_spec.shape
     if takes != shape:
         read, made = ("x".join(map(str, each)) for each in (takes, shape))
+        if takes[0] != shape[0] and autoencoder_folder(args) is None:
+            require(
+                [
+                    f"--backbone {args.backbone} takes latents of {takes[0]} channels, and nothing "
+                    f"makes them of pictures of {shape[0]}: {args.encoders} has no autoencoder, "
+                    "give one as --vae"
+                ]
+            )
         require(
             [
                 f"--backbone {args.backbone} takes {read}, and these images make {made}: change "

@@ -12,7 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pulse.cli.errors import add_parser, check_file, mending, no_file, out_of, require
+from megatron_pulse.cli.errors import (
+    add_parser,
+    check_file,
+    mending,
+    no_file,
+    out_of,
+    require,
+    warn,
+)
 from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, write
 from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
@@ -198,13 +206,15 @@ def _filled(
     from megatron_pulse.planner.fill.table import components_of, read_table
 
     assert task.samples is not None
-    records = read_table(args.encoders)
+    given = read_table(args.encoders)
+    if given.origin is not None and task.profile is not None:
+        warn(*given.origin.cautions(task.profile))
     with mending(ValueError, FillError):
         link = profile_link(args)
         to_fill = FillProblem(
             problem,
             found.schedule,
-            components_of(records, problem.placement),
+            components_of(given.components, problem.placement),
             task.samples * problem.num_microbatches,
             link=link,
         )

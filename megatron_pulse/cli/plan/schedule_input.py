@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.cluster.link import Link
     from megatron_pulse.planner.layout.placement import Placement
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
+    from megatron_pulse.profile.profile import Profile
 
 KEYS = ("forward", "backward", "input_grad", "weight_grad", "activation", "link")
 """What a file of times may hold."""
@@ -27,7 +28,7 @@ class ScheduleInput:
     """The problem with whole and with split backwards (None: not known), and how to show times.
 
     A time is shown in ``unit`` after multiplication by ``scale``; ``samples`` is how many a
-    microbatch has (None: not known).
+    microbatch has (None: not known), ``profile`` where the times are from (None: a file of times).
     """
 
     name: str
@@ -36,6 +37,7 @@ class ScheduleInput:
     unit: str
     scale: float
     samples: int | None
+    profile: Profile | None = None
 
 
 def from_times(args: argparse.Namespace) -> ScheduleInput:
@@ -111,7 +113,7 @@ def from_profile(args: argparse.Namespace) -> ScheduleInput:
     split = make(cap=limit, split=True, least_s=1e-6 * max(whole.backward))
     record = profile.backbone
     name = str(record.get("name") or record.get("table") or args.profile.stem)
-    return ScheduleInput(name, whole, split, "ms", 1e3, size)
+    return ScheduleInput(name, whole, split, "ms", 1e3, size, profile)
 
 
 def cap(

@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> None:
     require(_faults(args))
     from megatron_pulse.cli.plan.tune_report import as_json, encoding, report
     from megatron_pulse.planner.cluster.cluster import cluster
-    from megatron_pulse.planner.fill.table import read_table
+    from megatron_pulse.planner.fill.table import EncoderTable, read_table
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
@@ -175,7 +175,9 @@ def run(args: argparse.Namespace) -> None:
         spread_caution(profile),
         thread_caution(profile.threads, rank_threads()),
     )
-    encoders = [] if args.encoders is None else read_table(args.encoders)
+    encoders = EncoderTable([]) if args.encoders is None else read_table(args.encoders)
+    if encoders.origin is not None:
+        warn(*encoders.origin.cautions(profile))
     choices = _choices(args)
     of = profile, where, args.global_batch_size
     backbone = _backbone_of(profile) if any(t > 1 for t in choices.tensor) else None
@@ -194,7 +196,7 @@ def run(args: argparse.Namespace) -> None:
             for outcome in found.outcomes[:_FILLED]
             if not outcome.extrapolated
         ]
-        encoded = best_encoded(plans, encoders, min(args.seconds, _FILL_S))
+        encoded = best_encoded(plans, encoders.components, min(args.seconds, _FILL_S))
         lines += ["", *encoding(encoded)]
         made = encoded.figures()
     if args.output is not None:

@@ -76,6 +76,9 @@ class SavedRun:
             arguments.pulse_data = data_of_chains(arguments.pulse_data, chains)[chain]
             used = getattr(arguments, "pulse_encoders", None)
             arguments.pulse_encoders = encoders_of_chains(used, chains)[chain]
+            by = getattr(arguments, "pulse_encoded_by", None) or {}
+            mine = [name for name in by if name.startswith(f"{chain}.")]
+            arguments.pulse_encoded_by = {n.removeprefix(f"{chain}."): by[n] for n in mine}
         return replace(self, arguments=arguments, chain=chain)
 
     @property

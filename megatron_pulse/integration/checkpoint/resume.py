@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_pulse.diffusion.chosen import chosen_process
@@ -21,11 +21,13 @@ from model_specs import compare_models, weights_folder
 
 @dataclass(frozen=True)
 class NewRun:
-    """The run that is to begin."""
+    """The run that is to begin; ``encoded_by`` are the files of its encoders in the loop, as data
+    have them."""
 
     arguments: argparse.Namespace
     options: PulseOptions
     record: Mapping[str, Any]
+    encoded_by: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def process(self) -> DiffusionProcess:
@@ -199,6 +201,16 @@ def _other_flags(start: Start, wanted: NewRun) -> Iterator[str]:
         yield "a new optimizer (--no-load-optim)"
 
 
+def _other_encoders(start: Start, wanted: NewRun) -> Iterator[str]:
+    """Files of encoders that are others than they were, also in the folder of before."""
+    if not start.continued:
+        return
+    before = getattr(start.saved.arguments, "pulse_encoded_by", None) or {}
+    for name, now in wanted.encoded_by.items():
+        if (was := before.get(name, now)) != now:
+            yield f"what encodes: {name} {now} (was {was})"
+
+
 def _given(args: argparse.Namespace, name: str) -> Any:
     """A flag as it was given: Megatron fills some in while it runs."""
     value = getattr(args, name, None)
@@ -227,5 +239,6 @@ _CHANGES: tuple[_Comparison, ...] = (
     _other_process,
     _newly_trained,
     _other_flags,
+    _other_encoders,
     _new_averages,
 )

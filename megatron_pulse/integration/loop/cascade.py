@@ -77,6 +77,14 @@ class CascadeData:
         ]
 
     @property
+    def encoded_by(self) -> dict[str, str]:
+        """Which files the encoders of the loops are of, by chain and folder (``upper.vae``)."""
+        found: dict[str, str] = {}
+        for chain, part in self.parts.items():
+            found |= {f"{chain}.{name}": by for name, by in part.encoded_by.items()}
+        return found
+
+    @property
     def encoders(self) -> Mapping[str, Callable[[int], Encoders]]:
         """Of every chain whose samples are encoded in the loop, those of a pipeline device."""
         return {c: part.encoders for c, part in self.parts.items() if part.in_loop is not None}

@@ -150,10 +150,9 @@ def _filled(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> PlanFi
     wanted = _decided(loop)
     if loop is None or not wanted:
         return plan
-    dtype = loop.dtype or torch.float32
-    costs = encoder_costs(loop.folder, options.backbone, backbone, dtype, wanted=wanted)
+    costs = encoder_costs(loop.folder, options.backbone, backbone, loop.dtype, wanted=wanted)
     fixed = {name: p for name, p in loop.policies.items() if p == Policy.FILL}
-    found = encode_plan(plan, costs["components"], FILLING_S, fixed)
+    found = encode_plan(plan, costs.components, FILLING_S, fixed)
     print("\n".join(map(str, found.choices)), flush=True)
     return recomputed(found.plan)
 

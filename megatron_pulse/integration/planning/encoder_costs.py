@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.encoders.autoencoder import Autoencoder
+from megatron_pulse.encoders.components import autoencoder_faults
 from megatron_pulse.encoders.images import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import EncoderPiece, States
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import VAE, folder_name
+from megatron_pulse.encoders.tokens import require
 from megatron_pulse.planner.fill.components import Component, FrozenLayer
-from megatron_pulse.planner.fill.table import table_of_components
+from megatron_pulse.planner.fill.table import EncoderOrigin, EncoderTable, component_records
 from megatron_pulse.profile.devices import Roofline
 from megatron_pulse.profile.encoders import measured, result_bytes, worked_out
 from megatron_pulse.profile.measuring.clock import Patience
+from megatron_pulse.profile.measuring.machine import device_name, num_threads
+from megatron_pulse.profile.profile import Source
 from model_specs import text_recipe
 
 
@@ -26,37 +29,49 @@ def encoder_costs(
     folder: Path,
     name: str,
     backbone: Backbone,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
     roofline: Roofline | None = None,
     wanted: Collection[str] | None = None,
-) -> dict[str, Any]:
-    """The table (``planner.fill.table``) of what encodes for the backbone of this name.
+) -> EncoderTable:
+    """The table of what encodes for the backbone of this name.
 
     Layers are measured here on one sample, or worked out for the device of ``roofline`` without
-    reading weights. ``wanted`` are the encoders' folders (None: all): others are not read. Raises
-    UserError.
+    reading weights; without a ``dtype`` in those that a run encodes in. ``wanted`` are the
+    encoders' folders (None: all): others are not read. Raises UserError.
     """
-    found = list(_components(folder, name, backbone, dtype, roofline, wanted))
-    table = table_of_components(found)
-    for record in table["components"]:
+    if wanted is None:
+        require(folder, autoencoder_faults(folder))
+    dtypes: dict[str, str] = {}
+    found = list(_components(folder, name, backbone, dtype, roofline, wanted, dtypes))
+    records = component_records(found)
+    for record in records:
         record["readers"] = "ends" if record["name"] == VAE else "all"
-    return table
+    here = _device(weighs=True)
+    origin = EncoderOrigin(
+        backbone.name,
+        backbone.sample_spec.shape,
+        device_name(here) if roofline is None else roofline.device.name,
+        Source.MEASURED if roofline is None else Source.ANALYTIC,
+        num_threads(here) if roofline is None else 0,
+        dtypes,
+    )
+    return EncoderTable(records, origin)
 
 
 def _components(
     folder: Path,
     name: str,
     backbone: Backbone,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     roofline: Roofline | None,
     wanted: Collection[str] | None,
+    dtypes: dict[str, str],
 ) -> Iterator[Component]:
     def is_wanted(called: str) -> bool:
         return wanted is None or called in wanted
 
-    weighs, device = roofline is None, torch.device("meta")
-    if weighs:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weighs = roofline is None
+    device = _device(weighs)
     if (recipe := text_recipe(name, backbone)) is not None:
         shapes = {field: backbone.batch_fields[field].shape for field in recipe.fields}
         called = {place: folder_name("text_encoder", place) for place in recipe.kinds}
@@ -67,13 +82,21 @@ def _components(
             ids = torch.ones(1, length, dtype=torch.int64, device=device)
             given = {"ids": ids, "mask": torch.ones_like(ids)}
             states = sorted(map(str, recipe.states_of(place)))
+            dtypes[called[place]] = str(encoder.dtype).removeprefix("torch.")
             yield _component(called[place], encoder.pieces, given, states, roofline)
     if is_wanted(VAE) and (folder / VAE).is_dir():
-        vae = Autoencoder(folder / VAE, dtype, weighs)
+        vae = Autoencoder(folder / VAE, dtype or torch.float32, weighs)
+        dtypes[VAE] = str(vae.dtype).removeprefix("torch.")
         _, height, width = backbone.input_spec.shape
         shape = (1, vae.in_channels, height * vae.factor, width * vae.factor)
-        pixels = torch.zeros(shape, dtype=dtype, device=device)
+        pixels = torch.zeros(shape, dtype=vae.dtype, device=device)
         yield _component(VAE, vae.pieces, {PIXELS: pixels}, [MOMENTS], roofline)
+
+
+def _device(weighs: bool) -> torch.device:
+    if not weighs:
+        return torch.device("meta")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _component(

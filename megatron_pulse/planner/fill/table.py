@@ -3,6 +3,8 @@
 ::
 
     {"format": "megatron_pulse encoders 1",
+     "made": {"backbone": "sd-v2", "sample": [4, 64, 64], "device": "A100-80GB",
+              "source": "analytic", "threads": 0, "dtypes": {"text": "float16"}},
      "components": [
        {"name": "text", "after": [], "result_bytes": 157696, "readers": "all",
         "devices": null, "counts": null,
@@ -13,12 +15,13 @@
 ``seconds`` are of so many samples at once; ``parameter_bytes`` of a layer; all other bytes are of
 one sample. ``readers`` are devices, or "all", or "ends" (those of the first and the last stage).
 ``devices`` may host the component, ``counts`` are the numbers of samples that it may take at once
-(null: any).
+(null: any). ``made`` says of which backbone, device and dtypes the costs are; it may be left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,8 @@ from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 from megatron_pulse.planner.fill.components import Component, FrozenLayer, levels
 from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.profile.devices import known_device
+from megatron_pulse.profile.profile import Profile
 from megatron_pulse.schema import (
     COUNT,
     NATURAL,
@@ -34,6 +39,7 @@ from megatron_pulse.schema import (
     faults_of,
     list_of,
     number,
+    one_of,
     record,
     table_of,
 )
@@ -81,19 +87,76 @@ COMPONENTS = list_of(
     "a list of components",
 )
 """What a file or a plan may say of components."""
+_MADE = record(
+    "of what the costs are: backbone, sample, device, source, threads, dtypes",
+    backbone=TEXT,
+    sample=list_of(COUNT, "a sample's shape"),
+    device=TEXT,
+    source=one_of(["measured", "analytic"]),
+    threads=NATURAL,
+    dtypes=table_of(TEXT, "dtypes by component"),
+)
 SCHEMA = record(
     "a table of encoders",
+    ["format", "components"],
     format={"const": FORMAT, "description": f"{FORMAT!r} (a table of this version)"},
+    made=_MADE,
     components=COMPONENTS,
 )
+
+
+@dataclass(frozen=True)
+class EncoderOrigin:
+    """Of what the costs of a table are: what reads the results, and its sample's shape, the device,
+    with how many ``threads`` it computed (0: a GPU, or not measured), and dtypes by component."""
+
+    backbone: str
+    sample: tuple[int, ...]
+    device: str
+    source: str
+    threads: int
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    def cautions(self, profile: Profile) -> list[str]:
+        """That a profile's costs are of another backbone, device or number of threads."""
+        found = []
+        if self.backbone != (name := profile.backbone.get("name", self.backbone)):
+            found.append(
+                f"costs of encoders are of what {self.backbone} reads, those of layers {name}'s: "
+                "texts and pictures may be of other sizes"
+            )
+        if _device(self.device) != _device(profile.device):
+            found.append(
+                f"costs of encoders are {self.device}'s, those of layers {profile.device}'s: their "
+                "times do not hold together"
+            )
+        if 0 != self.threads != profile.threads != 0:
+            found.append(
+                f"costs of encoders were measured with {self.threads} thread(s), those of layers "
+                f"with {profile.threads}: their times do not hold together"
+            )
+        return [f"{text}; profile both alike (pulse profile --encoders)" for text in found]
+
+
+@dataclass(frozen=True)
+class EncoderTable:
+    """The records of components, and of what they are, where the file says that."""
+
+    components: list[dict[str, Any]]
+    origin: EncoderOrigin | None = None
+
+    def record(self) -> dict[str, Any]:
+        """What a file of it holds."""
+        made = {} if self.origin is None else {"made": asdict(self.origin)}
+        return {"format": FORMAT, **made, "components": self.components}
 
 
 class TableError(UserError):
     """A table of components that cannot be used; the message lists every fault."""
 
 
-def read_table(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file's components, sound as far as can be told without a plan.
+def read_table(path: str | Path) -> EncoderTable:
+    """A file's components, sound as far as can be told without a plan.
 
     Raises TableError, and FileError for a file that cannot be read (see ``files.read_json``).
     """
@@ -106,8 +169,9 @@ def read_table(path: str | Path) -> list[dict[str, Any]]:
             faults = error.faults
     if faults:
         raise TableError(told(f"{path} is not a table of encoders", faults))
-    records: list[dict[str, Any]] = content["components"]
-    return records
+    made = content.get("made")
+    origin = made and EncoderOrigin(**{**made, "sample": tuple(made["sample"])})
+    return EncoderTable(content["components"], origin)
 
 
 def components_of(
@@ -131,32 +195,34 @@ def components_of(
     return tuple(found)
 
 
-def table_of_components(components: Sequence[Component]) -> dict[str, Any]:
-    """What a file of ``components`` holds."""
-    return {
-        "format": FORMAT,
-        "components": [
-            {
-                "name": c.name,
-                "layers": [
-                    {
-                        "name": layer.name,
-                        "seconds": {str(n): s for n, s in layer.seconds.items()},
-                        "parameter_bytes": layer.parameter_bytes,
-                        "activation_bytes": layer.activation_bytes,
-                        "output_bytes": layer.output_bytes,
-                    }
-                    for layer in c.layers
-                ],
-                "after": list(c.after),
-                "result_bytes": c.result_bytes,
-                "readers": list(c.readers),
-                "devices": None if c.devices is None else list(c.devices),
-                "counts": None if c.counts is None else list(c.counts),
-            }
-            for c in components
-        ],
-    }
+def component_records(components: Sequence[Component]) -> list[dict[str, Any]]:
+    """What a file has of ``components``."""
+    return [
+        {
+            "name": c.name,
+            "layers": [
+                {
+                    "name": layer.name,
+                    "seconds": {str(n): s for n, s in layer.seconds.items()},
+                    "parameter_bytes": layer.parameter_bytes,
+                    "activation_bytes": layer.activation_bytes,
+                    "output_bytes": layer.output_bytes,
+                }
+                for layer in c.layers
+            ],
+            "after": list(c.after),
+            "result_bytes": c.result_bytes,
+            "readers": list(c.readers),
+            "devices": None if c.devices is None else list(c.devices),
+            "counts": None if c.counts is None else list(c.counts),
+        }
+        for c in components
+    ]
+
+
+def _device(name: str) -> str:
+    known = known_device(name)
+    return name if known is None else known.name
 
 
 def _component(one: Mapping[str, Any], placement: Placement | None) -> Component:

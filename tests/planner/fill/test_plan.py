@@ -14,7 +14,13 @@ import pytest
 from megatron_pulse.cli.main import main
 from megatron_pulse.planner.fill.components import Component, FrozenLayer
 from megatron_pulse.planner.fill.search import FillError
-from megatron_pulse.planner.fill.table import TableError, read_table, table_of_components
+from megatron_pulse.planner.fill.table import (
+    EncoderOrigin,
+    EncoderTable,
+    TableError,
+    component_records,
+    read_table,
+)
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, PlanFileError, read_plan, save_plan
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.operations import Kind, Operation
@@ -46,7 +52,7 @@ def components(plan: PlanFile) -> tuple[Component, ...]:
 @pytest.fixture(scope="module")
 def filled() -> PlanFile:
     plan = small_plan(split=True)
-    records = json.loads(json.dumps(table_of_components(components(plan))))["components"]
+    records = json.loads(json.dumps(component_records(components(plan))))
     return recomputed(fill_plan(plan, records, 2.0).plan)
 
 
@@ -154,9 +160,9 @@ def test_a_plan_without_encoders_says_nothing_of_them(tmp_path: Path) -> None:
 
 def test_a_table_that_cannot_be_used(tmp_path: Path) -> None:
     file = tmp_path / "encoders.json"
-    table = table_of_components(components(small_plan()))
+    table = EncoderTable(component_records(components(small_plan()))).record()
     file.write_text(json.dumps(table))
-    assert [one["name"] for one in read_table(file)] == ["text", "pooled"]
+    assert [one["name"] for one in read_table(file).components] == ["text", "pooled"]
     table["components"][1]["after"] = ["pooled"]
     file.write_text(json.dumps(table))
     with pytest.raises(TableError, match="wait for each other in a circle: pooled"):
@@ -177,7 +183,9 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     plan = small_plan()
     save_profile(small_profile(), tmp_path / "profile.json")
-    (tmp_path / "encoders.json").write_text(json.dumps(table_of_components(components(plan))))
+    (tmp_path / "encoders.json").write_text(
+        json.dumps(EncoderTable(component_records(components(plan))).record())
+    )
     given = ["--profile", "profile.json", "--encoders", "encoders.json", "-o", "plan.json"]
     given = [str(tmp_path / g) if g.endswith(".json") else g for g in given]
     batch = ["--global-batch-size", str(plan.global_batch_size), "--pipeline", "2"]
@@ -190,6 +198,13 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--seconds", "1", "--no-cache"]) == 0
     out = capsys.readouterr().out
     assert "in idle time, for the next step" in out and "X1        pooled: " in out
+    origin = EncoderOrigin("another", (1, 8, 8), "A100-80GB", "analytic", 0)
+    other = EncoderTable(json.loads(json.dumps(component_records(components(plan)))), origin)
+    (tmp_path / "encoders.json").write_text(json.dumps(other.record()))
+    assert read_table(tmp_path / "encoders.json") == other
+    assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--seconds", "1"]) == 0
+    said = capsys.readouterr().err
+    assert "are of what another reads" in said and "costs of encoders are A100-80GB's" in said
     csv = str(tmp_path / "x.csv")
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--csv", csv]) == 2
     assert not (tmp_path / "x.csv").exists()
@@ -206,7 +221,7 @@ def steady(name: str, layers: int, each: float) -> Component:
 
 
 def encoded(plan: PlanFile, *given: Component, **fixed: str) -> EncodedPlan:
-    records = json.loads(json.dumps(table_of_components(given)))["components"]
+    records = json.loads(json.dumps(component_records(given)))
     return encode_plan(plan, records, 0.5, fixed)
 
 
