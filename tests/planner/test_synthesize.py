@@ -100,6 +100,9 @@ def test_any_problem(problem: ScheduleProblem) -> None:
     assert timeline.makespan >= max(timeline.busy) - 1e-9
     for classic in classics(problem):
         assert timeline.makespan <= run(problem, classic).makespan
+    at_once = synthesize(problem, effort=0, bounded=False)
+    assert at_once.schedule == synthesize(problem, effort=0).schedule
+    assert at_once.certificate.lower_bound <= found.certificate.lower_bound * (1 + 1e-9)
 
 
 @settings(max_examples=25, derandomize=True)

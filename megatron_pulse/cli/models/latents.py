@@ -24,7 +24,6 @@ from megatron_pulse.cli.models.encoding import (
     autoencoder_folder,
     encoder_faults,
 )
-from megatron_pulse.encoders.components import INDEX, autoencoder_faults
 from megatron_pulse.faults import UserError, collecting
 from megatron_pulse.flag_fields import DTYPES, PIXELS, TO_MILLION
 
@@ -122,6 +121,8 @@ def _check(args: argparse.Namespace) -> list[str]:
         )
     faults += encoder_faults(args)
     if args.encoders is not None and args.vae is None:
+        from megatron_pulse.encoders.components import INDEX, autoencoder_faults
+
         with collecting(faults):
             faults += [
                 f"--encoders {args.encoders}: {fault}, and {INDEX} names it: fetch it anew, or "

@@ -281,17 +281,17 @@ def _check_source(args: argparse.Namespace) -> list[str]:
 
 def _text_flags(backbone: Backbone, folder: Path) -> list[str]:
     """How many tokens a text has by the pipeline's tokenizers, where the backbone has others."""
-    from megatron_pulse.encoders.tokens import EncodersError, Tokenizers
+    from megatron_pulse.encoders.tokens import Tokenizers
     from model_specs import is_module, text_recipe
 
-    recipe = text_recipe(backbone.name, backbone)
-    if recipe is None:
-        return []
-    shapes = {field: backbone.batch_fields[field].shape for field in recipe.fields}
     try:
+        recipe = text_recipe(backbone.name, backbone)
+        if recipe is None:
+            return []
+        shapes = {field: backbone.batch_fields[field].shape for field in recipe.fields}
         lengths = Tokenizers(folder, recipe, shapes).lengths
-    except EncodersError:
-        return []  # there are none, or none to train with
+    except ValueError:
+        return []  # there are none, or none that make what it reads
     option = "text_length" if is_module(backbone.name) else "context_length"
     for field, rows in recipe.fields.items():
         made = sum(max(lengths[part.place] for part in row) for row in rows)

@@ -91,7 +91,7 @@ class Evaluator(LighterCuts):
     @cached_property
     def _simulated(
         self,
-    ) -> Callable[[ScheduleProblem, tuple[Edge, ...], int], tuple[Synthesis, Timeline]]:
+    ) -> Callable[..., tuple[Synthesis, Timeline]]:
         return lru_cache(maxsize=128)(self._simulate)
 
     def on(self, cluster: Cluster) -> Evaluator:
@@ -179,10 +179,14 @@ class Evaluator(LighterCuts):
         )
 
     def _simulate(
-        self, problem: ScheduleProblem, edges: tuple[Edge, ...], effort: int
+        self,
+        problem: ScheduleProblem,
+        edges: tuple[Edge, ...],
+        effort: int,
+        bounded: bool = True,
     ) -> tuple[Synthesis, Timeline]:
         """The soonest schedule of that effort or none, and when everything happens."""
-        found = synthesize(problem, seconds=math.inf, effort=effort)
+        found = synthesize(problem, seconds=math.inf, effort=effort, bounded=bounded)
         timeline = replay(problem, found.schedule, edges).timeline
         if effort:
             least = self._simulated(problem, edges, 0)
@@ -194,7 +198,7 @@ class Evaluator(LighterCuts):
         """Seconds of one more microbatch: what the last P of those simulated add."""
         count = timeline.schedule.num_microbatches
         fewer = self.problem(config, max(1, count - config.pipeline), stages)
-        shorter = self._simulated(fewer, stages.edges, effort)[1].makespan
+        shorter = self._simulated(fewer, stages.edges, effort, effort > 0)[1].makespan
         measured = (timeline.makespan - shorter) / (count - fewer.num_microbatches)
         link = link_bound(replace(fewer, num_microbatches=1), stages.edges)
         return max(measured, max(timeline.busy) / count, link)

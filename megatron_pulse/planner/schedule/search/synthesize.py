@@ -26,7 +26,7 @@ from functools import cache, lru_cache
 from itertools import chain, islice
 
 from megatron_pulse.planner.layout.placement import Placement, fold
-from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.bound.bounds import device_bound, lower_bound
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK
 from megatron_pulse.planner.schedule.check.validate import cap_faults, validate
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
@@ -119,6 +119,7 @@ def synthesize(
     effort: int | None = None,
     templates: Iterable[Template] = (),
     beside: Callable[[Schedule, float], bool] | None = None,
+    bounded: bool = True,
 ) -> Synthesis:
     """The shortest schedule found; never longer than a classic one that fits ``problem``.
 
@@ -127,10 +128,13 @@ def synthesize(
     the answer; without a limit of time (``math.inf``) the effort is by the size of the problem.
     ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top. ``beside`` is
     asked now and then, with the best schedule and bound so far, whether that is enough. What is
-    computed again is a part of its backward until the end, and then goes to idle times.
+    computed again is a part of its backward until the end, and then goes to idle times. Unless
+    ``bounded``, the bound is what is found at once: the schedule is the same, where ``effort`` is
+    all that ends the search.
     """
     if problem.recompute is not None:
-        found = synthesize(problem.within_backwards, seconds, effort, templates, beside)
+        within = problem.within_backwards
+        found = synthesize(within, seconds, effort, templates, beside, bounded)
         return with_recomputation(problem, found)
     get_ready()
     began = time.monotonic()
@@ -139,7 +143,7 @@ def synthesize(
         effort = min(MOST_STARTS, max(16, OPERATIONS // operations))
     share = seconds / LONG_S if effort is None else max(effort, LEAST_STARTS) / MOST_STARTS
     until = math.inf if effort is not None else began + BOUND_SHARE * seconds
-    search = _ScheduleSearch(problem, BOUND_WORK * min(1.0, share), until)
+    search = _ScheduleSearch(problem, BOUND_WORK * min(1.0, share) if bounded else None, until)
     left = seconds - (time.monotonic() - began)
     stop = None if beside is None else lambda: beside(search.best, search.bound)
     search.spend(_Budget(left, effort, stop), tuple(templates))
@@ -249,10 +253,13 @@ class _ScheduleSearch:
     """The shortest schedule so far, in the problem's unit, and its start times in ticks."""
 
     def __init__(
-        self, problem: ScheduleProblem, bound_work: float, until: float = math.inf
+        self, problem: ScheduleProblem, bound_work: float | None, until: float = math.inf
     ) -> None:
         self.problem, self.shop = problem, job_shop(problem)
-        self.bound = lower_bound(problem, bound_work, until)
+        at_once = bound_work is None and len(problem.placement.starts) == 1
+        self.bound = (
+            device_bound(problem) if at_once else lower_bound(problem, bound_work or 0.0, until)
+        )
         self.seconds = exact_time(problem, self.shop)
         first = self.shop.lines(next(starts(self.shop)))
         wave, fitting = self.shop.timed(first), classics(problem)

@@ -25,8 +25,9 @@ TOGETHER = 100
 
 
 class Variants:
-    """What differs from a config in one thing and has its cuts, which need not be its own; then the
-    config with a cut moved, or two, where that is not estimated much longer. Each comes once.
+    """What differs from a config in one thing and has its cuts, which need not be its own; then
+    what differs in two, and the config with a cut moved, or two, where that is not estimated much
+    longer. Each comes once.
 
     ``bounds`` are the configs that may be tried, and what a step of each takes at the least.
     """
@@ -79,6 +80,7 @@ class Variants:
             if config in self.bounds and config.placement == cuts.placement and not stricter:
                 yield config, cuts
         most = MOVED * evaluator.cut_estimate(own, good.stages)
+        yield from ((config, cuts) for config in self._twice(own, cuts, most))
         for some in batched(evaluator.moved_cuts(own, cuts), TOGETHER):
             estimates = {
                 each: evaluator.cut_estimate(own, evaluator.cut(own, each)) for each in some
@@ -86,6 +88,21 @@ class Variants:
             for moved in sorted(estimates, key=estimates.__getitem__):
                 if estimates[moved] < most:
                     yield own, moved
+
+    def _twice(self, own: Config, cuts: Partition, most: float) -> list[Config]:
+        """What differs in two things and may have these cuts, where it is estimated to take less
+        than ``most``, the soonest first."""
+        found: dict[Config, float] = {}
+        once = {own, *neighbours(own)}
+        for config in (two for one in once - {own} for two in neighbours(one)):
+            stricter = config.layout.collocates and not own.layout.collocates
+            if config in once or config in found or config not in self.bounds or stricter:
+                continue
+            if config.placement == cuts.placement:
+                with suppress(UnfitError):
+                    stages = self.evaluator.cut(config, cuts)
+                    found[config] = self.evaluator.cut_estimate(config, stages)
+        return sorted((c for c in found if found[c] < most), key=found.__getitem__)
 
 
 def recomputes_nothing(config: Config, stages: Stages) -> bool:
