@@ -113,7 +113,7 @@ def test_all_that_fits_without_a_pipeline_is_looked_at_at_once() -> None:
 
 
 def test_variants_of_the_best_are_tried() -> None:
-    """None of what differs from it in one thing or two is sooner with its cuts, nor is it with a cut
+    """What differs from it in one thing or two is not sooner with its cuts, nor is it with a cut
     moved by a layer."""
     for seed in range(3):
         machine = cluster(4, 2, inter_gbs=1.0)
