@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, SupportsFloat
 
@@ -108,8 +109,10 @@ class ChainCosts:
 
     def of_schedule(self, split: bool) -> ChainCosts:
         """The same as a schedule with split backwards, or without, takes them."""
-        if not split:
-            return self
+        return self._of_split if split else self
+
+    @cached_property
+    def _of_split(self) -> ChainCosts:
         forward_s, backward_s = self.split_forward_s, self.split_backward_s
         return replace(
             self,
@@ -118,6 +121,11 @@ class ChainCosts:
             split_forward_s=(),
             split_backward_s=(),
         )
+
+    @cached_property
+    def work_s(self) -> tuple[float, ...]:
+        """Of each layer forward and backward."""
+        return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
 
     def wants_gradient(self, layer: int) -> bool:
         """Whether the gradient of what enters ``layer`` goes back."""

@@ -32,6 +32,7 @@ from typing import Any
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
+from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.embedders import choose_embedders, provided
 from megatron_pulse.planner.layout.placement import Partition, fold, sequential
 from megatron_pulse.planner.layout.routes import trace_routes
@@ -171,7 +172,8 @@ def look_at(
     free, ideal, apart, one = makespans
     costs, sizes = chain(name)[1], {m: (transfer_s[m] - LATENCY_S) * rate * 1e9 for m in transfer_s}
     held = [held_bytes(program, sizes.__getitem__) for program in programs]
-    counted = carried_bytes(costs, partition, schedule.num_microbatches)
+    crossed, count = crossings(costs, partition), schedule.num_microbatches
+    counted = carried_bytes(crossed, partition.placement, count)
     kept = max(peak_activations(schedule, partition.per_stage(costs.saved_bytes)))
     return Row(
         name,

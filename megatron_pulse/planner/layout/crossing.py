@@ -76,9 +76,9 @@ def crossings(costs: ChainCosts, partition: Partition) -> Iterator[Crossing]:
 
     For relayed skips give ``relayed(costs)``.
     """
-    home = partition.placement.device_of_stage
+    home, befores = partition.placement.device_of_stage, partition.placement.before
     for stage in range(1, len(home)):
-        before = partition.placement.before[stage]
+        before = befores[stage]
         if before is not None and home[before] != home[stage]:
             cut = partition.cuts[stage]
             wants = costs.wants_gradient(cut)

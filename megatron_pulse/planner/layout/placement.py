@@ -149,7 +149,11 @@ class Partition:
 
     def per_stage(self, values: Sequence[float]) -> tuple[float, ...]:
         """Values of layers, summed over each stage's."""
-        return tuple(sum(values[a:b]) for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+        return tuple(map(sum, map(values.__getitem__, self._slices)))
+
+    @cached_property
+    def _slices(self) -> tuple[slice, ...]:
+        return tuple(map(slice, self.cuts, self.cuts[1:]))
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that holds the layer at index ``layer``."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.layout.crossing import (
+    Crossing,
     SkipCarrier,
     SkipEnds,
     carried,
-    crossings,
 )
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.profile.devices import ELEMENT_BYTES
@@ -114,19 +115,19 @@ def waiting_bytes(costs: ChainCosts, partition: Partition) -> tuple[float, ...]:
 
 
 def carried_bytes(
-    costs: ChainCosts, partition: Partition, num_microbatches: int
+    crossed: Iterable[Crossing], placement: Placement, num_microbatches: int
 ) -> tuple[float, ...]:
-    """For each device, about what buffers of messages take beside activations, at most at one time.
+    """For each device, about what buffers of messages take beside activations, at most at one time,
+    where so much is ``crossed``.
 
     A receive is posted before its message is made, and what has come early waits: a skip, and its
     gradient, as long as the stages between its ends take. What was sent is kept for about as long
     as one is on its way; a skip is so anyway, for its own stage's backward. In compiled steps of
     ``tests.benchmarks.waiting`` four devices in five hold less, nine in ten a third more at most.
     """
-    placement = partition.placement
     home, chunks = placement.device_of_stage, placement.num_chunks // len(placement.starts)
     held = [0.0] * placement.num_devices
-    for crossing in crossings(costs, partition):
+    for crossing in crossed:
         ends = home[crossing.source], home[crossing.destination]
         if crossing.merged or ends[0] == ends[1]:
             continue

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
-from megatron_pulse.planner.layout.crossing import crossings
-from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.layout.crossing import Crossing, crossings
+from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,
     Timeline,
@@ -68,7 +68,14 @@ def edges_of(
 
     For relayed skips give ``relayed(costs)``.
     """
-    home = partition.placement.device_of_stage
+    return edges_along(crossings(costs, partition), partition.placement, link)
+
+
+def edges_along(
+    crossed: Iterable[Crossing], placement: Placement, link: Callable[[int, int], Link]
+) -> tuple[Edge, ...]:
+    """The messages of what crosses between stages."""
+    home = placement.device_of_stage
     return tuple(
         Edge(
             c.source,
@@ -76,7 +83,7 @@ def edges_of(
             link(home[c.source], home[c.destination]).time_s(c.num_bytes),
             c.wants,
         )
-        for c in crossings(costs, partition)
+        for c in crossed
         if c.num_bytes and not c.merged
     )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from megatron_pulse.backbone.costs import ChainCosts
+from megatron_pulse.planner.layout.crossing import crossings
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.memory import (
     carried_bytes,
@@ -13,7 +15,7 @@ from megatron_pulse.planner.partition.memory import (
     waiting_bytes,
 )
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, stage_problem
-from megatron_pulse.planner.step.replay import Edge, edges_of, lags
+from megatron_pulse.planner.step.replay import Edge, edges_along, lags
 from megatron_pulse.planner.tune.conditioning import (
     Copied,
     Sent,
@@ -69,12 +71,12 @@ class Stages:
             return self.saved_bytes
         return tuple(map(max, self.saved_bytes, self.waiting_bytes))
 
-    @property
+    @cached_property
     def transient_bytes(self) -> tuple[float, ...]:
         """What each device holds beside its state and activations, at most."""
         return tuple(map(sum, zip(self.working_bytes, self.carried_bytes, strict=True)))
 
-    @property
+    @cached_property
     def stepping(self) -> tuple[float, ...]:
         """What each device holds while the optimizer works."""
         return tuple(map(sum, zip(self.state_bytes, self.stepping_bytes, strict=True)))
@@ -84,7 +86,7 @@ class Stages:
         own = zip(self.state_bytes, self.carried_bytes, in_use, strict=True)
         return tuple(map(max, self.stepping, map(sum, own)))
 
-    @property
+    @cached_property
     def most_again(self) -> tuple[float, ...]:
         """Per device the most that one of its stages computes again."""
         most = [0.0] * self.partition.placement.num_devices
@@ -102,9 +104,7 @@ class Stages:
 
     def stage_s(self, split: bool) -> tuple[float, ...]:
         """Seconds that each stage computes for a microbatch."""
-        costs = self.costs.of_schedule(split)
-        work = [f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True)]
-        return self.partition.per_stage(work)
+        return self.partition.per_stage(self.costs.of_schedule(split).work_s)
 
     def work_s(self, split: bool) -> tuple[float, ...]:
         """The same of each device."""
@@ -192,22 +192,21 @@ class Cut(Costs):
         samples = self.global_batch_size // config.data
         sent, copied = conditioning(self.profile, partition, costs, samples)
         costs = with_copies(costs, partition, copied, times, recompute)
-        layers = [
-            [*partition.layers_of_stage(s), *(e.layer for e in copied if s in e.stages)]
-            for s in range(placement.num_stages)
-        ]
+        extra = self._extra_bytes(config.micro_batch_size, config.tensor, recompute)
         working = [0.0] * config.pipeline
         for stage, device in enumerate(placement.device_of_stage):
-            for i in layers[stage]:
-                extra = times[i].peak_bytes - (0 if i in recompute else times[i].saved_bytes)
-                working[device] = max(working[device], max(0, extra) / self.parts(config, i))
+            own = extra[partition.cuts[stage] : partition.cuts[stage + 1]]
+            beside = (extra[embedder.layer] for embedder in copied if stage in embedder.stages)
+            working[device] = max(working[device], *own, *beside)
         link = self.ranks(config).link
         count = config.num_microbatches(self.global_batch_size)
-        carried = carried_bytes(costs, partition, count)
+        crossed = tuple(crossings(costs, partition))
+        carried = carried_bytes(crossed, placement, count)
+        sends = edges_along(crossed, placement, link)
         stages = Stages(
             partition,
             costs,
-            edges_of(costs, partition, link) + self._conditioning_edges(config, placement, sent),
+            sends + self._conditioning_edges(config, placement, sent),
             kept_bytes(costs, partition),
             tuple(map(float, partition.per_stage(costs.trained_parameters))),
             (),
@@ -260,6 +259,23 @@ class Cut(Costs):
         slowest = max(num_bytes / link.bytes_per_s for link in links)
         return slowest + 2 * sum(link.latency_s for link in links)
 
+    @cached_property
+    def _extra_bytes(self) -> Callable[[int, int, frozenset[int]], tuple[float, ...]]:
+        """Of each layer what an operation needs while it runs beside what it keeps, where so many
+        samples are on so many tensor-parallel ranks and these layers are computed again."""
+
+        def extra(samples: int, tensor: int, recompute: frozenset[int]) -> tuple[float, ...]:
+            return tuple(
+                max(0, times.peak_bytes - (0 if i in recompute else times.saved_bytes))
+                / self._parts(tensor, i)
+                for i, times in enumerate(self._times_at(samples))
+            )
+
+        return lru_cache(maxsize=64)(extra)
+
     def parts(self, config: Config, layer: int) -> int:
         """Into how many parts a layer's work is divided."""
-        return config.tensor if self.profile.layers[layer].sharded_parameters else 1
+        return self._parts(config.tensor, layer)
+
+    def _parts(self, tensor: int, layer: int) -> int:
+        return tensor if self.profile.layers[layer].sharded_parameters else 1

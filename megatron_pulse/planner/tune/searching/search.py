@@ -31,6 +31,7 @@ from megatron_pulse.planner.tune.searching.steps import (
     SHARE,
     Steps,
     TooLongError,
+    hoped_s,
 )
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.processes import without_collecting
@@ -160,12 +161,15 @@ class _ConfigSearch:
 
     def vary_one(self, good: Outcome) -> bool:
         """Simulate one variant, if there is one. Where it is sooner by schedules that are found at
-        once, they are searched for."""
+        once, or may be by others, they are searched for."""
         steps = self.steps
         for config, stages in steps.variants.of(good, steps.listed.limit):
             with suppress(TooLongError):
                 outcome = steps.evaluate(config, "quick", stages)
-                if outcome.step_s < steps.quick_s(good) and not steps.is_final(outcome):
+                may_be_sooner = (
+                    outcome.step_s < steps.quick_s(good) or hoped_s(outcome) < good.step_s
+                )
+                if may_be_sooner and not steps.is_final(outcome):
                     steps.evaluate(config, "searched", stages)
                 steps.tell()
                 return True

@@ -179,11 +179,9 @@ class Steps:
                     self.known.learn(candidate.kind, cuts)
                     beside = self.evaluate(config, "quick", self.evaluator.cut(config, cuts))
                     outcome = min(outcome, beside, key=lambda o: o.step_s)
-        certificate = outcome.synthesis.certificate
-        hope = HOPE * outcome.pipeline_s * certificate.gap / (1 + certificate.gap)
         return replace(
             candidate,
-            seconds=outcome.step_s - hope,
+            seconds=hoped_s(outcome),
             step=Reached.QUICK,
             stages=outcome.stages,
             reached_s=outcome.step_s,
@@ -271,6 +269,13 @@ class Steps:
     def count(self, config: Config, reason: Unfit) -> None:
         """One more of a pipeline degree that was not simulated for this reason."""
         self.found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
+
+
+def hoped_s(outcome: Outcome) -> float:
+    """What a step may take by schedules that are searched for, if it was simulated by one that was
+    found at once."""
+    certificate = outcome.synthesis.certificate
+    return outcome.step_s - HOPE * outcome.pipeline_s * certificate.gap / (1 + certificate.gap)
 
 
 def work_of(cut: Callable[..., object], config: Config) -> tuple[str, int]:
