@@ -9,23 +9,29 @@ nothing where times are as planned (``tests/benchmarks/waiting.py``), and is not
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.layout.crossing import Crossing, crossings
-from megatron_pulse.planner.layout.placement import Partition, Placement
+from megatron_pulse.planner.layout.placement import Partition, Placement, fold
 from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,
     Timeline,
-    dependency,
     duration_of,
 )
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.classic.names import CLASSICS
+from megatron_pulse.planner.schedule.compiled import compiling
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.step.playing import CODES, Step, Table, play_step
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,23 @@ class Transfer:
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Replay:
     """When operations run and messages travel, and how long each device is sending."""
 
     timeline: Timeline
     sending_s: tuple[float, ...]
-    transfers: tuple[Transfer, ...]
+    _sent: tuple[list[Any], ...]
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The messages, in the order in which they begin to travel."""
+        every = [op for line in self.timeline.schedule.order for op in line]
+        source, destination, consumer, seconds, begun, order = self._sent
+        return tuple(
+            Transfer(source[i], destination[i], every[consumer[i]], begun[i], begun[i] + seconds[i])
+            for i in order
+        )
 
 
 def edges_of(
@@ -115,164 +131,108 @@ def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) 
     holds up nothing. Raises DeadlockError when devices wait for
     each other.
     """
-    return _Run(problem, schedule, edges).run()
+    every = [op for line in schedule.order for op in line]
+    step, num_messages = _step(problem, schedule, edges, every)
+    start, end, position, sending_s, sent = play_step(step, num_messages)
+    left = [
+        f"device {d} is at {order[p]}"
+        for d, (order, p) in enumerate(zip(schedule.order, position, strict=True))
+        if p < len(order)
+    ]
+    if left:
+        raise DeadlockError(f"{schedule.name}: deadlock: {'; '.join(left)}")
+    starts, ends = dict(zip(every, start.tolist(), strict=True)), end.tolist()
+    makespan = max(ends, default=0.0)
+    took = step.duration.tolist()
+    busy = tuple(sum(took[a:b]) for a, b in pairwise(step.first.tolist()))
+    bubble = tuple(makespan - b for b in busy)
+    end_of = dict(zip(every, ends, strict=True))
+    timeline = Timeline(schedule, starts, end_of, makespan, busy, bubble)
+    return Replay(timeline, tuple(sending_s.tolist()), tuple(each.tolist() for each in sent))
 
 
-@dataclass(frozen=True, eq=False)
-class _Message:
-    number: int  # as they are ready
-    source: int
-    destination: int
-    consumer: Operation
-    seconds: float
+@cache
+def get_ready() -> None:
+    """Compile what plays steps, or read it from disk: no search's time is spent on it."""
+    problem = ScheduleProblem(fold(1), 1, (1.0, 1.0), (1.0, 1.0))
+    with compiling():
+        replay(problem, CLASSICS["gpipe"](fold(1), 1), ())
 
 
-class _Run:
-    def __init__(self, problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> None:
-        self.schedule = schedule
-        self.home = problem.placement.device_of_stage
-        self.duration = duration_of(problem, schedule)
-        self.device_of = {op: d for d, order in enumerate(schedule.order) for op in order}
-        self.forward: dict[int, list[Edge]] = {}
-        self.backward: dict[int, list[Edge]] = {}
-        for edge in edges:
-            self.forward.setdefault(edge.source, []).append(edge)
-            if edge.wants:
-                self.backward.setdefault(edge.destination, []).append(edge)
-        self.gradients = Counter(edge.source for edge in edges if edge.wants)
-        self.linked = {(edge.source, edge.destination) for edge in edges}
-        self.received = Counter(edge.destination for edge in edges)
-        devices = range(problem.placement.num_devices)
-        self.position = [0 for _ in devices]
-        self.computing = [False for _ in devices]
-        self.sending = [False for _ in devices]
-        self.receiving = [False for _ in devices]
-        self.queue: list[list[_Message]] = [[] for _ in devices]
-        self.made = 0
-        self.sending_s = [0.0 for _ in devices]
-        self.transfers: list[Transfer] = []
-        self.start: dict[Operation, float] = {}
-        self.end: dict[Operation, float] = {}
-        self.awaited = {op: self._inputs(op) for order in schedule.order for op in order}
-        self.events: list[tuple[float, int, Operation | _Message | int]] = []
-        self.count = 0
+def _step(
+    problem: ScheduleProblem,
+    schedule: Schedule,
+    edges: Sequence[Edge],
+    every: Sequence[Operation],
+) -> tuple[Step, int]:
+    """What is to be played, and how many messages there are."""
+    placement = problem.placement
+    stages = placement.num_stages
+    kind = np.array([CODES[op.kind] for op in every], dtype=np.int64)
+    stage = np.array([op.stage for op in every], dtype=np.int64)
+    microbatch = np.array([op.microbatch for op in every], dtype=np.int64)
+    shape = [int(each.max(initial=0)) + 1 for each in (stage, microbatch)]
+    number = np.full((len(CODES), max(stages, shape[0]), shape[1]), -1)
+    number[kind, stage, microbatch] = np.arange(len(every))
+    forward: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
+    back: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
+    linked: Any = np.zeros((stages, stages), dtype=np.bool_)
+    received: Any = np.zeros(stages, dtype=np.int64)
+    returned: Any = np.zeros(stages, dtype=np.int64)
+    for edge in edges:
+        forward[edge.source].append((edge.destination, edge.seconds))
+        linked[edge.source, edge.destination] = True
+        received[edge.destination] += 1
+        if edge.wants:
+            back[edge.destination].append((edge.source, edge.seconds))
+            returned[edge.source] += 1
+    waits: list[list[tuple[int, float]]] = [[] for _ in every]
+    if schedule.fillers:
+        index = {op: i for i, op in enumerate(every)}
+        for i, op in enumerate(every):
+            waits[i] = [(index[source], lag) for source, lag in schedule.slices_before(op)]
+    step = Step(
+        np.cumsum([0, *map(len, schedule.order)]),
+        kind,
+        stage,
+        microbatch,
+        _durations(problem, schedule, every, kind, stage),
+        number,
+        np.array(placement.device_of_stage, dtype=np.int64),
+        _beside(placement.before),
+        _beside(placement.after),
+        Table.of(forward),
+        Table.of(back),
+        linked,
+        received,
+        returned,
+        Table.of(waits),
+    )
+    runs = [
+        np.bincount(stage[np.isin(kind, [CODES[k] for k in kinds])], minlength=stages)[:stages]
+        for kinds in ((Kind.FORWARD,), BACKWARDS)
+    ]
+    sends = [[len(row) for row in rows] for rows in (forward, back)]
+    return step, int(sum((runs[i] * sends[i]).sum() for i in range(2)))
 
-    def _inputs(self, op: Operation) -> int:
-        """How many messages ``op`` waits for; results on its own device are waited for apart."""
-        if op.kind is Kind.FORWARD:
-            return self.received[op.stage]
-        if not op.kind.passes:
-            return 0
-        return self.gradients[op.stage]
 
-    def run(self) -> Replay:
-        for device in range(len(self.position)):
-            self._advance(device, 0.0)
-        while self.events:
-            now, _, event = heapq.heappop(self.events)
-            if isinstance(event, int):
-                self._advance(event, now)
-            elif isinstance(event, _Message):
-                self._arrive(event, now)
-            else:
-                self._finish(event, now)
-        left = [
-            f"device {d} is at {order[p]}"
-            for d, (order, p) in enumerate(zip(self.schedule.order, self.position, strict=True))
-            if p < len(order)
-        ]
-        if left:
-            raise DeadlockError(f"{self.schedule.name}: deadlock: {'; '.join(left)}")
-        makespan = max(self.end.values(), default=0.0)
-        busy = tuple(sum(map(self.duration, order)) for order in self.schedule.order)
-        bubble = tuple(makespan - b for b in busy)
-        timeline = Timeline(self.schedule, self.start, self.end, makespan, busy, bubble)
-        return Replay(timeline, tuple(self.sending_s), tuple(self.transfers))
+def _beside(stages: Mapping[int, int | None]) -> Any:
+    return np.array([-1 if s is None else s for s in stages.values()], dtype=np.int64)
 
-    def _push(self, time: float, event: Operation | _Message | int) -> None:
-        self.count += 1
-        heapq.heappush(self.events, (time, self.count, event))
 
-    def _advance(self, device: int, now: float) -> None:
-        """Start the device's next operation if it is free and the inputs are there."""
-        order = self.schedule.order[device]
-        if self.computing[device] or self.position[device] == len(order):
-            return
-        op = order[self.position[device]]
-        if self.awaited[op]:
-            return
-        if op.kind is Kind.FILLER:
-            slices = list(self.schedule.slices_before(op))
-            if any(source not in self.end for source, _ in slices):
-                return
-            ready = max((self.end[source] + lag for source, lag in slices), default=now)
-            if ready > now:
-                self._push(ready, device)
-                return
-        needed = dependency(op, self.schedule.placement)
-        if needed is not None and self.home[needed.stage] == device and needed not in self.end:
-            return
-        if needed is not None and self.home[needed.stage] != device:
-            low, high = sorted((needed.stage, op.stage))
-            if (low, high) not in self.linked and needed not in self.end:
-                return  # nothing to send between the two, but the one must have run
-        self.computing[device] = True
-        self.start[op] = now
-        self._push(now + self.duration(op), op)
-
-    def _finish(self, op: Operation, now: float) -> None:
-        device = self.device_of[op]
-        self.end[op] = now
-        self.computing[device] = False
-        self.position[device] += 1
-        if op.kind is Kind.FORWARD:
-            sent = [(e.destination, e.seconds) for e in self.forward.get(op.stage, ())]
-        elif not op.kind.passes:
-            sent = []
-        else:
-            sent = [(e.source, e.seconds) for e in self.backward.get(op.stage, ())]
-        for stage, seconds in sent:
-            consumer = Operation(op.kind, stage, op.microbatch)
-            self.made += 1
-            message = _Message(self.made, device, self.home[stage], consumer, seconds)
-            self.queue[device].append(message)
-        if self.queue[device] and (first := self._next(device)) is not None:
-            self._send(first, now)
-        self._advance(device, now)
-        if op.kind is Kind.FILLER:
-            for other in range(len(self.position)):
-                self._advance(other, now)
-        placement = self.schedule.placement
-        if op.kind is Kind.FORWARD:
-            following = placement.after[op.stage]
-        elif not op.kind.passes:
-            return
-        else:
-            following = placement.before[op.stage]
-        if following is not None and self.home[following] != device:
-            self._advance(self.home[following], now)  # where nothing travels between the two
-
-    def _next(self, device: int) -> _Message | None:
-        """The first message of the device's queue that can begin."""
-        if not self.sending[device]:
-            for message in self.queue[device]:
-                if not self.receiving[message.destination]:
-                    return message
-        return None
-
-    def _send(self, message: _Message, now: float) -> None:
-        device = message.source
-        self.queue[device].remove(message)
-        self.sending[device] = self.receiving[message.destination] = True
-        self.sending_s[device] += message.seconds
-        arrival = now + message.seconds
-        self._push(arrival, message)
-        self.transfers.append(Transfer(device, message.destination, message.consumer, now, arrival))
-
-    def _arrive(self, message: _Message, now: float) -> None:
-        self.sending[message.source] = self.receiving[message.destination] = False
-        self.awaited[message.consumer] -= 1
-        devices = range(len(self.queue))
-        while able := [first for d in devices if self.queue[d] and (first := self._next(d))]:
-            self._send(min(able, key=lambda each: each.number), now)
-        self._advance(message.destination, now)
+def _durations(
+    problem: ScheduleProblem, schedule: Schedule, every: Sequence[Operation], kind: Any, stage: Any
+) -> Any:
+    """Seconds of each operation."""
+    duration, apart = duration_of(problem, schedule), schedule.recomputed_apart
+    usual = np.zeros((len(CODES), problem.placement.num_stages))
+    for used in {op.kind for op in every} - {Kind.FILLER}:
+        for s in range(problem.placement.num_stages):
+            usual[CODES[used], s] = problem.duration(used, s)
+    seconds = np.zeros(len(every))
+    known = kind != CODES[Kind.FILLER]
+    seconds[known] = usual[kind[known], stage[known]]
+    for i, op in enumerate(every):
+        if op.kind is Kind.FILLER or (apart and op.kind in BACKWARDS):
+            seconds[i] = duration(op)
+    return seconds

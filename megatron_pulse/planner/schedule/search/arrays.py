@@ -24,18 +24,6 @@ class Arrays(NamedTuple):
 
 def arrays(shop: JobShop) -> Arrays:
     """``shop`` for compiled functions; 64-bit integers throughout."""
-    sizes = [len(edges) for edges in shop.before]
-    return Arrays(
-        *(
-            np.array(values, dtype=np.int64)
-            for values in (
-                shop.duration,
-                shop.device,
-                shop.delta,
-                shop.cap,
-                np.concatenate(([0], np.cumsum(sizes))),
-                [j for edges in shop.before for j, _ in edges],
-                [lag for edges in shop.before for _, lag in edges],
-            )
-        )
-    )
+    columns = shop.duration, shop.device, shop.delta, shop.cap
+    duration, device, delta, cap = (np.array(values, dtype=np.int64) for values in columns)
+    return Arrays(duration, device, delta, cap, *shop.waits)

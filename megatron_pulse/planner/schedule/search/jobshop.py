@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import numpy as np
 
 from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.planner.schedule.check.simulate import play
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.playing import Waits, played
 
 TICKS = 1000
 """Ticks of the longest operation when the durations are not whole numbers."""
@@ -42,6 +46,14 @@ class JobShop:
     before: tuple[tuple[tuple[int, int], ...], ...]
     delta: tuple[int, ...]
     cap: tuple[int, ...]
+
+    @cached_property
+    def waits(self) -> Waits:
+        """``before`` for compiled functions."""
+        first: Any = np.cumsum([0, *map(len, self.before)])
+        pairs = [pair for edges in self.before for pair in edges]
+        both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        return Waits(first, both[:, 0].copy(), both[:, 1].copy())
 
     @property
     def num_classes(self) -> int:
@@ -130,8 +142,8 @@ class JobShop:
 
     def timed(self, lines: Sequence[Sequence[int]]) -> list[int]:
         """Start times of the operations of every device in an order without circular waits."""
-        start, _, _ = play(lines, self.before.__getitem__, self.duration.__getitem__)
-        return [int(start[i]) for i in range(len(self.duration))]
+        found: list[int] = played(lines, self.waits, np.array(self.duration)).tolist()
+        return found
 
 
 def job_shop(problem: ScheduleProblem, ticks: int = TICKS) -> JobShop:
@@ -174,15 +186,14 @@ def exact_time(problem: ScheduleProblem, shop: JobShop) -> Callable[[Sequence[in
     such starts of the operations of its ``shop``."""
     count, num = shop.num_microbatches, shop.placement.num_stages
     duration = [problem.duration(kind, s) for kind in shop.kinds for s in range(num)]
-    each = [seconds for seconds in duration for _ in range(count)]
-    before = []
-    for i, edges in enumerate(shop.before):
-        stage = i // count % num
-        before.append([(j, problem.lag(j // count % num, stage)) for j, _ in edges])
+    each: Any = np.repeat(np.array(duration, dtype=np.float64), count)
+    lag = np.array([[problem.lag(s, t) for t in range(num)] for s in range(num)], dtype=np.float64)
+    first, edges, _ = shop.waits
+    waiting: Any = np.repeat(np.arange(len(each)), np.diff(first))
+    waits = Waits(first, edges, lag[edges // count % num, waiting // count % num])
 
     def seconds(start: Sequence[int]) -> float:
-        _, end, _ = play(shop.lines(start), before.__getitem__, each.__getitem__)
-        return max(end.values())
+        return float((played(shop.lines(start), waits, each) + each).max())
 
     return seconds
 

@@ -162,6 +162,7 @@ def get_ready() -> None:
     with compiling():
         lower_bound(problem)
         shop = job_shop(problem)
+        exact_time(problem, shop)(shop.timed(shop.lines(next(starts(shop)))))
         anneal(shop, improve(shop, next(starts(shop))), float)
         next(Widening(problem, shop).starts(lambda: math.inf, lambda _: 1.0), None)
     if (spent := time.monotonic() - began) > NOTABLE_S:

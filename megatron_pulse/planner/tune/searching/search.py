@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from megatron_pulse.planner.schedule.search.synthesize import get_ready
+from megatron_pulse.planner.schedule.search import synthesize
+from megatron_pulse.planner.step import replay
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
@@ -59,7 +60,8 @@ def search(
     ``progress`` is called after every step.
     """
     began = time.monotonic()
-    get_ready()
+    synthesize.get_ready()
+    replay.get_ready()
     ready_s = time.monotonic() - began
     budget = budget or Budget(float("inf"))
     with without_collecting():
