@@ -85,7 +85,12 @@ def _components(folder: Path, index: dict[str, object]) -> Iterator[PipelineComp
         elif (where / "config.json").is_file() and library in STEMS:
             yield _weighed(where, class_name, library)
         else:
-            yield PipelineComponent(name, class_name, library)
+            fault = "config.json is missing" if _has_config(name, library) else ""
+            yield PipelineComponent(name, class_name, library, fault=fault)
+
+
+def _has_config(name: str, library: str) -> bool:
+    return library in STEMS and name.startswith((VAE, "text_encoder", "unet", "transformer"))
 
 
 def _weighed(where: Path, class_name: str, library: str) -> PipelineComponent:

@@ -14,6 +14,7 @@ from megatron_pulse.encoders.pieces import EncoderPiece, run_pieces
 from megatron_pulse.encoders.recipe import ComponentKind, Part, State, TextRecipe, folder_name
 from megatron_pulse.encoders.text import text_pieces
 from megatron_pulse.encoders.tokens import (
+    MISFITS,
     Tokenizers,
     digest_of,
     ids_name,
@@ -134,7 +135,7 @@ class TextEncoders:
                 faults.append(f"{folder_name('text_encoder', place)}: {raised(error)}")
         require(self.folder, faults)
         self.tokenizers = Tokenizers(self.folder, recipe, self.shapes)
-        require(self.folder, [*self._misfits(), *self._unknown_tokens()])
+        require(self.folder, [*self._misfits(), *self._unknown_tokens()], MISFITS)
 
     def __call__(self, text: str) -> dict[str, Tensor]:
         """Every field of one prompt, without a batch dimension: fp32 states and int64 masks."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_pulse.encoders.loading import files_amiss
-from megatron_pulse.encoders.recipe import TextRecipe, folder_name
+from megatron_pulse.encoders.recipe import VAE, TextRecipe, folder_name
 from megatron_pulse.faults import UserError, raised, told
 
 _LONGEST = 1 << 14
@@ -26,13 +26,17 @@ class EncodersError(UserError):
     """A pipeline folder that cannot encode what is asked for."""
 
 
-def require(folder: Path, faults: Sequence[str]) -> None:
+_WHOLE = "Give the folder of the pipeline that the backbone is of, whole."
+MISFITS = (
+    "Give the folder of the pipeline that the backbone is of; the length of its texts is an option "
+    "of the backbone (context_length=N)."
+)
+"""What to do where encoders are there and make something else."""
+
+
+def require(folder: Path, faults: Sequence[str], remedy: str = _WHOLE) -> None:
     """Raise EncodersError if there are faults of the pipeline's folder."""
     if faults:
-        remedy = (
-            "Give the folder of the pipeline that the backbone is of, whole; the length of its "
-            "texts is an option of the backbone (context_length=N)."
-        )
         raise EncodersError(told(f"encoders {folder}", faults, remedy))
 
 
@@ -189,6 +193,16 @@ def missing_tokenizers(folder: Path, recipe: TextRecipe) -> list[str]:
     names = [folder_name("tokenizer", place) for place in recipe.kinds]
     faults = [f"{name} is missing" for name in names if not (folder / name).is_dir()]
     return faults + [f"{name}: {fault}" for name in names for fault in files_amiss(folder / name)]
+
+
+def changed_since(folder: Path, encoded_by: Mapping[str, str]) -> list[str]:
+    """A fault for each encoder and tokenizer of a pipeline that is not of the files that a run was
+    trained with, as it recorded them: digests by the folders' names."""
+    return [
+        f"{name} is {now}, the model was trained with {was}"
+        for name, was in sorted(encoded_by.items())
+        if name != VAE and (now := digest_of(folder / name)) != was
+    ]
 
 
 def digest_of(folder: Path) -> str:

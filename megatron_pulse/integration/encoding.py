@@ -23,13 +23,13 @@ from megatron_pulse.data.latents.layout import META, Meta
 from megatron_pulse.data.microbatches import noised_here
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import Autoencoder
-from megatron_pulse.encoders.components import INDEX, weight_faults
+from megatron_pulse.encoders.components import INDEX, autoencoder_faults, weight_faults
 from megatron_pulse.encoders.images import MOMENTS, PIXELS
 from megatron_pulse.encoders.pieces import States
 from megatron_pulse.encoders.pipeline import TextEncoders
 from megatron_pulse.encoders.recipe import VAE, TextRecipe, folder_name
 from megatron_pulse.encoders.tokens import digest_of, ids_name, mask_name
-from megatron_pulse.faults import Faults, unknown
+from megatron_pulse.faults import Faults, collecting, unknown
 from megatron_pulse.flag_fields import DTYPES
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.planner.layout.routes import Routes, batch_fields_of
@@ -217,6 +217,13 @@ def in_loop(options: PulseOptions, backbone: Backbone) -> InLoop | None:
                 "the flag out"
             )
     channels = backbone.sample_spec.shape[0]
+    with collecting(faults):
+        named = autoencoder_faults(folder)
+        if stored is None:
+            faults += [
+                f"--pulse-encoders {folder}: {fault}, and {INDEX} names it: fetch it anew"
+                for fault in named
+            ]
     if stored is None and not autoencodes and channels not in _PICTURES and folder.is_dir():
         whole = "" if (folder / INDEX).is_file() else f", nor {INDEX}: give a pipeline's folder"
         faults.append(

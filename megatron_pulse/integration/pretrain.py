@@ -28,6 +28,7 @@ from megatron_pulse.integration.loop.ending import (
     watch_over,
 )
 from megatron_pulse.integration.loop.log import quiet
+from megatron_pulse.integration.planning.planning import by_rank_0
 from megatron_pulse.integration.preparing import (
     prepare,
     read_command_line,
@@ -69,8 +70,8 @@ def main() -> None:
         if not options.auto:
             lock = _connect(args, options, job, found)
         check_world(args, plan.digest())
-        # Rank 0 writes a checkpoint's flags; the others need not read all encoders for them.
-        args.pulse_encoded_by = data.encoded_by if args.rank == 0 else {}
+        # One rank reads the encoders' files; flags that are saved are the same on all.
+        args.pulse_encoded_by = by_rank_0(lambda: data.encoded_by)
         if start is not None:
             with refusing(CheckpointError, where=f"{start.given}: "):
                 start = whole_start(start, args, holds=lock is not None)

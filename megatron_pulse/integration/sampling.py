@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -21,6 +21,8 @@ from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.encoders.pipeline import TextEncoders
+from megatron_pulse.encoders.tokens import changed_since
+from megatron_pulse.faults import told
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from megatron_pulse.integration.checkpoint.weights import load_whole
 from megatron_pulse.integration.data import DiffusionData, can_drop, makes_pixels, wanted_by
@@ -154,7 +156,9 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     """
     if model.arguments.pulse_data is None:
         raise ValueError(f"{model.folder} holds imported weights: name a data set with --data")
-    options, seed = pulse_options(model.arguments), model.arguments.seed
+    # A run of a plan has its backbone from there, and not from a flag.
+    options = replace(pulse_options(model.arguments), backbone=model.backbone.record["name"])
+    seed = model.arguments.seed
     data = DiffusionData(options, model.backbone, model.process, seed)
     held_out = data.held_out
     if max(indices) >= len(held_out):
@@ -164,6 +168,10 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     ]
     null = held_out.null_conditioning()
     if data.in_loop is not None and (texts := data.in_loop.texts(None)) is not None:
+        recorded = getattr(model.arguments, "pulse_encoded_by", None) or {}
+        if changed := changed_since(data.in_loop.folder, recorded):
+            remedy = "Give the folder that has them as they were: --encoders DIR."
+            raise ValueError(told(f"encoders {data.in_loop.folder}", changed, remedy))
         rows = [row | texts.encode(row) for row in rows]
         null = null | texts.null()
     given = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

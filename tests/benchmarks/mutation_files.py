@@ -27,7 +27,7 @@ def make(folder: Path, heavy: bool) -> None:
     save_trace(trace_of(plan, [plan.replay().timeline] * 2), folder / "trace.json")
     save_cluster(cluster("cpu"), folder / "cluster.yaml", "A cluster")
     layers = tuple(FrozenLayer(f"layers.{i}", {1: 1e-3, 8: 6e-3}, 1e3, 1e2, 1e2) for i in range(3))
-    origin = EncoderOrigin("small", (4, 8, 8), "cpu", "measured", 1, {"text": "float32"})
+    origin = EncoderOrigin("small", {"depth": 3}, "cpu", "measured", 1, {"text": "float32"})
     table = EncoderTable(component_records([Component("text", layers, (), 1e2, (0, 1))]), origin)
     write_sealed(folder / "encoders.json", json.dumps(table.record()) + "\n")
     units = [

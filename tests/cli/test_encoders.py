@@ -224,6 +224,10 @@ def test_what_does_not_fit_is_said_before_anything_is_written(
     profile = ["profile", *backbone(folder), "--encoders", str(half), "--preset", "A100-80GB"]
     assert main([*profile, "-o", str(tmp_path / "costs.json")]) == 2
     assert "vae: there is no such folder" in capsys.readouterr().err
+    assert main([*profile, "--components", "text", "-o", str(tmp_path / "costs.json")]) == 2
+    assert "has no folder 'text'" in capsys.readouterr().err
+    alone = ["--components", "text_encoder", "-o", str(tmp_path / "costs.json")]
+    assert main([*profile, *alone]) == 0 and "text_encoder" in capsys.readouterr().out
     index = json.loads((half / "model_index.json").read_text())
     del index["vae"]
     (half / "model_index.json").write_text(json.dumps(index))
@@ -249,9 +253,12 @@ def test_import_says_how_long_texts_are(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["import", "--from", str(folder), "--to", str(tmp_path / "a")]) == 0
-    assert capsys.readouterr().out.rstrip().endswith(f"context_length={LENGTH}")
+    assert f"--pulse-option context_length={LENGTH}" in capsys.readouterr().out
     assert main(["import", "--from", str(folder / "unet"), "--to", str(tmp_path / "b")]) == 0
     assert "context_length" not in capsys.readouterr().out
+    drawn = str(tmp_path / "a.png")
+    argv = ["sample", "--load", str(tmp_path / "a"), "--prompt", "a red bird", "--steps", "1"]
+    assert main([*argv, "--encoders", str(folder), "-o", drawn]) == 0  # of the same length
 
 
 def test_encoders_of_other_data_are_refused(

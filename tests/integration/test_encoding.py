@@ -170,11 +170,17 @@ def test_goes_on_in_the_middle(
         shutil.copytree(moved, folder)
         make_encoder("clip", 16, 16).save_pretrained(folder / "text_encoder")
         assert sample("c.png") == 2 and "text_encoder is sha256:" in capsys.readouterr().err
+        held_out = ["sample", "--load", str(tmp_path / "kept"), "--steps", "2", "--from-data", "2"]
+        assert main([*held_out, "-o", str(tmp_path / "h.png")]) == 2
+        assert "text_encoder is sha256:" in capsys.readouterr().err
+        assert main([*held_out, "--encoders", str(moved), "-o", str(tmp_path / "h.png")]) == 0
         told = describe_start(given, tmp_path)
         assert re.search(r"; from here on: what encodes: text_encoder sha256:\w+ \(was sha", told)
         shutil.rmtree(folder)
     finally:
         moved.rename(folder)
+    assert sample("c.png", "--encoders", str(folder), "--encoders-dtype", "bf16") == 2
+    assert "--encoders-dtype bf16: the model was trained with" in capsys.readouterr().err
     vae = tmp_path / "vae"
     shutil.copytree(folder / "vae", vae)
     weights = vae / "diffusion_pytorch_model.safetensors"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import mending
 from megatron_pulse.cli.output import table
+from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.files import write_sealed
 
 if TYPE_CHECKING:
@@ -15,7 +17,12 @@ if TYPE_CHECKING:
     from megatron_pulse.profile.devices import Roofline
 
 
-def run_encoders(args: argparse.Namespace, backbone: Backbone, roofline: Roofline | None) -> None:
+def run_encoders(
+    args: argparse.Namespace,
+    backbone: Backbone,
+    roofline: Roofline | None,
+    wanted: Collection[str] | None = None,
+) -> None:
     """Find the costs of what encodes for ``backbone``, write them, and list them."""
     import torch
 
@@ -24,7 +31,7 @@ def run_encoders(args: argparse.Namespace, backbone: Backbone, roofline: Rooflin
     named = args.dtype or (roofline.dtype if roofline is not None else None)
     dtype = None if named is None else getattr(torch, named)
     with mending(ValueError):
-        found = encoder_costs(args.encoders, args.backbone, backbone, dtype, roofline)
+        found = encoder_costs(args.encoders, args.backbone, backbone, dtype, roofline, wanted)
     write_sealed(args.output, json.dumps(found.record()) + "\n")
     where = roofline.device.name if roofline is not None else "this machine"
     dtypes = {} if found.origin is None else found.origin.dtypes
@@ -43,6 +50,8 @@ def run_encoders(args: argparse.Namespace, backbone: Backbone, roofline: Rooflin
         )
     print(f"encoders of {args.encoders} for {backbone.name}, one sample at a time, on {where}:")
     print("\n".join(table(rows, left=(0,))))
+    if VAE not in dtypes and wanted is None:
+        print(f"there is no {VAE}/: latents of pictures must be stored")
     print(
         f"written to {args.output}: pulse tune --profile PROFILE.json --cluster CLUSTER "
         f"--global-batch-size N --encoders {args.output} -o plan.json"

@@ -91,6 +91,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="DIR",
         help="a diffusers pipeline folder: profile its encoders, as the backbone reads them",
     )
+    add(
+        "--components",
+        metavar="NAME[,NAME...]",
+        help="of --encoders: these alone, as their folders are called (default: all that is read)",
+    )
     add("--preset", metavar="NAME", help=f"a device for analytic costs: {', '.join(PRESETS)}")
     add("--peak-tflops", type=float, metavar="X", help="peak of a device without a preset")
     add("--bandwidth-gbs", type=float, metavar="X", help="its memory bandwidth in GB/s")
@@ -149,6 +154,8 @@ def run(args: argparse.Namespace) -> None:
     faults += [*layers_faults(args, from_table=args.from_table), *_device_faults(args)]
     if args.encoders is not None:
         faults += _encoder_faults(args)
+    elif args.components is not None:
+        faults.append("--components is for --encoders")
     require(faults)
     if args.encoders is not None:
         _profile_encoders(args)
@@ -225,6 +232,9 @@ def _sizes(text: str) -> tuple[list[int], list[str]]:
 
 def _encoder_faults(args: argparse.Namespace) -> list[str]:
     faults = no_pipeline(args.encoders)
+    for name in _components(args) or ():
+        if not (args.encoders / name).is_dir():
+            faults.append(f"--components: {args.encoders} has no folder {name[:60]!r}")
     if args.from_table:
         faults.append("--encoders: name the --backbone or --module that reads what they make")
     if args.recompute or args.once_per_kind or args.transformer_impl != "local":
@@ -242,7 +252,11 @@ def _profile_encoders(args: argparse.Namespace) -> None:
     roofline = _roofline(args) if analytic else None
     with mending(ValueError):
         backbone = trained_backbone(args, roofline.dtype if roofline else args.dtype or "float32")
-    run_encoders(args, backbone, roofline)
+    run_encoders(args, backbone, roofline, _components(args))
+
+
+def _components(args: argparse.Namespace) -> list[str] | None:
+    return None if args.components is None else args.components.split(",")
 
 
 def _device_faults(args: argparse.Namespace) -> list[str]:

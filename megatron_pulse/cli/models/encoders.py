@@ -81,8 +81,7 @@ def run(args: argparse.Namespace) -> None:
         },
     )
     if args.backbone is not None:
-        encodes = ("text_encoder", "tokenizer", VAE)
-        of = [part for part in parts if part.fault and part.name.startswith(encodes)]
+        of = [part for part in parts if part.fault and part.name in {*read, VAE}]
         require([f"{args.folder}: {part.name}: {part.fault}" for part in of])
 
 

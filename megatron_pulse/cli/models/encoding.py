@@ -106,7 +106,16 @@ def take_encoders_of(args: argparse.Namespace, trained: argparse.Namespace) -> N
     Raises UserError for a prompt where they are gone.
     """
     used = getattr(trained, "pulse_encoders", None)
-    if used is None or args.encoders is not None:
+    if used is None:
+        return
+    was = trained.pulse_encoders_dtype
+    if args.encoders_dtype not in (None, was or ("fp32" if _on_cpu() else None)):
+        raise UserError(
+            f"--encoders-dtype {args.encoders_dtype}: the model was trained with "
+            f"{was or 'that of the folder'}: leave it out"
+        )
+    args.encoders_dtype = args.encoders_dtype or was
+    if args.encoders is not None:
         return
     if faults := no_pipeline(Path(used)):
         if args.prompt:
@@ -114,7 +123,12 @@ def take_encoders_of(args: argparse.Namespace, trained: argparse.Namespace) -> N
             raise UserError(told("--prompt", faults, remedy))
         return
     args.encoders = Path(used)
-    args.encoders_dtype = args.encoders_dtype or trained.pulse_encoders_dtype
+
+
+def _on_cpu() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 def require_same(encoders: TextEncoders, trained: argparse.Namespace) -> None:
@@ -125,7 +139,7 @@ def require_same(encoders: TextEncoders, trained: argparse.Namespace) -> None:
     """
     from megatron_pulse.data.fields import made_otherwise
     from megatron_pulse.encoders.pipeline import TextEncoders
-    from megatron_pulse.encoders.tokens import digest_of
+    from megatron_pulse.encoders.tokens import changed_since
 
     there = _latents_by(trained)
     used, recorded = getattr(trained, "pulse_encoders", None), _encoded_by(trained)
@@ -135,9 +149,7 @@ def require_same(encoders: TextEncoders, trained: argparse.Namespace) -> None:
             loop = TextEncoders(used, encoders.recipe, encoders.shapes, dtype, places=())
             there = loop.made_by() | dict(there)
     faults = made_otherwise(encoders.made_by() | encoders.tokenizers.made_by(), there)
-    for name in sorted(recorded.keys() - {VAE}):
-        if (here := digest_of(encoders.folder / name)) != recorded[name]:
-            faults.append(f"{name} is {here}, the model was trained with {recorded[name]}")
+    faults += changed_since(encoders.folder, recorded)
     if faults:
         remedy = "Give the encoders of the training (and their --encoders-dtype)."
         raise UserError(told(f"--encoders {encoders.folder}", faults, remedy))

@@ -164,6 +164,10 @@ def run(args: argparse.Namespace) -> None:
         )
     if args.guidance != 1 and not model.can_be_guided:
         print(f"{model.backbone.name} has no null class: not guided", file=sys.stderr)
+    if args.from_data is not None and args.encoders is not None:
+        if getattr(model.arguments, "pulse_encoders", None) is None:
+            raise UserError("--encoders is for --prompt: the data have what the model reads")
+        model.arguments.pulse_encoders = str(args.encoders)
     take_encoders_of(args, model.arguments)
     vae = autoencoder_folder(args)
     decode, factor = _decoder(vae, model)
@@ -214,8 +218,8 @@ def _check(args: argparse.Namespace) -> list[str]:
     faults += out_of(TO_MILLION, args, "per_class", "steps", "from_data")
     faults += out_of(FROM_ZERO, args, "seed", "iteration", "guidance")
     faults += encoder_faults(args)
-    if args.encoders is not None and not args.prompt:
-        faults.append("--encoders is for --prompt")
+    if args.encoders is not None and not args.prompt and args.from_data is None:
+        faults.append("--encoders is for --prompt, or --from-data of data that it encodes")
     if args.negative_prompt is not None and not args.prompt:
         faults.append("--negative-prompt is for --prompt")
     elif args.negative_prompt is not None and args.guidance == 1:

@@ -125,6 +125,7 @@ def run_import(args: argparse.Namespace) -> None:
     with mending(ValueError):
         read = _open_file if args.source.is_file() else _open_folder
         backbone, tensors, place = read(args)
+        backbone, length = _with_length_of_texts(backbone, args.source)
         process, remark = read_process(place, read_flags(ProcessChoice, args))
         import_weights(backbone, tensors, str(args.source), args.to, process)
     count = sum(tensor.numel() for tensor in tensors.values())
@@ -133,7 +134,7 @@ def run_import(args: argparse.Namespace) -> None:
         f"process: {process.describe(backbone.image_tokens)}\n"
         + (f"{remark}\n" if remark else "")
         + f"train it with --pretrained-checkpoint {args.to} "
-        + " ".join([_flags_of(backbone, place), *_text_flags(backbone, args.source)])
+        + " ".join([_flags_of(backbone, place), *length])
     )
 
 
@@ -279,25 +280,34 @@ def _check_source(args: argparse.Namespace) -> list[str]:
     return faults
 
 
-def _text_flags(backbone: Backbone, folder: Path) -> list[str]:
-    """How many tokens a text has by the pipeline's tokenizers, where the backbone has others."""
+def _with_length_of_texts(backbone: Backbone, folder: Path) -> tuple[Backbone, list[str]]:
+    """The backbone for texts as long as the pipeline's tokenizers make them; where it is a module,
+    itself, and the flag that says so in training."""
     from megatron_pulse.encoders.tokens import Tokenizers
-    from model_specs import is_module, text_recipe
+    from model_specs import changed_options, compare_models, is_module, load_backbone, text_recipe
 
     try:
         recipe = text_recipe(backbone.name, backbone)
         if recipe is None:
-            return []
+            return backbone, []
         shapes = {field: backbone.batch_fields[field].shape for field in recipe.fields}
         lengths = Tokenizers(folder, recipe, shapes).lengths
     except ValueError:
-        return []  # there are none, or none that make what it reads
-    option = "text_length" if is_module(backbone.name) else "context_length"
+        return backbone, []  # there are none, or none that make what it reads
     for field, rows in recipe.fields.items():
         made = sum(max(lengths[part.place] for part in row) for row in rows)
-        if len(shapes[field]) == 2 and made != shapes[field][0]:
-            return [f"--pulse-option {option}={made}"]
-    return []
+        if len(shapes[field]) != 2 or made == shapes[field][0]:
+            continue
+        if is_module(backbone.name):
+            return backbone, [f"--pulse-option text_length={made}"]
+        options = {**changed_options(backbone), "context_length": str(made)}
+        try:
+            fitted = load_backbone(backbone.record["name"], options)
+        except ValueError:
+            return backbone, []  # it has no such option
+        if not compare_models(backbone.record, fitted.record).different:
+            return fitted, []
+    return backbone, []
 
 
 def _flags_of(backbone: Backbone, place: Path) -> str:

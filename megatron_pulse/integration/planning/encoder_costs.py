@@ -20,7 +20,7 @@ from megatron_pulse.planner.fill.table import EncoderOrigin, EncoderTable, compo
 from megatron_pulse.profile.devices import Roofline
 from megatron_pulse.profile.encoders import measured, result_bytes, worked_out
 from megatron_pulse.profile.measuring.clock import Patience
-from megatron_pulse.profile.measuring.machine import device_name, num_threads
+from megatron_pulse.profile.measuring.machine import measured_device, num_threads
 from megatron_pulse.profile.profile import Source
 from model_specs import text_recipe
 
@@ -43,14 +43,16 @@ def encoder_costs(
         require(folder, autoencoder_faults(folder))
     dtypes: dict[str, str] = {}
     found = list(_components(folder, name, backbone, dtype, roofline, wanted, dtypes))
+    if wanted is not None and not found:
+        require(folder, [f"{backbone.name} reads nothing of {', '.join(sorted(wanted))}"])
     records = component_records(found)
     for record in records:
         record["readers"] = "ends" if record["name"] == VAE else "all"
     here = _device(weighs=True)
     origin = EncoderOrigin(
-        backbone.name,
-        backbone.sample_spec.shape,
-        device_name(here) if roofline is None else roofline.device.name,
+        backbone.record["name"],
+        backbone.record["options"],
+        measured_device(here, num_threads(here)) if roofline is None else roofline.device.name,
         Source.MEASURED if roofline is None else Source.ANALYTIC,
         num_threads(here) if roofline is None else 0,
         dtypes,

@@ -3,7 +3,7 @@
 ::
 
     {"format": "megatron_pulse encoders 1",
-     "made": {"backbone": "sd-v2", "sample": [4, 64, 64], "device": "A100-80GB",
+     "made": {"backbone": "sd-v2", "options": {"sample_size": 64, ...}, "device": "A100-80GB",
               "source": "analytic", "threads": 0, "dtypes": {"text": "float16"}},
      "components": [
        {"name": "text", "after": [], "result_bytes": 157696, "readers": "all",
@@ -25,16 +25,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.faults import Faults, UserError, told
+from megatron_pulse.faults import Faults, UserError, told, unknown
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_json
 from megatron_pulse.planner.fill.components import Component, FrozenLayer, levels
 from megatron_pulse.planner.layout.placement import Placement
-from megatron_pulse.profile.devices import known_device
+from megatron_pulse.profile.devices import ELEMENT_BYTES, known_device
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.schema import (
     COUNT,
     NATURAL,
+    OBJECT,
     TEXT,
     faults_of,
     list_of,
@@ -88,13 +89,13 @@ COMPONENTS = list_of(
 )
 """What a file or a plan may say of components."""
 _MADE = record(
-    "of what the costs are: backbone, sample, device, source, threads, dtypes",
+    "of what the costs are: backbone, options, device, source, threads, dtypes",
     backbone=TEXT,
-    sample=list_of(COUNT, "a sample's shape"),
+    options=OBJECT,
     device=TEXT,
     source=one_of(["measured", "analytic"]),
     threads=NATURAL,
-    dtypes=table_of(TEXT, "dtypes by component"),
+    dtypes=table_of(one_of(list(ELEMENT_BYTES)), "dtypes by component"),
 )
 SCHEMA = record(
     "a table of encoders",
@@ -107,23 +108,36 @@ SCHEMA = record(
 
 @dataclass(frozen=True)
 class EncoderOrigin:
-    """Of what the costs of a table are: what reads the results, and its sample's shape, the device,
-    with how many ``threads`` it computed (0: a GPU, or not measured), and dtypes by component."""
+    """Of what the costs of a table are: the backbone that reads the results, the device, with how
+    many ``threads`` it computed (0: a GPU, or not measured), and dtypes by component."""
 
     backbone: str
-    sample: tuple[int, ...]
+    options: Mapping[str, Any]
     device: str
     source: str
     threads: int
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
     def cautions(self, profile: Profile) -> list[str]:
-        """That a profile's costs are of another backbone, device or number of threads."""
+        """That a profile's costs are of another backbone, device, dtype or number of threads."""
         found = []
-        if self.backbone != (name := profile.backbone.get("name", self.backbone)):
+        reader, options = profile.backbone.get("name"), profile.backbone.get("options", {})
+        others = [n for n, v in options.items() if n in self.options and self.options[n] != v]
+        if reader is not None and self.backbone != reader:
             found.append(
-                f"costs of encoders are of what {self.backbone} reads, those of layers {name}'s: "
-                "texts and pictures may be of other sizes"
+                f"costs of encoders are of what {self.backbone} reads, those of layers {reader}'s: "
+                "a run of the plan needs these encoders, and texts and pictures of these sizes"
+            )
+        elif others:
+            said = (f"{n} {self.options[n]} and not {options[n]}" for n in others)
+            found.append(
+                f"costs of encoders are of {self.backbone} with {', '.join(said)}: texts and "
+                "pictures may be of other sizes"
+            )
+        if dtypes := sorted({*self.dtypes.values()} - {profile.dtype}):
+            found.append(
+                f"costs of encoders are of {' and '.join(dtypes)}, those of layers of "
+                f"{profile.dtype}: they hold where a run has --pulse-encoders-dtype so"
             )
         if _device(self.device) != _device(profile.device):
             found.append(
@@ -167,11 +181,13 @@ def read_table(path: str | Path) -> EncoderTable:
             components_of(content["components"])
         except Faults as error:
             faults = error.faults
+        names = {one["name"] for one in content["components"]}
+        for name in sorted(content.get("made", {}).get("dtypes", {}).keys() - names):
+            faults.append(f"made.dtypes: {unknown('component', name, sorted(names))}")
     if faults:
         raise TableError(told(f"{path} is not a table of encoders", faults))
     made = content.get("made")
-    origin = made and EncoderOrigin(**{**made, "sample": tuple(made["sample"])})
-    return EncoderTable(content["components"], origin)
+    return EncoderTable(content["components"], None if made is None else EncoderOrigin(**made))
 
 
 def components_of(

@@ -25,6 +25,13 @@ def device_name(device: torch.device) -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
+def measured_device(device: torch.device, threads: int) -> str:
+    """What measurements are of, in words: the GPU, or the processor and how many threads (0: a
+    GPU)."""
+    name = device_name(device)
+    return f"CPU ({name}, {threads} thread{'s' * (threads > 1)})" if threads else name
+
+
 def device_memory(device: torch.device) -> int:
     """Bytes of the GPU's memory, or of the machine's."""
     if device.type == "cuda":

@@ -29,7 +29,7 @@ from megatron_pulse.profile.measuring.layer_call import (
 from megatron_pulse.profile.measuring.machine import (
     computing_with,
     device_memory,
-    device_name,
+    measured_device,
     num_threads,
 )
 from megatron_pulse.profile.measuring.memory import memory_columns
@@ -166,7 +166,7 @@ def measure(
     return Profile(
         backbone=backbone.record,
         source=Source.MEASURED,
-        device=_device_name(place, used_threads),
+        device=measured_device(place, used_threads),
         memory_bytes=device_memory(place),
         dtype=dtype,
         recompute=recompute,
@@ -245,11 +245,6 @@ def _method(patience: Patience, once_per_kind: bool, split: bool) -> str:
         f"{patience.min_repetitions} repetitions in at least {patience.enough_s:g} s, within "
         f"{patience.limit_s:g} s"
     )
-
-
-def _device_name(device: torch.device, threads: int) -> str:
-    name = device_name(device)
-    return f"CPU ({name}, {threads} thread{'s' * (threads > 1)})" if threads else name
 
 
 def _versions(device: torch.device) -> dict[str, str]:

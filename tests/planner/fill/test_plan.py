@@ -198,7 +198,7 @@ def test_tune_fills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", *given[:4], "-p", "2", "-m", "4", "--seconds", "1", "--no-cache"]) == 0
     out = capsys.readouterr().out
     assert "in idle time, for the next step" in out and "X1        pooled: " in out
-    origin = EncoderOrigin("another", (1, 8, 8), "A100-80GB", "analytic", 0)
+    origin = EncoderOrigin("another", {}, "A100-80GB", "analytic", 0)
     other = EncoderTable(json.loads(json.dumps(component_records(components(plan)))), origin)
     (tmp_path / "encoders.json").write_text(json.dumps(other.record()))
     assert read_table(tmp_path / "encoders.json") == other
