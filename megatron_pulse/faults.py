@@ -143,7 +143,7 @@ def raised(error: BaseException) -> str:
     ]
     where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    goes_on = bool(lines) and lines[0].endswith(":")
+    goes_on = bool(lines) and lines[0].endswith((":", ","))
     said = " ".join(lines[: 1 + goes_on])
     return f"{type(error).__name__}: {said}".rstrip(": ") + where
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up .venv where needed, then runs every check: ruff, mypy, and all tests, five files at a
-# time: on two cores three wait for their processes while two compute.
+# Sets up .venv where needed, then runs every check: ruff, mypy, and all tests, four files at a
+# time: on two cores two wait for their processes while two compute.
 # Arguments go to pytest: bash tests/run.sh tests/planner -k fold
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,7 +26,7 @@ if ! [ .venv/.imported -nt .venv/.installed-dev ]; then
 fi
 [ -z "$engine" ] || wait "$engine"
 failed=0
-.venv/bin/python -m pytest --numprocesses 5 --dist loadfile \
+.venv/bin/python -m pytest --numprocesses 4 --dist loadfile \
     --no-loadscope-reorder "$@" || failed=$?
 wait "$mypy" || failed=1
 cat "$types"

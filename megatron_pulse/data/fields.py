@@ -149,6 +149,7 @@ def constants(
 
 
 _NO_CAPTIONS = "no captions: write NAME.txt beside each picture, or metadata.csv"
+_NO_TEXTS = "no texts: write it anew with the encoders (pulse data write-latents --encoders DIR)"
 
 
 class Fitted(Derived):
@@ -180,7 +181,9 @@ class Fitted(Derived):
             if name in source.fields and not source.fields[name].fits(spec):
                 self.faults.append(f"{reads} {name} ({spec}), the data has {source.fields[name]}")
             elif name not in source.fields and name not in self._constants:
-                none = _NO_CAPTIONS if name in tokens else "none"
+                none = "none"
+                if name in tokens:
+                    none = _NO_TEXTS if "latent" in source.made_by else _NO_CAPTIONS
                 self.faults.append(f"{reads} {name} ({spec}), the data has {none}")
         if self._known:
             self.faults += self._unknown_tokens(source.null_conditioning())

@@ -156,6 +156,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
+    from megatron_pulse.planner.tune.searching.fewer import fewer_devices
     from megatron_pulse.profile.cautions import (
         device_caution,
         rank_threads,
@@ -188,6 +189,8 @@ def run(args: argparse.Namespace) -> None:
     evaluator = Evaluator(*of, divides, heads, args.self_conditioning or 0.0, _state(args))
     found = _tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
+    if (fewer := fewer_devices(evaluator, found.outcomes[0], choices)) is not None:
+        lines.append(fewer.beside(found.outcomes[0].throughput))
     made: dict[str, Any] | None = None
     encoded: EncodedPlan | None = None
     if args.encoders is not None:
@@ -203,7 +206,7 @@ def run(args: argparse.Namespace) -> None:
         plain = plan_of(found.outcomes[0], evaluator, divides)
         save_plan(encoded.plan if encoded else plain, args.output)
         lines.append(f"plan written to {args.output}")
-    answer(args, lines, partial(as_json, found, evaluator, made))
+    answer(args, lines, partial(as_json, found, evaluator, made, fewer))
 
 
 def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> None:

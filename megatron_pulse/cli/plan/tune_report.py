@@ -9,6 +9,7 @@ from megatron_pulse.cli.plan.plan_text import filling_facts, homes, policies
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.plans.policies import EncodedPlan
 from megatron_pulse.planner.tune.searching.explain import certainty, explain
+from megatron_pulse.planner.tune.searching.fewer import Fewer
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.profile.profile import Profile
 
@@ -99,7 +100,10 @@ def encoding(encoded: EncodedPlan) -> list[str]:
 
 
 def as_json(
-    found: Tuning, evaluator: Evaluator, encoders: dict[str, Any] | None = None
+    found: Tuning,
+    evaluator: Evaluator,
+    encoders: dict[str, Any] | None = None,
+    fewer: Fewer | None = None,
 ) -> dict[str, Any]:
     """The same for machines."""
     return {
@@ -110,6 +114,12 @@ def as_json(
         "self_conditioning": evaluator.self_conditioning,
         "outcomes": [_record(outcome, evaluator.profile) for outcome in found.outcomes],
         "fully_sharded": found.opponent and found.opponent.record(),
+        "fewer_devices": fewer
+        and {
+            "num_devices": fewer.num_devices,
+            "config": str(fewer.outcome.config),
+            "samples_per_s": fewer.outcome.throughput,
+        },
         "num_configs": found.num_configs,
         "num_simulated": found.num_simulated,
         "certainty": _certainty(found),

@@ -22,6 +22,7 @@ from megatron_pulse.planner.tune.estimate import even_cuts
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.explain import nothing_fits
+from megatron_pulse.planner.tune.searching.fewer import fewer_devices
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.kinds import neighbours
 from megatron_pulse.planner.tune.searching.search import search
@@ -435,3 +436,20 @@ def test_no_time_at_all_is_said() -> None:
     evaluator = Evaluator(profile(random.Random(0), 12, 5), cluster(memory_gb=2.0), 16)
     with pytest.raises(UntunableError, match="no config was simulated in .* were left"):
         tune(evaluator, Choices(), search_s=1e-9, finish_s=1e-9)
+
+
+def test_fewer_devices_are_said_where_they_are_faster() -> None:
+    """Links so slow that a second node is in the way, and none that are."""
+    rng = random.Random(3)
+    costs = profile(rng, 10, 4)
+    for gbs, expected in ((1e-6, True), (100.0, False)):
+        evaluator = Evaluator(costs, cluster(2, 2, inter_gbs=gbs), 32)
+        choices = Choices(tensor=(1,))
+        best = search(evaluator, evaluator.candidates(choices), 1).outcomes[0]
+        found = fewer_devices(evaluator, best, choices)
+        assert (found is not None) is expected
+        if found is not None:
+            part = evaluator.on(evaluator.cluster.part(found.num_devices))
+            alone = search(part, part.candidates(choices), 1).outcomes[0]
+            assert found.outcome.throughput == alone.throughput > best.throughput
+            assert f"predicted at {alone.throughput:.4g}" in found.beside(best.throughput)
