@@ -41,6 +41,7 @@ from megatron_pulse.profile.measuring.machine import num_threads
 from megatron_pulse.profile.memory_format import format_caution
 from megatron_pulse.runtime.job import Job
 from megatron_pulse.runtime.stopping import STOP
+from megatron_pulse.runtime.watch.place import HERE
 from model_specs import describe_weights
 
 
@@ -71,7 +72,8 @@ def main() -> None:
             lock = _connect(args, options, job, found)
         check_world(args, plan.digest())
         # One rank reads the encoders' files; flags that are saved are the same on all.
-        args.pulse_encoded_by = by_rank_0(lambda: data.encoded_by)
+        with HERE.during("reading the files of encoders", patient=True):
+            args.pulse_encoded_by = by_rank_0(lambda: data.encoded_by)
         if start is not None:
             with refusing(CheckpointError, where=f"{start.given}: "):
                 start = whole_start(start, args, holds=lock is not None)
