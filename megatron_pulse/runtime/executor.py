@@ -21,7 +21,7 @@ from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.shapes import own_fields, sample_field, shape_of
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
 from megatron_pulse.planner.step.communication import message_spec
 from megatron_pulse.planner.step.program import (
     Collective,
@@ -35,6 +35,7 @@ from megatron_pulse.planner.step.program import (
 )
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
 from megatron_pulse.runtime.again import Again
+from megatron_pulse.runtime.away import Away, storages
 from megatron_pulse.runtime.called import Carrier, Recorder, Workload
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
@@ -56,6 +57,7 @@ class _Saved:
     loss: Tensor | None = None
     later: Later | None = None
     again: list[Again] = field(default_factory=list)
+    away: Away | None = None
 
 
 class Executor:
@@ -112,6 +114,9 @@ class Executor:
         self._shapes: list[int] = []
         self._losses: dict[int, list[Tensor]] = {}
         self._current: Operation | None = None
+        self._offloads = {s: any(_inside(m).offloaded) for s, m in stages.items()}
+        self._fetched_before = _fetched_before(schedule.order[device], self._offloads)
+        self._copies: torch.cuda.Stream | None = None
 
     def run(
         self,
@@ -139,6 +144,11 @@ class Executor:
         placement = self._routes.partition.placement
         self._losses = {stage: [] for stage in placement.ends if stage in self._own}
         self._current = None
+        self._weights = {
+            s: storages(stage.parameters())
+            for s, stage in self._stages.items()
+            if self._offloads[s]
+        }
         grad_mode = torch.enable_grad() if self._training else torch.no_grad()
         try:
             with contextlib.ExitStack() as stack, grad_mode:
@@ -218,6 +228,9 @@ class Executor:
             self._board.report(f"{where}{layer}: {type(error).__name__}: {error}")
 
     def _run(self, operation: Operation) -> None:
+        for key in self._fetched_before.get(operation, ()):
+            if (away := self._saved[key].away) is not None:
+                away.fetch()
         match operation.kind:
             case Kind.FORWARD:
                 self._forward(operation)
@@ -284,8 +297,11 @@ class Executor:
         }
         if self._is_split and self._training:
             saved.later = Later()
+        if self._offloads[stage] and self._training:
+            here = [*boundary, *skips.values(), *given.values(), *conditioning.values()]
+            saved.away = Away(self._weights[stage] | storages(here), self._copy_stream())
         outputs, skips, provided = self._stages[stage](
-            boundary, skips, {**given, **conditioning}, saved.later, which, saved.again
+            boundary, skips, {**given, **conditioning}, saved.later, which, saved.again, saved.away
         )
         results = [(Payload.SKIP, name, tensor) for name, tensor in skips.items()]
         results += [(Payload.CONDITIONING, name, tensor) for name, tensor in provided.items()]
@@ -307,8 +323,16 @@ class Executor:
             if payload is Payload.CONDITIONING:
                 tensor = self._cast(tensor, self._computed[name])
             self._exchange.deliver(op, payload, name, tensor.detach())
+        if saved.away is not None:
+            saved.away.leave()
         if self._training:
             self._saved[stage, op.microbatch] = saved
+
+    def _copy_stream(self) -> torch.cuda.Stream | None:
+        """What activations leave and come on; none on a CPU."""
+        if self._copies is None and self._settings.device.type == "cuda":
+            self._copies = torch.cuda.Stream(self._settings.device)
+        return self._copies
 
     # --- backward -----------------------------------------------------------------------------
 
@@ -362,6 +386,20 @@ class Executor:
         ]
         if complete:
             torch.autograd.backward(complete, [torch.zeros_like(p) for p in complete])
+
+
+def _fetched_before(
+    order: Sequence[Operation], offloads: Mapping[int, bool]
+) -> dict[Operation, list[tuple[int, int]]]:
+    """Whose activations begin to come back before each operation of a device: those that the one
+    after it takes, or its own where it follows their forward."""
+    found: dict[Operation, list[tuple[int, int]]] = {}
+    for before, op in zip(order, order[1:], strict=False):
+        if op.kind in BACKWARDS and offloads[op.stage]:
+            key = op.stage, op.microbatch
+            own = before == Operation(Kind.FORWARD, *key)
+            found.setdefault(op if own else before, []).append(key)
+    return found
 
 
 def _inside(stage: nn.Module) -> nn.Module:

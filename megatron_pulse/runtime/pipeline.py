@@ -74,9 +74,9 @@ class Pipeline:
         fault: Exception | None = None
         try:
             self.stages = {
-                s: Stage(plan.backbone, plan.routes, s, seed, context, plan.recompute).to(
-                    device, dtype
-                )
+                s: Stage(
+                    plan.backbone, plan.routes, s, seed, context, plan.recompute, plan.offload
+                ).to(device, dtype)
                 for s in plan.placement.stages_of_device(self.rank)
             }
             _require_sound(plan, self.stages, context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_pulse.backbone.shapes import tell_shape
 from megatron_pulse.planner.layout.crossing import SkipCarrier
 from megatron_pulse.planner.layout.routes import Routes, embedders_of
 from megatron_pulse.runtime.again import Again
+from megatron_pulse.runtime.away import Away
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.modules import unsound
 from megatron_pulse.runtime.parameters.later import Later
@@ -42,7 +44,7 @@ class Stage(Nest):
     the chain was cut. ``context`` is what the layers are built with. Layers of the chain that are
     in ``recompute`` keep what they take, and no activations: these are computed again for the
     backward pass, which then, since nothing is to be held any longer, has their weight gradients
-    too.
+    too. What those in ``offload`` save waits on the host meanwhile (``Away``).
     A replicated embedder is a layer of one stage like any other, but runs only through
     ``replicas``, which must be set where ``routes`` has such.
     ``base`` goes to the next class where another is derived from this and from one of Megatron's.
@@ -56,11 +58,14 @@ class Stage(Nest):
         seed: int,
         context: LayerContext | None = None,
         recompute: Collection[int] = (),
+        offload: Collection[int] = (),
         **base: Any,
     ) -> None:
         super().__init__(**base)
         self.stage = stage
-        self.recomputed = tuple(i in recompute for i in routes.partition.layers_of_stage(stage))
+        layers = routes.partition.layers_of_stage(stage)
+        self.recomputed = tuple(i in recompute for i in layers)
+        self.offloaded = tuple(i in offload for i in layers)
         self.replicas: Replicas | None = None
         self._embedders = [backbone.layers[i] for i in embedders_of(backbone, routes, stage)]
         self._replicated = routes.replicated
@@ -107,6 +112,7 @@ class Stage(Nest):
         later: Later | None = None,
         which: int = 0,
         again: list[Again] | None = None,
+        away: Away | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensors, Tensors]:
         """Run the stage's layers on one microbatch.
 
@@ -115,14 +121,16 @@ class Stage(Nest):
         layer computed it). Returns the boundary tensors, the skips that leave, and the
         conditioning that leaves (fp64). Weight gradients that can wait are left to ``later``.
         ``which`` of the chain's shapes the microbatch has says the executor. What can be computed
-        again before its backward comes to it is added to ``again``.
+        again before its backward comes to it is added to ``again``; what offloaded layers save is
+        noted in ``away``.
         """
         inputs, carried = self._fan_out(inputs, self._boundary_skips)
         skips = {**skips, **carried}
         conditioning = {**conditioning, **self._embed(conditioning, which)}
         expected = self._kinds(inputs, skips, which)
-        layers = zip(self._specs, self._chain, expected, self.recomputed, strict=True)
-        for spec, module, kinds, recomputed in layers:
+        how = self.recomputed, self.offloaded
+        layers = zip(self._specs, self._chain, expected, *how, strict=True)
+        for spec, module, kinds, recomputed, offloaded in layers:
             if spec.name in self._replicated:
                 continue
             popped = {spec.own(name): _alias(skips.pop(name)) for name in spec.pops}
@@ -135,7 +143,8 @@ class Stage(Nest):
                 if again is not None:
                     again.append(layer)
             else:
-                results = _run(spec.name, module, later, which, inputs, popped, used)
+                with away.saving() if away is not None and offloaded else nullcontext():
+                    results = _run(spec.name, module, later, which, inputs, popped, used)
             results = self._returned(spec, module, inputs, results, kinds)
             inputs = results[: len(spec.outputs)]
             for name, tensor in zip(spec.provides, results[len(spec.outputs) :], strict=True):

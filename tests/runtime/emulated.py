@@ -22,6 +22,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.communication import compile_communication
 from megatron_pulse.planner.step.program import compile_program
 from megatron_pulse.runtime.again import Again
+from megatron_pulse.runtime.away import Away
 from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.executor import Executor
 from megatron_pulse.runtime.failures import default_board
@@ -68,6 +69,7 @@ class EmulatedStage(nn.Module):
         self.weight_grad_s = problem.weight_grad[stage] if problem.weight_grad else 0.0
         self.recompute_s = problem.recompute[stage] if problem.recompute else 0.0
         self.weight = nn.Parameter(torch.zeros(1, device=settings.device))
+        self.offloaded = ()
 
     def forward(
         self,
@@ -77,6 +79,7 @@ class EmulatedStage(nn.Module):
         later: Later | None = None,
         which: int = 0,
         again: list[Again] | None = None,
+        away: Away | None = None,
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]:
         """See Stage.forward."""
         crossing = (*inputs, *skips.values(), *(conditioning[name] for name in self._taken))

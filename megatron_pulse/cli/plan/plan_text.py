@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_pulse.backbone.recomputed import tell_layers
+from megatron_pulse.backbone.named import tell_layers
 from megatron_pulse.cli.output import columns, ends, table
 from megatron_pulse.encoders.recipe import VAE
 from megatron_pulse.planner.fill.fillers import FilledSchedule

@@ -128,6 +128,14 @@ class PulseOptions:
         metavar="PATTERN",
         marks=[FlagMark.PLAN],
     )
+    offload: tuple[str, ...] = flag(
+        "layers whose activations wait in pinned host memory from their forward to their backward, "
+        "by their names, as blocks.* (repeatable); copies are made beside computing; cuts, plans "
+        "and the tuner do not count on it",
+        (),
+        metavar="PATTERN",
+        marks=[FlagMark.PLAN],
+    )
     plan: str | None = flag(
         "run a plan that 'pulse tune' wrote: backbone, degrees, batch, cuts and schedule are the "
         "plan's, and flags that say otherwise are refused; of a folder ('pulse tune --worlds') the "

@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from megatron_pulse.backbone.context import LayerContext
-from megatron_pulse.backbone.recomputed import tell_layers
+from megatron_pulse.backbone.named import tell_layers
 from megatron_pulse.integration.encoding import Encoders
 from megatron_pulse.integration.loop.again.not_finite import GradientCheck, losses_not_finite
 from megatron_pulse.integration.loop.again.verifying import Verifier

@@ -55,6 +55,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             args.seed,
             pg_collection,
             recompute=plan.recompute,
+            offload=plan.offload,
         )
         config.params_dtype = dtype
         if dtype != torch.float32 and not args.skip_train:

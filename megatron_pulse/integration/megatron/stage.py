@@ -38,6 +38,7 @@ class MegatronStage(Stage, MegatronModule):
         seed: int,
         pg_collection: ProcessGroupCollection | None = None,
         recompute: Collection[int] = (),
+        offload: Collection[int] = (),
     ) -> None:
         self.drawn: Tensors = {}
         self.masters: Masters | None = None
@@ -48,7 +49,8 @@ class MegatronStage(Stage, MegatronModule):
         self.post_process = routes.partition.placement.after[stage] is None
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
-        super().__init__(backbone, routes, stage, seed, context, recompute, config=config)
+        how = context, recompute, offload
+        super().__init__(backbone, routes, stage, seed, *how, config=config)
         layers = self.named_layers()
         if faults := [fault for layer in layers for fault in untrained_biases(*layer)]:
             raise BackboneError(backbone.name, faults)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
-from megatron_pulse.backbone.recomputed import recomputed_layers
+from megatron_pulse.backbone.named import matching_layers
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.planning.layers import require_own_layers, require_waiting_layers
 from megatron_pulse.planner.cluster.link import Link
@@ -177,9 +177,26 @@ def _recomputed(
             )
         return frozenset(range(len(backbone.layers)))
     try:
-        return recomputed_layers([layer.name for layer in backbone.layers], options.recompute)
+        return matching_layers([layer.name for layer in backbone.layers], options.recompute)
     except ValueError as error:
         raise ValueError(f"--pulse-recompute: {error}") from error
+
+
+def _offloaded(
+    options: PulseOptions, backbone: Backbone, recompute: frozenset[int]
+) -> frozenset[int]:
+    """The layers whose activations flags say to keep on the host; raises ValueError."""
+    names = [layer.name for layer in backbone.layers]
+    try:
+        found = matching_layers(names, options.offload)
+    except ValueError as error:
+        raise ValueError(f"--pulse-offload: {error}") from error
+    if both := found & recompute:
+        raise ValueError(
+            f"--pulse-offload {names[min(both)]}: its activations are computed again and so not "
+            "kept; give other layers"
+        )
+    return found
 
 
 def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
@@ -189,8 +206,9 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     whole = load_recorded(backbone.record)
     profile = _profile(args, options, whole)
     recompute = _recomputed(args, options, backbone)
+    offload = _offloaded(options, backbone, recompute)
     costs = _costs(args, profile, backbone, recompute)
-    return make_plan(
+    plan = make_plan(
         backbone,
         costs,
         placement,
@@ -203,6 +221,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         ),
         recompute,
     )
+    return replace(plan, offload=offload)
 
 
 def num_microbatches(args: argparse.Namespace) -> int:

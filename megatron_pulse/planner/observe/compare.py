@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from statistics import median
 
-from megatron_pulse.backbone.recomputed import tell_layers
+from megatron_pulse.backbone.named import tell_layers
 from megatron_pulse.faults import told
 from megatron_pulse.planner.observe.trace import StepTrace, Trace, TraceError
 from megatron_pulse.planner.plan_file.plan_file import PlanFile

@@ -17,7 +17,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.check import require_valid
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.backbone.gradients import wanted_gradients
-from megatron_pulse.backbone.recomputed import tell_layers
+from megatron_pulse.backbone.named import tell_layers
 from megatron_pulse.faults import told
 from megatron_pulse.file_kinds import FileKind
 from megatron_pulse.files import read_text
@@ -63,7 +63,8 @@ class Plan:
     ``embedders`` says of each embedder whether it is replicated. ``problem`` is what schedules are
     made for, but for the number of microbatches (None: stages are equal). ``schedules`` are used
     for as many microbatches as they have, whatever ``schedule_name`` says. The layers in
-    ``recompute`` compute their activations again in the backward pass.
+    ``recompute`` compute their activations again in the backward pass, those of ``offload`` wait on
+    the host for it.
     """
 
     backbone: Backbone
@@ -73,6 +74,7 @@ class Plan:
     problem: ScheduleProblem | None = None
     schedules: tuple[Schedule, ...] = ()
     recompute: frozenset[int] = frozenset()
+    offload: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         cuts, num_stages = self.partition.cuts, self.placement.num_stages
@@ -143,6 +145,7 @@ class Plan:
             "schedule": self.schedule_name,
             "embedders": [asdict(choice) for choice in self.embedders],
             "recompute": sorted(self.recompute),
+            "offload": sorted(self.offload),
         }
 
     def digest(self, num_microbatches: int | None = None) -> str:
@@ -174,6 +177,9 @@ class Plan:
         if self.recompute:
             told = tell_layers(self.recompute, len(backbone.layers))
             lines.append(f"  activations computed again: {told}")
+        if self.offload:
+            told = tell_layers(self.offload, len(backbone.layers))
+            lines.append(f"  activations on the host until their backward: {told}")
         for choice in self.embedders:
             if choice.sent_bytes:
                 lines.append(

@@ -1,4 +1,4 @@
-"""Which layers compute their activations again in the backward pass instead of keeping them."""
+"""Layers by name: which compute activations again, or keep them on the host, until the backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 from megatron_pulse.faults import Faults, unmatched
 
 
-def recomputed_layers(names: Sequence[str], patterns: Collection[str]) -> frozenset[int]:
+def matching_layers(names: Sequence[str], patterns: Collection[str]) -> frozenset[int]:
     """The layers, of a chain with these ``names``, that match one of ``patterns`` (fnmatch's).
 
     Raises Faults (a ValueError) with every pattern that matches none.

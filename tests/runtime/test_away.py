@@ -1,0 +1,94 @@
+"""Activations on the host: the same bits come back, and the device lets go of them meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_pulse.planner.schedule.operations import Kind, Operation
+from megatron_pulse.runtime.away import LEAST_BYTES, Away, storages
+from megatron_pulse.runtime.executor import _fetched_before
+
+
+class _Layer(nn.Module):
+    """Saves views of one storage, a strided one, an index, its weight and its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.made: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.into(x).chunk(3, dim=-1)
+        order = torch.argsort(q.detach(), dim=-1)
+        mixed = torch.softmax(q.gather(-1, order).transpose(0, 1), dim=-1) * k.transpose(0, 1)
+        self.made = [weakref.ref(each.untyped_storage()) for each in (q, mixed)]
+        return torch.nn.functional.silu(self.out(mixed.transpose(0, 1) + v.square()))
+
+
+def gradients(fetched: bool | None) -> tuple[list[Tensor], Away | None, list[bool]]:
+    """Of a layer's input and weights; its saved tensors away unless ``fetched`` is None, and then
+    whether storages it made were let go."""
+    torch.manual_seed(0)
+    layer, x = _Layer(), torch.randn(16, 8, 64, requires_grad=True)
+    away, gone = None, []
+    if fetched is None:
+        y = layer(x)
+    else:
+        away = Away(storages([x, *layer.parameters()]))
+        with away.saving():
+            y = layer(x)
+        away.leave()
+        gone = [made() is None for made in layer.made]
+        if fetched:
+            away.fetch()
+    y.square().sum().backward()
+    return [g for g in (x.grad, *(p.grad for p in layer.parameters())) if g is not None], away, gone
+
+
+@pytest.mark.parametrize("fetched", [True, False])
+def test_the_same_bits_come_back(fetched: bool) -> None:
+    expected, _, _ = gradients(None)
+    got, away, gone = gradients(fetched)
+    assert len(got) == 5 and all(map(torch.equal, got, expected))
+    assert all(gone) and away is not None and away.num_bytes >= 4 * 16 * 8 * 64
+
+
+def test_what_others_hold_stays() -> None:
+    x = torch.randn(LEAST_BYTES, requires_grad=True)
+    small = torch.ones(4, requires_grad=True)
+    away = Away(storages([x]))
+    with away.saving():
+        y = (x * x).sum() + (small * small).sum()
+    away.leave()
+    assert away.num_bytes == 0
+    y.backward()
+    assert torch.equal(x.grad, 2 * x)
+
+
+def test_taken_twice_is_brought_twice() -> None:
+    x = torch.randn(LEAST_BYTES, requires_grad=True)
+    away = Away(frozenset())
+    with away.saving():
+        y = x.exp()
+    away.leave()
+    (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(first, second) and torch.equal(first, y)
+
+
+def test_what_comes_back_when() -> None:
+    """An operation before its backward, or with it where that follows the forward."""
+    order = [Operation.parse(text) for text in "F0:0 F1:0 B1:0 F0:1 B0:0 B0:1".split()]
+    found = _fetched_before(order, {0: True, 1: True})
+    assert {str(op): keys for op, keys in found.items()} == {
+        "B1:0": [(1, 0)],
+        "F0:1": [(0, 0)],
+        "B0:0": [(0, 1)],
+    }
+    assert _fetched_before(order, {0: False, 1: False}) == {}
+    assert order[0].kind is Kind.FORWARD
