@@ -117,6 +117,8 @@ class Executor:
         self._offloads = {s: any(_inside(m).offloaded) for s, m in stages.items()}
         self._fetched_before = _fetched_before(schedule.order[device], self._offloads)
         self._copies: torch.cuda.Stream | None = None
+        self.offloaded_bytes = 0
+        """Of activations that have left for the host, in all steps."""
 
     def run(
         self,
@@ -325,6 +327,7 @@ class Executor:
             self._exchange.deliver(op, payload, name, tensor.detach())
         if saved.away is not None:
             saved.away.leave()
+            self.offloaded_bytes += saved.away.num_bytes
         if self._training:
             self._saved[stage, op.microbatch] = saved
 

@@ -85,6 +85,7 @@ class Layout:
             f"b={case.micro_batch_size} {placement.kind.name} of {placement.num_stages} stages, "
             f"{self.schedule.name}, {'split' if self.is_split else 'whole'}, {case.dtype}"
             f"{', recomputed' if case.recompute else ''}"
+            f"{', offloaded' if case.offload else ''}"
             f"{', trained: ' + ' '.join(case.train) if case.train else ''}"
             f"{', frozen: ' + ' '.join(case.freeze) if case.freeze else ''}"
         )
@@ -133,7 +134,8 @@ def draw_layout(seed: int, number: int) -> Layout:
         case = replace(case, **_draw_trained(random.Random(f"{seed}/{number}/trained"), chain))
         chance = random.Random(f"{seed}/{number}/apart")
         apart = computed_apart(schedule, plan.partition, case.recompute, chance)
-        case = replace(case, schedule=apart)
+        offload = random.Random(f"{seed}/{number}/offload").choice((0, 0, 0, 1, 2))
+        case = replace(case, schedule=apart, offload=offload)
         return Layout(number, family, num_devices, case)
 
 
@@ -259,6 +261,7 @@ def summary(verdicts: Sequence[Verdict], seed: int, seconds: float) -> dict[str,
         "backwards": ["split" if layout.is_split else "whole" for layout in layouts],
         "dtype": [layout.case.dtype for layout in layouts],
         "recomputed": [str(layout.case.recompute) for layout in layouts],
+        "offloaded": [str(layout.case.offload) for layout in layouts],
     }
     return {
         "seed": seed,

@@ -20,6 +20,7 @@ from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.plan import Plan, make_plan
 from megatron_pulse.profile.trained import choose_trained
+from megatron_pulse.runtime import away
 from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.pipeline import Pipeline
@@ -34,7 +35,8 @@ SEED = 7
 class Case:
     """One way to run a backbone; ``dtype`` is torch's name, ``train`` and ``freeze`` are patterns
     of parameters' names, ``device`` is torch's. Every ``recompute``-th layer computes its
-    activations again (0: none).
+    activations again (0: none); of the others every ``offload``-th has them on the host meanwhile,
+    whatever their size.
 
     A name of a ``schedule``, ``cuts`` and ``replicated`` are for several devices.
     """
@@ -52,6 +54,7 @@ class Case:
     train: tuple[str, ...] = ()
     freeze: tuple[str, ...] = ()
     device: str = "cpu"
+    offload: int = 0
 
     @property
     def alone(self) -> Case:
@@ -61,6 +64,7 @@ class Case:
             schedule="auto",
             num_chunks=2,
             recompute=0,
+            offload=0,
             cuts=None,
             replicated=frozenset(),
             placement="sequential",
@@ -76,6 +80,7 @@ class Outcome:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     num_weight_gradients: int = 0
+    offloaded_bytes: int = 0
     forward_bytes: int = 0
     gradient_bytes: int = 0
     skip_bytes: int = 0
@@ -138,7 +143,9 @@ def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
     names = case.replicated if num_devices > 1 else ()
     choices = tuple(EmbedderChoice(name, 0, 0, True) for name in names)
     again = frozenset(range(0, len(backbone.layers), case.recompute) if case.recompute else ())
-    return replace(plan, embedders=choices, schedules=given or plan.schedules, recompute=again)
+    moved = frozenset(range(0, len(backbone.layers), case.offload) if case.offload else ()) - again
+    schedules = given or plan.schedules
+    return replace(plan, embedders=choices, schedules=schedules, recompute=again, offload=moved)
 
 
 def make_pipeline(
@@ -192,6 +199,8 @@ def train(
     """A few steps of AdamW on this rank's stages; ``batches_of`` gives a step's microbatches."""
     if case.train or case.freeze:
         backbone = choose_trained(backbone, case.train, case.freeze)
+    if case.offload:
+        away.LEAST_BYTES = 1
     pipeline = make_pipeline(backbone, case, config, group, fillers=fillers)
     parameters = dict(pipeline.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, foreach=False)
@@ -205,7 +214,9 @@ def train(
         outcome.num_weight_gradients += sum(
             timed.operation.kind is Kind.WEIGHT_GRAD for timed in recorder.finish().operations
         )
-        assert pipeline.executor(len(batches)).held_bytes == 0
+        executor = pipeline.executor(len(batches))
+        assert executor.held_bytes == 0
+        outcome.offloaded_bytes = executor.offloaded_bytes
         optimizer.step()
     outcome.gradients = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
     outcome.parameters = {n: p.detach().clone() for n, p in parameters.items()}

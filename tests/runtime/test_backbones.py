@@ -21,8 +21,8 @@ from tests.runtime.tiny import FAMILIES, backbone, run_cases
 
 P, M, STEPS = 2, 3, 2
 CASES: list[tuple[Case, int | None]] = [
-    (Case("fold", M, dtype="bfloat16", recompute=2), None),
-    (Case("fold", M, dtype="bfloat16"), 3),
+    (Case("fold", M, dtype="bfloat16", recompute=2, offload=1), None),
+    (Case("fold", M, dtype="bfloat16", offload=1), 3),
     (Case("sequential", M, dtype="bfloat16"), 0),
     (Case("interleaved", M, dtype="float32", recompute=True), 1),
 ]
@@ -51,6 +51,7 @@ def test_whole_and_split_backwards_equal_one_process(family: str) -> None:
         delay, num_stages = CASES[i][1], P if case.placement == "sequential" else 2 * P
         apart = 0 if delay is None else num_stages * case.num_microbatches * STEPS
         assert got.num_weight_gradients == apart, case
+        assert all((o[i].offloaded_bytes > 0) == bool(case.offload) for o in ranks), case
         assert len(got.losses) == STEPS * case.num_microbatches
         assert got.losses == reference.losses, case
         assert all(g.abs().max() > 0 for g in reference.gradients.values())
