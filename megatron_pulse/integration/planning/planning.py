@@ -208,7 +208,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     recompute = _recomputed(args, options, backbone)
     offload = _offloaded(options, backbone, recompute)
     costs = _costs(args, profile, backbone, recompute)
-    plan = make_plan(
+    return make_plan(
         backbone,
         costs,
         placement,
@@ -220,8 +220,8 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
             memory=_memory(args, options, count),
         ),
         recompute,
+        offload,
     )
-    return replace(plan, offload=offload)
 
 
 def num_microbatches(args: argparse.Namespace) -> int:

@@ -198,11 +198,13 @@ def make_plan(
     cap: int | None = None,
     goal: Goal | None = None,
     recompute: Collection[int] = (),
+    offload: Collection[int] = (),
 ) -> Plan:
     """Partition ``backbone`` by its ``costs`` and choose its schedule.
 
     Without a ``goal`` a fold keeps every skip on one device, and the largest load is
-    minimised. The layers in ``recompute`` compute their activations again, as ``costs`` know of.
+    minimised. The layers in ``recompute`` compute their activations again, as ``costs`` know of;
+    those of ``offload`` wait on the host, which nothing counts on.
     Raises PlanError for arguments of other kinds and for costs of another chain.
     """
     _require_kinds(backbone, costs, placement, schedule_name, cap, goal)
@@ -224,6 +226,7 @@ def make_plan(
         problem=problem,
         schedules=schedules,
         recompute=frozenset(recompute),
+        offload=frozenset(offload),
     )
 
 
