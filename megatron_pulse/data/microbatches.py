@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,9 @@ from megatron_pulse.diffusion.noise import Stream, draw
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.encoders.autoencoder import posterior_noise, sampled
 from megatron_pulse.processes import end_with_parent
+
+_GRACE_S = 2.0
+"""How long a worker's end may take to be known, once its pipe is broken."""
 
 
 class Split(StrEnum):
@@ -185,7 +190,7 @@ class DiffusionLoader:
             multiprocessing_context="fork",  # others would import torch again, 10 s
             worker_init_fn=_begin_worker,
         )
-        return map(_microbatch, by_workers)
+        return map(_microbatch, _made_by(by_workers))
 
     def microbatch(self, items: Sequence[Item]) -> dict[str, Tensor]:
         """The microbatch of these items (see make_microbatch)."""
@@ -212,6 +217,30 @@ def _begin_worker(number: int) -> None:
     """A worker ends with its rank, and leaves orders to stop (Ctrl-C) to it."""
     os.setsid()
     end_with_parent()
+
+
+def _made_by(workers: DataLoader[Any]) -> Iterator[Any]:
+    """What worker processes make; raises DataError for one that was ended, of which torch raises
+    what its pipe says."""
+    made = iter(workers)
+    while True:
+        try:
+            yield next(made)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            ended: list[str] = []
+            for worker in getattr(made, "_workers", ()):
+                worker.join(_GRACE_S if not ended else 0)
+                if worker.exitcode is not None and worker.exitcode < 0:
+                    name = signal.Signals(-worker.exitcode).name
+                    ended.append(f"process {worker.pid}, which makes them, was ended by {name}")
+            if not ended:
+                raise
+            remedy = (
+                "Is the machine's memory full? Fewer --num-workers take less of it, 0 the least."
+            )
+            raise DataError("batches", ended, remedy) from error
 
 
 def _microbatch(made: dict[str, Tensor] | DataError) -> dict[str, Tensor]:

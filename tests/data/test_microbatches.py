@@ -172,6 +172,25 @@ def test_workers_end_with_their_rank(tmp_path):
     assert not any(map(is_alive, workers))
 
 
+def read_and_kill_a_worker():
+    sampler = MicrobatchSampler(20, 0, 3, 0, 1, seed=1)
+    batches = iter(DiffusionLoader(DATASET, sampler, PROCESSES[0], 42, num_workers=2))
+    next(batches)
+    killed = multiprocessing.active_children()[0].pid
+    os.kill(killed, signal.SIGKILL)
+    try:
+        while True:
+            next(batches)
+    except (DataError, RuntimeError) as error:  # torch's own, where it hears of it between two
+        return killed, str(error)
+
+
+def test_a_worker_that_is_killed_is_named():
+    ((killed, said),) = run_ranks(1, read_and_kill_a_worker)
+    assert str(killed) in said and "kill" in said.lower()
+    assert "makes them, was ended by SIGKILL" in said or "DataLoader worker" in said
+
+
 class Damaged(WithText):
     """Every third sample is corrupt, or all."""
 

@@ -87,9 +87,9 @@ def _parse(argv: Sequence[str] | None, checks: Sequence[Check]) -> argparse.Name
     )
     args = parser.parse_args(argv)
     names = {check.name for check in checks}
-    faults = [f"no check is called {name!r}" for name in args.only or () if name not in names]
-    if faults:
-        faults.append(f"there are: {', '.join(check.name for check in checks)}")
+    there = f"there are: {', '.join(check.name for check in checks)}"
+    unknown = [name for name in args.only or () if name not in names]
+    faults = [f"no check is called {name!r}; {there}" for name in unknown]
     if not (math.isfinite(args.seconds_scale) and args.seconds_scale > 0):
         faults.append(f"--seconds-scale must be above 0, is {args.seconds_scale:g}")
     if why := unwritable(args.out, "--out "):
