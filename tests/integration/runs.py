@@ -193,7 +193,7 @@ def _watch() -> Executed:
         executed.replicated = frozenset(self._routes.replicated)
         executed.recomputed = all(all(unwrap(stage).recomputed) for stage in self._stages.values())
         original(self, operation)
-        executed.offloaded_bytes = self.offloaded_bytes
+        executed.offloaded_bytes = max(executed.offloaded_bytes, self.offloaded_bytes)
 
     Executor._run = run  # type: ignore[method-assign]
     return executed
