@@ -51,7 +51,8 @@ def autoencoder_faults(folder: Path) -> list[str]:
     """Why the autoencoder that ``model_index.json`` names cannot be read; none if it names none."""
     if not (folder / INDEX).is_file():
         return []
-    return [f"{VAE}: {p.fault}" for p in components(folder) if p.name == VAE and p.fault]
+    amiss = [part.fault for part in components(folder) if part.name == VAE and part.fault]
+    return [f"{VAE}: {fault}, and {INDEX} names it: fetch it anew" for fault in amiss]
 
 
 def weight_faults(folder: Path, names: Sequence[str]) -> list[str]:

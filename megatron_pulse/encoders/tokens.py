@@ -5,6 +5,7 @@ They are read without the encoders, so that workers that load data need no encod
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -193,6 +194,11 @@ def missing_tokenizers(folder: Path, recipe: TextRecipe) -> list[str]:
     names = [folder_name("tokenizer", place) for place in recipe.kinds]
     faults = [f"{name} is missing" for name in names if not (folder / name).is_dir()]
     return faults + [f"{name}: {fault}" for name in names for fault in files_amiss(folder / name)]
+
+
+def recorded_by(arguments: argparse.Namespace) -> Mapping[str, str]:
+    """Of which files a saved run's encoders and tokenizers were; nothing if it did not say."""
+    return getattr(arguments, "pulse_encoded_by", None) or {}
 
 
 def changed_since(folder: Path, encoded_by: Mapping[str, str]) -> list[str]:

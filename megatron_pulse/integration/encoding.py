@@ -220,10 +220,7 @@ def in_loop(options: PulseOptions, backbone: Backbone) -> InLoop | None:
     with collecting(faults):
         named = autoencoder_faults(folder)
         if stored is None:
-            faults += [
-                f"--pulse-encoders {folder}: {fault}, and {INDEX} names it: fetch it anew"
-                for fault in named
-            ]
+            faults += [f"--pulse-encoders {folder}: {fault}" for fault in named]
     if stored is None and not autoencodes and channels not in _PICTURES and folder.is_dir():
         whole = "" if (folder / INDEX).is_file() else f", nor {INDEX}: give a pipeline's folder"
         faults.append(

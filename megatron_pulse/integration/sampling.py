@@ -21,7 +21,7 @@ from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.sampling import Fields, ModelFunction, sample
 from megatron_pulse.encoders.pipeline import TextEncoders
-from megatron_pulse.encoders.tokens import changed_since
+from megatron_pulse.encoders.tokens import changed_since, recorded_by
 from megatron_pulse.faults import told
 from megatron_pulse.integration.checkpoint.checkpoints import read_saved_run
 from megatron_pulse.integration.checkpoint.weights import load_whole
@@ -168,8 +168,7 @@ def request_from_data(model: TrainedModel, indices: Sequence[int]) -> Request:
     ]
     null = held_out.null_conditioning()
     if data.in_loop is not None and (texts := data.in_loop.texts(None)) is not None:
-        recorded = getattr(model.arguments, "pulse_encoded_by", None) or {}
-        if changed := changed_since(data.in_loop.folder, recorded):
+        if changed := changed_since(data.in_loop.folder, recorded_by(model.arguments)):
             remedy = "Give the folder that has them as they were: --encoders DIR."
             raise ValueError(told(f"encoders {data.in_loop.folder}", changed, remedy))
         rows = [row | texts.encode(row) for row in rows]

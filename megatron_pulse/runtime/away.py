@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation
 
 LEAST_BYTES = 1 << 12
 """What is smaller stays: starting a copy takes longer than it."""
@@ -141,6 +143,20 @@ class Away:
 def storages(tensors: Iterable[Tensor]) -> set[int]:
     """What tells the storages of tensors from others."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def fetched_before(
+    order: Sequence[Operation], offloads: Mapping[int, bool]
+) -> dict[Operation, list[tuple[int, int]]]:
+    """Whose activations begin to come back before each operation of a device: those that the one
+    after it takes, or its own where it follows their forward."""
+    found: dict[Operation, list[tuple[int, int]]] = {}
+    for before, op in zip(order, order[1:], strict=False):
+        if op.kind in BACKWARDS and offloads[op.stage]:
+            key = op.stage, op.microbatch
+            own = before == Operation(Kind.FORWARD, *key)
+            found.setdefault(op if own else before, []).append(key)
+    return found
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -21,7 +21,7 @@ from megatron_pulse.backbone.chain import Backbone, TensorSpec
 from megatron_pulse.backbone.shapes import own_fields, sample_field, shape_of
 from megatron_pulse.planner.layout.routes import Payload, Routes, batch_fields_of
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.communication import message_spec
 from megatron_pulse.planner.step.program import (
     Collective,
@@ -35,7 +35,7 @@ from megatron_pulse.planner.step.program import (
 )
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
 from megatron_pulse.runtime.again import Again
-from megatron_pulse.runtime.away import Away, storages
+from megatron_pulse.runtime.away import Away, fetched_before, storages
 from megatron_pulse.runtime.called import Carrier, Recorder, Workload
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
@@ -115,7 +115,7 @@ class Executor:
         self._losses: dict[int, list[Tensor]] = {}
         self._current: Operation | None = None
         self._offloads = {s: any(_inside(m).offloaded) for s, m in stages.items()}
-        self._fetched_before = _fetched_before(schedule.order[device], self._offloads)
+        self._fetched_before = fetched_before(schedule.order[device], self._offloads)
         self._copies: torch.cuda.Stream | None = None
         self.offloaded_bytes = 0
         """Of activations that have left for the host, in all steps."""
@@ -389,20 +389,6 @@ class Executor:
         ]
         if complete:
             torch.autograd.backward(complete, [torch.zeros_like(p) for p in complete])
-
-
-def _fetched_before(
-    order: Sequence[Operation], offloads: Mapping[int, bool]
-) -> dict[Operation, list[tuple[int, int]]]:
-    """Whose activations begin to come back before each operation of a device: those that the one
-    after it takes, or its own where it follows their forward."""
-    found: dict[Operation, list[tuple[int, int]]] = {}
-    for before, op in zip(order, order[1:], strict=False):
-        if op.kind in BACKWARDS and offloads[op.stage]:
-            key = op.stage, op.microbatch
-            own = before == Operation(Kind.FORWARD, *key)
-            found.setdefault(op if own else before, []).append(key)
-    return found
 
 
 def _inside(stage: nn.Module) -> nn.Module:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.runtime.away import LEAST_BYTES, Away, storages
-from megatron_pulse.runtime.executor import _fetched_before
+from megatron_pulse.runtime.away import LEAST_BYTES, Away, fetched_before, storages
 
 
 class _Layer(nn.Module):
@@ -84,11 +83,11 @@ def test_taken_twice_is_brought_twice() -> None:
 def test_what_comes_back_when() -> None:
     """An operation before its backward, or with it where that follows the forward."""
     order = [Operation.parse(text) for text in "F0:0 F1:0 B1:0 F0:1 B0:0 B0:1".split()]
-    found = _fetched_before(order, {0: True, 1: True})
+    found = fetched_before(order, {0: True, 1: True})
     assert {str(op): keys for op, keys in found.items()} == {
         "B1:0": [(1, 0)],
         "F0:1": [(0, 0)],
         "B0:0": [(0, 1)],
     }
-    assert _fetched_before(order, {0: False, 1: False}) == {}
+    assert fetched_before(order, {0: False, 1: False}) == {}
     assert order[0].kind is Kind.FORWARD

@@ -139,10 +139,10 @@ def require_same(encoders: TextEncoders, trained: argparse.Namespace) -> None:
     """
     from megatron_pulse.data.fields import made_otherwise
     from megatron_pulse.encoders.pipeline import TextEncoders
-    from megatron_pulse.encoders.tokens import changed_since
+    from megatron_pulse.encoders.tokens import changed_since, recorded_by
 
     there = _latents_by(trained)
-    used, recorded = getattr(trained, "pulse_encoders", None), _encoded_by(trained)
+    used, recorded = getattr(trained, "pulse_encoders", None), recorded_by(trained)
     if used is not None and not recorded and Path(used) != encoders.folder:
         if not no_pipeline(Path(used)):
             dtype = next(iter(encoders.encoders.values())).dtype
@@ -162,9 +162,13 @@ def other_autoencoder(autoencoder: Autoencoder, trained: argparse.Namespace) -> 
     One whose decoder was trained on gives other pictures of the same latents, which is often
     wanted. Raises UserError where scale or shift differ: its decoder is given other numbers.
     """
-    there = _latents_by(trained).get("latent") or _encoded_by(trained).get(VAE, "")
+    from megatron_pulse.encoders.tokens import recorded_by
+
+    there = _latents_by(trained).get("latent") or recorded_by(trained).get(VAE, "")
+    if not there:
+        return ""
     here, where = autoencoder.made_by(typed=False), autoencoder.folder
-    if not there or there.startswith(here):
+    if there.startswith(here):
         return ""
     if autoencoder.normalization() not in there:
         remedy = "Give the autoencoder of the training, or one that shares its latents."
@@ -185,8 +189,3 @@ def _latents_by(trained: argparse.Namespace) -> Mapping[str, str]:
     if data.startswith("latents:") and (folder / META).is_file():
         return Meta.load(folder).layout.made_by
     return {}
-
-
-def _encoded_by(trained: argparse.Namespace) -> Mapping[str, str]:
-    """Which files a model was trained with that encoded in the loop, by folder, as it recorded."""
-    return getattr(trained, "pulse_encoded_by", None) or {}

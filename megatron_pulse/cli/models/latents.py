@@ -121,12 +121,11 @@ def _check(args: argparse.Namespace) -> list[str]:
         )
     faults += encoder_faults(args)
     if args.encoders is not None and args.vae is None:
-        from megatron_pulse.encoders.components import INDEX, autoencoder_faults
+        from megatron_pulse.encoders.components import autoencoder_faults
 
         with collecting(faults):
             faults += [
-                f"--encoders {args.encoders}: {fault}, and {INDEX} names it: fetch it anew, or "
-                "give another as --vae"
+                f"--encoders {args.encoders}: {fault}, or give another as --vae"
                 for fault in autoencoder_faults(args.encoders)
             ]
     if args.posterior is not None and autoencoder_folder(args) is None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.data.build import data_of_chains, encoders_of_chains
 from megatron_pulse.diffusion.objectives import DiffusionProcess
+from megatron_pulse.encoders.tokens import recorded_by
 from megatron_pulse.faults import told
 from megatron_pulse.integration.checkpoint.folders import (
     RELEASE,
@@ -76,7 +77,7 @@ class SavedRun:
             arguments.pulse_data = data_of_chains(arguments.pulse_data, chains)[chain]
             used = getattr(arguments, "pulse_encoders", None)
             arguments.pulse_encoders = encoders_of_chains(used, chains)[chain]
-            by = getattr(arguments, "pulse_encoded_by", None) or {}
+            by = recorded_by(arguments)
             mine = [name for name in by if name.startswith(f"{chain}.")]
             arguments.pulse_encoded_by = {n.removeprefix(f"{chain}."): by[n] for n in mine}
         return replace(self, arguments=arguments, chain=chain)

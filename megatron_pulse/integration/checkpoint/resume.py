@@ -10,6 +10,7 @@ from typing import Any
 from megatron_pulse.diffusion.chosen import chosen_process
 from megatron_pulse.diffusion.objectives import DiffusionProcess
 from megatron_pulse.diffusion.scheduler import read_process
+from megatron_pulse.encoders.tokens import recorded_by
 from megatron_pulse.faults import told
 from megatron_pulse.flag_fields import flag_name
 from megatron_pulse.integration.checkpoint.process import continued_process, saved_process
@@ -205,7 +206,7 @@ def _other_encoders(start: Start, wanted: NewRun) -> Iterator[str]:
     """Files of encoders that are others than they were, also in the folder of before."""
     if not start.continued:
         return
-    before = getattr(start.saved.arguments, "pulse_encoded_by", None) or {}
+    before = recorded_by(start.saved.arguments)
     for name, now in wanted.encoded_by.items():
         if (was := before.get(name, now)) != now:
             yield f"what encodes: {name} {now} (was {was})"

@@ -72,7 +72,7 @@ class Step(NamedTuple):
 
 
 class _State(NamedTuple):
-    """``position`` is how many operations a device has ended; ``ended`` is below 0 for others.
+    """``position`` is how many operations a device has ended; what has not has no ``end`` (NaN).
 
     Messages are numbered as they are made; those that wait on a device follow each other from
     ``head`` over ``following`` (-1: the end). ``counts`` are the events and messages so far, and
@@ -100,11 +100,15 @@ class _State(NamedTuple):
 
 
 @compiled
-def play_step(step: Step, num_messages: int) -> Any:
+def play_step(step: Step) -> Any:
     """Starts and ends of operations (NaN: never), how many each device has ended, how long it is
     sending; and of all messages source, destination, consumer, seconds and begin, with the order
     in which they began to travel."""
-    num, devices = len(step.kind), len(step.first) - 1
+    num, devices, num_messages = len(step.kind), len(step.first) - 1, 0
+    for i in range(num):
+        if _passes(step.kind[i]):
+            sent, stage = _sent(step, step.kind[i]), step.stage[i]
+            num_messages += sent.first[stage + 1] - sent.first[stage]
     state = _State(
         np.full(num, np.nan),
         np.full(num, np.nan),
@@ -149,6 +153,12 @@ def play_step(step: Step, num_messages: int) -> Any:
 @part
 def _passes(kind: int) -> bool:
     return kind == _FORWARD or kind == _BACKWARD or kind == _INPUT_GRAD
+
+
+@part
+def _sent(step: Step, kind: int) -> Table:
+    """What operations of a kind that passes send, by their stages."""
+    return step.forward if kind == _FORWARD else step.back
 
 
 @part
@@ -210,7 +220,7 @@ def _finish(step: Step, state: _State, events: Any, i: int, now: float) -> None:
     state.computing[device] = False
     state.position[device] += 1
     if _passes(kind):
-        sent = step.forward if kind == _FORWARD else step.back
+        sent = _sent(step, kind)
         for k in range(sent.first[stage], sent.first[stage + 1]):
             message = state.counts[1]
             state.counts[1] += 1

@@ -132,8 +132,8 @@ def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) 
     each other.
     """
     every = [op for line in schedule.order for op in line]
-    step, num_messages = _step(problem, schedule, edges, every)
-    start, end, position, sending_s, sent = play_step(step, num_messages)
+    step = _step(problem, schedule, edges, every)
+    start, end, position, sending_s, sent = play_step(step)
     left = [
         f"device {d} is at {order[p]}"
         for d, (order, p) in enumerate(zip(schedule.order, position, strict=True))
@@ -164,8 +164,8 @@ def _step(
     schedule: Schedule,
     edges: Sequence[Edge],
     every: Sequence[Operation],
-) -> tuple[Step, int]:
-    """What is to be played, and how many messages there are."""
+) -> Step:
+    """What is to be played."""
     placement = problem.placement
     stages = placement.num_stages
     kind = np.array([CODES[op.kind] for op in every], dtype=np.int64)
@@ -191,7 +191,7 @@ def _step(
         index = {op: i for i, op in enumerate(every)}
         for i, op in enumerate(every):
             waits[i] = [(index[source], lag) for source, lag in schedule.slices_before(op)]
-    step = Step(
+    return Step(
         np.cumsum([0, *map(len, schedule.order)]),
         kind,
         stage,
@@ -208,12 +208,6 @@ def _step(
         returned,
         Table.of(waits),
     )
-    runs = [
-        np.bincount(stage[np.isin(kind, [CODES[k] for k in kinds])], minlength=stages)[:stages]
-        for kinds in ((Kind.FORWARD,), BACKWARDS)
-    ]
-    sends = [[len(row) for row in rows] for rows in (forward, back)]
-    return step, int(sum((runs[i] * sends[i]).sum() for i in range(2)))
 
 
 def _beside(stages: Mapping[int, int | None]) -> Any:
