@@ -1,7 +1,7 @@
 """The tuner's answer beside what longer searches of each pipeline degree alone find.
 
     .venv/bin/python -m tests.benchmarks.tuner --jobs 2                      # 70 cells: many hours
-    .venv/bin/python -m tests.benchmarks.tuner --reference 10 --jobs 2       # under two hours
+    .venv/bin/python -m tests.benchmarks.tuner --reference 20 --jobs 2       # over an hour
     .venv/bin/python -m tests.benchmarks.tuner --clusters 64:25 dgx-a100 --models sdxl flux-dev
 
 Clusters are presets, or N:G for N A100s of 80 GB, eight to a node with NVLink, whose nodes share G
@@ -9,7 +9,8 @@ Gb/s. Times of layers are analytic. A step has so many samples for each device. 
 after seconds of their own process's time, so that a busy machine does not bear on them (--wall:
 after seconds of the wall's). Answers are those of the search, before whole schedules are made.
 Loss is how much more throughput the best of the restricted searches has than the answer. Degrees
-are searched alone unless no config of theirs can be sooner than the answer, by its bound.
+are searched alone unless no config of theirs can be sooner than the answer, by its bound; first for
+20 seconds each, then those that come within 5 % of the best for as long as --reference says.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ CLUSTERS = (
     *("dgx-a100", "dgx-a100:8", "dgx-h100:8", "pulse-v100", "pulse-910a"),
     *("8:100", "64:100", "64:25", "256:100", "256:25", "1024:100", "1024:25"),
 )
+FIRST_S, NEAR = 20.0, 0.95
+"""Seconds of the first search of each degree alone, and share of the best throughput from which on
+it is searched for longer."""
+
 SHOWN = 1.001
 """Times the throughput before, from which an answer counts as a better one."""
 
@@ -134,15 +139,22 @@ def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer
 
 
 def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
-    """The answer to a cell after ``seconds``, and after ``reference`` for each degree alone."""
+    """The answer to a cell after ``seconds``, and those of each degree alone, of the promising ones
+    after ``reference``."""
     clock = time.monotonic if wall else time.process_time
-    own, evaluator, alone = answer(cell, Choices(), seconds, clock), cell.evaluator(), {}
+    evaluator = cell.evaluator()
+    result = Result(cell.cluster, cell.model, answer(cell, Choices(), seconds, clock), {})
+    first_s, alone = min(FIRST_S, reference), result.alone
     for degree in divisors(machine(cell.cluster).num_devices) if reference else ():
         only = Choices(pipeline=(degree,))
         least_s = least_step(evaluator, evaluator.candidates(only))
-        if least_s * own.throughput < evaluator.global_batch_size:
-            alone[degree] = answer(cell, only, reference, clock)
-    return Result(cell.cluster, cell.model, own, alone)
+        if least_s * result.answer.throughput < evaluator.global_batch_size:
+            alone[degree] = answer(cell, only, first_s, clock)
+    for degree, first in alone.items() if reference > first_s else ():
+        if first.throughput > NEAR * result.best.throughput and not first.proved:
+            longer = answer(cell, Choices(pipeline=(degree,)), reference, clock)
+            alone[degree] = max(first, longer, key=lambda a: a.throughput)
+    return result
 
 
 def least_step(evaluator: Evaluator, candidates: Iterable[Config]) -> float:

@@ -8,6 +8,7 @@ steps        what a config takes on its way to a simulated schedule, and what th
 variants     what differs little from a good config
 candidates   configs on their way, in a queue, and cuts that are known
 corrections  how much longer steps take than their estimates
+hopes        what steps may take by schedules that are searched for
 kinds        what configs have in common, and those that differ in one thing
 tuning       what a search found: the best, and what became of the others
 explain      why the others are not in the list

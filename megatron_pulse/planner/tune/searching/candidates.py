@@ -30,8 +30,6 @@ class Reached(IntEnum):
 class Candidate:
     """A config in the queue: ``seconds`` is its estimate, or what it may come to by its quick
     schedule, which takes ``reached_s``.
-
-    ``final``: no other schedule of these stages can be shorter, or soon enough to be listed.
     """
 
     seconds: float
@@ -41,7 +39,6 @@ class Candidate:
     step: Reached = Reached.EVEN
     stages: Stages | None = field(default=None, compare=False)
     reached_s: float = field(default=float("inf"), compare=False)
-    final: bool = field(default=False, compare=False)
 
     @property
     def kind(self) -> Kind:

@@ -32,13 +32,15 @@ from megatron_pulse.planner.tune.searching.steps import (
     SHARE,
     Steps,
     TooLongError,
-    hoped_s,
 )
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.processes import without_collecting
 
 ALONE = 0.4
 """Share of the time in which candidates come in the order of their estimates alone."""
+
+CLOSE = 1.05
+"""Times the best, up to which what differs from it in one thing is simulated with other cuts."""
 
 VARIED = 0.6
 """Share of the time after that which goes to variants of good configs."""
@@ -84,13 +86,12 @@ class _ConfigSearch:
             for candidate in self.scouts.look(configs):
                 self.wait(candidate)
         while self.queue and not steps.ended:
-            if (near := self.next_near()) is not None:
-                self.take(near)
             varied_s = VARIED * self.late_s
             while not steps.ended and steps.variants.spent_s < varied_s and self.vary():
                 pass
-            candidate = self.queue.pop()
-            if self.waiting.get(candidate.config) is candidate:
+            if (near := self.next_near()) is not None:
+                self.take(near)
+            elif self.waiting.get((candidate := self.queue.pop()).config) is candidate:
                 self.take(candidate)
         while not steps.ended and self.vary():
             pass
@@ -140,9 +141,16 @@ class _ConfigSearch:
         return [config for outcome in best for config in neighbours(outcome.config)]
 
     def next_near(self) -> Candidate | None:
-        """The most promising of the best's neighbours that was not simulated."""
-        known = (self.waiting.get(config) for config in self.near())
-        todo = [one for one in known if one is not None and one.step < Reached.QUICK]
+        """The most promising of these that was not simulated, or of these and the best ones that
+        was with one cut only and is about as soon."""
+        if not (near := self.near()):
+            return None
+        best = self.steps.listed.best
+        known = map(self.waiting.get, [*near, *(outcome.config for outcome in best)])
+        most_s = CLOSE * best[0].step_s
+        todo = [
+            one for one in known if one and (one.step < Reached.QUICK or one.reached_s < most_s)
+        ]
         return min(todo, default=None)
 
     def vary(self) -> bool:
@@ -167,10 +175,10 @@ class _ConfigSearch:
         steps = self.steps
         for config, stages in steps.variants.of(good, steps.listed.limit):
             with suppress(TooLongError):
-                outcome = steps.evaluate(config, "quick", stages)
-                may_be_sooner = (
-                    outcome.step_s < steps.quick_s(good) or hoped_s(outcome) < good.step_s
-                )
+                outcome, beside_s = steps.evaluate(config, "quick", stages), steps.quick_s(good)
+                if stages.partition == good.stages.partition:
+                    steps.variants.compared(good, config, steps.hoped_s(outcome) / beside_s)
+                may_be_sooner = outcome.step_s < beside_s or steps.hoped_s(outcome) < good.step_s
                 if may_be_sooner and not steps.is_final(outcome):
                     steps.evaluate(config, "searched", stages)
                 steps.tell()

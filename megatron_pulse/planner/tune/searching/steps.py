@@ -17,20 +17,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.candidates import Candidate, KnownCuts, Reached
 from megatron_pulse.planner.tune.searching.corrections import Corrections
+from megatron_pulse.planner.tune.searching.hopes import Hopes
 from megatron_pulse.planner.tune.searching.kinds import has_several, num_stages
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, keep_soonest
 from megatron_pulse.planner.tune.searching.variants import Variants, recomputes_nothing
 from megatron_pulse.planner.tune.stages import Stages
-
-HOPE = 0.5
-"""Part of the gap of a quick schedule that a search for a better one may close."""
 
 FAR = 1.1
 """Times the best by its estimate, from which a config is bounded before it is simulated."""
@@ -40,6 +37,10 @@ CLOSE = 1.15
 
 SEARCHED = 1
 """Cuts of a config for which schedules are searched, the soonest, beside its own."""
+
+TRIED_SHARE = 0.01
+"""Of the time that is left, what a search for a config's schedule may take so that one is made to
+see what it gains."""
 
 SHARE, PROMISING_SHARE, NEAR_SHARE = 0.1, 0.25, 0.5
 """Of the time that is left, what one cut or simulation may take; one of what may be much sooner;
@@ -70,12 +71,11 @@ class Steps:
         self.evaluator, self.budget, self.progress = evaluator, budget, progress
         self.finish_s = finish_s
         self.listed, self.found = Shortlist(keep), Tuning()
-        self.known, self.corrections = KnownCuts(), Corrections()
-        self.variants = Variants(evaluator)
+        self.known, self.corrections, self.hopes = KnownCuts(), Corrections(), Hopes()
+        self.variants = Variants(evaluator, self.known)
         self.aside: list[Candidate] = []
         self.share = SHARE
         self._simulated: set[Config] = set()
-        self._quick_s: dict[tuple[Config, Partition], float] = {}
 
     @property
     def ended(self) -> bool:
@@ -181,11 +181,10 @@ class Steps:
                     outcome = min(outcome, beside, key=lambda o: o.step_s)
         return replace(
             candidate,
-            seconds=hoped_s(outcome),
+            seconds=self.hoped_s(outcome),
             step=Reached.QUICK,
             stages=outcome.stages,
             reached_s=outcome.step_s,
-            final=self.is_final(outcome),
         )
 
     def is_final(self, outcome: Outcome) -> bool:
@@ -196,7 +195,8 @@ class Steps:
 
     def complete(self, candidate: Candidate) -> None:
         """Simulated with its cuts, with its own, and with cuts of more even stages; then with
-        schedules that were searched for its own and the soonest others."""
+        schedules that were searched for its own and the soonest others, where these may be the
+        best."""
         config, evaluator = candidate.config, self.evaluator
         assert candidate.stages is not None
         choices, own = [candidate.stages], candidate.stages.partition
@@ -209,19 +209,19 @@ class Steps:
         for find in more:
             with suppress(UnfitError, TooLongError):
                 choices += [evaluator.cut(config, cuts) for cuts in self.found_by(find, config)]
-        todo = [] if candidate.final else [(candidate.reached_s, candidate.stages)]
+        todo = [(candidate.reached_s, candidate.seconds, candidate.stages)]
         seen = [candidate.stages.partition]
         for stages in choices[1:]:
             if stages.partition not in seen and evaluator.fits(stages):
                 seen.append(stages.partition)
-                outcome = self.evaluate(config, "quick", stages)
-                if not self.is_final(outcome):
-                    todo.append((outcome.step_s, stages))
+                quick = self.evaluate(config, "quick", stages)
+                todo.append((quick.step_s, self.hoped_s(quick), stages))
         todo.sort(key=lambda each: each[0])
-        if todo:
-            self.known.learn(candidate.kind, todo[0][1].partition)
-        for rank, (_, stages) in enumerate(todo):
-            if rank < SEARCHED or stages.partition == own:
+        self.known.learn(candidate.kind, todo[0][2].partition)
+        for rank, (_, hoped_s, stages) in enumerate(todo):
+            if hoped_s < self.listed.best[0].step_s and (
+                rank < SEARCHED or stages.partition == own
+            ):
                 self.evaluate(config, "searched", stages)
 
     def evaluate(self, config: Config, how: str, stages: Stages | None) -> Outcome:
@@ -230,8 +230,7 @@ class Steps:
         with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
         self._simulated.add(config)
-        if how == "quick":
-            self._quick_s[config, outcome.stages.partition] = outcome.step_s
+        (self.hopes.simulated if how == "quick" else self.hopes.searched)(outcome)
         found.num_simulated = len(self._simulated)
         expected = self.evaluator.cut_estimate(config, outcome.stages)
         self.corrections.took(config, outcome.stages.partition, outcome.step_s / expected)
@@ -257,8 +256,15 @@ class Steps:
 
     def quick_s(self, outcome: Outcome) -> float:
         """What a step of its cuts takes by a schedule that is found at once."""
-        known = self._quick_s.get((outcome.config, outcome.stages.partition))
+        known = self.hopes.quick_s(outcome)
         return known or self.evaluate(outcome.config, "quick", outcome.stages).step_s
+
+    def hoped_s(self, quick: Outcome) -> float:
+        """What a step may take by schedules that are searched for."""
+        if self.is_final(quick):
+            return quick.step_s
+        size = self.evaluator.size(quick.config)
+        return self.hopes.of(quick, self.budget.fits("searched", size, TRIED_SHARE))
 
     def refuse(self, config: Config, reason: Unfit, detail: str) -> None:
         """Count a refusal."""
@@ -269,13 +275,6 @@ class Steps:
     def count(self, config: Config, reason: Unfit) -> None:
         """One more of a pipeline degree that was not simulated for this reason."""
         self.found.degrees.setdefault(config.pipeline, Counter())[reason] += 1
-
-
-def hoped_s(outcome: Outcome) -> float:
-    """What a step may take by schedules that are searched for, if it was simulated by one that was
-    found at once."""
-    certificate = outcome.synthesis.certificate
-    return outcome.step_s - HOPE * outcome.pipeline_s * certificate.gap / (1 + certificate.gap)
 
 
 def work_of(cut: Callable[..., object], config: Config) -> tuple[str, int]:

@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import batched
+from itertools import batched, chain
 
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.searching.candidates import KnownCuts
 from megatron_pulse.planner.tune.searching.kinds import Kind, kind_of, neighbours
 from megatron_pulse.planner.tune.searching.tuning import keep_soonest
 from megatron_pulse.planner.tune.stages import Stages
 
 type Tried = tuple[Config, Partition]
+
+type Alike = tuple[Kind, int]
+"""Degree and layout, and size of microbatches"""
+
+CLOSE = 1.03
+"""Times the best, up to which the best with microbatches of another size has variants too."""
 
 MOVED = 1.03
 """Times a config's estimate, up to which it is a variant with its cuts moved."""
@@ -25,36 +32,47 @@ TOGETHER = 100
 
 
 class Variants:
-    """What differs from a config in one thing and has its cuts, which need not be its own; then
-    what differs in two, and the config with a cut moved, or two, where that is not estimated much
-    longer. Each comes once.
+    """The config with cuts that were good for others of its kind; what differs from it in one thing
+    and has its cuts, which need not be its own; then what differs in two, and the config with a cut
+    moved, or two, where that is not estimated much longer. Each comes once.
 
+    What took much longer than the config with other cuts is not tried with these.
     ``bounds`` are the configs that may be tried, and what a step of each takes at the least.
     """
 
-    def __init__(self, evaluator: Evaluator) -> None:
-        self.evaluator = evaluator
+    def __init__(self, evaluator: Evaluator, known: KnownCuts) -> None:
+        self.evaluator, self.known = evaluator, known
         self.bounds: dict[Config, float] = {}
-        self._best_of: dict[Kind, Outcome] = {}
-        self._spent_s: defaultdict[Kind, float] = defaultdict(float)
+        self._best_of: dict[Alike, Outcome] = {}
+        self._spent_s: defaultdict[Alike, float] = defaultdict(float)
+        self._times: dict[tuple[Config, Config], float] = {}
         self._left: dict[Tried, Iterator[Tried]] = {}
         self._seen: set[Tried] = set()
 
     def add(self, outcome: Outcome) -> None:
-        """What was simulated may be the best of its kind."""
-        keep_soonest(self._best_of, kind_of(outcome.config), outcome)
+        """What was simulated may be the best of its kind and size."""
+        keep_soonest(self._best_of, _alike(outcome.config), outcome)
 
     def turns(self, best: Outcome, far: float) -> list[Outcome]:
-        """The best and the best of every kind that takes less than ``far`` times as long; first
-        what variants of its kind had the least time so far, of which the best's has twice."""
-        most_s = far * best.step_s
-        near = [o for o in self._best_of.values() if o.step_s < most_s and o is not best]
-        good = [best, *sorted(near, key=lambda o: o.step_s)]
-        return sorted(good, key=lambda o: self._spent_s[kind_of(o.config)] / (1 + (o is best)))
+        """The best, the best of every kind that takes less than ``far`` times as long, and of every
+        size of microbatches that takes about as long; first what variants of its kind and size had
+        the least time so far, of which the best's has twice."""
+        good, kinds = [best], {kind_of(best.config)}
+        for other in sorted(self._best_of.values(), key=lambda o: o.step_s):
+            kind, times = kind_of(other.config), other.step_s / best.step_s
+            if other is not best and (times < CLOSE or (times < far and kind not in kinds)):
+                good.append(other)
+            kinds.add(kind)
+        return sorted(good, key=lambda o: self._spent_s[_alike(o.config)] / (1 + (o is best)))
 
     def took(self, good: Outcome, seconds: float) -> None:
         """Variants of ``good`` had so much more time."""
-        self._spent_s[kind_of(good.config)] += seconds
+        self._spent_s[_alike(good.config)] += seconds
+
+    def compared(self, good: Outcome, other: Config, times: float) -> None:
+        """A step of ``other`` with the cuts of ``good`` took so many times as long."""
+        pair = good.config, other
+        self._times[pair] = min(times, self._times.get(pair, times))
 
     @property
     def spent_s(self) -> float:
@@ -64,8 +82,11 @@ class Variants:
     def of(self, good: Outcome, limit: float) -> Iterator[tuple[Config, Stages]]:
         """Those of ``good`` that were not seen, fit, and may be sooner than ``limit``."""
         key = good.config, good.stages.partition
-        for config, cuts in self._left.setdefault(key, self._all(good)):
+        known = [(good.config, cuts) for cuts in self.known.of(kind_of(good.config))]
+        for config, cuts in chain(known, self._left.setdefault(key, self._all(good))):
             if (config, cuts) in self._seen or self.bounds[config] >= limit:
+                continue
+            if self._times.get((good.config, config), 1.0) > MOVED:
                 continue
             self._seen.add((config, cuts))
             with suppress(UnfitError):
@@ -103,6 +124,10 @@ class Variants:
                     stages = self.evaluator.cut(config, cuts)
                     found[config] = self.evaluator.cut_estimate(config, stages)
         return sorted((c for c in found if found[c] < most), key=found.__getitem__)
+
+
+def _alike(config: Config) -> Alike:
+    return kind_of(config), config.micro_batch_size
 
 
 def recomputes_nothing(config: Config, stages: Stages) -> bool:
