@@ -29,7 +29,7 @@ TEXT: dict[str, Any] = {"type": "string", "minLength": 1, "description": "text"}
 FLAG: dict[str, Any] = {"type": "boolean", "description": "true or false"}
 OPERATION: dict[str, Any] = {
     "type": "string",
-    "pattern": r"^[FBIWRX](0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})$",
+    "pattern": r"^[FBIWROLX](0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})$",
     "description": "an operation such as F2:0",
 }
 OBJECT: dict[str, Any] = {"type": "object", "description": "an object"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
-
-from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation
 
 LEAST_BYTES = 1 << 12
 """What is smaller stays: starting a copy takes longer than it."""
@@ -39,26 +37,45 @@ class _View:
     stride: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Streams:
+    """On which a device copies ``out`` to the host, and ``back``."""
+
+    out: torch.cuda.Stream
+    back: torch.cuda.Stream
+
+    @classmethod
+    def on(cls, device: torch.device) -> Streams | None:
+        """New ones; a CPU has none, and copies at once."""
+        if device.type != "cuda":
+            return None
+        return cls(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
 class Away:
     """What some layers of a stage save on one microbatch, while nothing needs it.
 
     ::
 
-        forward        layers save tensors: their storages are noted, each once
-        leave()        copies to pinned memory begin; the device's memory is let go
-          ...          other microbatches
-        fetch()        copies back begin, an operation before the backward
-        backward       takes tensors as views of what came back, the same bits and strides
+        F  forward        layers save tensors: their storages are noted, each once
+           leave()        copies to pinned memory begin
+        O  let_go()       they have ended: the device's memory is free for what comes after
+              ...             other microbatches
+        L  fetch()        copies back begin
+        B  backward       takes tensors as views of what came back, the same bits and strides
+           close()        nothing is on its way any more
 
-    Copies are on a stream of their own, on a CPU into other memory at once. What is small stays,
-    and the storages ``kept``, which somebody else holds anyway (``storages``).
+    The host waits for no copy: the stream that computes does, so that memory is free, and taken, in
+    its own order. On a CPU copies are done at once, into other memory. What is small stays, and the
+    storages ``kept``, which somebody else holds anyway (``storages``).
     """
 
-    def __init__(self, kept: Set[int], stream: torch.cuda.Stream | None = None) -> None:
-        self._kept, self._stream = kept, stream
+    def __init__(self, kept: Set[int], streams: Streams | None = None) -> None:
+        self._kept, self._streams = kept, streams
         self._numbers: dict[int, int] = {}
         self._moved: list[_Moved] = []
         self._left = False
+        self._last: torch.cuda.Event | None = None
 
     def saving(self) -> AbstractContextManager[Any]:
         """Within, what layers save is noted."""
@@ -66,19 +83,22 @@ class Away:
         return within
 
     def leave(self) -> None:
-        """Begin to copy all that was noted, and let the device's memory go."""
+        """Begin to copy all that was noted."""
         self._left = True
         self._numbers.clear()
+        stream = None if self._streams is None else self._streams.out
         for moved in self._moved:
             assert moved.here is not None
             source = _bytes_of(moved.here)
-            moved.host = torch.empty(
-                source.shape, dtype=torch.uint8, pin_memory=self._stream is not None
-            )
-            with self._copying():
+            moved.host = torch.empty(source.shape, dtype=torch.uint8, pin_memory=stream is not None)
+            with _copying(stream):
                 moved.host.copy_(source, non_blocking=True)
-            if self._stream is not None:
-                source.record_stream(self._stream)
+        self._last = None if stream is None else stream.record_event()
+
+    def let_go(self) -> None:
+        """What comes after has the memory of all that left."""
+        self._wait(self._last)
+        for moved in self._moved:
             moved.here = None
 
     def fetch(self) -> None:
@@ -87,6 +107,10 @@ class Away:
             if moved.here is None and moved.left:
                 self._bring(moved)
 
+    def close(self) -> None:
+        """After the backward: memory that came back and was not taken may be used again."""
+        self._wait(self._last)
+
     @property
     def num_bytes(self) -> int:
         """Bytes on the host."""
@@ -94,21 +118,18 @@ class Away:
 
     def _bring(self, moved: _Moved) -> UntypedStorage:
         assert moved.host is not None
-        device = "cpu" if self._stream is None else self._stream.device
+        stream = None if self._streams is None else self._streams.back
+        device = "cpu" if stream is None else stream.device
         found = torch.empty(moved.host.shape, dtype=torch.uint8, device=device)
-        with self._copying():
+        with _copying(stream):
             found.copy_(moved.host, non_blocking=True)
-        if self._stream is not None:
-            found.record_stream(self._stream)
-            moved.arrived = self._stream.record_event()
+        self._last = moved.arrived = None if stream is None else stream.record_event()
         moved.here = found.untyped_storage()
         return moved.here
 
-    def _copying(self) -> AbstractContextManager[Any]:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        within: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
-        return within
+    def _wait(self, event: torch.cuda.Event | None) -> None:
+        if event is not None and self._streams is not None:
+            torch.cuda.current_stream(self._streams.out.device).wait_event(event)
 
     def _note(self, tensor: Tensor) -> Tensor | _View:
         storage = tensor.untyped_storage()
@@ -131,8 +152,7 @@ class Away:
             return saved
         moved = self._moved[saved.number]
         here = self._bring(moved) if moved.here is None else moved.here
-        if moved.arrived is not None:
-            torch.cuda.current_stream(here.device).wait_event(moved.arrived)
+        self._wait(moved.arrived)
         moved.left -= 1
         if moved.left <= 0 and moved.host is not None:
             moved.here = None  # one that is taken again is brought again
@@ -145,18 +165,12 @@ def storages(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def fetched_before(
-    order: Sequence[Operation], offloads: Mapping[int, bool]
-) -> dict[Operation, list[tuple[int, int]]]:
-    """Whose activations begin to come back before each operation of a device: those that the one
-    after it takes, or its own where it follows their forward."""
-    found: dict[Operation, list[tuple[int, int]]] = {}
-    for before, op in zip(order, order[1:], strict=False):
-        if op.kind in BACKWARDS and offloads[op.stage]:
-            key = op.stage, op.microbatch
-            own = before == Operation(Kind.FORWARD, *key)
-            found.setdefault(op if own else before, []).append(key)
-    return found
+def _copying(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """On ``stream``, behind what was begun on the current one."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+    within: AbstractContextManager[Any] = torch.cuda.stream(stream)
+    return within
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -35,7 +35,7 @@ from megatron_pulse.planner.step.program import (
 )
 from megatron_pulse.profile.measuring.machine import keep_freed_memory
 from megatron_pulse.runtime.again import Again
-from megatron_pulse.runtime.away import Away, fetched_before, storages
+from megatron_pulse.runtime.away import Away, Streams, storages
 from megatron_pulse.runtime.called import Carrier, Recorder, Workload
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
@@ -114,9 +114,7 @@ class Executor:
         self._shapes: list[int] = []
         self._losses: dict[int, list[Tensor]] = {}
         self._current: Operation | None = None
-        self._offloads = {s: any(_inside(m).offloaded) for s, m in stages.items()}
-        self._fetched_before = fetched_before(schedule.order[device], self._offloads)
-        self._copies: torch.cuda.Stream | None = None
+        self._copies: Streams | None = None
         self.offloaded_bytes = 0
         """Of activations that have left for the host, in all steps."""
 
@@ -146,10 +144,9 @@ class Executor:
         placement = self._routes.partition.placement
         self._losses = {stage: [] for stage in placement.ends if stage in self._own}
         self._current = None
+        offloading = {stage for stage, _ in self._schedule.offloaded}
         self._weights = {
-            s: storages(stage.parameters())
-            for s, stage in self._stages.items()
-            if self._offloads[s]
+            s: storages(stage.parameters()) for s, stage in self._stages.items() if s in offloading
         }
         grad_mode = torch.enable_grad() if self._training else torch.no_grad()
         try:
@@ -230,9 +227,6 @@ class Executor:
             self._board.report(f"{where}{layer}: {type(error).__name__}: {error}")
 
     def _run(self, operation: Operation) -> None:
-        for key in self._fetched_before.get(operation, ()):
-            if (away := self._saved[key].away) is not None:
-                away.fetch()
         match operation.kind:
             case Kind.FORWARD:
                 self._forward(operation)
@@ -241,6 +235,10 @@ class Executor:
             case Kind.RECOMPUTE:
                 for layer in self._saved[operation.stage, operation.microbatch].again:
                     layer.compute()
+            case Kind.OFFLOAD:
+                self._away(operation).let_go()
+            case Kind.RELOAD:
+                self._away(operation).fetch()
             case Kind.FILLER:
                 with torch.no_grad():
                     self._fillers[operation.stage](operation.microbatch)
@@ -299,9 +297,9 @@ class Executor:
         }
         if self._is_split and self._training:
             saved.later = Later()
-        if self._offloads[stage] and self._training:
+        if (stage, op.microbatch) in self._schedule.offloaded and self._training:
             here = [*boundary, *skips.values(), *given.values(), *conditioning.values()]
-            saved.away = Away(self._weights[stage] | storages(here), self._copy_stream())
+            saved.away = Away(self._weights[stage] | storages(here), self._copy_streams())
         outputs, skips, provided = self._stages[stage](
             boundary, skips, {**given, **conditioning}, saved.later, which, saved.again, saved.away
         )
@@ -331,10 +329,15 @@ class Executor:
         if self._training:
             self._saved[stage, op.microbatch] = saved
 
-    def _copy_stream(self) -> torch.cuda.Stream | None:
+    def _away(self, op: Operation) -> Away:
+        away = self._saved[op.stage, op.microbatch].away
+        assert away is not None  # its forward made it
+        return away
+
+    def _copy_streams(self) -> Streams | None:
         """What activations leave and come on; none on a CPU."""
-        if self._copies is None and self._settings.device.type == "cuda":
-            self._copies = torch.cuda.Stream(self._settings.device)
+        if self._copies is None:
+            self._copies = Streams.on(self._settings.device)
         return self._copies
 
     # --- backward -----------------------------------------------------------------------------
@@ -351,6 +354,8 @@ class Executor:
             torch.autograd.backward(scale(loss) if scale is not None else loss)
         else:
             self._backward_from_edges(op, saved)
+        if saved.away is not None:
+            saved.away.close()
         gradients = {key: _gradient(leaf) for key, leaf in saved.inputs.items()}
         self._exchange.deliver_gradients(op, gradients)
         if saved.later is not None:

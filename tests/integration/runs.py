@@ -224,7 +224,8 @@ def run(
     """A run on ``num_ranks``; Megatron's last rank is asked for the losses."""
     flags = [*TINY[backbone], *BASE, *argv]
     results = run_ranks(num_ranks, train, flags, kill, timeout_s=timeout_s)
-    last = results[-1]
+    last, executed = results[-1], results[0]["executed"]
+    executed.offloaded_bytes = sum(each["executed"].offloaded_bytes for each in results)
     weights, masters, averages = (
         _whole([part for result in results for part in result[kind]])
         for kind in ("weights", "masters", "averages")
@@ -237,7 +238,7 @@ def run(
         weights,
         masters,
         averages,
-        results[0]["executed"],
+        executed,
     )
 
 

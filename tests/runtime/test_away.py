@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_pulse.planner.schedule.operations import Kind, Operation
-from megatron_pulse.runtime.away import LEAST_BYTES, Away, fetched_before, storages
+from megatron_pulse.runtime.away import LEAST_BYTES, Away, storages
 
 
 class _Layer(nn.Module):
@@ -42,6 +41,8 @@ def gradients(fetched: bool | None) -> tuple[list[Tensor], Away | None, list[boo
         with away.saving():
             y = layer(x)
         away.leave()
+        assert any(made() is not None for made in layer.made)  # on its way
+        away.let_go()
         gone = [made() is None for made in layer.made]
         if fetched:
             away.fetch()
@@ -64,6 +65,7 @@ def test_what_others_hold_stays() -> None:
     with away.saving():
         y = (x * x).sum() + (small * small).sum()
     away.leave()
+    away.let_go()
     assert away.num_bytes == 0
     y.backward()
     assert torch.equal(x.grad, 2 * x)
@@ -75,19 +77,7 @@ def test_taken_twice_is_brought_twice() -> None:
     with away.saving():
         y = x.exp()
     away.leave()
+    away.let_go()
     (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     (second,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(first, second) and torch.equal(first, y)
-
-
-def test_what_comes_back_when() -> None:
-    """An operation before its backward, or with it where that follows the forward."""
-    order = [Operation.parse(text) for text in "F0:0 F1:0 B1:0 F0:1 B0:0 B0:1".split()]
-    found = fetched_before(order, {0: True, 1: True})
-    assert {str(op): keys for op, keys in found.items()} == {
-        "B1:0": [(1, 0)],
-        "F0:1": [(0, 0)],
-        "B0:0": [(0, 1)],
-    }
-    assert fetched_before(order, {0: False, 1: False}) == {}
-    assert order[0].kind is Kind.FORWARD

@@ -13,6 +13,8 @@ NAMES = {
     Kind.INPUT_GRAD: "input gradient",
     Kind.WEIGHT_GRAD: "weight gradient",
     Kind.RECOMPUTE: "recomputation",
+    Kind.OFFLOAD: "activations are on the host",
+    Kind.RELOAD: "activations come back",
     Kind.FILLER: "filler",
 }
 """For people."""
@@ -30,6 +32,8 @@ _SHADES = {  # of the first and the last stage of a device
     Kind.INPUT_GRAD: ((0x4F, 0x86, 0xB8), (0x1D, 0x4A, 0x7A)),
     Kind.WEIGHT_GRAD: ((0xF7, 0xEE, 0xD2), (0xE4, 0xD0, 0x95)),
     Kind.RECOMPUTE: ((0xE6, 0xEF, 0xF7), (0xC2, 0xD6, 0xE8)),
+    Kind.OFFLOAD: ((0xDD, 0xEB, 0xDD), (0xBB, 0xD6, 0xBB)),
+    Kind.RELOAD: ((0xDD, 0xEB, 0xDD), (0xBB, 0xD6, 0xBB)),
     Kind.FILLER: ((0xEE, 0xEE, 0xEE), (0xDD, 0xDD, 0xDD)),
 }
 _STRIPE = 4

@@ -112,6 +112,8 @@ def key(problem: ScheduleProblem, solver: str) -> str:
         None if problem.cap is None else [f"{cap / most:.9e}" for cap in problem.cap],
         [round(100 * seconds / longest) for seconds in recompute],
         [f"{num / most:.9e}" for num in again],
+        [f"{num / most:.9e}" for num in problem.offloaded or ()],
+        [round(100 * seconds / longest) for seconds in problem.copying or ()],
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
 

@@ -147,7 +147,7 @@ def _require_few(order: Sequence[Sequence[Operation]], num_microbatches: int) ->
 
 def _operation(text: str) -> Operation:
     """``2F0`` or ``F2:0``."""
-    match = re.fullmatch(r"(0|[1-9][0-9]{0,8})([FBIWRX])(0|[1-9][0-9]{0,8})", text.strip())
+    match = re.fullmatch(r"(0|[1-9][0-9]{0,8})([FBIWROLX])(0|[1-9][0-9]{0,8})", text.strip())
     if match is None:
         try:
             return Operation.parse(text)

@@ -18,9 +18,10 @@ class Kind(StrEnum):
     """What an operation computes; the values are the letters of the text form.
 
     A backward pass is one operation, or an input gradient and, later, a weight gradient. Where
-    activations are computed again that is part of it, or an operation of its own before it. A
-    filler is no part of the backbone (frozen encoders, for instance): it runs where a device would
-    idle.
+    activations are computed again that is part of it, or an operation of its own before it. Those
+    that wait on the host leave when their forward ends; O is where that must be done, and their
+    memory is free, L where they begin to come back. A filler is no part of the backbone (frozen
+    encoders, for instance): it runs where a device would idle.
     """
 
     FORWARD = "F"
@@ -28,6 +29,8 @@ class Kind(StrEnum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
     RECOMPUTE = "R"
+    OFFLOAD = "O"
+    RELOAD = "L"
     FILLER = "X"
 
     __hash__ = str.__hash__  # millions of times in a search; an Enum's own is slow
@@ -45,7 +48,12 @@ class Kind(StrEnum):
     @property
     def is_optional(self) -> bool:
         """Whether a step is complete without it."""
-        return self in (Kind.RECOMPUTE, Kind.FILLER)
+        return self in (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD, Kind.FILLER)
+
+    @property
+    def copies(self) -> bool:
+        """Whether it computes nothing, and is there for what travels between device and host."""
+        return self in (Kind.OFFLOAD, Kind.RELOAD)
 
 
 BACKWARDS = (Kind.BACKWARD, Kind.INPUT_GRAD)
@@ -68,7 +76,7 @@ class Operation(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Operation:
         """The operation written as ``F2:7``; raises ValueError for anything else."""
-        match = re.fullmatch(r"([FBIWRX])(0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})", text.strip())
+        match = re.fullmatch(r"([FBIWROLX])(0|[1-9][0-9]{0,8}):(0|[1-9][0-9]{0,8})", text.strip())
         if match is None:
             raise ValueError(f"not an operation: {text[:60]!r}; expected for example F2:7")
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
@@ -151,6 +159,12 @@ class Schedule:
         """The stages and microbatches whose activations an operation of its own computes again."""
         every = (op for ops in self.order for op in ops)
         return frozenset((op.stage, op.microbatch) for op in every if op.kind is Kind.RECOMPUTE)
+
+    @cached_property
+    def offloaded(self) -> frozenset[tuple[int, int]]:
+        """The stages and microbatches whose activations wait on the host."""
+        every = (op for ops in self.order for op in ops)
+        return frozenset((op.stage, op.microbatch) for op in every if op.kind is Kind.OFFLOAD)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

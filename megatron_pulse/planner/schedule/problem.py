@@ -30,7 +30,9 @@ class ScheduleProblem:
     are computed again for ``recompute``, which needs nothing of another stage: a schedule may have
     it as an operation of its own, R, from which on ``recomputed`` (default 0) is taken until the
     backward's end. Between input and weight gradient an activation takes ``waiting`` (default: as
-    before). Raises ValueError with every fault.
+    before). Of a stage's activation ``offloaded`` may wait on the host (O, L), where it is
+    ``copying`` as long each way; a device copies one microbatch at a time in each direction.
+    Raises ValueError with every fault.
     """
 
     placement: Placement
@@ -44,6 +46,8 @@ class ScheduleProblem:
     recompute: tuple[float, ...] | None = None
     recomputed: tuple[float, ...] | None = None
     waiting: tuple[float, ...] | None = None
+    offloaded: tuple[float, ...] | None = None
+    copying: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if faults := self._faults():
@@ -77,6 +81,8 @@ class ScheduleProblem:
             recompute=None if self.recompute is None else own(self.recompute),
             recomputed=None if self.recomputed is None else own(self.recomputed),
             waiting=None if self.waiting is None else own(self.waiting),
+            offloaded=None if self.offloaded is None else own(self.offloaded),
+            copying=None if self.copying is None else own(self.copying),
         )
 
     @property
@@ -93,9 +99,50 @@ class ScheduleProblem:
         backward = tuple(b - r for b, r in zip(self.backward, self.recompute, strict=True))
         return replace(self.within_backwards, backward=backward)
 
+    @property
+    def with_least_memory(self) -> ScheduleProblem:
+        """The same where an activation takes all the time what it takes at the least, and nothing
+        travels: no schedule of this one is shorter than its shortest."""
+        if self.offloaded is None and self.waiting is None:
+            return self
+        activation = tuple(map(min, self._elsewhere, self._kept_waiting))
+        return replace(self, activation=activation, waiting=None, offloaded=None, copying=None)
+
+    @property
+    def with_all_elsewhere(self) -> ScheduleProblem:
+        """The same where all that may wait on the host takes no memory, and no time to travel;
+        activations take what is left of them, or what weight gradients wait with, all the time."""
+        split = self.weight_grad is not None
+        activation = tuple(
+            map(max, self._elsewhere, self._kept_waiting if split else self._elsewhere)
+        )
+        return replace(self, activation=activation, offloaded=None, copying=None)
+
+    @property
+    def _elsewhere(self) -> list[float]:
+        """What stages' activations take without what may wait on the host."""
+        own = list(map(self.activation_of, range(self.placement.num_stages)))
+        return (
+            own
+            if self.offloaded is None
+            else [a - o for a, o in zip(own, self.offloaded, strict=True)]
+        )
+
+    @property
+    def _kept_waiting(self) -> list[float]:
+        """What they take between input and weight gradient."""
+        own = map(self.activation_of, range(self.placement.num_stages))
+        return list(own if self.waiting is None else self.waiting)
+
+    def copying_of(self, stage: int) -> float:
+        """Time in which what may wait on the host travels, one way; 0 where that is not known."""
+        return 0.0 if self.copying is None else self.copying[stage]
+
     def duration(self, kind: Kind, stage: int) -> float:
         """Time of an operation; of a backward that computes activations again itself. Where it is
-        not known what that takes, an R takes none of it."""
+        not known what that takes, an R takes none of it. An O takes none, but may have to wait."""
+        if kind.copies:
+            return 0.0
         if kind is Kind.FORWARD:
             return self.forward[stage]
         if kind is Kind.RECOMPUTE:
@@ -131,6 +178,8 @@ class ScheduleProblem:
             ("recompute", stages, 0.0),
             ("recomputed", stages, 0.0),
             ("waiting", stages, 0.0),
+            ("offloaded", stages, 0.0),
+            ("copying", stages, 0.0),
         ):
             values = getattr(self, name)
             if values is None:
@@ -143,6 +192,12 @@ class ScheduleProblem:
                 )
         if self.recomputed is not None and self.recompute is None:
             faults.append("recomputed: memory without the time that it takes (recompute)")
+        if self.offloaded is not None:
+            if self.copying is None:
+                faults.append("offloaded: memory without the time in which it travels (copying)")
+            own = map(self.activation_of, range(stages))
+            if not faults and any(o > a for o, a in zip(self.offloaded, own, strict=True)):
+                faults.append("offloaded: is a part of each activation, and must not be more")
         if not faults and self.recompute is not None:
             pairs = zip(self.backward, self.recompute, strict=True)
             if any(again > backward - LEAST_S for backward, again in pairs):

@@ -21,6 +21,7 @@ from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.ilp.attempt import Attempt
 from megatron_pulse.planner.schedule.ilp.beside import Beside
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, choose
+from megatron_pulse.planner.schedule.offload import with_offload
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.recompute import with_recomputation
 from megatron_pulse.planner.schedule.search.synthesize import get_ready, synthesize
@@ -38,6 +39,8 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
     names the path that produced the answer. Raises ValueError for a solver that is not there.
     """
     chosen = choose(solver)
+    if problem.offloaded is not None:
+        return with_offload(problem, lambda of: solve(of, seconds / 2, solver))
     if problem.recompute is not None:
         return with_recomputation(problem, solve(problem.within_backwards, seconds, solver))
     get_ready()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_pulse.planner.layout.routes import Payload
+from megatron_pulse.planner.schedule.check.copies import Copy, copies_before, copy_lines
 from megatron_pulse.planner.schedule.check.simulate import (
     dependency,
     duration_of,
@@ -102,7 +103,16 @@ def moments(
             schedule, starts, ends, {t.message: ends[t.message.producer] for t in travels}
         )
     travels = list(travels)
-    start, end = _played(schedule, duration_of(problem, schedule), travels)
+    duration = duration_of(problem, schedule)
+
+    def lasts(item: Operation | Travel | Copy) -> float:
+        if isinstance(item, Travel):
+            return item.seconds
+        if isinstance(item, Copy):
+            return problem.copying_of(item.operation.stage)
+        return duration(item)
+
+    start, end = _played(schedule, lasts, travels)
     return Moments(
         schedule,
         {op: (start[op], slot) for op, slot in slots.items()},
@@ -112,8 +122,10 @@ def moments(
 
 
 def _played(
-    schedule: Schedule, duration: Callable[[Operation], float], travels: Iterable[Travel]
-) -> tuple[dict[Operation | Travel, float], dict[Operation | Travel, float]]:
+    schedule: Schedule,
+    lasts: Callable[[Operation | Travel | Copy], float],
+    travels: Iterable[Travel],
+) -> tuple[dict[Operation | Travel | Copy, float], dict[Operation | Travel | Copy, float]]:
     """Starts and ends of operations, and of what travels, each way a device of its own."""
     position = {op: i for order in schedule.order for i, op in enumerate(order)}
     ways: defaultdict[tuple[int, int], list[Travel]] = defaultdict(list)
@@ -125,18 +137,22 @@ def _played(
     for way in ways.values():
         way.sort(key=lambda travel: position[travel.message.producer])
 
-    def before(item: Operation | Travel) -> Iterator[tuple[Operation | Travel, float]]:
+    def before(
+        item: Operation | Travel | Copy,
+    ) -> Iterator[tuple[Operation | Travel | Copy, float]]:
         if isinstance(item, Travel):
             yield item.message.producer, 0.0
+            return
+        if schedule.offloaded:
+            yield from ((source, 0.0) for source in copies_before(item, schedule))
+        if isinstance(item, Copy):
             return
         if (required := dependency(item, schedule.placement)) is not None:
             yield required, 0.0
         yield from schedule.slices_before(item)
         yield from ((travel, 0.0) for travel in taken[item])
 
-    def lasts(item: Operation | Travel) -> float:
-        return item.seconds if isinstance(item, Travel) else duration(item)
-
-    lines: list[Sequence[Operation | Travel]] = [*schedule.order, *ways.values()]
+    lines: list[Sequence[Operation | Travel | Copy]] = [*schedule.order, *ways.values()]
+    lines += copy_lines(schedule)
     start, end, _ = play(lines, before, lasts)
     return start, end

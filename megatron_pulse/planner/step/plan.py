@@ -29,6 +29,7 @@ from megatron_pulse.planner.partition.memory import kept_bytes
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.files import from_csv
+from megatron_pulse.planner.schedule.offload import all_leave
 from megatron_pulse.planner.schedule.operations import Kind, Schedule
 from megatron_pulse.planner.schedule.problem import (
     ScheduleProblem,
@@ -64,7 +65,7 @@ class Plan:
     made for, but for the number of microbatches (None: stages are equal). ``schedules`` are used
     for as many microbatches as they have, whatever ``schedule_name`` says. The layers in
     ``recompute`` compute their activations again in the backward pass, those of ``offload`` wait on
-    the host for it.
+    the host for it: where the schedule says, or wherever they can.
     """
 
     backbone: Backbone
@@ -119,6 +120,10 @@ class Plan:
     def is_synthesized(self) -> bool:
         """Whether schedules are searched for."""
         return _is_synthesized(self.schedule_name, self.placement)
+
+    def stages_of(self, layers: Collection[int]) -> set[int]:
+        """The stages that have any of these layers."""
+        return set(map(self.partition.stage_of_layer, layers))
 
     def problem_of(self, num_microbatches: int) -> ScheduleProblem:
         """What a schedule of that many microbatches is made for."""
@@ -377,9 +382,9 @@ def _searched(problem: ScheduleProblem) -> Schedule:
         return synthesize(problem, seconds=math.inf, beside=progress).schedule
 
 
-def _recomputing(plan: Plan) -> set[int]:
-    """The stages with a layer whose activations are computed again."""
-    return set(map(plan.partition.stage_of_layer, plan.recompute))
+def _counts_on(plan: Plan) -> bool:
+    """Whether the plan's schedules are made for activations that can wait on the host."""
+    return plan.problem is not None and plan.problem.offloaded is not None
 
 
 def _read_schedule(path: Path, placement: Placement) -> Schedule:
@@ -393,8 +398,15 @@ def _read_schedule(path: Path, placement: Placement) -> Schedule:
 def _compile_step(
     plan: Plan, num_microbatches: int, forward_only: bool, predicts: bool
 ) -> StepPlan:
-    schedule = _schedule(plan, num_microbatches)
-    if kept := sorted({s for s, _ in schedule.recomputed_apart} - _recomputing(plan)):
+    schedule, offloading = _schedule(plan, num_microbatches), plan.stages_of(plan.offload)
+    if kept := sorted({s for s, _ in schedule.offloaded} - offloading):
+        raise PlanError(
+            f"{schedule.name} has activations of stage {', '.join(map(str, kept))} wait on the "
+            "host (O), of which no layer's do: give layers of it as offloaded, or leave O and L out"
+        )
+    if offloading and not forward_only and not schedule.offloaded and not _counts_on(plan):
+        schedule = all_leave(schedule, offloading)
+    if kept := sorted({s for s, _ in schedule.recomputed_apart} - plan.stages_of(plan.recompute)):
         raise PlanError(
             f"{schedule.name} computes activations of stage {', '.join(map(str, kept))} again (R), "
             "which keeps them: give layers of it as recomputed, or leave R out"

@@ -14,16 +14,11 @@ from megatron_pulse.planner.schedule.operations import Kind
 CODES = {kind: code for code, kind in enumerate(Kind)}
 """Kinds as whole numbers."""
 
-_FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD, _RECOMPUTE, _FILLER = (
-    CODES[kind]
-    for kind in (
-        Kind.FORWARD,
-        Kind.BACKWARD,
-        Kind.INPUT_GRAD,
-        Kind.WEIGHT_GRAD,
-        Kind.RECOMPUTE,
-        Kind.FILLER,
-    )
+_FORWARD, _BACKWARD, _INPUT_GRAD, _WEIGHT_GRAD = (
+    CODES[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+)
+_RECOMPUTE, _OFFLOAD, _RELOAD, _FILLER = (
+    CODES[kind] for kind in (Kind.RECOMPUTE, Kind.OFFLOAD, Kind.RELOAD, Kind.FILLER)
 )
 
 
@@ -51,7 +46,8 @@ class Step(NamedTuple):
     ``forward[s]`` are the stages that a forward of s sends to, ``back[s]`` those that a backward
     does, and how long each takes; ``linked[s, t]`` says whether s sends to t. ``received`` and
     ``returned`` count what a forward and a backward of a stage wait for; ``needs`` are what slices
-    of fillers wait for, and how long after its end.
+    of fillers wait for, and how long after its end. What leaves a stage for the host, or comes
+    back, is ``copying[s]`` on its way.
     """
 
     first: Any
@@ -69,6 +65,7 @@ class Step(NamedTuple):
     received: Any
     returned: Any
     needs: Table
+    copying: Any
 
 
 class _State(NamedTuple):
@@ -76,7 +73,8 @@ class _State(NamedTuple):
 
     Messages are numbered as they are made; those that wait on a device follow each other from
     ``head`` over ``following`` (-1: the end). ``counts`` are the events and messages so far, and
-    the transfers that have begun.
+    the transfers that have begun. ``copied`` is when what an O or L stands for is where it should,
+    ``leaving`` and ``coming`` until when devices copy to the host and back.
     """
 
     start: Any
@@ -97,6 +95,9 @@ class _State(NamedTuple):
     order: Any
     begun: Any
     counts: Any
+    copied: Any
+    leaving: Any
+    coming: Any
 
 
 @compiled
@@ -128,6 +129,9 @@ def play_step(step: Step) -> Any:
         np.zeros(num_messages, np.int64),
         np.zeros(num_messages, np.float64),
         np.zeros(3, np.int64),
+        np.zeros(num, np.float64),
+        np.zeros(devices, np.float64),
+        np.zeros(devices, np.float64),
     )
     for i in range(num):
         if step.kind[i] == _FORWARD:
@@ -175,7 +179,7 @@ def _needed(step: Step, i: int) -> tuple[int, int]:
         return -1, -1
     if kind == _WEIGHT_GRAD:
         return stage, step.number[_INPUT_GRAD, stage, m]
-    if kind == _RECOMPUTE:
+    if kind == _RECOMPUTE or kind == _OFFLOAD or kind == _RELOAD:
         return stage, step.number[_FORWARD, stage, m]
     other = step.before[stage] if kind == _FORWARD else step.after[stage]
     if other >= 0:
@@ -201,6 +205,10 @@ def _advance(step: Step, state: _State, events: Any, device: int, now: float) ->
         if ready > now:
             _push(state, events, ready, len(step.kind) + len(state.source) + device)
             return
+    ready = _there(step, state, i)
+    if ready > now:
+        _push(state, events, ready, len(step.kind) + len(state.source) + device)
+        return
     stage, needed = _needed(step, i)
     if stage >= 0 and (needed < 0 or np.isnan(state.end[needed])):
         own = step.stage[i]
@@ -213,12 +221,39 @@ def _advance(step: Step, state: _State, events: Any, device: int, now: float) ->
 
 
 @part
+def _there(step: Step, state: _State, i: int) -> float:
+    """When what an O waits for is on the host, or what a backward takes has come back."""
+    kind = step.kind[i]
+    if kind == _OFFLOAD:
+        return float(state.copied[i])
+    if kind == _BACKWARD or kind == _INPUT_GRAD:
+        back = step.number[_RELOAD, step.stage[i], step.microbatch[i]]
+        return float(state.copied[back]) if back >= 0 else 0.0
+    return 0.0
+
+
+@part
+def _copy(step: Step, state: _State, i: int, device: int, now: float) -> None:
+    """Begin what an operation that ends has copied, behind what is on its way."""
+    kind, stage = step.kind[i], step.stage[i]
+    if kind == _RELOAD:
+        state.coming[device] = max(state.coming[device], now) + step.copying[stage]
+        state.copied[i] = state.coming[device]
+    elif kind == _FORWARD:
+        leaves = step.number[_OFFLOAD, stage, step.microbatch[i]]
+        if leaves >= 0:
+            state.leaving[device] = max(state.leaving[device], now) + step.copying[stage]
+            state.copied[leaves] = state.leaving[device]
+
+
+@part
 def _finish(step: Step, state: _State, events: Any, i: int, now: float) -> None:
     kind, stage = step.kind[i], step.stage[i]
     device: Any = np.searchsorted(step.first, i, side="right") - 1
     state.end[i] = now
     state.computing[device] = False
     state.position[device] += 1
+    _copy(step, state, i, device, now)
     if _passes(kind):
         sent = _sent(step, kind)
         for k in range(sent.first[stage], sent.first[stage + 1]):

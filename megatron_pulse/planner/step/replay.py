@@ -207,6 +207,7 @@ def _step(
         received,
         returned,
         Table.of(waits),
+        np.array([problem.copying_of(s) for s in range(stages)]),
     )
 
 

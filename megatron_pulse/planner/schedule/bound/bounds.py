@@ -28,7 +28,9 @@ def lower_bound(
     problem: ScheduleProblem, work: float = BOUND_WORK, until: float = math.inf
 ) -> float:
     """No schedule is shorter: the best of the bounds above, ``order_bound`` up to ``work`` or
-    ``until`` (of ``time.monotonic``)."""
+    ``until`` (of ``time.monotonic``). An activation takes all the time what it takes at the
+    least."""
+    problem = problem.with_least_memory
     if problem.recompute is not None:
         rest = problem.without_recomputation
         each = map(problem.chain, range(len(problem.placement.starts)))

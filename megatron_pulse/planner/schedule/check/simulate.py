@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pulse.planner.layout.placement import Placement
+from megatron_pulse.planner.schedule.check.copies import Copy, copies_before, copy_lines
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
@@ -38,15 +39,18 @@ def dependency(operation: Operation, placement: Placement) -> Operation | None:
     """The operation whose result ``operation`` takes: its chain forward, then back.
 
     A weight gradient takes its stage's input gradient, which passes gradients on as a whole
-    backward does; what is computed again takes what its stage's forward took. What a filler takes
-    its schedule says (``Schedule.slices_before``).
+    backward does; what is computed again takes what its stage's forward took. What leaves for the
+    host is a forward's, and comes back when it has left. What a filler takes its schedule says
+    (``Schedule.slices_before``).
     """
     kind, stage, microbatch = operation.kind, operation.stage, operation.microbatch
     if kind is Kind.FILLER:
         return None
     if kind is Kind.WEIGHT_GRAD:
         return Operation(Kind.INPUT_GRAD, stage, microbatch)
-    if kind is Kind.RECOMPUTE:
+    if kind is Kind.RELOAD:
+        return Operation(Kind.OFFLOAD, stage, microbatch)
+    if kind in (Kind.RECOMPUTE, Kind.OFFLOAD):
         return Operation(Kind.FORWARD, stage, microbatch)
     if kind is Kind.FORWARD:
         before = placement.before.get(stage)  # of a stage that there is not, none
@@ -151,7 +155,12 @@ def run(problem: ScheduleProblem, schedule: Schedule) -> Timeline:
     def lag(source: Operation, operation: Operation) -> float:
         return problem.lag(source.stage, operation.stage)
 
-    start, end = _play_all(schedule, duration, lag, lambda seconds: seconds)
+    def lasts(item: Operation | Copy) -> float:
+        if isinstance(item, Copy):
+            return problem.copying_of(item.operation.stage)
+        return duration(item)
+
+    start, end = _play_all(schedule, lasts, lag, lambda seconds: seconds)
     makespan = max(end.values(), default=0.0)
     busy = tuple(sum(duration(op) for op in order) for order in schedule.order)
     return Timeline(schedule, start, end, makespan, busy, tuple(makespan - b for b in busy))
@@ -162,19 +171,23 @@ def logical_times(schedule: Schedule) -> dict[Operation, int]:
 
     Messages are grouped into rounds by it. Raises DeadlockError.
     """
-    end = _play_all(schedule, lambda _: 1.0, lambda _, __: 0.0, lambda _: 0.0)[1]
+
+    def lasts(item: Operation | Copy) -> float:
+        return 0.0 if isinstance(item, Copy) else 1.0
+
+    end = _play_all(schedule, lasts, lambda _, __: 0.0, lambda _: 0.0)[1]
     return {operation: round(time) for operation, time in end.items()}
 
 
 def _play_all(
     schedule: Schedule,
-    duration: Callable[[Operation], float],
+    lasts: Callable[[Operation | Copy], float],
     lag: Callable[[Operation, Operation], float],
     slice_lag: Callable[[float], float],
 ) -> tuple[dict[Operation, float], dict[Operation, float]]:
-    """Starts and ends with the dependencies of chain and slices; raises DeadlockError."""
+    """Starts and ends with the dependencies of chain, slices and copies; raises DeadlockError."""
 
-    def before(operation: Operation) -> Iterator[tuple[Operation, float]]:
+    def first(operation: Operation) -> Iterator[tuple[Operation, float]]:
         if operation.kind is Kind.FILLER:
             for source, seconds in schedule.slices_before(operation):
                 yield source, slice_lag(seconds)
@@ -183,10 +196,21 @@ def _play_all(
             if required is not None:
                 yield required, lag(required, operation)
 
-    def needs(operation: Operation) -> tuple[Operation, ...]:
-        return tuple(required for required, _ in before(operation))
+    def before(item: Operation | Copy) -> Iterator[tuple[Operation | Copy, float]]:
+        if not isinstance(item, Copy):
+            yield from first(item)
+        if schedule.offloaded:
+            yield from ((source, 0.0) for source in copies_before(item, schedule))
 
-    start, end, stuck = play(schedule.order, before, duration)
+    def needs(operation: Operation) -> tuple[Operation, ...]:
+        back = operation.kind in BACKWARDS and operation._replace(kind=Kind.RELOAD)
+        own = (back,) if back and back[1:] in schedule.offloaded else ()
+        return (*(required for required, _ in first(operation)), *own)
+
+    all_lines: list[Sequence[Operation | Copy]] = [*schedule.order, *copy_lines(schedule)]
+    started, ended, stuck = play(all_lines, before, lasts)
+    start = {op: t for op, t in started.items() if isinstance(op, Operation)}
+    end = {op: t for op, t in ended.items() if isinstance(op, Operation)}
     if stuck:
         lines = "\n".join(f"  {stays}" for stays in waiting(schedule, needs))
         raise DeadlockError(f"{schedule.name}: deadlock:\n{lines}\n{grid(schedule)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.check.simulate import dependency, grid, waiting
@@ -20,20 +20,22 @@ def validate(
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
     waiting: Sequence[float] | None = None,
+    offloaded: Sequence[float] | None = None,
 ) -> list[str]:
     """All faults of ``schedule``; empty when it can run.
 
     Checks that every operation is there once and on its stage's device (a slice of a filler: on one
     of the filler's), that every stage works through the microbatches in order on each device
     (gradients accumulate in that order), that backwards follow forwards and weight gradients input
-    gradients, that what is computed again comes between forward and backward, that backwards are
-    either whole or split, that nothing waits in a circle (data flow of the chain and, if given, of
-    ``messages``), that no device holds more than ``cap`` (one for all, or one each) live stage
-    activations, each counted as ``activation`` of its stage (default 1) and, where it is computed
-    again, ``recomputed`` (default 0) until its backward, and behind a split backward's input
-    gradient ``waiting`` (default: the same), and that the ends of every message are in the schedule
-    where the message says. A schedule without any backward is taken as an evaluation:
-    only forwards are expected, and no activation is kept.
+    gradients, that what is computed again comes between forward and backward, that what leaves for
+    the host comes back before its backward, that backwards are either whole or split, that nothing
+    waits in a circle (data flow of the chain and, if given, of ``messages``), that no device holds
+    more than ``cap`` (one for all, or one each) live stage activations, each counted as
+    ``activation`` of its stage (default 1) and, where it is computed again, ``recomputed`` (default
+    0) until its backward, without ``offloaded`` (default 0) while it is on the host, and behind a
+    split backward's input gradient as ``waiting`` (default: the same), and that the ends of every
+    message are in the schedule where the message says. A schedule without any backward is taken as
+    an evaluation: only forwards are expected, and no activation is kept.
     """
     known = [] if messages is None else list(messages)
     faults = [
@@ -45,7 +47,7 @@ def validate(
     ]
     faults.extend(_deadlock_faults(schedule, known))
     if cap is not None:
-        faults.extend(cap_faults(schedule, cap, activation, recomputed, waiting))
+        faults.extend(cap_faults(schedule, cap, activation, recomputed, waiting, offloaded))
     return faults
 
 
@@ -55,11 +57,12 @@ def cap_faults(
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
     waiting: Sequence[float] | None = None,
+    offloaded: Sequence[float] | None = None,
 ) -> list[str]:
     """The devices that hold more live activations than their cap (see ``validate``)."""
     if len(schedule.kinds) == 1:
         return []
-    peaks = peak_activations(schedule, activation, recomputed, waiting)
+    peaks = peak_activations(schedule, activation, recomputed, waiting, offloaded)
     caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
     return [
         f"device {d} holds {peak:g} live stage activations at its peak; the cap is {limit:g}"
@@ -88,14 +91,18 @@ def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
         return faults
     if schedule.recomputed_apart and problem.recompute is None:
         return ["the schedule has recomputation of its own (R), the problem has none"]
-    of = problem.activation, problem.recomputed, problem.waiting
-    return validate(schedule, None, None, problem.cap, *of)
+    if schedule.offloaded and problem.offloaded is None:
+        return ["the schedule has activations that wait on the host (O), the problem has none"]
+    return validate(schedule, None, None, problem.cap, *_held(problem))
 
 
 def held_most(problem: ScheduleProblem, schedule: Schedule) -> tuple[float, ...]:
     """Per device, the most memory that activations of ``schedule`` take (see there)."""
-    of = problem.activation, problem.recomputed, problem.waiting
-    return peak_activations(schedule, *of)
+    return peak_activations(schedule, *_held(problem))
+
+
+def _held(problem: ScheduleProblem) -> tuple[tuple[float, ...] | None, ...]:
+    return problem.activation, problem.recomputed, problem.waiting, problem.offloaded
 
 
 def peak_activations(
@@ -103,11 +110,13 @@ def peak_activations(
     activation: Sequence[float] | None = None,
     recomputed: Sequence[float] | None = None,
     waiting: Sequence[float] | None = None,
+    offloaded: Sequence[float] | None = None,
 ) -> tuple[float, ...]:
     """Per device, the most stage activations alive at once; one lives from its F to its B or W.
 
     ``activation`` is what each stage's counts (default 1), ``waiting`` what is left of that from I
-    to W (default: all), ``recomputed`` what an R of it takes until its B or I (default 0).
+    to W (default: all), ``recomputed`` what an R of it takes until its B or I (default 0),
+    ``offloaded`` what it does not take from its O to its L (default 0).
     """
     weights = None if activation is None else dict(enumerate(activation))
     again = dict(enumerate(recomputed or ()))
@@ -122,11 +131,14 @@ def peak_activations(
                 live[key] = 1.0 if weights is None else weights.get(operation.stage, 1.0)
             elif operation.kind is Kind.RECOMPUTE:
                 twice[key] = again.get(operation.stage, 0.0)
+            elif operation.kind.copies and key in live:
+                out = 0.0 if offloaded is None else offloaded[operation.stage]
+                live[key] += out if operation.kind is Kind.RELOAD else -out
             elif operation.kind in BACKWARDS:
                 twice.pop(key, None)
                 if operation.kind is Kind.INPUT_GRAD and waiting is not None and key in live:
                     live[key] = waiting[operation.stage]
-            if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+            if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.RELOAD):
                 peak = max(peak, sum(live.values()) + sum(twice.values()))
             elif operation.kind.live < 0:
                 live.pop(key, None)
@@ -238,15 +250,18 @@ def _order_faults(schedule: Schedule) -> Iterator[str]:
             if operation.kind is Kind.FILLER:
                 continue
             if operation.kind in BACKWARDS:
-                again = operation._replace(kind=Kind.RECOMPUTE)
-                if position.get(again, -1) > i:
-                    yield f"device {device} runs {operation} before {again}"
+                for kind in (Kind.RECOMPUTE, Kind.RELOAD):
+                    again = operation._replace(kind=kind)
+                    if position.get(again, -1) > i:
+                        yield f"device {device} runs {operation} before {again}"
+            if operation.kind.copies:
+                yield from _copy_faults(device, operation, i, position)
             if operation.kind is not Kind.FORWARD:
                 after_input = operation.kind is Kind.WEIGHT_GRAD
                 first = operation._replace(kind=Kind.INPUT_GRAD if after_input else Kind.FORWARD)
                 if position.get(first, -1) > i:
                     yield f"device {device} runs {operation} before {first}"
-            if operation.kind is Kind.RECOMPUTE:
+            if operation.kind.is_optional:
                 continue
             line = (operation.kind, operation.stage)
             previous = last.get(line)
@@ -256,6 +271,18 @@ def _order_faults(schedule: Schedule) -> Iterator[str]:
                     f"stage must run in order"
                 )
             last[line] = operation
+
+
+def _copy_faults(
+    device: int, operation: Operation, i: int, position: Mapping[Operation, int]
+) -> Iterator[str]:
+    """An O without an L, an L without an O or before it."""
+    other = Kind.RELOAD if operation.kind is Kind.OFFLOAD else Kind.OFFLOAD
+    partner = operation._replace(kind=other)
+    if partner not in position:
+        yield f"device {device} runs {operation}, but not {partner}"
+    elif other is Kind.RELOAD and position[partner] < i:
+        yield f"device {device} runs {partner} before {operation}"
 
 
 def _message_faults(schedule: Schedule, messages: list[Message]) -> Iterator[str]:

@@ -31,6 +31,7 @@ from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK
 from megatron_pulse.planner.schedule.check.validate import cap_faults, validate
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.compiled import compiling
+from megatron_pulse.planner.schedule.offload import with_offload
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.recompute import with_recomputation
@@ -128,10 +129,14 @@ def synthesize(
     the answer; without a limit of time (``math.inf``) the effort is by the size of the problem.
     ``templates``, in ticks of ``job_shop(problem)``, are starts that come on top. ``beside`` is
     asked now and then, with the best schedule and bound so far, whether that is enough. What is
-    computed again is a part of its backward until the end, and then goes to idle times. Unless
+    computed again is a part of its backward until the end, and then goes to idle times; what may
+    wait on the host is there all the time until it leaves only where it must. Unless
     ``bounded``, the bound is what is found at once: the schedule is the same, where ``effort`` is
     all that ends the search.
     """
+    if problem.offloaded is not None:
+        part = seconds / 2 if effort is None else seconds
+        return with_offload(problem, lambda of: synthesize(of, part, effort, (), None, bounded))
     if problem.recompute is not None:
         within = problem.within_backwards
         found = synthesize(within, seconds, effort, templates, beside, bounded)

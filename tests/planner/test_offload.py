@@ -1,0 +1,222 @@
+"""Activations on the host as operations of a schedule: within memory, in time, and proved."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pulse.planner.layout.placement import sequential
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
+from megatron_pulse.planner.schedule.check.simulate import DeadlockError, logical_times, run
+from megatron_pulse.planner.schedule.check.validate import faults_for, held_most, validate
+from megatron_pulse.planner.schedule.offload import NoRoomError, all_leave, placed, searched
+from megatron_pulse.planner.schedule.operations import Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.schedule.solve import solve
+from megatron_pulse.planner.step.order import moments
+from megatron_pulse.planner.step.replay import replay
+from tests.planner.strategies import problems
+
+
+@st.composite
+def offloading(draw: st.DrawFn) -> ScheduleProblem:
+    """Problems of which some stages' activations may wait on the host, in whole or in part; some
+    are computed again; caps from what one microbatch takes on."""
+    problem = draw(problems())
+    stages, devices = problem.placement.num_stages, problem.placement.num_devices
+    own = tuple(draw(st.floats(0.5, 2.0)) for _ in range(stages))
+    part = [draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])) for _ in range(stages)]
+    copying = tuple(draw(st.sampled_from([0.0, 0.2, 1.0, 5.0])) for _ in range(stages))
+    waiting = None
+    if problem.weight_grad is not None and draw(st.booleans()):
+        waiting = tuple(draw(st.floats(0.0, 1.0)) * a for a in own)
+    least = [sum(own[s] for s in problem.placement.stages_of_device(d)) for d in range(devices)]
+    room = tuple(draw(st.sampled_from([1.0, 1.3, 2.0, 4.0])) * each for each in least)
+    again = computed = None
+    if draw(st.booleans()):
+        share = [draw(st.sampled_from([0.0, 0.3])) for _ in range(stages)]
+        again = tuple(s * b for s, b in zip(share, problem.backward, strict=True))
+        computed = tuple(draw(st.floats(0.0, 0.5)) for _ in range(stages))
+    return replace(
+        problem,
+        activation=own,
+        offloaded=tuple(p * a for p, a in zip(part, own, strict=True)),
+        copying=copying,
+        waiting=waiting,
+        cap=room,
+        recompute=again,
+        recomputed=computed,
+    )
+
+
+@settings(max_examples=150, derandomize=True)
+@given(offloading())
+def test_within_memory_and_no_bound_above(problem: ScheduleProblem) -> None:
+    found = synthesize(problem, effort=1)
+    schedule, known = found.schedule, found.certificate
+    assert faults_for(problem, schedule) == []
+    assert known.makespan == run(problem, schedule).makespan
+    assert known.lower_bound <= known.makespan * (1 + 1e-9)
+    assert known.lower_bound == pytest.approx(min(lower_bound(problem, work=0), known.makespan))
+    ample = replace(problem, cap=tuple(2 * cap for cap in problem.cap or ()))
+    if not faults_for(problem, other := synthesize(ample, effort=1).schedule):
+        assert known.lower_bound <= run(problem, other).makespan * (1 + 1e-9)
+    at_once = replace(problem, copying=(0.0,) * problem.placement.num_stages)
+    elsewhere = run(at_once, schedule).makespan
+    assert elsewhere <= known.makespan * (1 + 1e-9)  # slower links never help
+    without = tuple(tuple(op for op in order if not op.kind.copies) for order in schedule.order)
+    plain = run(problem, replace(schedule, order=without)).makespan
+    assert elsewhere == pytest.approx(plain)  # and what takes no time costs none
+
+
+@settings(max_examples=60, derandomize=True)
+@given(offloading())
+def test_played_as_simulated(problem: ScheduleProblem) -> None:
+    """The compiled replay, the times that programs go by, and the simulation are one."""
+    problem = replace(problem, link=0.0)
+    schedule = synthesize(problem, effort=1).schedule
+    timeline = run(problem, schedule)
+    played = replay(problem, schedule, ()).timeline
+    assert played.start == pytest.approx(dict(timeline.start))
+    assert played.end == pytest.approx(dict(timeline.end))
+    times = moments(schedule, problem)
+    assert {op: t for op, (t, _) in times.start.items()} == pytest.approx(dict(timeline.start))
+    assert set(logical_times(schedule)) == set(timeline.end)
+
+
+ONE = ScheduleProblem(
+    sequential(1),
+    3,
+    (2.0,),
+    (4.0,),
+    activation=(1.0,),
+    cap=(1.0,),
+    offloaded=(0.75,),
+    copying=(1.5,),
+)
+"""One device that has room for one of three microbatches."""
+
+
+def order(text: str) -> Schedule:
+    return Schedule("by hand", sequential(1), 3, (tuple(map(Operation.parse, text.split())),))
+
+
+def test_devices_wait_for_copies_that_queue_up() -> None:
+    schedule = order("F0:0 O0:0 F0:1 O0:1 L0:0 F0:2 B0:0 L0:1 B0:1 B0:2")
+    assert faults_for(replace(ONE, cap=(3.0,)), schedule) == []
+
+    def begins(copying: float, text: str) -> tuple[float, ...]:
+        start = run(replace(ONE, copying=(copying,)), schedule).start
+        return tuple(start[Operation.parse(each)] for each in text.split())
+
+    assert begins(1.5, "O0:0 F0:1 O0:1 L0:0 F0:2") == (3.5, 3.5, 7.0, 7.0, 7.0)
+    assert begins(1.5, "B0:0 L0:1 B0:1 B0:2") == (9.0, 13.0, 14.5, 18.5)
+    assert begins(7.0, "O0:0 F0:1 O0:1 L0:0 F0:2") == (9.0, 9.0, 18.0, 18.0, 18.0)
+    assert begins(7.0, "B0:0 L0:1 B0:1 B0:2") == (25.0, 29.0, 36.0, 40.0)
+    schedule = order("F0:0 F0:1 F0:2 O0:0 O0:1 L0:0 L0:1 B0:0 B0:1 B0:2")
+    assert begins(7.0, "F0:2 O0:0 O0:1") == (4.0, 9.0, 16.0)  # both wait to leave
+    assert begins(7.0, "L0:1 B0:0 B0:1") == (16.0, 23.0, 30.0)  # and to come
+
+
+def test_memory_is_free_from_o_to_l() -> None:
+    wide = replace(ONE, cap=(9.0,))
+    schedule = order("F0:0 F0:1 O0:1 F0:2 B0:0 L0:1 B0:1 B0:2")
+    assert held_most(wide, schedule) == (2.25,)
+    assert held_most(wide, order("F0:0 F0:1 O0:1 F0:2 L0:1 B0:0 B0:1 B0:2")) == (3.0,)
+    assert held_most(wide, order("F0:0 F0:1 F0:2 B0:0 B0:1 B0:2")) == (3.0,)
+    assert "its peak; the cap is 2" in faults_for(replace(ONE, cap=(2.0,)), schedule)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("F0:0 O0:0 F0:1 F0:2 B0:0 B0:1 B0:2", "runs O0:0, but not L0:0"),
+        ("F0:0 L0:0 F0:1 F0:2 B0:0 B0:1 B0:2", "runs L0:0, but not O0:0"),
+        ("F0:0 L0:0 O0:0 F0:1 F0:2 B0:0 B0:1 B0:2", "runs L0:0 before O0:0"),
+        ("O0:0 F0:0 L0:0 F0:1 F0:2 B0:0 B0:1 B0:2", "runs O0:0 before F0:0"),
+        ("F0:0 O0:0 F0:1 F0:2 B0:0 B0:1 B0:2 L0:0", "runs B0:0 before L0:0"),
+        ("F0:0 O0:0 O0:0 L0:0 F0:1 F0:2 B0:0 B0:1 B0:2", "O0:0 is in the schedule 2 times"),
+        ("F0:0 O1:0 L1:0 F0:1 F0:2 B0:0 B0:1 B0:2", "there is no stage 1"),
+    ],
+)
+def test_copies_have_their_place(text: str, fault: str) -> None:
+    assert any(fault in said for said in validate(order(text)))
+
+
+def test_a_schedule_that_moves_needs_a_problem_that_does() -> None:
+    schedule = order("F0:0 O0:0 F0:1 F0:2 B0:2 B0:1 L0:0 B0:0")
+    plain = replace(ONE, cap=(9.0,), offloaded=None, copying=None)
+    assert faults_for(plain, schedule) == [
+        "the schedule has activations that wait on the host (O), the problem has none"
+    ]
+    with pytest.raises(ValueError, match="without the time in which it travels"):
+        replace(ONE, copying=None)
+    with pytest.raises(ValueError, match="must not be more"):
+        replace(ONE, offloaded=(1.25,))
+
+
+def test_what_waits_for_ever_is_named() -> None:
+    with pytest.raises(DeadlockError, match=r"B0:0.*L0:0"):
+        run(ONE, order("F0:0 O0:0 F0:1 F0:2 B0:0 B0:1 B0:2"))
+
+
+def test_what_is_used_last_leaves_and_no_more_than_must() -> None:
+    first = order("F0:0 F0:1 F0:2 B0:0 B0:1 B0:2")
+    problem = replace(ONE, cap=(2.5,), copying=(0.1,))
+    found = placed(problem, first)
+    assert " ".join(map(str, found.order[0])) == "F0:0 F0:1 O0:1 F0:2 B0:0 L0:1 B0:1 B0:2"
+    assert placed(replace(problem, cap=(3.0,)), first) == first
+    with pytest.raises(NoRoomError, match=r"device 0 has 1\.25 for activations"):
+        placed(replace(problem, cap=(1.25,)), first)
+
+
+def test_all_can_leave_whatever_room_there_is() -> None:
+    def line(text: str) -> str:
+        operations = tuple(map(Operation.parse, text.split()))
+        schedule = all_leave(Schedule("by hand", sequential(1), 5, (operations,)), {0})
+        return " ".join(map(str, schedule.order[0]))
+
+    assert line("F0:0 B0:0 F0:1 B0:1") == "F0:0 B0:0 F0:1 B0:1"
+    assert line("F0:0 F0:1 B0:0 B0:1") == "F0:0 O0:0 F0:1 O0:1 L0:0 B0:0 L0:1 B0:1"
+    assert line("F0:0 F0:1 F0:2 F0:3 B0:0 B0:1 B0:2 B0:3") == (
+        "F0:0 F0:1 O0:0 F0:2 O0:1 L0:0 F0:3 O0:2 L0:1 B0:0 O0:3 L0:2 B0:1 L0:3 B0:2 B0:3"
+    )
+    assert line("F0:0 F0:1 I0:0 W0:0 I0:1 W0:1") == (
+        "F0:0 O0:0 F0:1 L0:0 I0:0 O0:1 W0:0 L0:1 I0:1 W0:1"
+    )
+
+
+def test_it_is_searched_for_with_room_to_travel() -> None:
+    problem = replace(ONE, cap=(10.0,))
+    assert searched(problem).cap == (10.0 - 3 * 0.75,)
+    assert searched(problem).activation == (0.25,)
+    assert searched(ONE).cap == (0.25,)  # at least what one microbatch takes there
+    assert searched(replace(problem, cap=None)).cap is None
+
+
+def test_a_fast_link_makes_room_and_a_slow_one_costs_time() -> None:
+    """P = 4 in a row: with half of the memory of 1F1B as soon as with all of it, if the link has
+    time for that."""
+    stages = 4
+    plain = ScheduleProblem(
+        sequential(stages), 12, (1.0,) * 4, (2.0,) * 4, activation=(1.0,) * 4, cap=(4.0,) * 4
+    )
+    best = synthesize(plain, effort=20).certificate.makespan
+    tight = replace(plain, cap=(2.6,) * 4)
+    without = synthesize(tight, effort=20).certificate.makespan
+
+    def moving(copying: float) -> ScheduleProblem:
+        return replace(tight, offloaded=(0.8,) * 4, copying=(copying,) * 4)
+
+    made = {
+        copying: synthesize(moving(copying), effort=20).certificate.makespan
+        for copying in (0.0, 0.5, 20.0)
+    }
+    assert without > 1.2 * best
+    assert made[0.0] == made[0.5] == best
+    assert made[20.0] == without  # nothing leaves
+    assert solve(moving(0.5), 1.0, "none").certificate.makespan == pytest.approx(best)
