@@ -36,6 +36,9 @@ def batch(plan: PlanFile) -> str:
     if plan.recompute:
         told = tell_layers(plan.recomputed, len(plan.profile.layers))
         parts.append(f"activations computed again of layers {told}")
+    if plan.offload:
+        told = tell_layers(plan.offloaded, len(plan.profile.layers))
+        parts.append(f"on the host, where there is no room, of layers {told}")
     return ", ".join(parts)
 
 
@@ -170,6 +173,7 @@ def flags(plan: PlanFile) -> str:
         ("--sequence-parallel", plan.sequence_parallel),
         ("--recompute-granularity full", again == count),
         *((f"--pulse-recompute {shlex.quote(name)}", again < count) for name in plan.recompute),
+        *((f"--pulse-offload {shlex.quote(name)}", True) for name in plan.offload),
         ("--use-distributed-optimizer", plan.distributed_optimizer),
         ("--overlap-grad-reduce", plan.overlap_grad_reduce),
         ("--use-tp-pp-dp-mapping", plan.rank_order == "tp-pp-dp"),
@@ -250,7 +254,8 @@ def describe(plan: PlanFile, replayed: Replay, path: Path, wide: bool) -> list[s
 
 def small_grid(timeline: Timeline, width: int | None) -> list[str]:
     """The timeline in columns of its shortest operation, or only orders; nothing if wider."""
-    shortest = min(timeline.end[op] - timeline.start[op] for op in timeline.end)
+    computing = (op for op in timeline.end if not op.kind.copies)
+    shortest = min(timeline.end[op] - timeline.start[op] for op in computing)
     column = 0.999 * shortest  # so that no operation rounds to nothing
     scaled = Timeline(
         timeline.schedule,

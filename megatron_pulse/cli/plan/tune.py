@@ -103,6 +103,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     again.add_argument(
         "--no-recompute", action="store_true", help="never do (default: of as few as needed)"
     )
+    add(
+        "--no-offload",
+        action="store_true",
+        help="have no activations wait on the host (default: where the cluster has a link to it, "
+        "and that is faster)",
+    )
     add("--no-split", action="store_true", help="never put off weight gradients")
     add(
         "--no-averages",
@@ -165,6 +171,8 @@ def run(args: argparse.Namespace) -> None:
     )
 
     where = cluster(args.cluster)
+    if args.no_offload:
+        where = replace(where, host=None)
     with mending(ValueError):
         profile = _profile(args, where)
     require(_no_cascade(profile) + _no_half_gradients(args, profile))

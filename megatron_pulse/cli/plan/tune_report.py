@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from megatron_pulse.cli.output import columns, table
@@ -167,6 +168,7 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
         "split": config.split,
         "ample": config.ample,
         "recompute": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.recompute)],
+        "offload": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.offload)],
         "distributed_optimizer": config.distributed_optimizer,
         "pipeline_inside": config.pipeline_inside,
         "cuts": list(outcome.stages.partition.cuts),
@@ -177,10 +179,10 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
     }
 
 
-def _again(outcome: Outcome) -> str:
-    """How many layers compute their activations again."""
-    again, layers = outcome.stages.recompute, outcome.stages.costs.names
-    return "all" if len(again) == len(layers) else f"{len(again)} of {len(layers)}"
+def _some(layers: Collection[int], outcome: Outcome) -> str:
+    """How many layers of all those are."""
+    every = outcome.stages.costs.names
+    return "all" if len(layers) == len(every) else f"{len(layers)} of {len(every)}"
 
 
 def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
@@ -190,7 +192,11 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
         for word, used in (
             ("split", config.split),
             ("ample", config.ample),
-            (f"recompute {_again(outcome)}", bool(outcome.stages.recompute)),
+            (
+                f"recompute {_some(outcome.stages.recompute, outcome)}",
+                bool(outcome.stages.recompute),
+            ),
+            (f"offload {_some(outcome.stages.offload, outcome)}", bool(outcome.stages.offload)),
             ("dist-opt", config.distributed_optimizer),
         )
         if used

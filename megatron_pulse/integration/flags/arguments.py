@@ -130,8 +130,8 @@ class PulseOptions:
     )
     offload: tuple[str, ...] = flag(
         "layers whose activations wait in pinned host memory from their forward to their backward, "
-        "by their names, as blocks.* (repeatable); copies are made beside computing; cuts, plans "
-        "and the tuner do not count on it",
+        "by their names, as blocks.* (repeatable); copies are made beside computing. A plan says "
+        "that itself, and counts on it",
         (),
         metavar="PATTERN",
         marks=[FlagMark.PLAN],

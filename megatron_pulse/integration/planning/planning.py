@@ -162,6 +162,7 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
         problem=given.problem,
         schedules=(given.schedule,),
         recompute=given.recomputed,
+        offload=given.offloaded,
     )
 
 

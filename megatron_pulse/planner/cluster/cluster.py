@@ -76,6 +76,7 @@ class Cluster:
     ``reduce_scatter_efficiency`` and ``all_gather_efficiency`` are those of their kinds where they
     differ, ``collective_latency`` is the part of the links' latency that a collective has for a
     step of its ring. ``operation_us`` are microseconds that the runtime adds to an operation.
+    ``host`` is the way from a device to pinned memory of its node, where it can be used.
     Raises ClusterError for values that a file could not have either.
     """
 
@@ -92,6 +93,7 @@ class Cluster:
     all_gather_efficiency: float | None = None
     collective_latency: float = 1.0
     operation_us: float = 0.0
+    host: ClusterLink | None = None
 
     def __post_init__(self) -> None:
         _refuse(cluster_faults(to_record(self)), f"cluster {self.name!r}")
@@ -114,6 +116,11 @@ class Cluster:
     def usable_bytes(self) -> float:
         """What planning may put on one device."""
         return self.memory_gb * 1e9 * self.usable_memory
+
+    @property
+    def to_host(self) -> Link | None:
+        """From a device to the memory of its node, one way, while all its devices do so."""
+        return None if self.host is None else self.host.used_by(self.devices_per_node)
 
     @property
     def peaks(self) -> Device | None:
@@ -226,7 +233,11 @@ _MEASURED = (
 
 def to_record(cluster: Cluster) -> dict[str, Any]:
     """What its file holds; optional values only where they are not the default."""
-    links = {"intra_node": cluster.intra_node, "inter_node": cluster.inter_node}
+    links = {
+        "intra_node": cluster.intra_node,
+        "inter_node": cluster.inter_node,
+        "host": cluster.host,
+    }
     record: dict[str, Any] = {
         "name": cluster.name,
         "nodes": cluster.nodes,
@@ -255,7 +266,8 @@ def from_record(record: Any, where: str = "the cluster") -> Cluster:
     rest = {name: value for name, value in record.items() if name != "links"}
     if isinstance(rest["device"], dict):
         rest["device"] = DeviceFigures(**rest["device"])
-    return Cluster(**rest, intra_node=links["intra_node"], inter_node=links.get("inter_node"))
+    rest |= {name: links.get(name) for name in ("inter_node", "host")}
+    return Cluster(**rest, intra_node=links["intra_node"])
 
 
 def to_yaml(cluster: Cluster, comment: str = "") -> str:

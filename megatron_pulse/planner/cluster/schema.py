@@ -71,10 +71,12 @@ SCHEMA: dict[str, Any] = {
         ),
         device=_DEVICE,
         links=record(
-            "a record with intra_node and, for several nodes, inter_node",
+            "a record with intra_node, for several nodes inter_node and, where activations may "
+            "wait in the nodes' memory, host",
             ["intra_node"],
             intra_node=_LINK,
             inter_node=_LINK,
+            host=_LINK,
         ),
         all_reduce_efficiency=_above_0("the part of the bandwidth that collectives reach"),
         reduce_scatter_efficiency=_above_0("the part that reduce-scatters reach"),

@@ -31,6 +31,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 _LEFT, _RIGHT, _TOP, _HEADING, _AXIS, _LEGEND = 156.0, 150.0, 62.0, 24.0, 40.0, 40.0
 _LANES = 22.0  # the legend's second line
 _NARROW, _WIDE = 1400.0, 2600.0
+_MOMENT = 2.0  # the width of what takes no time
 _LEGIBLE, _SEEN, _POINTED = 12.0, 5.0, 16.0
 # Pixels of a bar that carries a number, of one with its links, and of one with arrows.
 
@@ -106,7 +107,10 @@ class _Drawing:
             for k, stage in enumerate(stages)
         }
         spans = sorted(
-            p.timeline.end[o] - p.timeline.start[o] for p in panels for o in p.timeline.end
+            p.timeline.end[o] - p.timeline.start[o]
+            for p in panels
+            for o in p.timeline.end
+            if not o.kind.copies
         )
         self.span = max((p.timeline.makespan for p in panels), default=0.0) or 1.0
         typical = spans[len(spans) // 4] if spans else 1.0
@@ -233,6 +237,8 @@ class _Drawing:
     ) -> None:
         begin, end = timeline.start[operation], timeline.end[operation]
         x, width = self._x(begin), self._x(end) - self._x(begin)
+        if operation.kind.copies:
+            width = _MOMENT
         bar = self.canvas.add(
             "rect",
             row,

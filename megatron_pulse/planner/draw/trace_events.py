@@ -82,12 +82,17 @@ def _activations(
     scale: float,
     in_bytes: bool,
 ) -> Iterator[dict[str, Any]]:
-    """A counter of memory: a forward takes at its start, what gives it back does at its end."""
+    """A counter of memory: a forward takes at its start, what gives it back does at its end; what
+    waits on the host is not counted meanwhile."""
     live = 0.0
     for operation in timeline.schedule.order[device]:
-        if operation.kind.live:
-            grows = operation.kind.live > 0
-            live += operation.kind.live * problem.activation_of(operation.stage)
+        kind, stage = operation.kind, operation.stage
+        change = kind.live * problem.activation_of(stage) if kind.live else 0.0
+        if kind.copies and problem.offloaded is not None:
+            change = problem.offloaded[stage] * (1 if kind is Kind.RELOAD else -1)
+        if kind.live or kind.copies:
+            grows = change > 0
+            live += change
             yield {
                 "ph": "C",
                 "name": f"live activations, device {device}",

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
-from megatron_pulse.planner.plan_file.schema import REDONE, WAITING
+from megatron_pulse.planner.plan_file.schema import MOVED, REDONE, WAITING
 from megatron_pulse.planner.step.replay import Edge
 
 _ROUNDING = 1e-6
-_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes", *REDONE, WAITING)
+_COLUMNS = ("forward", "backward", "weight_grad", "saved_bytes", *REDONE, WAITING, *MOVED)
 
 
 def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
@@ -48,9 +48,16 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     for name, count in names.items():
         if count > 1:
             yield f"stages: layer {name!r} is there {count} times"
-    for name in record["recompute"]:
-        if name not in names:
-            yield f"recompute: no stage has a layer {name!r}"
+    for what in ("recompute", "offload"):
+        for name in record.get(what, ()):
+            if name not in names:
+                yield f"{what}: no stage has a layer {name!r}"
+    given = [name in record["times"] for name in MOVED] + [bool(record.get("offload"))]
+    if any(given) and not all(given):
+        names_of = ", ".join(f"times.{name}" for name in MOVED)
+        yield f"offload, {names_of}: all of them or none, some are missing"
+    if both := sorted({*record["recompute"]} & {*record.get("offload", ())}):
+        yield f"offload: layer {both[0]!r} computes its activations again, and keeps none"
 
 
 def edge_faults(placement: Placement, edges: tuple[Edge, ...]) -> Iterator[str]:

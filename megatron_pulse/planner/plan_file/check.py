@@ -34,7 +34,14 @@ def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict
         "backbone": f"its {count} layers are those of {backbone.name}, in order"
         + f"; convolutions {laid}" * bool(laid)
     }
-    plan = Plan(backbone, given.partition, schedules=(given.schedule,))
+    plan = Plan(
+        backbone,
+        given.partition,
+        problem=given.problem,
+        schedules=(given.schedule,),
+        recompute=given.recomputed,
+        offload=given.offloaded,
+    )
     everywhere = tuple(
         EmbedderChoice(layer.name, 0, 0, True) for layer in backbone.layers if layer.embedder
     )

@@ -9,7 +9,7 @@ microbatch size, so that all that is predicted can be worked out again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, fields
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +26,7 @@ from megatron_pulse.planner.plan_file.agreement import (
     shape_faults,
     sum_faults,
 )
-from megatron_pulse.planner.plan_file.schema import FORMAT, REDONE, WAITING, plan_faults
+from megatron_pulse.planner.plan_file.schema import FORMAT, MOVED, REDONE, WAITING, plan_faults
 from megatron_pulse.planner.schedule.check.validate import faults_for, validate
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -51,8 +51,9 @@ class PlanFile:
     ``encoders`` are the frozen components (as ``fill.table`` has them) whose pieces the schedule's
     fillers are, ``in_front`` those that run before the step, ``policies`` what was decided of each
     and why (see ``tune.plans.policies``). ``self_conditioning`` is the share of steps that run all
-    forwards once before. The layers in ``recompute`` compute their activations again. ``averages``
-    and ``half_gradients`` say what is kept of a parameter (see ``ParameterState``).
+    forwards once before. The layers in ``recompute`` compute their activations again, those of
+    ``offload`` may wait on the host. ``averages`` and ``half_gradients`` say what is kept of a
+    parameter (see ``ParameterState``).
     """
 
     backbone: Mapping[str, Any]
@@ -80,6 +81,7 @@ class PlanFile:
     in_front: tuple[Mapping[str, Any], ...] | None = None
     policies: tuple[Mapping[str, Any], ...] | None = None
     self_conditioning: float = 0.0
+    offload: tuple[str, ...] = ()
 
     @property
     def heading(self) -> str:
@@ -123,8 +125,16 @@ class PlanFile:
     @property
     def recomputed(self) -> frozenset[int]:
         """The layers whose activations are computed again, by their place in the chain."""
+        return self._places(self.recompute)
+
+    @property
+    def offloaded(self) -> frozenset[int]:
+        """The layers whose activations may wait on the host, by their place in the chain."""
+        return self._places(self.offload)
+
+    def _places(self, layers: Collection[str]) -> frozenset[int]:
         names = [name for stage in self.stages for name in stage]
-        return frozenset(i for i, name in enumerate(names) if name in self.recompute)
+        return frozenset(i for i, name in enumerate(names) if name in layers)
 
     def replay(self) -> Replay:
         """The step of one pipeline as predicted."""
@@ -194,14 +204,17 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
                     record["times"] |= dict(zip(REDONE, (problem.recompute, again), strict=True))
                 if problem.waiting is not None:
                     record["times"][WAITING] = problem.waiting
+                if problem.offloaded is not None:
+                    moved = problem.offloaded, problem.copying
+                    record["times"] |= dict(zip(MOVED, moved, strict=True))
             case "edges":
                 pass
             case "encoders" | "in_front" | "policies" as name:
                 if (given := getattr(plan, name)) is not None:
                     record[name] = list(given)
-            case "self_conditioning":
-                if plan.self_conditioning:
-                    record["self_conditioning"] = plan.self_conditioning
+            case "self_conditioning" | "offload" as name:
+                if given := getattr(plan, name):
+                    record[name] = given
             case "stages":
                 record["placement"] = str(plan.placement.kind)
                 record["num_chunks"] = plan.placement.num_chunks
@@ -244,7 +257,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
             lags(edges, placement.num_stages),
             tuple(times["saved_bytes"]),
             tuple(times["cap_bytes"]),
-            *(tuple(times[name]) if name in times else None for name in (*REDONE, WAITING)),
+            *(tuple(times[name]) if name in times else None for name in (*REDONE, WAITING, *MOVED)),
         )
     except (ValueError, OverflowError) as error:
         faults += [f"times: {error}", *(f"schedule: {fault}" for fault in validate(schedule))]
@@ -253,7 +266,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     given["stages"] = tuple(map(tuple, record["stages"]))
     given["recompute"] = tuple(record["recompute"])
     given["schedule"], given["profile"] = schedule, profile
-    for name in ("encoders", "in_front", "policies"):
+    for name in ("encoders", "in_front", "policies", "offload"):
         if name in given:
             given[name] = tuple(given[name])
     plan = PlanFile(**given, problem=problem, edges=edges)

@@ -43,6 +43,9 @@ it then holds; in the order of a problem's fields."""
 WAITING = "waiting_bytes"
 """Where weight gradients wait: per stage what is held for them."""
 
+MOVED = ("offloaded_bytes", "host_s")
+"""Where activations may wait on the host: per stage what of them, and how long that travels."""
+
 _MESSAGE = "[stage, stage, seconds], with false behind where no gradient comes back"
 _EDGE = {
     "type": "array",
@@ -171,6 +174,7 @@ _PARTS: dict[str, Any] = dict(
         saved_bytes=_BYTES,
         cap_bytes=_BYTES,
         **dict(zip((*REDONE, WAITING), (_PARTS_S, _BYTES, _BYTES), strict=True)),
+        **dict(zip(MOVED, (_BYTES, _PARTS_S), strict=True)),
     ),
     predicted=_at_least(
         "what the tuner expects", **dict.fromkeys(_PREDICTED, _FIGURE), memory_bytes=_BYTES
@@ -199,6 +203,7 @@ SCHEMA = record(
     encoders=COMPONENTS,
     in_front=COMPONENTS,
     policies=list_of(_POLICY, "what was decided of each encoder"),
+    offload=list_of(TEXT, "names of layers"),
     self_conditioning=number("a number above 0, at most 1", exclusiveMinimum=0, maximum=1),
 )
 

@@ -41,6 +41,10 @@ ROUNDS = 4
 
 _TIGHT = 1 + 1e-9
 
+PARTS = (0.0, 0.5, 1.0)
+"""Of what weight gradients wait with, what counts all the time; the first with which there is room
+for all."""
+
 COSTLY = 1.01
 """Times the makespan without copies, from which on it is tried what keeping all comes to."""
 
@@ -53,11 +57,12 @@ type _Key = tuple[int, int]
 """Stage and microbatch"""
 
 
-def searched(problem: ScheduleProblem) -> ScheduleProblem:
+def searched(problem: ScheduleProblem, part: float = 1.0) -> ScheduleProblem:
     """What searches look for a schedule of: what may leave is away, and devices have less room,
-    but for as many microbatches as are in flight at full rate, if only one can travel then."""
+    but for as many microbatches as are in flight at full rate, if only one can travel then.
+    Activations are counted with that ``part`` of what weight gradients wait with."""
     assert problem.offloaded is not None
-    found = problem.with_all_elsewhere
+    found = problem.with_all_elsewhere(part)
     if problem.cap is None:
         return found
     room, flying = [], in_flight(problem.placement, problem.num_microbatches)
@@ -77,11 +82,13 @@ def with_offload(
     """The schedule that ``search`` finds where all is away that may leave, with what must; where
     that costs time, the one where nothing leaves, if it is shorter. Its bound is of all such
     schedules."""
-    began, lengths = time.monotonic(), []
-    found = search(searched(problem))
-    with suppress(NoRoomError):
-        schedule = placed(problem, found.schedule)
-        lengths.append((run(problem, schedule).makespan, schedule))
+    began, lengths = time.monotonic(), list[tuple[float, Schedule]]()
+    for part in PARTS if problem.weight_grad is not None else (1.0,):
+        found = search(searched(problem, part))
+        with suppress(NoRoomError):
+            schedule = placed(problem, found.schedule)
+            lengths.append((run(problem, schedule).makespan, schedule))
+            break
     if not lengths or lengths[0][0] > COSTLY * found.certificate.makespan:
         found = search(replace(problem, offloaded=None, copying=None))
         lengths.append((found.certificate.makespan, found.schedule))

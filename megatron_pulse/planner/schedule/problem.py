@@ -108,14 +108,12 @@ class ScheduleProblem:
         activation = tuple(map(min, self._elsewhere, self._kept_waiting))
         return replace(self, activation=activation, waiting=None, offloaded=None, copying=None)
 
-    @property
-    def with_all_elsewhere(self) -> ScheduleProblem:
+    def with_all_elsewhere(self, part: float = 1.0) -> ScheduleProblem:
         """The same where all that may wait on the host takes no memory, and no time to travel;
-        activations take what is left of them, or what weight gradients wait with, all the time."""
+        activations take what is left of them, or that part of what weight gradients wait with."""
         split = self.weight_grad is not None
-        activation = tuple(
-            map(max, self._elsewhere, self._kept_waiting if split else self._elsewhere)
-        )
+        least = [part * num for num in self._kept_waiting] if split else self._elsewhere
+        activation = tuple(map(max, self._elsewhere, least))
         return replace(self, activation=activation, offloaded=None, copying=None)
 
     @property
@@ -236,6 +234,8 @@ def stage_problem(
     waiting: tuple[float, ...] | None = None,
     least_s: float = LEAST_S,
     operation_s: float = 0.0,
+    offloaded: tuple[float, ...] | None = None,
+    copying: tuple[float, ...] | None = None,
 ) -> ScheduleProblem:
     """The problem of a chain that is cut: every stage takes what its layers take, in seconds.
 
@@ -274,6 +274,8 @@ def stage_problem(
         recompute,
         None if recompute is None else recomputed,
         waiting,
+        offloaded,
+        copying,
     )
 
 

@@ -13,11 +13,18 @@ from megatron_pulse.planner.layout.placement import Placement
 
 class Recompute(IntEnum):
     """Whose activations are computed again in the backward pass: no layer's, every layer's, or of
-    as few as let a schedule hold what it needs to run well (``stages``)."""
+    as few as let a schedule hold what it needs to run well (``stages``); or else, as far as the
+    link to the host has time for that, they wait there."""
 
     NEVER = 0
     ALWAYS = 1
     NEEDED = 2
+    HOST = 3
+
+    @property
+    def as_needed(self) -> bool:
+        """Whether it depends on the cuts whose."""
+        return self in (Recompute.NEEDED, Recompute.HOST)
 
 
 @dataclass(frozen=True, order=True)
@@ -57,6 +64,8 @@ class Config:
             parts += [name] * getattr(self, name)
         if self.recompute is Recompute.ALWAYS:
             parts.append("recompute")
+        if self.recompute is Recompute.HOST:
+            parts.append("host memory")
         if self.distributed_optimizer:
             parts.append("distributed optimizer")
         if self.pipeline > 1 and self.data > 1:

@@ -258,7 +258,7 @@ class Costs:
         )
         costs = (again if recompute is Recompute.ALWAYS else kept).of_schedule(split)
         saved = costs.saved_bytes
-        if recompute is Recompute.NEEDED:
+        if recompute.as_needed:
             saved = tuple(map(min, kept.saved_bytes, again.saved_bytes))
         backward_s = []
         for i, (forward, backward) in enumerate(

@@ -15,7 +15,7 @@ from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.moves import moves
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.sparing import Sparing
 from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
@@ -111,9 +111,10 @@ class ChainOnCluster(Sparing):
                 yield moved
 
     def _make_cut(self, config: Config, partition: Partition) -> Stages:
-        needed = config.recompute is Recompute.NEEDED
-        chosen = self.needed(config, partition) if needed else self.recomputed(config)
-        return self.cut_with(config, partition, chosen)
+        if not config.recompute.as_needed:
+            return self.cut_with(config, partition, self.recomputed(config))
+        chosen = self.needed(config, partition)
+        return self.cut_with(config, partition, chosen.again, chosen.host)
 
     def _best_cuts(self, config: Config, placement: Placement, goal: Goal) -> Partition:
         found = self._partition_of(self._costs_key(config), placement, goal)
@@ -168,7 +169,7 @@ class ChainOnCluster(Sparing):
             return UnfitError(Unfit.PARTITION, f"{config}: {found}")
         free = self.cut(config, found)
         fitting = [free] * self.fits(free)
-        if fitting and not (free.recompute and config.recompute is Recompute.NEEDED):
+        if fitting and not (free.recompute and config.recompute.as_needed):
             return free
         why: object = "no cuts that were found leave room for a microbatch on every device"
         for share in SHARES:
@@ -176,13 +177,13 @@ class ChainOnCluster(Sparing):
             if isinstance(with_room, Partition):
                 stages = self.cut(config, with_room)
                 fitting += [stages] * self.fits(stages)
-                if config.recompute is Recompute.NEEDED:
+                if config.recompute.as_needed:
                     fitting += self._with_less_beside(config, goal, free, share)
                 break
             why = with_room
         if not fitting:
             return UnfitError(Unfit.ACTIVATIONS, f"{config}: {why}")
-        if config.recompute is Recompute.NEEDED:
+        if config.recompute.as_needed:
             fitting = [self._moved(config, goal, stages) for stages in fitting]
         return min(fitting, key=lambda stages: self._load_s(goal, stages))
 
@@ -235,7 +236,7 @@ class ChainOnCluster(Sparing):
         these layers.
         """
         placement, levels = config.placement, [self.recomputed(config)]
-        if config.recompute is Recompute.NEEDED:
+        if config.recompute.as_needed:
             levels = self.levels(config)
         low, high = 0, len(levels) - 1
         found: Partition | PartitionError = PartitionError("no cuts leave room for activations")
@@ -288,7 +289,7 @@ def _what_bears(config: Config) -> Config:
     """What bears on a config's stages: not split backwards, nor ample room where nothing is
     computed again."""
     key = replace(config, split=False)
-    return key if config.recompute is Recompute.NEEDED else replace(key, ample=False)
+    return key if config.recompute.as_needed else replace(key, ample=False)
 
 
 def _is_legal(costs: ChainCosts, partition: Partition, collocate: bool) -> bool:

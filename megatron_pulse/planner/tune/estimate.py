@@ -185,7 +185,7 @@ class Estimator(ChainOnCluster):
         home, spent = stages.partition.placement, list(stages.stage_s(config.split))
         for stage, seconds in _round_trips(stages.edges):
             spent[stage] += seconds
-        kept, until_back = stages.kept_bytes(config.split), 0.0
+        kept, until_back = stages.least_bytes(config.split), 0.0
         filled = [0.0] * config.pipeline
         for stage in reversed(range(home.num_stages)):
             until_back += spent[stage]

@@ -17,7 +17,7 @@ from itertools import islice
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import PartitionError
-from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.cuts import spread
 from megatron_pulse.planner.tune.estimate import Estimator
 
@@ -100,7 +100,7 @@ class LighterCuts(Estimator):
     def _descend(self, config: Config, cuts: Partition) -> Partition:
         """``cuts`` with some moved, and again, as long as a step is estimated
         shorter and what fits goes on to fit."""
-        if config.recompute is Recompute.NEEDED:  # what fits is worked out anew for each cut
+        if config.recompute.as_needed:  # what fits is worked out anew for each cut
             return cuts
         stages = self.cut(config, cuts)
         least_s, fits, left = self.cut_estimate(config, stages), self.fits(stages), MOVES

@@ -72,7 +72,9 @@ def _works(
 def _changes(stages: Stages, split: bool) -> tuple[Mapping[_Of, float], Mapping[_Of, float]]:
     """What is held more from operations' begins, and from their ends."""
     back, begins, ends = _back(split), dict[_Of, float](), dict[_Of, float]()
+    away = stages.offloaded_bytes or (0.0,) * len(stages.saved_bytes)
     for stage, kept in enumerate(stages.saved_bytes):
+        begins[Kind.RELOAD, stage], ends[Kind.OFFLOAD, stage] = away[stage], -away[stage]
         begins[Kind.FORWARD, stage] = kept
         ends[Kind.FORWARD, stage], ends[back, stage] = 0.0, -kept
         if stages.again_bytes is not None:

@@ -46,6 +46,8 @@ class Stages:
     it runs as ``working_bytes``, and ``carried_bytes`` of messages that travel or wait.
     ``copying_s`` are the seconds in which embedders that run on every device are copied and their
     gradients summed.
+    Activations of layers in ``offload`` may wait on the host: per stage ``offloaded_bytes``, which
+    take ``host_s`` to get there, or back.
     Layers in ``recompute`` compute their activations again; ``again_bytes`` are per stage what that
     takes where it is all there at once, and not layer by layer as in ``working_bytes``;
     ``waiting_bytes`` what is held for weight gradients that wait.
@@ -64,12 +66,22 @@ class Stages:
     recompute: frozenset[int] = frozenset()
     again_bytes: tuple[float, ...] | None = None
     waiting_bytes: tuple[float, ...] = ()
+    offload: frozenset[int] = frozenset()
+    offloaded_bytes: tuple[float, ...] | None = None
+    host_s: tuple[float, ...] | None = None
 
     def kept_bytes(self, split: bool) -> tuple[float, ...]:
         """Per stage what it has room for from forward to backward, or to the weight gradient."""
         if not split:
             return self.saved_bytes
         return tuple(map(max, self.saved_bytes, self.waiting_bytes))
+
+    def least_bytes(self, split: bool) -> tuple[float, ...]:
+        """Per stage what it has room for where all that may wait on the host does."""
+        kept = self.kept_bytes(split)
+        if self.offloaded_bytes is None:
+            return kept
+        return tuple(k - o for k, o in zip(kept, self.offloaded_bytes, strict=True))
 
     @cached_property
     def transient_bytes(self) -> tuple[float, ...]:
@@ -151,6 +163,8 @@ class Cut(Costs):
             recomputed=stages.again_bytes,
             waiting=stages.waiting_bytes if config.split else None,
             operation_s=self.cluster.operation_us / 1e6,
+            offloaded=stages.offloaded_bytes,
+            copying=stages.host_s,
         )
 
     def _room(self, config: Config, stages: Stages, num_microbatches: int) -> tuple[float, ...]:
@@ -184,9 +198,15 @@ class Cut(Costs):
         taken = stages.state_bytes[device] + stages.transient_bytes[device]
         return self.cluster.usable_bytes - taken
 
-    def cut_with(self, config: Config, partition: Partition, recompute: frozenset[int]) -> Stages:
+    def cut_with(
+        self,
+        config: Config,
+        partition: Partition,
+        recompute: frozenset[int],
+        offload: frozenset[int] = frozenset(),
+    ) -> Stages:
         """The config's stages by these cuts, whether or not they fit, where the activations of
-        ``recompute`` are computed again."""
+        ``recompute`` are computed again, and those of ``offload`` may wait on the host."""
         costs, placement = self.costs(config, recompute), partition.placement
         times = self._times_at(config.micro_batch_size)
         samples = self.global_batch_size // config.data
@@ -218,6 +238,8 @@ class Cut(Costs):
             partition.per_stage(costs.again_bytes) if costs.again_bytes else None,
             waiting_bytes(costs, partition),
         )
+        if offload:
+            stages = self._with_host(config, stages, offload)
         trained = stages.per_device(stages.trained)
         whole = stages.per_device(partition.per_stage(costs.parameters))
         copies = sum(e.parameter_bytes + e.gradient_bytes for e in copied)
@@ -226,6 +248,25 @@ class Cut(Costs):
             stages,
             state_bytes=tuple(held + copies for held in state),
             stepping_bytes=tuple(self.stepping_bytes(config, count) for count in trained),
+        )
+
+    def _with_host(self, config: Config, stages: Stages, offload: frozenset[int]) -> Stages:
+        """The same where activations of these layers may wait on the host. What a layer takes is
+        not counted on to leave, for its stage may hold it; but it is to travel."""
+        link, kept = self.cluster.to_host, self.costs(config, frozenset())
+        again = self.costs(config, self.profile.recomputed(True))
+        if link is None:
+            raise ValueError(f"cluster {self.cluster.name} has no link to the host")
+        num, moved = [0.0] * len(stages.saved_bytes), [0.0] * len(stages.saved_bytes)
+        for layer in offload:
+            stage = stages.partition.stage_of_layer(layer)
+            num[stage] += max(0, kept.saved_bytes[layer] - again.saved_bytes[layer])
+            moved[stage] += kept.saved_bytes[layer]
+        return replace(
+            stages,
+            offload=offload,
+            offloaded_bytes=tuple(map(min, num, stages.saved_bytes)),
+            host_s=tuple(link.time_s(n) if n else 0.0 for n in moved),
         )
 
     def _conditioning_edges(

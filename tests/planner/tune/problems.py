@@ -23,8 +23,10 @@ def cluster(
     memory_gb: float = 16.0,
     intra_gbs: float = 50.0,
     inter_gbs: float = 5.0,
+    host_gbs: float = 0.0,
 ) -> Cluster:
-    """Devices of 10 TFLOP/s; the node's devices share the link to other nodes."""
+    """Devices of 10 TFLOP/s; the node's devices share the link to other nodes, and have one each to
+    the host, if any."""
     inter = ClusterLink("infiniband", inter_gbs, 10.0, Shared.NODE) if nodes > 1 else None
     return Cluster(
         "test",
@@ -34,6 +36,7 @@ def cluster(
         DeviceFigures(10.0, 500.0),
         ClusterLink("nvlink", intra_gbs, 5.0, Shared.DEVICE),
         inter,
+        host=ClusterLink("pcie", host_gbs, 10.0, Shared.DEVICE) if host_gbs else None,
     )
 
 

@@ -15,7 +15,7 @@ from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceFigures, Shared
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT
 from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan, save_plan
-from megatron_pulse.planner.tune.config import Choices
+from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
@@ -62,7 +62,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Record:
     )
     evaluator = Evaluator(sharded(), machines, 16, sequence_parallel=True)
     choices = Choices(
-        (FOLD_EXACT,), (2,), (2,), (2,), (True,), (False,), (False,), distributed_optimizer=(True,)
+        (FOLD_EXACT,),
+        (2,),
+        (2,),
+        (2,),
+        (True,),
+        (False,),
+        (Recompute.NEVER,),
+        distributed_optimizer=(True,),
     )
     found = tune(evaluator, choices, 2.0, 0.5, "none")
     path = tmp_path_factory.mktemp("sound") / "plan.json"

@@ -14,8 +14,9 @@ from megatron_pulse.planner.layout.layouts import LAYOUTS
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.knapsack import Spared, least_work
 from megatron_pulse.planner.tune.searching.search import search
-from megatron_pulse.planner.tune.sparing import Spared, least_work
+from megatron_pulse.planner.tune.sparing import ON_LINK, TRAVELLING
 from tests.planner.tune.problems import cluster, profile
 
 ONE = Choices((LAYOUTS["sequential"], LAYOUTS["fold soft"]), (2,), (1,), (1,), split=(True,))
@@ -44,12 +45,12 @@ def test_the_least_work_is_that_of_all_subsets(
     found = least_work(layers, need, beside)
     assert (found is None) == (not sufficient)
     if found is not None:
-        assert enough(tuple(layers[i] for i in found))
+        assert enough(tuple(layers[i] for i in found.again)) and not found.host
         # Bytes are rounded down to 1/4096 of the need, which may cost a layer where sums are tight.
-        assert sum(layers[i].seconds for i in found) <= 1.02 * min(sufficient) + 1e-9
+        assert sum(layers[i].seconds for i in found.again) <= 1.02 * min(sufficient) + 1e-9
 
 
-def tight(seed: int) -> tuple[Evaluator, Config]:
+def tight(seed: int, host: bool = False) -> tuple[Evaluator, Config]:
     """A chain of few layers whose activations do not all fit on two devices."""
     rng = random.Random(seed)
     layout = LAYOUTS[rng.choice(["sequential", "fold soft"])]
@@ -59,6 +60,9 @@ def tight(seed: int) -> tuple[Evaluator, Config]:
     room = rng.uniform(0.5, 1.6) * held
     machine = cluster(1, 2, memory_gb=(state / 2 + room) * 1.1 / 0.92e9, intra_gbs=200.0)
     config = Config(2, 1, 1, 1, layout, split=True, ample=True, recompute=Recompute.NEEDED)
+    if host:
+        link = replace(machine.intra_node, bandwidth_gbs=rng.choice([10.0, 30.0, 100.0]))
+        machine, config = replace(machine, host=link), replace(config, recompute=Recompute.HOST)
     return Evaluator(chain, machine, 8), config
 
 
@@ -67,6 +71,7 @@ def least_load(evaluator: Evaluator, config: Config) -> float | None:
     room for what is in flight at full rate; None where there are none."""
     profile, placement = evaluator.profile, config.placement
     kept, again = (profile.at(1, recompute) for recompute in (False, True))
+    to_host = evaluator.cluster.to_host
     in_flight = evaluator.rule(config, 1.0, 0.0).in_flight
     found = []
     for inner in combinations(range(1, len(kept)), placement.num_stages - 1):
@@ -80,15 +85,19 @@ def least_load(evaluator: Evaluator, config: Config) -> float | None:
                 for i in partition.layers_of_stage(s)
             ]
             beside = stages.state_bytes[device] + stages.carried_bytes[device]
-            least = inf
-            for chosen in product((False, True), repeat=len(own)):
-                held, seconds, working = beside, 0.0, 0.0
-                for (i, times), twice in zip(own, chosen, strict=True):
-                    costs, peak = again if twice else kept, profile.times[1][i].peak_bytes
+            least, link_s = inf, ON_LINK * stages.busy_s(config.split)
+            for chosen in product(range(2 if to_host is None else 3), repeat=len(own)):
+                held, seconds, working, moving = beside, 0.0, 0.0, 0.0
+                for (i, times), way in zip(own, chosen, strict=True):
+                    costs, peak = again if way == 1 else kept, profile.times[1][i].peak_bytes
                     held += times * costs.saved_bytes[i]
                     seconds += costs.forward_s[i] + costs.backward_s[i]
-                    working = max(working, peak - (0 if twice else kept.saved_bytes[i]))
-                if held + working <= evaluator.cluster.usable_bytes:
+                    working = max(working, peak - (0 if way == 1 else kept.saved_bytes[i]))
+                    if way == 2 and to_host is not None:
+                        fewer = kept.saved_bytes[i] - again.saved_bytes[i]
+                        held -= max(0.0, times - TRAVELLING) * fewer
+                        moving += kept.saved_bytes[i] / to_host.bytes_per_s
+                if held + working <= evaluator.cluster.usable_bytes and moving <= link_s:
                     least = min(least, seconds)
             worst = max(worst, least)
         found.append(worst)
@@ -127,3 +136,59 @@ def test_less_memory_computes_more_again_and_never_runs_slower_than_without() ->
         assert before is None or before.step_s <= best.step_s * (1 + 1e-9)
         before = best
     assert best.stages.recompute
+
+
+def test_what_is_kept_computed_again_and_on_the_host_is_about_the_best_of_all() -> None:
+    """100 chains: all cuts, and all choices of layers, within memory and the link's time."""
+    over, computed, moved = [], 0, 0
+    for seed in range(100):
+        evaluator, config = tight(seed, host=True)
+        best = least_load(evaluator, config)
+        assert best is not None
+        stages = evaluator.stages(config)
+        assert evaluator.holds(config, stages, 1.0)
+        assert not stages.recompute & stages.offload
+        costs = stages.costs
+        work = tuple(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
+        over.append(max(stages.per_device(stages.partition.per_stage(work))) / best - 1)
+        computed, moved = computed + bool(stages.recompute), moved + bool(stages.offload)
+    assert computed >= 20 and moved >= 15
+    assert min(over) > -1e-9 and max(over) < 0.02
+
+
+def test_three_ways_are_about_the_best_of_all() -> None:
+    """Of one device's layers, where bytes on the host are any part of what is computed again."""
+    over = []
+    for seed in range(300):
+        rng = random.Random(seed)
+        part, link = rng.choice([0.0, 0.3, 0.5, 0.8, 1.0]), rng.choice([0.0, 0.3, 1.0])
+        layers = []
+        for i in range(rng.randint(2, 6)):
+            size, near = rng.uniform(0.2, 1.0) * 1e6, rng.uniform(0.8, 1.2)
+            transient = rng.uniform(0.0, 0.5e6)
+            seconds = rng.uniform(0.1, 1.0)
+            layers.append(Spared(i, seconds, size, transient, part * size, 1e-6 * size * near))
+        need = rng.uniform(0.1, 1.1) * sum(layer.num_bytes for layer in layers)
+        beside = rng.uniform(0.0, 0.5e6)
+        link_s = link * rng.random() * sum(layer.copying for layer in layers)
+        best = inf
+        for ways in product(range(3), repeat=len(layers)):
+            again, host = ([e for e, w in zip(layers, ways, strict=True) if w == n] for n in (1, 2))
+            if sum(each.copying for each in host) <= link_s and enough(again, host, need, beside):
+                best = min(best, sum(each.seconds for each in again))
+        found = least_work(layers, need, beside, link_s)
+        assert (found is None) == (best == inf)
+        if found is not None:
+            again, host = ([layers[i] for i in chosen] for chosen in (found.again, found.host))
+            assert not found.again & found.host and enough(again, host, need, beside)
+            assert sum(each.copying for each in host) <= link_s
+            over.append(sum(each.seconds for each in again) / best - 1 if best else 0.0)
+            assert best or not again
+    assert len(over) > 200 and sum(each > 0.02 for each in over) <= 1
+
+
+def enough(again: list[Spared], host: list[Spared], need: float, beside: float) -> bool:
+    """Whether these spare what is needed, and what they need themselves."""
+    most = max([beside, *(each.transient for each in again)])
+    spared = sum(each.num_bytes for each in again) + sum(each.away_bytes for each in host)
+    return spared >= (need + most - beside) * (1 - 1e-9)

@@ -124,8 +124,10 @@ def _preemptive(paths: Sequence[MicrobatchPath]) -> float:
 def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -> float:
     """max over devices with a cap: first start + shares of the cap times lives + what follows.
 
-    An activation lives at the least from the start of its forward to the end of what frees it.
+    An activation takes what it takes at the least, and lives at the least from the start of its
+    forward to the end of what frees it.
     """
+    problem = problem.with_least_memory
     if problem.cap is None:
         return 0.0
     path = path or MicrobatchPath(problem)

@@ -77,7 +77,7 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
     evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning, state=plan.state)
     config, count = _config(plan), plan.num_microbatches
     evaluator.refuse(config)
-    stages = evaluator.cut_with(config, plan.partition, plan.recomputed)
+    stages = evaluator.cut_with(config, plan.partition, plan.recomputed, plan.offloaded)
     if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):
         config = replace(config, ample=True)
     problem, known = evaluator.problem(config, count, stages), plan.provenance["schedule"]
@@ -117,7 +117,7 @@ def _config(plan: PlanFile) -> Config:
         plan.micro_batch_size,
         layout_of(str(placement.kind)).with_chunks(placement.num_chunks),
         split=plan.problem.weight_grad is not None,
-        recompute=Recompute.NEEDED,
+        recompute=Recompute.HOST if plan.offload else Recompute.NEEDED,
         distributed_optimizer=plan.distributed_optimizer,
         pipeline_inside=plan.rank_order == "tp-pp-dp",
     )

@@ -197,7 +197,7 @@ def _least_memory(
     for config in _by_need(ample, candidates)[:CLOSEST]:
         if found and not budget.left:
             break
-        if config.recompute is Recompute.NEEDED:
+        if config.recompute.as_needed:
             config = replace(config, recompute=Recompute.ALWAYS)
         try:
             stages = ample.stages(config)

@@ -63,7 +63,7 @@ class Scouts:
                 continue
             bound = steps.evaluator.quick_bound(config)
             estimate = max(bound, steps.evaluator.estimate(config))
-            steps.variants.bounds[config] = bound
+            steps.variants.may_be(config, bound)
             candidates.append(Candidate(estimate, simplicity(config), config, bound))
         return candidates
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import batched, chain
 
 from megatron_pulse.planner.layout.placement import Partition
@@ -48,6 +49,13 @@ class Variants:
         self._times: dict[tuple[Config, Config], float] = {}
         self._left: dict[Tried, Iterator[Tried]] = {}
         self._seen: set[Tried] = set()
+
+    def may_be(self, config: Config, bound: float) -> None:
+        """The config may be tried; and so may what has activations on the host, of those that has
+        some computed again, if need be."""
+        self.bounds[config] = bound
+        if config.recompute is Recompute.NEEDED and self.evaluator.cluster.host is not None:
+            self.bounds[replace(config, recompute=Recompute.HOST)] = bound
 
     def add(self, outcome: Outcome) -> None:
         """What was simulated may be the best of its kind and size."""
@@ -131,5 +139,7 @@ def _alike(config: Config) -> Alike:
 
 
 def recomputes_nothing(config: Config, stages: Stages) -> bool:
-    """Whether as little recomputation as is needed is none."""
+    """Whether as little recomputation as is needed is none, or nothing is on the host."""
+    if config.recompute is Recompute.HOST:
+        return not stages.offload
     return config.recompute is Recompute.NEEDED and not stages.recompute

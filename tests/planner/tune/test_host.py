@@ -1,0 +1,119 @@
+"""Plans whose activations wait on the host: made, checked, and better where memory is short."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.layout.layouts import LAYOUTS
+from megatron_pulse.planner.plan_file.plan_file import (
+    PlanFile,
+    PlanFileError,
+    save_plan,
+    to_record,
+)
+from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.searching.search import search
+from tests.planner.tune.problems import cluster, profile
+
+
+def evaluator(host_gbs: float = 50.0, memory_gb: float = 1.6) -> Evaluator:
+    """Eight stages in a row that hold many microbatches, and hardly have room for them."""
+    chain = profile(random.Random(5), 24, 0, parameters=1_000_000, saved_mb=100.0)
+    return Evaluator(chain, cluster(1, 8, memory_gb, host_gbs=host_gbs), 24)
+
+
+CONFIG = Config(8, 1, 1, 1, LAYOUTS["sequential"], split=True, ample=True, recompute=Recompute.HOST)
+
+
+@pytest.fixture(scope="module")
+def plan() -> PlanFile:
+    of = evaluator()
+    return plan_of(of.evaluate(CONFIG), of, False)
+
+
+def test_a_plan_says_what_waits_on_the_host(
+    plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.offload and plan.schedule.offloaded
+    assert faults_for(plan.problem, plan.schedule) == []
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_checked(tmp_path / "plan.json") == plan
+    assert main(["show", str(tmp_path / "plan.json")]) == 0
+    said = capsys.readouterr().out
+    assert "on the host, where there is no room, of layers" in said
+    usable = evaluator().cluster.usable_bytes
+    assert max(plan.predicted["memory_bytes"]) <= usable
+    without = evaluator().evaluate(replace(CONFIG, recompute=Recompute.NEVER))
+    assert max(without.memory_bytes) <= usable
+    assert plan.predicted["step_s"] < 0.97 * without.step_s
+
+
+def first_copy(record: Any) -> tuple[list[str], str]:
+    order = next(line for line in record["schedule"]["order"] if any("O" in op for op in line))
+    return order, next(op for op in order if op.startswith("O"))
+
+
+def leave_out_reload(record: Any) -> None:
+    order, op = first_copy(record)
+    order.remove(op.replace("O", "L"))
+
+
+def keep_all(record: Any) -> None:
+    for order in record["schedule"]["order"]:
+        order[:] = [op for op in order if op[0] not in "OL"]
+
+
+EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a layer less": (lambda r: r["offload"].pop(), "times.offloaded_bytes."),
+    "none": (lambda r: r.pop("offload"), "all of them or none"),
+    "an unknown layer": (lambda r: r["offload"].append("other"), "offload: no stage has a layer"),
+    "one that is computed again": (
+        lambda r: r["recompute"].append(r["offload"][0]),
+        "computes its activations again, and keeps none",
+    ),
+    "a faster link": (
+        lambda r: r["provenance"]["cluster"]["links"]["host"].update(bandwidth_gbs=100.0),
+        "times.host_s.",
+    ),
+    "no link": (lambda r: r["provenance"]["cluster"]["links"].pop("host"), "no link to the host"),
+    "nothing comes back": (leave_out_reload, "but not L"),
+    "all is kept": (keep_all, "at its peak; the cap is"),
+    "less time": (lambda r: r["times"]["host_s"].__setitem__(0, 1e-6), "times.host_s.0"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_plan_is_refused(edit: str, plan: PlanFile, tmp_path: Path) -> None:
+    change, reason = EDITS[edit]
+    record = json.loads(json.dumps(to_record(plan)))
+    change(record)
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    with pytest.raises(PlanFileError) as refused:
+        load_checked(tmp_path / "plan.json")
+    assert reason in str(refused.value)
+
+
+def test_the_search_finds_it_where_it_is_better_and_not_without_a_link() -> None:
+    choices = Choices((LAYOUTS["sequential"],), (8,), (1,), (1,), split=(True,), ample=(True,))
+    best = {}
+    for host_gbs in (0.0, 0.5, 50.0):
+        of = evaluator(host_gbs)
+        best[host_gbs] = search(of, of.candidates(choices)).outcomes[0]
+    assert best[50.0].config.recompute is Recompute.HOST and best[50.0].stages.offload
+    assert best[0.0].config.recompute is not Recompute.HOST
+    assert best[50.0].step_s < best[0.5].step_s <= best[0.0].step_s
+    kinds = {op.kind for order in best[50.0].synthesis.schedule.order for op in order}
+    assert kinds >= {Kind.OFFLOAD, Kind.RELOAD}
