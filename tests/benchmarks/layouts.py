@@ -44,6 +44,7 @@ from tests.ranks import RanksFailed, run_ranks
 from tests.runtime.equality import (
     Case,
     Outcome,
+    away_anywhere,
     computed_apart,
     differences,
     merge,
@@ -136,6 +137,9 @@ def draw_layout(seed: int, number: int) -> Layout:
         apart = computed_apart(schedule, plan.partition, case.recompute, chance)
         offload = random.Random(f"{seed}/{number}/offload").choice((0, 0, 0, 1, 2))
         case = replace(case, schedule=apart, offload=offload)
+        chance = random.Random(f"{seed}/{number}/away")
+        if chance.random() < 0.7:  # else wherever it can
+            case = replace(case, schedule=away_anywhere(apart, plan.partition, case, chance))
         return Layout(number, family, num_devices, case)
 
 

@@ -8,9 +8,9 @@ own loop on CPU ranks. Of the second step is measured what training holds when i
 begins (all memory that torch has allocated since the process was ready: weights, gradients,
 optimizer, averages), and on top of it the most that is alive at once until its last backward ends,
 of all tensors that operators make (``LiveBytes``). Batches are the host's, and copied for the
-device as it asks for them. What a kernel needs while it runs, gloo, and the optimizer's step (which
-is torch's on a CPU, and has copies that a GPU's has not) are not seen. The exit status is 1 if a
-device is further from its plan than 5 %.
+device as it asks for them; so are activations that wait there. What a kernel needs while it runs,
+gloo, and the optimizer's step (which is torch's on a CPU, and has copies that a GPU's has not) are
+not seen. The exit status is 1 if a device is further from its plan than 5 %.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ BACKBONES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "flux": ("flux-tiny", {"num_layers": 2, "num_single_layers": 2, "sample_size": 16}),
 }
 LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
+TO_HOST = ClusterLink("pcie", 50.0, 10.0, Shared.DEVICE)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class Case:
         """What it is, in a word."""
         config, state, layout = self.config, self.state, self.config.layout.name.replace(" ", "-")
         dtype = "" if self.dtype == "float32" else f"-{self.dtype}"
-        again = {Recompute.ALWAYS: "-all", Recompute.NEEDED: "-some"}.get(config.recompute, "")
+        ways = {Recompute.ALWAYS: "-all", Recompute.NEEDED: "-some", Recompute.HOST: "-host"}
+        again = ways.get(config.recompute, "")
         of_state = "-half" * state.half_gradients + "-plain" * (not state.averages)
         return (
             f"{self.backbone}-{layout}-{config.pipeline}{f'x{config.data}' * (config.data > 1)}"
@@ -94,7 +96,7 @@ class Case:
         )
 
 
-ALL, SOME = Recompute.ALWAYS, Recompute.NEEDED
+ALL, SOME, HOST = Recompute.ALWAYS, Recompute.NEEDED, Recompute.HOST
 CASES = (
     Case("uvit", Config(1, 1, 1, 4, WHOLE), 4),
     Case("uvit", Config(1, 1, 1, 4, WHOLE, recompute=ALL), 4),
@@ -120,6 +122,11 @@ CASES = (
     Case("pixart", Config(2, 1, 1, 4, ROW, recompute=ALL), 6),
     Case("sd3", Config(2, 1, 1, 4, ROW, split=True, recompute=SOME), 6, room=0.8),
     Case("flux", Config(4, 1, 1, 4, ROW), 8),
+    Case("uvit", Config(4, 1, 1, 4, ROW, recompute=HOST), 12, room=0.7),
+    Case("uvit", Config(4, 1, 1, 4, FOLD_EXACT, recompute=HOST), 12, room=0.7),
+    Case("sd", Config(4, 1, 1, 4, ROW, recompute=HOST), 12, room=0.6),
+    Case("dit", Config(4, 1, 1, 4, ROW, split=True, recompute=HOST), 12, "bfloat16", room=0.7),
+    Case("hunyuan", Config(4, 1, 1, 4, FOLD_SOFT, recompute=HOST), 12, room=0.7),
 )  # fmt: skip
 
 
@@ -160,7 +167,7 @@ def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
     wait_for_weight_gradients()  # as linears of a run do
     name, options = BACKBONES[case.backbone]
     config, ranks = case.config, case.config.pipeline * case.config.data
-    cluster = Cluster("peaks", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK)
+    cluster = Cluster("peaks", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK, host=TO_HOST)
     peaks = cluster.peaks
     assert peaks is not None
     roofline = Roofline(peaks, case.dtype)
@@ -178,8 +185,8 @@ def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
         gb = case.room * max(free.memory_bytes) / 1e9
         evaluator = evaluator.on(Cluster(**{**vars(cluster), "memory_gb": gb}))
     found = outcome(evaluator, config)
-    if case.room and not found.stages.recompute:
-        raise RuntimeError(f"{case.name}: nothing is computed again")
+    if case.room and not (found.stages.recompute or found.synthesis.schedule.offloaded):
+        raise RuntimeError(f"{case.name}: nothing is computed again, or on the host")
     planned = map(Peak, found.stages.state_bytes, found.memory_bytes)
     return plan_of(found, evaluator, sequence_parallel=False), list(planned)
 
@@ -214,12 +221,13 @@ def measured(argv: list[str]) -> Peak:
 
     from megatron_pulse.integration import pretrain
     from megatron_pulse.profile.measuring.memory import LiveBytes
+    from megatron_pulse.runtime.away import Away
     from megatron_pulse.runtime.executor import Executor
 
     before, count, live = _allocated(), 0, LiveBytes()
     hosted: dict[int, Any] = {}
     held: list[int] = []
-    step, execute = training.train_step, Executor.run
+    step, execute, leave = training.train_step, Executor.run, Away.leave
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
@@ -242,7 +250,12 @@ def measured(argv: list[str]) -> Peak:
         with live:
             return execute(self, copied(batches), *args, **kwargs)
 
+    def leave_for_host(self: Away) -> None:
+        with _disable_current_modes():
+            leave(self)
+
     training.train_step, Executor.run = train_step, run  # type: ignore[method-assign]
+    Away.leave = leave_for_host  # type: ignore[method-assign]
     sys.argv = ["pretrain_diffusion.py", *argv]
     pretrain.main()
     return Peak(held[0], held[0] + live.peak)

@@ -55,6 +55,24 @@ def recomputed_anywhere(
     return replace(schedule, order=tuple(orders))
 
 
+def offloaded_anywhere(
+    schedule: Schedule, stages: Collection[int], share: float, rng: random.Random
+) -> Schedule:
+    """``schedule`` where about that share of what ``stages`` keep is on the host from anywhere to
+    anywhere between forward and backward."""
+    orders = []
+    for order in schedule.order:
+        new = list(order)
+        for op in order:
+            if op.kind in BACKWARDS and op.stage in stages and rng.random() < share:
+                leaves = rng.randint(new.index(op._replace(kind=Kind.FORWARD)) + 1, new.index(op))
+                new.insert(leaves, op._replace(kind=Kind.OFFLOAD))
+                comes = rng.randint(leaves + 1, new.index(op))
+                new.insert(comes, op._replace(kind=Kind.RELOAD))
+        orders.append(tuple(new))
+    return replace(schedule, order=tuple(orders))
+
+
 def simulate(
     schedule: Schedule,
     forward: Sequence[float],

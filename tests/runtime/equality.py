@@ -25,7 +25,7 @@ from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.pipeline import Pipeline
 from megatron_pulse.runtime.stage import layer_seed
-from tests.planner.schedules import recomputed_anywhere
+from tests.planner.schedules import offloaded_anywhere, recomputed_anywhere
 from tests.ranks import run_ranks
 
 SEED = 7
@@ -265,12 +265,27 @@ def computed_apart(
 ) -> Schedule:
     """``schedule`` with about half of what stages of every ``recompute``-th layer compute again as
     operations of their own, anywhere between forward and backward."""
-    again = {
-        s
-        for s in range(schedule.placement.num_stages)
-        if recompute and any(i % recompute == 0 for i in partition.layers_of_stage(s))
-    }
+    again = _stages_of(schedule, partition, lambda i: recompute > 0 and i % recompute == 0)
     return recomputed_anywhere(schedule, again, 0.5, rng)
+
+
+def away_anywhere(
+    schedule: Schedule, partition: Partition, case: Case, rng: random.Random
+) -> Schedule:
+    """``schedule`` where about half of what the case's layers keep is on the host, from anywhere to
+    anywhere between forward and backward."""
+
+    def moves(i: int) -> bool:
+        again = case.recompute > 0 and i % case.recompute == 0
+        return case.offload > 0 and i % case.offload == 0 and not again
+
+    stages = _stages_of(schedule, partition, moves)
+    return offloaded_anywhere(schedule, stages, 0.5, rng)
+
+
+def _stages_of(schedule: Schedule, partition: Partition, has: Callable[[int], bool]) -> set[int]:
+    every = range(schedule.placement.num_stages)
+    return {s for s in every if any(map(has, partition.layers_of_stage(s)))}
 
 
 def merge(outcomes: list[Outcome]) -> Outcome:

@@ -251,16 +251,20 @@ class Cut(Costs):
         )
 
     def _with_host(self, config: Config, stages: Stages, offload: frozenset[int]) -> Stages:
-        """The same where activations of these layers may wait on the host. What a layer takes is
-        not counted on to leave, for its stage may hold it; but it is to travel."""
+        """The same where activations of these layers may wait on the host. What a layer takes
+        travels too, but only counts as away where the one before it is, in the stage, and does not
+        hand it to a skip: others may hold it."""
         link, kept = self.cluster.to_host, self.costs(config, frozenset())
         again = self.costs(config, self.profile.recomputed(True))
         if link is None:
             raise ValueError(f"cluster {self.cluster.name} has no link to the host")
         num, moved = [0.0] * len(stages.saved_bytes), [0.0] * len(stages.saved_bytes)
+        first, sources = stages.partition.cuts, {skip.source for skip in kept.skips}
         for layer in offload:
             stage = stages.partition.stage_of_layer(layer)
-            num[stage] += max(0, kept.saved_bytes[layer] - again.saved_bytes[layer])
+            alone = layer - 1 in offload and layer not in first and layer - 1 not in sources
+            taken = 0 if alone else again.saved_bytes[layer]
+            num[stage] += max(0, kept.saved_bytes[layer] - taken)
             moved[stage] += kept.saved_bytes[layer]
         return replace(
             stages,
