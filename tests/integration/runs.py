@@ -225,6 +225,7 @@ def run(
     flags = [*TINY[backbone], *BASE, *argv]
     results = run_ranks(num_ranks, train, flags, kill, timeout_s=timeout_s)
     last, executed = results[-1], results[0]["executed"]
+    executed.operations = set().union(*(each["executed"].operations for each in results))
     executed.offloaded_bytes = sum(each["executed"].offloaded_bytes for each in results)
     weights, masters, averages = (
         _whole([part for result in results for part in result[kind]])

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from tests.runtime.tiny import FAMILIES
 UVIT = {"in_channels": 1, "depth": 6, "embed_dim": 32}
 BATCH = 8
 LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
+TO_HOST = ClusterLink("pcie", 50.0, 10.0, Shared.DEVICE)
 
 
 def make_plan(
@@ -64,13 +66,15 @@ def make_plan(
     """A plan of a tiny backbone for ``config``, perhaps with encoders in its idle time, or of which
     a ``share`` of the steps condition themselves."""
     ranks = config.pipeline * config.data * config.tensor
-    cluster = Cluster("tests", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK)
+    cluster = Cluster("tests", 1, ranks, 8.0, DeviceFigures(0.1, 20.0), LINK, host=TO_HOST)
     device = cluster.peaks
     assert device is not None
     backbone = load_backbone(name, dict(options))
     profile = analyse(backbone, [config.micro_batch_size], Roofline(device, "float32"))
     state = ParameterState(averages=True)
     evaluator = Evaluator(profile, cluster, BATCH, self_conditioning=share, state=state)
+    if config.recompute is Recompute.HOST:
+        evaluator = short_of_memory(evaluator, config)
     problem = evaluator.problem(config, config.num_microbatches(BATCH))
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
     plan = plan_of(outcome, evaluator, sequence_parallel=False)
@@ -80,27 +84,48 @@ def make_plan(
     return path
 
 
+def short_of_memory(evaluator: Evaluator, config: Config) -> Evaluator:
+    """Of devices that have just too little memory for what the config would keep."""
+    free = evaluator.evaluate(replace(config, recompute=Recompute.NEVER, ample=False))
+    for percent in range(99, 50, -1):
+        gb = percent / 100 * max(free.memory_bytes) / 1e9
+        short = evaluator.on(replace(evaluator.cluster, memory_gb=gb))
+        problem = short.problem(config, config.num_microbatches(BATCH))
+        if synthesize(problem, effort=4).schedule.offloaded:
+            return short
+    raise AssertionError("nothing leaves")
+
+
 @pytest.mark.parametrize(
     ("config", "tolerance"),
     [
         (Config(2, 1, 1, 2, FOLD_EXACT, split=True), 0.0),
         (Config(2, 1, 1, 2, ROW, split=True, recompute=Recompute.ALWAYS), 0.0),
+        (Config(4, 1, 1, 2, ROW, split=True, ample=True, recompute=Recompute.HOST), 0.0),
+        (Config(4, 1, 1, 2, FOLD_SOFT, ample=True, recompute=Recompute.HOST), 0.0),
         (
             Config(2, 2, 1, 2, FOLD_SOFT, distributed_optimizer=True, pipeline_inside=True),
             1e-6,
         ),
     ],
-    ids=["split-fold", "recomputed-sequence", "replicas-outside"],
+    ids=[
+        "split-fold",
+        "recomputed-sequence",
+        "on-the-host",
+        "fold-on-the-host",
+        "replicas-outside",
+    ],
 )
 def test_a_run_obeys_its_plan(tmp_path: Path, config: Config, tolerance: float) -> None:
     plan = make_plan(tmp_path / "plan.json", config)
     ranks = config.pipeline * config.data
     obeyed = run(ranks, "--pulse-plan", str(plan), *STEPS[2:], backbone="none")
     executed = obeyed.executed
-    again = {"R"} if config.recompute else set()
+    ways = {Recompute.ALWAYS: {"R"}, Recompute.HOST: {"O", "L"}}
+    again = ways.get(config.recompute, set[str]())
     assert executed.operations == ({"F", "I", "W"} if config.split else {"F", "B"}) | again
     assert executed.placement == ("sequential" if config.layout == ROW else "fold")
-    assert executed.recomputed == config.recompute
+    assert executed.recomputed == (config.recompute is Recompute.ALWAYS)
     if tolerance:
         assert_equal_to_rounding(obeyed, alone(*STEPS), tolerance)
     else:

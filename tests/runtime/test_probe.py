@@ -8,10 +8,12 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.planner.cluster.cluster import Shared, from_record, to_record
+from megatron_pulse.runtime.measure.host_copies import host_copies
 from megatron_pulse.runtime.measure.link_times import StreamTimes, fit_link
 from tests.benchmarks.network import Node, namespaces, unavailable
 from tests.ranks import RanksFailed, run_ranks
@@ -80,7 +82,14 @@ def test_two_ranks_of_this_machine() -> None:
         predicted = cluster.allreduce_s(group.num_bytes, (0, 1))
         assert predicted == pytest.approx(group.median_s, rel=0.02)
     assert 0 < cluster.operation_us < 1e5 and cluster.collective_latency > 0
+    assert cluster.host is None  # a CPU's copies are computing
     assert from_record(to_record(cluster)) == cluster
+
+
+def test_copies_to_the_host_are_timed() -> None:
+    """On a CPU from memory to memory, by what a GPU's are timed with."""
+    gbs, latency_us = host_copies(torch.device("cpu"))
+    assert 0.05 < gbs < 1000.0 and 0.0 < latency_us < 1e5
 
 
 def test_one_rank_is_told_to_start_more() -> None:

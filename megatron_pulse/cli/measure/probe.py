@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Measures, between the ranks that it is started on, what planning needs to know of a cluster: latency
 and bandwidth inside a node and between nodes, whether the devices of a node share them, how near
-all-reduces come to that, and the memory and speed of the devices. Takes some ten seconds; start it
-as training is started, on a machine that does nothing else. Ranks are told apart by their host
-names, which are not written to the file.
+all-reduces come to that, how fast GPUs copy to the memory of their node and back, and the memory
+and speed of the devices. Takes some ten seconds; start it as training is started, on a machine that
+does nothing else. Ranks are told apart by their host names, which are not written to the file.
 
 examples:
   torchrun --nproc-per-node 2 -m megatron_pulse.cli probe -o cluster.yaml

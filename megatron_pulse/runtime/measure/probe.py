@@ -23,6 +23,7 @@ from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, DeviceF
 from megatron_pulse.profile.devices import USABLE, known_device
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.measure.empty_step import operation_s
+from megatron_pulse.runtime.measure.host_copies import host_copies
 from megatron_pulse.runtime.measure.link_times import Meter, PairTimes, StreamTimes
 
 _ALL_REDUCE_S = 0.3
@@ -157,6 +158,7 @@ class _Prober:
             reduce_scatter_efficiency=reached["reduce_scatter"],
             all_gather_efficiency=reached["all_gather"],
             operation_us=_rounded(1e6 * self._operation_s()),
+            host=self._to_host(),
         )
         self.meter.meet()
         if self.rank:
@@ -273,6 +275,17 @@ class _Prober:
         groups = [dist.new_group([rank]) for rank in range(self.world)]
         seconds = operation_s(groups[self.rank], self.settings.device)
         return float(max(self.meter.gather(seconds)))
+
+    def _to_host(self) -> ClusterLink | None:
+        """The way to the host of the slowest device, while all use theirs; none for CPUs, whose
+        copies would take the time of what computes."""
+        self.meter.meet()
+        measured = self.meter.gather(host_copies(self.settings.device) if self.cuda else None)
+        found = [each for each in measured if each is not None]
+        if len(found) < len(measured):
+            return None
+        gbs, latency_us = min(b for b, _ in found), max(latency for _, latency in found)
+        return ClusterLink("pcie", _rounded(gbs), _rounded(latency_us), Shared.DEVICE)
 
     def device(self, each: int) -> tuple[float, str | DeviceFigures]:
         """Memory of the smallest device, and a preset or the figures of the slowest."""
