@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from math import inf
 
 from megatron_pulse.planner.layout.placement import Partition
@@ -28,6 +29,10 @@ ON_LINK = 0.9
 """Share of the time of a microbatch in which the link to the host may be busy, each way."""
 
 
+_least_work = lru_cache(maxsize=2048)(least_work)
+"""Cuts that are moved leave most devices as they were."""
+
+
 class Sparing(Cut):
     """Stages of which as few layers as are needed compute their activations again, or have them on
     the host."""
@@ -50,12 +55,12 @@ class Sparing(Cut):
             need = sum(flying[s] * stages.saved_bytes[s] for s in own) - self.left(stages, device)
             if need <= 0:
                 continue
-            every = [
+            every = tuple(
                 each
                 for s in own
                 for each in self._sparing(config, partition.layers_of_stage(s), flying[s])
-            ]
-            found = least_work(every, need, stages.working_bytes[device], link_s)
+            )
+            found = _least_work(every, need, stages.working_bytes[device], link_s)
             if found is None:
                 found = Choice(frozenset(each.layer for each in every))
             chosen = Choice(chosen.again | found.again, chosen.host | found.host)
