@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.layout.placement import sequential
+from megatron_pulse.backbone.costs import weighted_costs
+from megatron_pulse.planner.layout.placement import fold, sequential
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import DeadlockError, logical_times, run
 from megatron_pulse.planner.schedule.check.validate import faults_for, held_most, validate
@@ -18,8 +20,10 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.step.order import moments
+from megatron_pulse.planner.step.plan import PlanError, make_plan
 from megatron_pulse.planner.step.replay import replay
 from tests.planner.strategies import problems
+from tests.toys import toy_backbone
 
 
 @st.composite
@@ -194,8 +198,35 @@ def test_it_is_searched_for_with_room_to_travel() -> None:
     problem = replace(ONE, cap=(10.0,))
     assert searched(problem).cap == (10.0 - 3 * 0.75,)
     assert searched(problem).activation == (0.25,)
+    assert searched(problem, room=False).cap == problem.cap
     assert searched(ONE).cap == (0.25,)  # at least what one microbatch takes there
     assert searched(replace(problem, cap=None)).cap is None
+
+
+def test_never_longer_than_where_all_is_kept() -> None:
+    """What is away all the time in searches may leave no room for what is not."""
+    row = ScheduleProblem(
+        sequential(4), 8, *((1.0,) * 4,) * 3, activation=(1.0,) * 4, cap=(2.0,) * 4
+    )
+    two = ScheduleProblem(fold(2), 6, (1.0,) * 4, (2.0,) * 4, activation=(1.0,) * 4, cap=(2.0,) * 2)
+    for plain, away, copying in ((row, (0.5,) * 4, 0.3), (two, (0.0, 0.0, 0.0, 0.25), 0.0)):
+        moving = replace(plain, offloaded=away, copying=(copying,) * 4)
+        kept, found = (synthesize(each, effort=4).certificate.makespan for each in (plain, moving))
+        assert found <= kept * (1 + 1e-9)
+
+
+def test_one_device_without_room_does_not_keep_the_others_from_it() -> None:
+    """Weight gradients cannot leave: where they wait behind a forward there is no room."""
+    problem = ScheduleProblem(
+        sequential(2),
+        3,
+        *((1.0,) * 2,) * 3,
+        activation=(1.0,) * 2,
+        cap=(1.0,) * 2,
+        offloaded=(1.0,) * 2,
+        copying=(0.0,) * 2,
+    )
+    assert synthesize(problem, effort=20).certificate.makespan < 15.0  # as where all is kept
 
 
 def test_a_fast_link_makes_room_and_a_slow_one_costs_time() -> None:
@@ -220,3 +251,32 @@ def test_a_fast_link_makes_room_and_a_slow_one_costs_time() -> None:
     assert made[0.0] == made[0.5] == best
     assert made[20.0] == without  # nothing leaves
     assert solve(moving(0.5), 1.0, "none").certificate.makespan == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("cells", "fault"),
+    [
+        ("0F0,0O0,0F1,0B0,0B1", "runs O0:0, but not L0:0"),
+        ("0F0,0F1,0B0,0O0,0L0,0B1", "runs B0:0 before L0:0"),
+        ("0F0,0L0,0O0,0F1,0B0,0B1", "runs L0:0 before O0:0"),
+    ],
+)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_file_with_copies_out_of_place_is_no_plan(
+    tmp_path: Path, cells: str, fault: str, devices: int
+) -> None:
+    backbone = toy_backbone(6, [])
+    rows = [cells, "1F0,1F1,1B0,1B1"][:devices]
+    (tmp_path / "own.csv").write_text("\n".join(rows) + "\n")
+    costs = weighted_costs(backbone, [1.0] * len(backbone.layers))
+    placement = sequential(devices)
+    every = range(len(backbone.layers))
+    plan = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"), offload=every)
+    with pytest.raises(PlanError, match=fault):
+        plan.step(2)
+    (tmp_path / "own.csv").write_text("\n".join(["0F0,0O0,0F1,0L0,0B0,0B1", *rows[1:]]) + "\n")
+    plan = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"), offload=every)
+    assert plan.step(2).schedule.offloaded == {(0, 0)}
+    without = make_plan(backbone, costs, placement, str(tmp_path / "own.csv"))
+    with pytest.raises(PlanError, match="of which no layer's do"):
+        without.step(2)

@@ -43,7 +43,7 @@ def write_page(plan: PlanFile, replayed: Replay, path: Path, at: Path) -> str:
 def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
     parts = [
         page.lines([plan_text.batch(plan)]),
-        "<h2>Predicted</h2>" + page.listed(plan_text.predicted(plan)),
+        "<h2>Predicted</h2>" + page.listed([*plan_text.predicted(plan), *plan_text.on_host(plan)]),
         "<h2>Partition</h2>" + page.picture(_partition(plan)),
         "<h2>One step of a pipeline</h2>" + page.picture(timeline),
         "<h2>Devices</h2>"

@@ -13,7 +13,7 @@ from megatron_pulse.planner.fill.fillers import FilledSchedule
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import held_most
-from megatron_pulse.planner.schedule.operations import Schedule
+from megatron_pulse.planner.schedule.operations import Kind, Schedule
 from megatron_pulse.planner.step.replay import Replay
 from megatron_pulse.profile.memory_format import format_of
 
@@ -113,6 +113,27 @@ def homes(schedule: Schedule) -> list[tuple[str, str]]:
                 f"X{number}",
                 f"{filler.name}: {len(filler.slice_seconds)} pieces on device "
                 f"{shown(list(devices))}, {1e3 * sum(filler.slice_seconds):.4g} ms",
+            )
+        )
+    return rows
+
+
+def on_host(plan: PlanFile) -> list[tuple[str, str]]:
+    """Names of the devices whose activations wait on the host, and how many."""
+    problem, rows = plan.problem, []
+    for device, order in enumerate(plan.schedule.order):
+        left = [op for op in order if op.kind is Kind.OFFLOAD]
+        if not left or problem.offloaded is None:
+            continue
+        stages = problem.placement.stages_of_device(device)
+        may = sum(problem.offloaded[s] > 0 for s in stages) * plan.num_microbatches
+        num_bytes = sum(problem.offloaded[op.stage] for op in left)
+        seconds = sum(problem.copying_of(op.stage) for op in left)
+        rows.append(
+            (
+                f"device {device}",
+                f"those of {len(left)} of {may} forwards that may leave: {num_bytes / 1e9:.3g} GB "
+                f"in a step, {1e3 * seconds:.3g} ms each way, beside computing",
             )
         )
     return rows
@@ -245,6 +266,8 @@ def describe(plan: PlanFile, replayed: Replay, path: Path, wide: bool) -> list[s
         lines += ["", "encoders", *policies(plan)]
     if plan.schedule.fillers:
         lines += ["", "in idle time, for the next step", *columns(homes(plan.schedule))]
+    if away := on_host(plan):
+        lines += ["", "activations on the host, from O to L", *columns(away)]
     if picture := small_grid(replayed.timeline, None if wide else GRID_WIDTH):
         lines += ["", *picture]
     lines += ["", "made from"]

@@ -25,7 +25,7 @@ from megatron_pulse.planner.partition.memory import ParameterState, bytes_per_pa
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.step.find_schedules import find_schedules
-from megatron_pulse.planner.step.plan import Plan, PlanError, make_plan
+from megatron_pulse.planner.step.plan import Plan, PlanError, is_file, make_plan
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import (
     ELEMENT_BYTES,
@@ -213,7 +213,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         backbone,
         costs,
         placement,
-        options.schedule if placement.num_stages > 1 else "auto",
+        options.schedule if placement.num_stages > 1 or is_file(options.schedule) else "auto",
         options.activation_cap,
         Goal(
             collocate=placement.kind.keeps_skips and options.partition == "exact",

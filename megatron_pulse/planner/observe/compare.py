@@ -77,6 +77,7 @@ def compare(timeline: Timeline, trace: Trace) -> Comparison:
     rows = tuple(
         Row(kind, stage, len(times), median(times), median(measured[kind, stage]))
         for (kind, stage), times in sorted(predicted.items())
+        if not kind.copies
     )
     num_devices = len(timeline.busy)
     devices = tuple(

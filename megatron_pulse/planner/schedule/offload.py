@@ -17,10 +17,10 @@ O is earlier and L later than it should be, and the device waits.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,62 +41,90 @@ ROUNDS = 4
 
 _TIGHT = 1 + 1e-9
 
-PARTS = (0.0, 0.5, 1.0)
-"""Of what weight gradients wait with, what counts all the time; the first with which there is room
-for all."""
-
-COSTLY = 1.01
-"""Times the makespan without copies, from which on it is tried what keeping all comes to."""
+TRIES, STEP = 4, 0.5
+"""Searches with more and more of what weight gradients wait with counted on the devices that have
+no room for it, and by how much more."""
 
 
 class NoRoomError(ValueError):
     """A device has no room for an operation, be all other activations on the host."""
+
+    def __init__(self, device: int, room: float) -> None:
+        super().__init__(f"device {device} has {room:.6g} for activations")
+        self.device = device
 
 
 type _Key = tuple[int, int]
 """Stage and microbatch"""
 
 
-def searched(problem: ScheduleProblem, part: float = 1.0) -> ScheduleProblem:
-    """What searches look for a schedule of: what may leave is away, and devices have less room,
-    but for as many microbatches as are in flight at full rate, if only one can travel then.
-    Activations are counted with that ``part`` of what weight gradients wait with."""
+def searched(
+    problem: ScheduleProblem, parts: Sequence[float] | None = None, room: bool = True
+) -> ScheduleProblem:
+    """What searches look for a schedule of: what may leave is away, and with ``room`` devices have
+    less, in which it travels, but for as many microbatches as are in flight at full rate, if only
+    one can travel then. Each device's activations are counted with its part (1: all) of what weight
+    gradients wait with."""
     assert problem.offloaded is not None
-    found = problem.with_all_elsewhere(part)
-    if problem.cap is None:
+    placement, flying = problem.placement, in_flight(problem.placement, problem.num_microbatches)
+    home, each = placement.device_of_stage, parts or (1.0,) * placement.num_devices
+    found = problem.with_all_elsewhere([each[home[s]] for s in range(placement.num_stages)])
+    if problem.cap is None or not room:
         return found
-    room, flying = [], in_flight(problem.placement, problem.num_microbatches)
+    caps = []
     for device, cap in enumerate(problem.cap):
-        stages = problem.placement.stages_of_device(device)
+        stages = placement.stages_of_device(device)
         most = max(problem.offloaded[s] for s in stages)
         least = sum(map(found.activation_of, stages))
         wanted = sum(flying[s] * found.activation_of(s) for s in stages)
         ample = max(wanted, cap - TRAVELLING * most)
-        room.append(min(cap, max(least, min(ample, cap - most))))
-    return replace(found, cap=tuple(room))
+        caps.append(min(cap, max(least, min(ample, cap - most))))
+    return replace(found, cap=tuple(caps))
 
 
 def with_offload(
-    problem: ScheduleProblem, search: Callable[[ScheduleProblem], Synthesis]
+    problem: ScheduleProblem,
+    search: Callable[[ScheduleProblem, float], Synthesis],
+    seconds: float = math.inf,
 ) -> Synthesis:
-    """The schedule that ``search`` finds where all is away that may leave, with what must; where
-    that costs time, the one where nothing leaves, if it is shorter. Its bound is of all such
-    schedules."""
-    began, lengths = time.monotonic(), list[tuple[float, Schedule]]()
-    for part in PARTS if problem.weight_grad is not None else (1.0,):
-        found = search(searched(problem, part))
-        with suppress(NoRoomError):
-            schedule = placed(problem, found.schedule)
-            lengths.append((run(problem, schedule).makespan, schedule))
+    """The soonest of the schedules that ``search`` finds where all is away that may leave, with
+    room to travel or all the memory, with what then must leave, and of the one where nothing does;
+    no more are tried once one is as short as any can be. Each search has half of what is left of
+    ``seconds``. Its bound is of all such schedules."""
+    began, best = time.monotonic(), None
+    bound = lower_bound(problem, work=0.0)
+
+    def in_time(of: ScheduleProblem) -> Synthesis:
+        return search(of, max(0.0, seconds - (time.monotonic() - began)) / 2)
+
+    for found in _candidates(problem, in_time):
+        length = run(problem, found.schedule).makespan
+        if best is None or length < best[0]:
+            best = length, found
+        if length <= bound * _TIGHT:
             break
-    if not lengths or lengths[0][0] > COSTLY * found.certificate.makespan:
-        found = search(replace(problem, offloaded=None, copying=None))
-        lengths.append((found.certificate.makespan, found.schedule))
-    length, schedule = min(lengths, key=lambda each: each[0])
-    bound = min(lower_bound(problem, work=0.0), length)
-    solver, spent = found.certificate.solver, time.monotonic() - began
-    proved = length <= bound * _TIGHT
-    return Synthesis(schedule, Certificate(length, bound, proved, solver, spent))
+    assert best is not None  # one keeps everything
+    length, found = best
+    spent, solver = time.monotonic() - began, found.certificate.solver
+    certificate = Certificate(length, min(bound, length), length <= bound * _TIGHT, solver, spent)
+    return Synthesis(found.schedule, certificate)
+
+
+def _candidates(
+    problem: ScheduleProblem, search: Callable[[ScheduleProblem], Synthesis]
+) -> Iterator[Synthesis]:
+    parts = [0.0] * problem.placement.num_devices
+    for room in (True, False):
+        for _ in range(TRIES):
+            found = search(searched(problem, parts, room))
+            try:
+                yield replace(found, schedule=placed(problem, found.schedule))
+                break
+            except NoRoomError as error:
+                if problem.weight_grad is None or parts[error.device] >= 1.0:
+                    break
+                parts[error.device] += STEP
+    yield search(replace(problem, offloaded=None, copying=None))
 
 
 def placed(problem: ScheduleProblem, schedule: Schedule) -> Schedule:
@@ -109,7 +137,7 @@ def placed(problem: ScheduleProblem, schedule: Schedule) -> Schedule:
     for device, order in enumerate(schedule.order):
         line = _Line(problem, order, timeline, problem.cap[device] * _TIGHT)
         if (items := line.items()) is None:
-            raise NoRoomError(f"device {device} has {problem.cap[device]:.6g} for activations")
+            raise NoRoomError(device, problem.cap[device])
         lines.append(items)
     return replace(schedule, order=tuple(lines))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pulse.backbone.costs import ChainCosts
@@ -108,13 +109,16 @@ class ScheduleProblem:
         activation = tuple(map(min, self._elsewhere, self._kept_waiting))
         return replace(self, activation=activation, waiting=None, offloaded=None, copying=None)
 
-    def with_all_elsewhere(self, part: float = 1.0) -> ScheduleProblem:
+    def with_all_elsewhere(self, parts: Sequence[float]) -> ScheduleProblem:
         """The same where all that may wait on the host takes no memory, and no time to travel;
-        activations take what is left of them, or that part of what weight gradients wait with."""
-        split = self.weight_grad is not None
-        least = [part * num for num in self._kept_waiting] if split else self._elsewhere
-        activation = tuple(map(max, self._elsewhere, least))
-        return replace(self, activation=activation, offloaded=None, copying=None)
+        activations take what is left of them, or the stage's part of what weight gradients wait
+        with, all the time."""
+        activation = self._elsewhere
+        if self.weight_grad is not None:
+            least = (part * num for part, num in zip(parts, self._kept_waiting, strict=True))
+            activation = list(map(max, activation, least))
+        given = tuple(activation)
+        return replace(self, activation=given, waiting=None, offloaded=None, copying=None)
 
     @property
     def _elsewhere(self) -> list[float]:

@@ -40,7 +40,7 @@ def solve(problem: ScheduleProblem, seconds: float = 10.0, solver: str = "auto")
     """
     chosen = choose(solver)
     if problem.offloaded is not None:
-        return with_offload(problem, lambda of: solve(of, seconds / 2, solver))
+        return with_offload(problem, lambda of, part: solve(of, part, solver), seconds)
     if problem.recompute is not None:
         return with_recomputation(problem, solve(problem.within_backwards, seconds, solver))
     get_ready()

@@ -413,6 +413,8 @@ def _compile_step(
         )
     if forward_only:
         schedule = schedule.forward_only()
+    if faults := validate(schedule, plan.partition):
+        raise PlanError(told("this plan would not run", faults))
     problem = plan.problem_of(num_microbatches)
     communication = compile_communication(plan.routes, schedule, problem, predicts)
     replicated = bool(plan.routes.replicated)

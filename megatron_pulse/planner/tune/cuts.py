@@ -17,7 +17,7 @@ from megatron_pulse.planner.partition.moves import moves
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
-from megatron_pulse.planner.tune.sparing import Sparing
+from megatron_pulse.planner.tune.memory.sparing import Sparing
 from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
 
 type CostsKey = tuple[int, frozenset[int], int]

@@ -18,7 +18,7 @@ from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, configs
 from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES
 from megatron_pulse.planner.tune.lighter import LighterCuts
-from megatron_pulse.planner.tune.peaks import most_in_use
+from megatron_pulse.planner.tune.memory.peaks import most_in_use
 from megatron_pulse.planner.tune.stages import Stages
 
 CORE = 3
@@ -76,6 +76,9 @@ class Outcome:
             "pipeline_bytes_per_sample": self.pipeline_bytes,
             "data_bytes_per_sample": self.data_bytes,
         }
+
+
+_TIGHT = 1 + 1e-9
 
 
 class Evaluator(LighterCuts):
@@ -177,6 +180,11 @@ class Evaluator(LighterCuts):
             self_conditioning=self.self_conditioning,
             self_conditioning_s=own_s,
         )
+
+    def has_room(self, outcome: Outcome) -> bool:
+        """Whether devices have the memory that the outcome's schedule takes; caps count what works
+        apart from what it works on, and skips between stages of a device not at all."""
+        return max(outcome.memory_bytes) <= self.cluster.usable_bytes * (1 + 1e-9)
 
     def _simulate(
         self,

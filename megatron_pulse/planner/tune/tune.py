@@ -60,6 +60,11 @@ def tune(
         of = evaluator.profile, evaluator.cluster, evaluator.global_batch_size
         found.opponent = opponent(*of, evaluator.adam_s, evaluator.state.averages)
     finish(evaluator, found, _left(finish_s, budget), solver)
+    if not found.outcomes:
+        raise UntunableError(
+            "nothing fits: whole schedules of the best take more memory than what was simulated of "
+            "them: give --seconds for more of them, or other choices"
+        )
     return found
 
 

@@ -54,6 +54,7 @@ def test_a_plan_says_what_waits_on_the_host(
     assert main(["show", str(tmp_path / "plan.json")]) == 0
     said = capsys.readouterr().out
     assert "on the host, where there is no room, of layers" in said
+    assert "forwards that may leave: " in said and "ms each way, beside computing" in said
     usable = evaluator().cluster.usable_bytes
     assert max(plan.predicted["memory_bytes"]) <= usable
     without = evaluator().evaluate(replace(CONFIG, recompute=Recompute.NEVER))
@@ -115,5 +116,9 @@ def test_the_search_finds_it_where_it_is_better_and_not_without_a_link() -> None
     assert best[50.0].config.recompute is Recompute.HOST and best[50.0].stages.offload
     assert best[0.0].config.recompute is not Recompute.HOST
     assert best[50.0].step_s < best[0.5].step_s <= best[0.0].step_s
+    for memory_gb in (0.9, 1.0, 1.2, 1.4):
+        short = evaluator(50.0, memory_gb)
+        found = search(short, short.candidates(choices)).outcomes
+        assert found and all(map(short.has_room, found))
     kinds = {op.kind for order in best[50.0].synthesis.schedule.order for op in order}
     assert kinds >= {Kind.OFFLOAD, Kind.RELOAD}

@@ -11,7 +11,7 @@ from megatron_pulse.planner.layout.layouts import ROW, WHOLE
 from megatron_pulse.planner.schedule.operations import Operation
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.peaks import most_in_use
+from megatron_pulse.planner.tune.memory.peaks import most_in_use
 from tests.planner.tune.problems import cluster, profile
 
 SAVED, PEAK = 100e6, 120e6

@@ -14,9 +14,9 @@ from megatron_pulse.planner.layout.layouts import LAYOUTS
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.knapsack import Spared, least_work
+from megatron_pulse.planner.tune.memory.knapsack import Relief, Spared, least_work
+from megatron_pulse.planner.tune.memory.sparing import ON_LINK, TRAVELLING
 from megatron_pulse.planner.tune.searching.search import search
-from megatron_pulse.planner.tune.sparing import ON_LINK, TRAVELLING
 from tests.planner.tune.problems import cluster, profile
 
 ONE = Choices((LAYOUTS["sequential"], LAYOUTS["fold soft"]), (2,), (1,), (1,), split=(True,))
@@ -185,6 +185,14 @@ def test_three_ways_are_about_the_best_of_all() -> None:
             over.append(sum(each.seconds for each in again) / best - 1 if best else 0.0)
             assert best or not again
     assert len(over) > 200 and sum(each > 0.02 for each in over) <= 1
+
+
+def test_free_copies_of_little_do_not_hide_what_is_computed_again() -> None:
+    assert least_work([Spared(0, 1.0, 100.0, 0.0, 50.0, 0.0)], 80.0, 0.0, 1.0) == Relief(
+        frozenset({0})
+    )
+    two = [Spared(0, 1.0, 100.0, 0.0, 50.0, 0.0), Spared(1, 2.0, 100.0, 0.0, 50.0, 0.0)]
+    assert least_work(two, 140.0, 0.0, 1e-12) == Relief(frozenset({0}), frozenset({1}))
 
 
 def enough(again: list[Spared], host: list[Spared], need: float, beside: float) -> bool:

@@ -135,8 +135,9 @@ def synthesize(
     all that ends the search.
     """
     if problem.offloaded is not None:
-        part = seconds / 2 if effort is None else seconds
-        return with_offload(problem, lambda of: synthesize(of, part, effort, (), None, bounded))
+        return with_offload(
+            problem, lambda of, part: synthesize(of, part, effort, bounded=bounded), seconds
+        )
     if problem.recompute is not None:
         within = problem.within_backwards
         found = synthesize(within, seconds, effort, templates, beside, bounded)

@@ -36,9 +36,13 @@ def finish(
             break
         outcome = todo[0]
         better = _whole(evaluator, outcome, max(0.0, min(left, seconds / count)), solver)
+        whole.add(outcome.config)
+        if not evaluator.has_room(better):  # more than the part of it that was simulated
+            if outcome.extrapolated:
+                found.outcomes.remove(outcome)
+            continue
         if outcome.extrapolated or better.step_s < outcome.step_s:
             found.outcomes[found.outcomes.index(outcome)] = better
-        whole.add(outcome.config)
         found.outcomes.sort(key=lambda o: (o.step_s, simplicity(o.config)))
     found.seconds += time.monotonic() - began
 

@@ -29,8 +29,9 @@ class Scouts:
     def look(self, configs: Iterable[Config]) -> list[Candidate]:
         """What to go on with: the most promising simulated, and the same with backwards whole for
         split or split for whole, with ample memory or without, and with microbatches half or twice
-        as large, whichever is estimated to be sooner; the others' estimates corrected by what its
-        cuts say of one of each way to share nodes."""
+        as large, whichever is estimated to be sooner; where none of them fits, of smaller ones the
+        largest that does; the others' estimates corrected by what its cuts say of one of each way
+        to share nodes."""
         candidates = self._estimated(configs)
         if not candidates:
             return []
@@ -44,9 +45,22 @@ class Scouts:
         scouts += sorted(one for one in candidates if one.config in sizes)[:1]
         rest = [candidate for candidate in candidates if candidate not in scouts]
         reached = [self._scout(candidate) for candidate in scouts]
+        reached += self._smaller(rest, size // 4) if not any(reached) else []
         if self.steps.known.of(first.kind):
             rest = [one for group in by_ranks(rest) for one in self._corrected(group)]
         return [*rest, *(one for one in reached if one is not None)]
+
+    def _smaller(self, rest: list[Candidate], size: int) -> list[Candidate]:
+        """The most promising of ``rest`` with microbatches of ``size``, or the next smaller ones of
+        which one fits; it is taken out."""
+        while size and not self.steps.ended:
+            own = [one for one in rest if one.config.micro_batch_size == size]
+            if own:
+                rest.remove(first := min(own))
+                if (following := self._scout(first)) is not None:
+                    return [following]
+            size //= 2
+        return []
 
     def _estimated(self, configs: Iterable[Config]) -> list[Candidate]:
         """All that are not refused at once, or those that there is time for."""

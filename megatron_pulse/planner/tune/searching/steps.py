@@ -225,7 +225,7 @@ class Steps:
                 self.evaluate(config, "searched", stages)
 
     def evaluate(self, config: Config, how: str, stages: Stages | None) -> Outcome:
-        """The simulation, listed."""
+        """The simulation, listed if devices have room for it."""
         found = self.found
         with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
@@ -234,6 +234,8 @@ class Steps:
         found.num_simulated = len(self._simulated)
         expected = self.evaluator.cut_estimate(config, outcome.stages)
         self.corrections.took(config, outcome.stages.partition, outcome.step_s / expected)
+        if not self.evaluator.has_room(outcome):
+            return outcome
         self.listed.add(outcome)
         self.variants.add(outcome)
         for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):

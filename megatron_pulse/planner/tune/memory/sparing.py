@@ -10,7 +10,7 @@ from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.tune.config import Config, Recompute
-from megatron_pulse.planner.tune.knapsack import Choice, Spared, least_work
+from megatron_pulse.planner.tune.memory.knapsack import Relief, Spared, least_work
 from megatron_pulse.planner.tune.stages import Cut, Stages
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 
@@ -37,7 +37,7 @@ class Sparing(Cut):
     """Stages of which as few layers as are needed compute their activations again, or have them on
     the host."""
 
-    def needed(self, config: Config, partition: Partition) -> Choice:
+    def needed(self, config: Config, partition: Partition) -> Relief:
         """The layers to compute again with these cuts, and those whose activations wait on the
         host, so that there is room for what is in flight at about full rate; where all of a device
         do not spare enough, fewer will be."""
@@ -49,7 +49,7 @@ class Sparing(Cut):
         link_s = 0.0
         if config.recompute is Recompute.HOST:
             link_s = ON_LINK * stages.busy_s(config.split)
-        chosen = Choice()
+        chosen = Relief()
         for device in range(placement.num_devices):
             own = placement.stages_of_device(device)
             need = sum(flying[s] * stages.saved_bytes[s] for s in own) - self.left(stages, device)
@@ -62,8 +62,8 @@ class Sparing(Cut):
             )
             found = _least_work(every, need, stages.working_bytes[device], link_s)
             if found is None:
-                found = Choice(frozenset(each.layer for each in every))
-            chosen = Choice(chosen.again | found.again, chosen.host | found.host)
+                found = Relief(frozenset(each.layer for each in every))
+            chosen = Relief(chosen.again | found.again, chosen.host | found.host)
         return chosen
 
     def holds(self, config: Config, stages: Stages, share: float) -> bool:

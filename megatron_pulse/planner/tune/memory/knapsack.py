@@ -45,7 +45,7 @@ class Spared:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Relief:
     """The layers that compute ``again``, and those whose activations wait on the ``host``."""
 
     again: frozenset[int] = frozenset()
@@ -54,7 +54,7 @@ class Choice:
 
 def least_work(
     layers: Sequence[Spared], need: float, beside: float = 0.0, link_s: float = 0.0
-) -> Choice | None:
+) -> Relief | None:
     """How a device's ``layers`` spare ``need`` bytes in the fewest seconds of work, and no more
     than ``link_s`` on the link to the host.
 
@@ -64,8 +64,8 @@ def least_work(
     down to bins loses: at most len(layers) of ``BINS`` of the need.
     """
     if need < 1:
-        return Choice()
-    best: tuple[float, Choice] | None = None
+        return Relief()
+    best: tuple[float, Relief] | None = None
     for most in sorted({beside, *(max(beside, layer.transient) for layer in layers)}):
         allowed = [
             each if each.transient <= most else replace(each, seconds=math.inf)
@@ -73,7 +73,7 @@ def least_work(
             if each.num_bytes > 0
         ]
         enough = need + most - beside
-        for found in _choices(allowed, enough, link_s):
+        for found in _reliefs(allowed, enough, link_s):
             if link_s > 0:
                 found = _improved(allowed, found, enough, link_s)
             seconds = sum(each.seconds for each in allowed if each.layer in found.again)
@@ -82,7 +82,7 @@ def least_work(
     return None if best is None else best[1]
 
 
-def _improved(layers: Sequence[Spared], choice: Choice, need: float, link_s: float) -> Choice:
+def _improved(layers: Sequence[Spared], choice: Relief, need: float, link_s: float) -> Relief:
     """The choice with one or two layers' ways changed, as long as that takes less work."""
     ways = np.array([[0.0, each.seconds, 0.0] for each in layers])
     link = np.array([[0.0, 0.0, each.copying] for each in layers])
@@ -94,12 +94,13 @@ def _improved(layers: Sequence[Spared], choice: Choice, need: float, link_s: flo
     which: Any = np.repeat(rows, 3)
     for _ in range(ROUNDS):
         own = ways[rows, now], link[rows, now], spares[rows, now]
-        work, copying, freed = (
-            (table - mine[:, None]).ravel()
-            for table, mine in zip((ways, link, spares), own, strict=True)
-        )
         left_s, surplus = link_s - own[1].sum(), own[2].sum() - need
-        gains = work[:, None] + work
+        with np.errstate(invalid="ignore"):  # what cannot be is infinite, and no gain
+            work, copying, freed = (
+                (table - mine[:, None]).ravel()
+                for table, mine in zip((ways, link, spares), own, strict=True)
+            )
+            gains = work[:, None] + work
         possible = (which[:, None] != which) & (gains < -LEAST * (1 + own[0].sum()))
         possible &= copying[:, None] + copying <= left_s
         possible &= freed[:, None] + freed >= -surplus
@@ -111,14 +112,20 @@ def _improved(layers: Sequence[Spared], choice: Choice, need: float, link_s: flo
         frozenset(each.layer for each, n in zip(layers, now, strict=True) if n == way)
         for way in (1, 2)
     )
-    return Choice(*parts)
+    return Relief(*parts)
 
 
-def _choices(layers: Sequence[Spared], need: float, link_s: float) -> Iterator[Choice]:
-    """Those of what is sufficient at a price, and those that first fill the link."""
+def _reliefs(layers: Sequence[Spared], need: float, link_s: float) -> Iterator[Relief]:
+    """All that must be computed again; then of what is sufficient at a price of the link, and those
+    that first fill the link."""
+    every = _knapsack([each for each in layers if each.seconds < math.inf], need)
+    if every is not None:
+        yield _relief(every, [])
+    if link_s <= 0:
+        return
     for again, host in _sufficient(layers, need, link_s):
         if (more := _cheapest_again(host, link_s)) is not None:
-            yield _choice([*again, *more], [each for each in host if each not in more])
+            yield _relief([*again, *more], [each for each in host if each not in more])
     fits = [each for each in layers if 0 < each.copying <= link_s]
     for worth in (lambda e: e.seconds / e.copying, lambda e: e.seconds, lambda e: e.away_bytes):
         left_s, left = link_s, need
@@ -130,11 +137,11 @@ def _choices(layers: Sequence[Spared], need: float, link_s: float) -> Iterator[C
         rest = [each for each in layers if each not in host and each.seconds < math.inf]
         kept = _knapsack(rest, left) if left > 0 else []
         if host and kept is not None:
-            yield _choice(kept, host)
+            yield _relief(kept, host)
 
 
-def _choice(again: Sequence[Spared], host: Sequence[Spared]) -> Choice:
-    return Choice(*(frozenset(each.layer for each in part) for part in (again, host)))
+def _relief(again: Sequence[Spared], host: Sequence[Spared]) -> Relief:
+    return Relief(*(frozenset(each.layer for each in part) for part in (again, host)))
 
 
 def _sufficient(
@@ -147,15 +154,13 @@ def _sufficient(
     high = max((ratio for ratio in ratios if ratio < math.inf), default=0.0) * 2 + 1.0
     low, price = 0.0, high
     for _ in range(PRICES):
-        priced = list(_priced(layers, price if link_s > 0 else math.inf))
+        priced = list(_priced(layers, price))
         found = _knapsack(priced, need)
         if found is None:
             return
         again = [own[each.layer] for each in found if each.seconds == own[each.layer].seconds]
         host = [own[each.layer] for each in found if each.seconds != own[each.layer].seconds]
         yield again, host
-        if link_s <= 0:
-            return
         if sum(each.copying for each in host) > link_s:
             low = price
         else:
@@ -182,7 +187,7 @@ def _cheapest_again(host: Sequence[Spared], link_s: float) -> list[Spared] | Non
     over = sum(each.copying for each in host if each.copying <= link_s) - link_s
     if over <= 0:
         return must
-    may = [each for each in host if each.copying <= link_s and each.seconds < math.inf]
+    may = [each for each in host if 0 < each.copying <= link_s and each.seconds < math.inf]
     again = _knapsack([replace(each, num_bytes=each.copying) for each in may], over)
     own = {each.layer: each for each in may}
     return None if again is None else [*must, *(own[each.layer] for each in again)]
