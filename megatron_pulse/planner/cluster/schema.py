@@ -32,7 +32,7 @@ _LINK = record(
     "a record with kind, bandwidth_gbs, latency_us and shared",
     ["kind", "bandwidth_gbs", "latency_us", "shared"],
     kind={"enum": list(KINDS), "description": f"one of {', '.join(KINDS)}"},
-    bandwidth_gbs=_above_0("GB/s from one device to one other, one direction"),
+    bandwidth_gbs=_above_0("GB/s from one device to one other, or to the host, one direction"),
     latency_us=number(
         "a number from 0 to 1e9: microseconds of an empty message", minimum=0, maximum=1e9
     ),
