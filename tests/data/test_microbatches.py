@@ -177,8 +177,8 @@ def read_and_kill_a_worker():
     batches = iter(DiffusionLoader(DATASET, sampler, PROCESSES[0], 42, num_workers=2))
     next(batches)
     killed = multiprocessing.active_children()[0].pid
-    os.kill(killed, signal.SIGKILL)
     try:
+        os.kill(killed, signal.SIGKILL)
         while True:
             next(batches)
     except (DataError, RuntimeError) as error:  # torch's own, where it hears of it between two
