@@ -17,11 +17,9 @@ import math
 import time
 from dataclasses import replace
 
-import numpy as np
-
-from megatron_pulse.backbone.costs import Floats
 from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import Timeline, dependency, run
+from megatron_pulse.planner.schedule.offload import held
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 
@@ -68,7 +66,7 @@ class _Line:
         self.problem, self.order, self.seconds = problem, order, problem.recompute
         self.bytes = problem.recomputed or (0.0,) * problem.placement.num_stages
         self.cap = math.inf if problem.cap is None else problem.cap[device] * (1 + 1e-9)
-        self.held = _held(problem, order)
+        self.held = held(replace(problem, waiting=None), order)
         self.position = {op: k for k, op in enumerate(order)}
         self.before: list[list[Operation]] = [[] for _ in order]
         self.place: dict[Operation, int] = {}
@@ -133,13 +131,3 @@ class _Line:
             idle.append(timeline.start[op] - now)
             now = timeline.end[op]
         return idle
-
-
-def _held(problem: ScheduleProblem, order: tuple[Operation, ...]) -> Floats:
-    live, held = 0.0, []
-    for op in order:
-        change = op.kind.live * problem.activation_of(op.stage) if op.kind.live else 0.0
-        live += max(0.0, change)
-        held.append(live)
-        live += min(0.0, change)
-    return np.array(held, dtype=np.float64)
