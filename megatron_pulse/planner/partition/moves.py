@@ -1,24 +1,45 @@
-"""Where else a chain may be cut: one cut moved by some layers, or all, or two by one."""
+"""Where else a chain may be cut: one cut moved by some layers, or it and its mirror, or others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations, pairwise
 
 FARTHEST = 4
 """Layers by which one cut is moved; blocks of a UNet have as many of which some take no time."""
 
+type Move = tuple[tuple[int, int], ...]
+"""Cuts, and by how many layers each is moved"""
+
 
 def moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """``cuts`` with one between two stages some layers further or less, the nearest first; then
-    with all or two a layer further or less. Each stage keeps a layer."""
-    inner = range(1, len(cuts) - 1)
-    ones = [((k, step),) for far in range(1, FARTHEST + 1) for k in inner for step in (far, -far)]
-    together = [tuple((k, step) for k in inner) for step in (1, -1) if len(inner) > 2]
-    twos = [(*one, *other) for one, other in combinations(ones[: 2 * len(inner)], 2)]
-    for steps in (*ones, *together, *twos):
+    """``cuts`` with one between two stages some layers further or less, the nearest first, and so
+    with its mirror in a fold, which keeps skips where they are; then with all, two, or two and
+    their mirrors a layer further or less. Each stage keeps a layer."""
+    last = len(cuts) - 1
+    inner = range(1, last)
+
+    def mirrored(k: int, step: int) -> Move:
+        return ((k, step), (last - k, -step))
+
+    for far in range(1, FARTHEST + 1):
+        for step in (far, -far):
+            yield from _moved(cuts, (((k, step),) for k in inner))
+            yield from _moved(cuts, (mirrored(k, step) for k in inner if 2 * k < last))
+    if len(inner) > 2:
+        yield from _moved(cuts, (tuple((k, step) for k in inner) for step in (1, -1)))
+    ones = [(k, step) for k in inner for step in (1, -1)]
+    pairs = [(a, b) for a, b in combinations(ones, 2) if b != mirrored(*a)[1]]
+    yield from _moved(cuts, pairs)
+    halves = [mirrored(*one) for one in ones if 2 * one[0] < last]
+    yield from _moved(cuts, ((*a, *b) for a, b in combinations(halves, 2)))
+
+
+def _moved(cuts: tuple[int, ...], every: Iterable[Move]) -> Iterator[tuple[int, ...]]:
+    """``cuts`` moved in each way that leaves every stage a layer."""
+    for move in every:
         moved = list(cuts)
-        for k, step in steps:
+        for k, step in move:
             moved[k] += step
         if all(a < b for a, b in pairwise(moved)) and tuple(moved) != cuts:
             yield tuple(moved)

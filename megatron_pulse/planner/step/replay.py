@@ -131,9 +131,9 @@ def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) 
     holds up nothing. Raises DeadlockError when devices wait for
     each other.
     """
-    every = [op for line in schedule.order for op in line]
-    step = _step(problem, schedule, edges, every)
-    start, end, position, sending_s, sent = play_step(step)
+    player = Player(schedule)
+    played, took = player.play(problem, edges)
+    start, end, position, sending_s, sent = played
     left = [
         f"device {d} is at {order[p]}"
         for d, (order, p) in enumerate(zip(schedule.order, position, strict=True))
@@ -141,14 +141,97 @@ def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) 
     ]
     if left:
         raise DeadlockError(f"{schedule.name}: deadlock: {'; '.join(left)}")
-    starts, ends = dict(zip(every, start.tolist(), strict=True)), end.tolist()
+    starts, ends = dict(zip(player.every, start.tolist(), strict=True)), end.tolist()
     makespan = max(ends, default=0.0)
-    took = step.duration.tolist()
-    busy = tuple(sum(took[a:b]) for a, b in pairwise(step.first.tolist()))
+    seconds = took.tolist()
+    busy = tuple(sum(seconds[a:b]) for a, b in pairwise(player.first.tolist()))
     bubble = tuple(makespan - b for b in busy)
-    end_of = dict(zip(every, ends, strict=True))
+    end_of = dict(zip(player.every, ends, strict=True))
     timeline = Timeline(schedule, starts, end_of, makespan, busy, bubble)
     return Replay(timeline, tuple(sending_s.tolist()), tuple(each.tolist() for each in sent))
+
+
+class Player:
+    """Plays one schedule with times that may be others each time: what its order says is worked
+    out once.
+
+    Operations are numbered as ``every`` has them, device after device, those of d from
+    ``first[d]`` on; the last is the end.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.every = every = [op for line in schedule.order for op in line]
+        self.first: Any = np.cumsum([0, *map(len, schedule.order)])
+        self.kind = kind = np.array([CODES[op.kind] for op in every], dtype=np.int64)
+        self.stage = stage = np.array([op.stage for op in every], dtype=np.int64)
+        self.microbatch = microbatch = np.array([op.microbatch for op in every], dtype=np.int64)
+        shape = [int(each.max(initial=0)) + 1 for each in (stage, microbatch)]
+        stages = max(schedule.placement.num_stages, shape[0])
+        self.number = np.full((len(CODES), stages, shape[1]), -1)
+        self.number[kind, stage, microbatch] = np.arange(len(every))
+        waits: list[list[tuple[int, float]]] = [[] for _ in every]
+        if schedule.fillers:
+            index = {op: i for i, op in enumerate(every)}
+            for i, op in enumerate(every):
+                waits[i] = [(index[source], lag) for source, lag in schedule.slices_before(op)]
+        self._waits = Table.of(waits)
+
+    def play(self, problem: ScheduleProblem, edges: Sequence[Edge]) -> tuple[Any, Any]:
+        """What ``play_step`` says, and the seconds of each operation."""
+        placement, duration = problem.placement, self._durations(problem)
+        stages = placement.num_stages
+        forward: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
+        back: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
+        linked: Any = np.zeros((stages, stages), dtype=np.bool_)
+        received: Any = np.zeros(stages, dtype=np.int64)
+        returned: Any = np.zeros(stages, dtype=np.int64)
+        for edge in edges:
+            forward[edge.source].append((edge.destination, edge.seconds))
+            linked[edge.source, edge.destination] = True
+            received[edge.destination] += 1
+            if edge.wants:
+                back[edge.destination].append((edge.source, edge.seconds))
+                returned[edge.source] += 1
+        step = Step(
+            self.first,
+            self.kind,
+            self.stage,
+            self.microbatch,
+            duration,
+            self.number,
+            np.array(placement.device_of_stage, dtype=np.int64),
+            _beside(placement.before),
+            _beside(placement.after),
+            Table.of(forward),
+            Table.of(back),
+            linked,
+            received,
+            returned,
+            self._waits,
+            np.array([problem.copying_of(s) for s in range(stages)]),
+        )
+        return play_step(step), duration
+
+    def _durations(self, problem: ScheduleProblem) -> Any:
+        """Seconds of each operation."""
+        schedule, num = self.schedule, problem.placement.num_stages
+        duration, apart = duration_of(problem, schedule), schedule.recomputed_apart
+        usual = np.zeros((len(CODES), num))
+        for used in self._kinds - {Kind.FILLER}:
+            usual[CODES[used], :] = [problem.duration(used, s) for s in range(num)]
+        seconds = np.zeros(len(self.every))
+        known = self.kind != CODES[Kind.FILLER]
+        seconds[known] = usual[self.kind[known], self.stage[known]]
+        if apart or schedule.fillers:
+            for i, op in enumerate(self.every):
+                if op.kind is Kind.FILLER or (apart and op.kind in BACKWARDS):
+                    seconds[i] = duration(op)
+        return seconds
+
+    @cached_property
+    def _kinds(self) -> set[Kind]:
+        return {op.kind for op in self.every}
 
 
 @cache
@@ -159,75 +242,5 @@ def get_ready() -> None:
         replay(problem, CLASSICS["gpipe"](fold(1), 1), ())
 
 
-def _step(
-    problem: ScheduleProblem,
-    schedule: Schedule,
-    edges: Sequence[Edge],
-    every: Sequence[Operation],
-) -> Step:
-    """What is to be played."""
-    placement = problem.placement
-    stages = placement.num_stages
-    kind = np.array([CODES[op.kind] for op in every], dtype=np.int64)
-    stage = np.array([op.stage for op in every], dtype=np.int64)
-    microbatch = np.array([op.microbatch for op in every], dtype=np.int64)
-    shape = [int(each.max(initial=0)) + 1 for each in (stage, microbatch)]
-    number = np.full((len(CODES), max(stages, shape[0]), shape[1]), -1)
-    number[kind, stage, microbatch] = np.arange(len(every))
-    forward: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
-    back: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
-    linked: Any = np.zeros((stages, stages), dtype=np.bool_)
-    received: Any = np.zeros(stages, dtype=np.int64)
-    returned: Any = np.zeros(stages, dtype=np.int64)
-    for edge in edges:
-        forward[edge.source].append((edge.destination, edge.seconds))
-        linked[edge.source, edge.destination] = True
-        received[edge.destination] += 1
-        if edge.wants:
-            back[edge.destination].append((edge.source, edge.seconds))
-            returned[edge.source] += 1
-    waits: list[list[tuple[int, float]]] = [[] for _ in every]
-    if schedule.fillers:
-        index = {op: i for i, op in enumerate(every)}
-        for i, op in enumerate(every):
-            waits[i] = [(index[source], lag) for source, lag in schedule.slices_before(op)]
-    return Step(
-        np.cumsum([0, *map(len, schedule.order)]),
-        kind,
-        stage,
-        microbatch,
-        _durations(problem, schedule, every, kind, stage),
-        number,
-        np.array(placement.device_of_stage, dtype=np.int64),
-        _beside(placement.before),
-        _beside(placement.after),
-        Table.of(forward),
-        Table.of(back),
-        linked,
-        received,
-        returned,
-        Table.of(waits),
-        np.array([problem.copying_of(s) for s in range(stages)]),
-    )
-
-
 def _beside(stages: Mapping[int, int | None]) -> Any:
     return np.array([-1 if s is None else s for s in stages.values()], dtype=np.int64)
-
-
-def _durations(
-    problem: ScheduleProblem, schedule: Schedule, every: Sequence[Operation], kind: Any, stage: Any
-) -> Any:
-    """Seconds of each operation."""
-    duration, apart = duration_of(problem, schedule), schedule.recomputed_apart
-    usual = np.zeros((len(CODES), problem.placement.num_stages))
-    for used in {op.kind for op in every} - {Kind.FILLER}:
-        for s in range(problem.placement.num_stages):
-            usual[CODES[used], s] = problem.duration(used, s)
-    seconds = np.zeros(len(every))
-    known = kind != CODES[Kind.FILLER]
-    seconds[known] = usual[kind[known], stage[known]]
-    for i, op in enumerate(every):
-        if op.kind is Kind.FILLER or (apart and op.kind in BACKWARDS):
-            seconds[i] = duration(op)
-    return seconds

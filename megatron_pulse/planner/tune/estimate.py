@@ -140,11 +140,11 @@ class Estimator(ChainOnCluster):
             seconds += ranks.gather_s(device, parameters * PARAMETER_BYTES[dtype])
         return seconds
 
-    def _reduced(self, config: Config, stages: Stages, problem: ScheduleProblem) -> float:
-        """When all gradients are summed, at the earliest: a stage's begin with its last."""
+    def _reduced(self, config: Config, stages: Stages, ready: Sequence[float]) -> float:
+        """When all gradients are summed, at the earliest, where each stage's last are ``ready``."""
         if config.data == 1:
             return 0.0
-        ready, latest = last_gradients(problem), 0.0
+        latest = 0.0
         for device in range(config.pipeline):
             own = stages.partition.placement.stages_of_device(device)
             held = 0.0
@@ -157,12 +157,11 @@ class Estimator(ChainOnCluster):
         """No step of the config is shorter with these stages; raises UnfitError."""
         stages = stages or self.stages(config)
         problem = self.problem(config, config.num_microbatches(self.global_batch_size), stages)
-        most = max(stages.per_device(stages.trained))
         path = MicrobatchPath(problem.without_recomputation)
-        least = max(device_bound(problem, path), memory_bound(problem, path))
-        least = max(least, link_bound(problem, stages.edges))
-        least = max(least, self._reduced(config, stages, problem))
-        return least + self.optimizer_s(config, most) + self._forwards_s(config)
+        least = _pipeline_bound(problem, path, stages)
+        if config.data > 1:
+            least = max(least, self._reduced(config, stages, last_gradients(problem, path)))
+        return least + self._afterwards_s(config, stages)
 
     def estimate(self, config: Config) -> float:
         """About what a step takes, from cuts that spread the work evenly."""
@@ -178,6 +177,25 @@ class Estimator(ChainOnCluster):
         heaviest = max(stages.per_device(stages.trained)) if held is None else held
         work = max(stages.busy_s(config.split), self._held_s(config, stages))
         return self._about(config, work, _delay(stages.edges), heaviest)
+
+    def timed_estimate(self, config: Config, stages: Stages) -> float:
+        """The same, by when the last gradients of each stage can be summed; dearer (0.7 ms for
+        0.1), and a better guide among cuts whose parameters differ."""
+        count = config.num_microbatches(self.global_batch_size)
+        problem = self.problem_of(config, count, stages, anyhow=True)
+        work = max(stages.busy_s(config.split), self._held_s(config, stages))
+        about = self._pipeline_s(config, work, _delay(stages.edges))
+        path = MicrobatchPath(problem.without_recomputation)
+        least = _pipeline_bound(problem, path, stages)
+        later = max(0.0, about - least)
+        ready = [begin + later for begin in last_gradients(problem, path)]
+        longest = max(about, least, self._reduced(config, stages, ready))
+        return longest + self._afterwards_s(config, stages)
+
+    def _afterwards_s(self, config: Config, stages: Stages) -> float:
+        """Seconds of the optimizer, and of the forwards before a step."""
+        most = max(stages.per_device(stages.trained))
+        return self.optimizer_s(config, most) + self._forwards_s(config)
 
     def _held_s(self, config: Config, stages: Stages) -> float:
         """Seconds of a microbatch that the memory for activations asks for: it cannot come and go
@@ -205,17 +223,21 @@ class Estimator(ChainOnCluster):
         return parameters * self.adam_s / parts
 
     def _about(self, config: Config, work: float, delay: float, held: float) -> float:
-        # Microbatches' worth of idling per further device, of equal stages with fused backwards.
-        share = 1 / config.layout.num_chunks * (1 / 3 if config.split else 1)
-        share *= 1 if config.ample or config.layout.num_chunks == 1 else 4 / 3
         ranks, size = self.ranks(config), self.gradient_bytes
         last = work * (2 / 3) / config.layout.num_chunks
         reduce_s = max(0.0, ranks.reduce_s(0, held * size, config.distributed_optimizer) - last)
         if config.distributed_optimizer:
             reduce_s += ranks.gather_s(0, held * PARAMETER_BYTES[self.profile.dtype])
-        steps = config.num_microbatches(self.global_batch_size) + share * (config.pipeline - 1)
         updated_s = reduce_s + self.optimizer_s(config, held)
-        return steps * work + delay + updated_s + self._forwards_s(config)
+        return self._pipeline_s(config, work, delay) + updated_s + self._forwards_s(config)
+
+    def _pipeline_s(self, config: Config, work: float, delay: float) -> float:
+        """About what all microbatches take whose busiest device computes ``work`` of each."""
+        # Microbatches' worth of idling per further device, of equal stages with fused backwards.
+        share = 1 / config.layout.num_chunks * (1 / 3 if config.split else 1)
+        share *= 1 if config.ample or config.layout.num_chunks == 1 else 4 / 3
+        steps = config.num_microbatches(self.global_batch_size) + share * (config.pipeline - 1)
+        return steps * work + delay
 
     def _spread(self, config: Config) -> tuple[float, float, float]:
         """The work of a device, the delay of links, and what a device sends, of a microbatch.
@@ -255,6 +277,12 @@ def even_cuts(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
         near = int(np.searchsorted(total, total[-1] * k / num_stages))
         cuts.append(max(cuts[-1] + 1, min(near, len(work) - num_stages + k)))
     return (*cuts, len(work))
+
+
+def _pipeline_bound(problem: ScheduleProblem, path: MicrobatchPath, stages: Stages) -> float:
+    """All microbatches take no less, on devices and links."""
+    least = max(device_bound(problem, path), memory_bound(problem, path))
+    return max(least, link_bound(problem, stages.edges))
 
 
 def _round_trips(edges: Iterable[Edge]) -> Iterator[tuple[int, float]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.volume import volume
 from megatron_pulse.planner.schedule.check.simulate import Timeline
-from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.replay import Edge, link_bound, replay
@@ -142,10 +142,15 @@ class Evaluator(LighterCuts):
         else:
             found = synthesis
             timeline = replay(problem, found.schedule, stages.edges).timeline
-        pipeline_s = timeline.makespan + stages.copying_s
+        makespan = timeline.makespan
+        pipeline_s = makespan + stages.copying_s
         if count > core:
             pipeline_s += (count - core) * self._pace(config, stages, timeline, effort)
-        reduce_s = self._exposed_reduction(config, stages, timeline)
+        last = {
+            stage: (timeline.start[op], timeline.end[op])
+            for stage, op in completing(timeline.schedule).items()
+        }
+        reduce_s = self.exposed_reduction(config, stages, last, makespan)
         own_s = 0.0
         if self.self_conditioning:
             forwards = replay(problem, found.schedule.forward_only(), stages.edges).timeline
@@ -221,26 +226,28 @@ class Evaluator(LighterCuts):
         ]
         return buckets(counts, config.data, config.distributed_optimizer, first=stage == 0)
 
-    def _exposed_reduction(self, config: Config, stages: Stages, timeline: Timeline) -> float:
+    def exposed_reduction(
+        self,
+        config: Config,
+        stages: Stages,
+        last: Mapping[int, tuple[float, float]],
+        makespan: float,
+    ) -> float:
         """How much later than the pipeline gradients are summed and parameters gathered.
 
-        A device sums its stages' buckets one after another, each when the last microbatch's
-        gradients have filled it; parameters are gathered in the same buckets.
+        A device sums its stages' buckets one after another, each when what completes the stage's
+        gradients, from begin to end as ``last`` says, has filled it; parameters are gathered in the
+        same buckets.
         """
         if config.data == 1:
             return 0.0
         ranks, placement = self.ranks(config), stages.partition.placement
         dtype, scatter = self.profile.dtype, config.distributed_optimizer
-        final = Kind.WEIGHT_GRAD if config.split else Kind.BACKWARD
-        last: dict[int, tuple[float, float]] = {}
-        for op, end in timeline.end.items():
-            if op.kind is final and op.microbatch + 1 == timeline.schedule.num_microbatches:
-                last[op.stage] = (timeline.start[op], end)
-        latest = timeline.makespan
+        latest = makespan
         for device in range(config.pipeline):
             free, gather_s = 0.0, 0.0
             for stage in sorted(placement.stages_of_device(device), key=lambda s: last[s][1]):
-                begin, end = last[stage] if self.overlap else (timeline.makespan,) * 2
+                begin, end = last[stage] if self.overlap else (makespan,) * 2
                 sizes, filled = self.buckets(config, stages, stage), 0
                 for size in sizes:
                     filled += size
@@ -250,4 +257,11 @@ class Evaluator(LighterCuts):
                     if scatter:
                         gather_s += ranks.gather_s(device, size * PARAMETER_BYTES[dtype])
             latest = max(latest, free + gather_s)
-        return latest - timeline.makespan
+        return latest - makespan
+
+
+def completing(schedule: Schedule) -> dict[int, Operation]:
+    """What completes each stage's gradients: that of the last microbatch."""
+    final = Kind.WEIGHT_GRAD if Kind.WEIGHT_GRAD in schedule.kinds else Kind.BACKWARD
+    last = schedule.num_microbatches - 1
+    return {s: Operation(final, s, last) for s in range(schedule.placement.num_stages)}

@@ -33,7 +33,7 @@ WORTH = 0.01
 PATIENCE = 2
 """Cuts in a row that gain nothing, after which no lighter ones are looked for."""
 
-MOVES, GAIN = 1000, 1e-4
+MOVES, GAIN = 400, 1e-4
 """Estimates of moved cuts for a config, and the share of a step that a move must gain."""
 
 BEST = 2
@@ -77,9 +77,10 @@ class LighterCuts(Estimator):
         free = self.cut(config, cuts)
         trained = free.per_device(free.trained)
         held, even = max(trained), sum(trained) / len(trained)
-        own_s = least_s = self.cut_estimate(config, free)
-        if config.data == 1 or self.cut_estimate(config, free, even) > (1 - WORTH) * own_s:
+        about_s = self.cut_estimate(config, free)
+        if config.data == 1 or self.cut_estimate(config, free, even) > (1 - WORTH) * about_s:
             return []
+        own_s = least_s = self.timed_estimate(config, free)
         costs, goal, found, gainless = self.costs(config), self._goal(config), {}, 0
         while held > EVEN * even and gainless < PATIENCE:
             most = LIGHTER * held if LIGHTER * held > even else (held + even) / 2
@@ -90,7 +91,8 @@ class LighterCuts(Estimator):
             except PartitionError:
                 break
             stages = self.cut(config, Partition(config.placement, lighter.cuts))
-            held, step_s = max(stages.per_device(stages.trained)), self.cut_estimate(config, stages)
+            held = max(stages.per_device(stages.trained))
+            step_s = self.timed_estimate(config, stages)
             gainless = 0 if step_s < least_s else gainless + 1
             least_s = min(least_s, step_s)
             found[stages.partition] = step_s
@@ -103,12 +105,12 @@ class LighterCuts(Estimator):
         if config.recompute.as_needed:  # what fits is worked out anew for each cut
             return cuts
         stages = self.cut(config, cuts)
-        least_s, fits, left = self.cut_estimate(config, stages), self.fits(stages), MOVES
+        least_s, fits, left = self.timed_estimate(config, stages), self.fits(stages), MOVES
         while left > 0:
             for moved in islice(self.moved_cuts(config, cuts), left):
                 left -= 1
                 stages = self.cut(config, moved)
-                step_s = self.cut_estimate(config, stages)
+                step_s = self.timed_estimate(config, stages)
                 if step_s < (1 - GAIN) * least_s and (not fits or self.fits(stages)):
                     cuts, least_s = moved, step_s
                     break

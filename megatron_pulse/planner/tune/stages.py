@@ -150,8 +150,11 @@ class Cut(Costs):
             self.left(stages, device) >= need for device, need in enumerate(least)
         )
 
-    def problem_of(self, config: Config, num_microbatches: int, stages: Stages) -> ScheduleProblem:
-        """The schedule to find; its memory is bytes. Raises UnfitError."""
+    def problem_of(
+        self, config: Config, num_microbatches: int, stages: Stages, anyhow: bool = False
+    ) -> ScheduleProblem:
+        """The schedule to find; its memory is bytes. Raises UnfitError where devices have none for
+        one microbatch, which they are taken to have with ``anyhow``."""
         return stage_problem(
             stages.costs,
             stages.partition,
@@ -159,7 +162,7 @@ class Cut(Costs):
             lags(stages.edges, stages.partition.placement.num_stages),
             split=config.split,
             activation=stages.kept_bytes(config.split),
-            cap=self._room(config, stages, num_microbatches),
+            cap=self._room(config, stages, num_microbatches, anyhow),
             recomputed=stages.again_bytes,
             waiting=stages.waiting_bytes if config.split else None,
             operation_s=self.cluster.operation_us / 1e6,
@@ -167,14 +170,16 @@ class Cut(Costs):
             copying=stages.host_s,
         )
 
-    def _room(self, config: Config, stages: Stages, num_microbatches: int) -> tuple[float, ...]:
+    def _room(
+        self, config: Config, stages: Stages, num_microbatches: int, anyhow: bool
+    ) -> tuple[float, ...]:
         """Bytes for activations: what is left, or P microbatches at the most, as 1F1B holds, and
         what a stage of the device computes again.
 
         No more than all microbatches take, so that problems that come to the same are equal.
         """
         room, most, limit = [], num_microbatches, self.cluster.usable_bytes
-        if (stepping := max(stages.stepping)) > limit:
+        if (stepping := max(stages.stepping)) > limit and not anyhow:
             raise UnfitError(
                 Unfit.STATE,
                 f"{config}: {stepping / 1e9:.3g} GB of {limit / 1e9:.3g} while the optimizer works",
@@ -183,7 +188,7 @@ class Cut(Costs):
             most = min(most, config.pipeline)
         again = stages.most_again
         for device, least in enumerate(stages.per_device(stages.kept_bytes(config.split))):
-            left = self.left(stages, device)
+            left = max(self.left(stages, device), least if anyhow else 0.0)
             if left < least:
                 raise UnfitError(
                     Unfit.ACTIVATIONS,

@@ -79,13 +79,14 @@ def _recomputed_within(problem: ScheduleProblem) -> Callable[[int, int], float]:
     return within
 
 
-def last_gradients(problem: ScheduleProblem) -> tuple[float, ...]:
+def last_gradients(
+    problem: ScheduleProblem, path: MicrobatchPath | None = None
+) -> tuple[float, ...]:
     """For each stage the earliest start of what completes its gradients: the last microbatch's
     backward, or weight gradient. The stage has done all of its kind before, and the microbatch has
     waited for those before it wherever it came from."""
-    problem = problem.without_recomputation
-    path, num = MicrobatchPath(problem), problem.placement.num_stages
-    count = problem.num_microbatches
+    path = path or MicrobatchPath(problem.without_recomputation)
+    count, num = problem.num_microbatches, problem.placement.num_stages
     starts = []
     for s in range(num):
         back = 2 * num - 1 - s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import batched, chain
@@ -12,6 +12,7 @@ from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.in_order import InOrder
 from megatron_pulse.planner.tune.searching.candidates import KnownCuts
 from megatron_pulse.planner.tune.searching.kinds import Kind, kind_of, neighbours
 from megatron_pulse.planner.tune.searching.tuning import keep_soonest
@@ -26,10 +27,13 @@ CLOSE = 1.03
 """Times the best, up to which the best with microbatches of another size has variants too."""
 
 MOVED = 1.03
-"""Times a config's estimate, up to which it is a variant with its cuts moved."""
+"""Times a step, up to which it is a variant with its cuts moved, or what differs in two things."""
 
 TOGETHER = 100
-"""Moved cuts of which the one is simulated first that is estimated to be the soonest."""
+"""Moved cuts of which the one is simulated first that is the soonest in the same order."""
+
+GAIN, PROMISING = 1e-3, 3
+"""What moved cuts gain in the same order that come before all other variants, and how many do."""
 
 
 class Variants:
@@ -104,19 +108,27 @@ class Variants:
 
     def _all(self, good: Outcome) -> Iterator[Tried]:
         own, cuts, evaluator = good.config, good.stages.partition, self.evaluator
+        moved = batched(evaluator.moved_cuts(own, cuts), TOGETHER)
+        nearest = self._in_order(good, next(moved, ()))
+        promising = [each for each in nearest if nearest[each] < (1 - GAIN) * good.step_s]
+        yield from ((own, each) for each in promising[:PROMISING])
         for config in neighbours(own):
             stricter = config.layout.collocates and not own.layout.collocates
             if config in self.bounds and config.placement == cuts.placement and not stricter:
                 yield config, cuts
         most = MOVED * evaluator.cut_estimate(own, good.stages)
         yield from ((config, cuts) for config in self._twice(own, cuts, most))
-        for some in batched(evaluator.moved_cuts(own, cuts), TOGETHER):
-            estimates = {
-                each: evaluator.cut_estimate(own, evaluator.cut(own, each)) for each in some
-            }
-            for moved in sorted(estimates, key=estimates.__getitem__):
-                if estimates[moved] < most:
-                    yield own, moved
+        for some in chain([nearest], (self._in_order(good, each) for each in moved)):
+            yield from ((own, each) for each in some if some[each] < MOVED * good.step_s)
+
+    def _in_order(self, good: Outcome, moved: Iterable[Partition]) -> dict[Partition, float]:
+        """What a step of these cuts takes in the order of the good one's, the soonest first."""
+        played, evaluator = InOrder(self.evaluator, good), self.evaluator
+        times = {}
+        for each in moved:
+            with suppress(UnfitError):
+                times[each] = played.step_s(evaluator.cut(good.config, each))
+        return dict(sorted(times.items(), key=lambda item: item[1]))
 
     def _twice(self, own: Config, cuts: Partition, most: float) -> list[Config]:
         """What differs in two things and may have these cuts, where it is estimated to take less
