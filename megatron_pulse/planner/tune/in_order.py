@@ -1,9 +1,9 @@
 """What a step takes by other cuts, if devices work in the order of one that was simulated.
 
 A simulation makes a schedule, its bound, and what that takes of memory. For cuts that differ by
-some layers the order can stay, and only times and messages be others: playing these takes a tenth of
-the time (of 768 operations 1.5 ms for 20) and ranks moved cuts about as their simulations do (0.91,
-where estimates do to 0.61: SD v2 4.6B over 8 devices at 100 Gb/s). Memory is not looked at.
+some layers the order can stay, and only times and messages be others: playing these takes a tenth
+of the time (of 768 operations 1.5 ms for 20) and ranks moved cuts about as their simulations do
+(0.91, where estimates do to 0.61: SD v2 4.6B over 8 devices at 100 Gb/s). Memory is not looked at.
 """
 
 from __future__ import annotations
