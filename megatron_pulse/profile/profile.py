@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from megatron_pulse.backbone.context import LOCAL, TRANSFORMER_IMPLS
@@ -241,8 +242,15 @@ class Profile:
         """
         if micro_batch_size < 1:
             raise ValueError(f"the microbatch size is {micro_batch_size}; it must be 1 or more")
-        if micro_batch_size in self.times:
-            return self.times[micro_batch_size]
+        if micro_batch_size not in self._known:
+            self._known[micro_batch_size] = self._between(micro_batch_size)
+        return self._known[micro_batch_size]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[LayerTimes, ...]]:
+        return dict(self.times)
+
+    def _between(self, micro_batch_size: int) -> tuple[LayerTimes, ...]:
         low, high = self._neighbours(micro_batch_size)
         if low is None:
             return tuple(

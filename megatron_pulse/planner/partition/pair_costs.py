@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,15 +101,20 @@ class PairCosts:
         """Whether the device of ``pair`` can hold it."""
         if self.memory is None:
             return np.ones(len(a), dtype=np.bool_)
-        rule = self.memory
-        held = rule.bytes_per_parameter * (
-            self._parameters[a2] - self._parameters[a] + self._parameters[b] - self._parameters[b2]
-        )
-        held += self.beside_bytes[pair]
-        held += rule.in_flight[pair] * (self._saved[a2] - self._saved[a])
-        held += rule.in_flight[2 * self.num_pairs - 1 - pair] * (self._saved[b] - self._saved[b2])
-        result: Bools = held <= rule.limit_bytes * SLACK
+        there, back = self._held_up_to[pair]
+        held = there[a2] - there[a] + back[b] - back[b2]
+        result: Bools = held <= self.memory.limit_bytes * SLACK - self.beside_bytes[pair]
         return result
+
+    @cached_property
+    def _held_up_to(self) -> list[tuple[Floats, Floats]]:
+        """Of each pair the memory of all layers before each, on the way there and back."""
+        rule = self.memory
+        if rule is None:
+            return []
+        state = rule.bytes_per_parameter * self._parameters
+        held = [state + flying * self._saved for flying in rule.in_flight]
+        return [(held[pair], held[-1 - pair]) for pair in range(self.num_pairs)]
 
 
 class _SkipSums:

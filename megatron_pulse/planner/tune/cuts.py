@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -184,30 +184,37 @@ class ChainOnCluster(Sparing):
         if not fitting:
             return UnfitError(Unfit.ACTIVATIONS, f"{config}: {why}")
         if config.recompute.as_needed:
-            fitting = [self._moved(config, goal, stages) for stages in fitting]
+            fitting = self._moved(config, goal, fitting)
         return min(fitting, key=lambda stages: self._load_s(goal, stages))
 
     def _load_s(self, goal: Goal, stages: Stages) -> float:
         """Seconds of the busiest device on a microbatch, with its messages."""
         return max(goal.evaluate(stages.costs, stages.partition).load_s)
 
-    def _moved(self, config: Config, goal: Goal, stages: Stages) -> Stages:
-        """The same with cuts moved as long as that is better: what each device computes again is
-        found anew, and as much is in flight."""
-        share = next((share for share in SHARES if self.holds(config, stages, share)), 0.0)
-        least, looks, better = self._load_s(goal, stages), MOVES, True
-        while better:
-            better = False
-            for partition in self.moved_cuts(config, stages.partition):
-                if not looks:
-                    return stages
-                looks -= 1
-                moved = self.cut(config, partition)
-                load = self._load_s(goal, moved)
-                if load < least * (1 - 1e-9) and self.holds(config, moved, share):
-                    stages, least, better = moved, load, True
-                    break
-        return stages
+    def _moved(self, config: Config, goal: Goal, fitting: Sequence[Stages]) -> list[Stages]:
+        """The same with cuts moved as long as that is better, first those of the least load: what
+        each device computes again is found anew, and as much is in flight."""
+        found, looks = [], iter(range(MOVES))
+        for stages in sorted(fitting, key=lambda stages: self._load_s(goal, stages)):
+            share = next((share for share in SHARES if self.holds(config, stages, share)), 0.0)
+            while (better := self._better(config, goal, stages, share, looks)) is not None:
+                stages = better
+            found.append(stages)
+        return found
+
+    def _better(
+        self, config: Config, goal: Goal, stages: Stages, share: float, looks: Iterator[int]
+    ) -> Stages | None:
+        """The first with a cut moved that has a smaller load and holds as much; None where none
+        does, or ``looks`` are used up."""
+        least = self._load_s(goal, stages)
+        moves = self.moved_cuts(config, stages.partition)
+        for _, partition in zip(looks, moves, strict=False):
+            moved = self.cut(config, partition)
+            smaller = self._load_s(goal, moved) < least * (1 - 1e-9)
+            if smaller and self.holds(config, moved, share):
+                return moved
+        return None
 
     def _with_less_beside(
         self, config: Config, goal: Goal, free: Stages, share: float

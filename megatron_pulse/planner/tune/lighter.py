@@ -33,8 +33,9 @@ WORTH = 0.01
 PATIENCE = 2
 """Cuts in a row that gain nothing, after which no lighter ones are looked for."""
 
-MOVES, GAIN = 400, 1e-4
-"""Estimates of moved cuts for a config, and the share of a step that a move must gain."""
+MOVES, FIRST_MOVES, GAIN = 400, 100, 1e-4
+"""Estimates of moved cuts for a config, and for the first look at one, and the share of a step that
+a move must gain."""
 
 BEST = 2
 """Lighter cuts that are simulated for a config, the soonest by their estimates."""
@@ -49,7 +50,7 @@ class LighterCuts(Estimator):
         free = self._free_cuts(config, self._goal(config))
         lighter = self._lighter_of(config, free, spread(config.placement))
         if lighter and self.cut_estimate(config, self.cut(config, lighter[0])) < near_s:
-            lighter = [self._descended(config, lighter[0])]
+            lighter = [self._descended(config, lighter[0], FIRST_MOVES)]
         return list(dict.fromkeys((free, *lighter[:1])))
 
     def light_cuts(self, config: Config) -> list[Partition]:
@@ -57,7 +58,7 @@ class LighterCuts(Estimator):
         shortest steps by their estimates. None where gradients are not summed, or soon."""
         own = self.stages(config).partition
         lighter = self._lighter_of(config, own, config.placement)
-        moved = [self._descended(config, cuts) for cuts in lighter[:1]]
+        moved = [self._descended(config, cuts, MOVES) for cuts in lighter[:1]]
         return [cuts for cuts in dict.fromkeys((*moved, *lighter)) if cuts != own][:BEST]
 
     @cached_property
@@ -66,7 +67,7 @@ class LighterCuts(Estimator):
         return lru_cache(maxsize=1024)(self._find_lighter)
 
     @cached_property
-    def _descended(self) -> Callable[[Config, Partition], Partition]:
+    def _descended(self) -> Callable[[Config, Partition, int], Partition]:
         """The same."""
         return lru_cache(maxsize=1024)(self._descend)
 
@@ -99,13 +100,13 @@ class LighterCuts(Estimator):
         gaining = sorted((each for each in found if found[each] < own_s), key=found.__getitem__)
         return gaining or [cuts]
 
-    def _descend(self, config: Config, cuts: Partition) -> Partition:
-        """``cuts`` with some moved, and again, as long as a step is estimated
-        shorter and what fits goes on to fit."""
+    def _descend(self, config: Config, cuts: Partition, left: int) -> Partition:
+        """``cuts`` with some moved, and again, as long as a step is estimated shorter and what fits
+        goes on to fit; after ``left`` estimates it is left at that."""
         if config.recompute.as_needed:  # what fits is worked out anew for each cut
             return cuts
         stages = self.cut(config, cuts)
-        least_s, fits, left = self.timed_estimate(config, stages), self.fits(stages), MOVES
+        least_s, fits = self.timed_estimate(config, stages), self.fits(stages)
         while left > 0:
             for moved in islice(self.moved_cuts(config, cuts), left):
                 left -= 1

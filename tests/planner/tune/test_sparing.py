@@ -116,7 +116,7 @@ def test_cuts_and_what_is_computed_again_are_about_the_best_of_all() -> None:
         work = tuple(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
         over.append(max(stages.per_device(stages.partition.per_stage(work))) / best - 1)
         num_recomputed += bool(stages.recompute)
-    assert num_recomputed >= 10
+    assert num_recomputed >= 9
     assert min(over) > -1e-9 and max(over) < 0.02 and sum(over) / len(over) < 0.002
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
 from megatron_pulse.planner.schedule.search import synthesize
 from megatron_pulse.planner.step import replay
@@ -174,13 +173,15 @@ class _ConfigSearch:
         once, or may be by others, they are searched for."""
         steps = self.steps
         for config, stages in steps.variants.of(good, steps.listed.limit):
-            with suppress(TooLongError):
+            try:
                 outcome, beside_s = steps.evaluate(config, "quick", stages), steps.quick_s(good)
                 if stages.partition == good.stages.partition:
                     steps.variants.compared(good, config, steps.hoped_s(outcome) / beside_s)
                 may_be_sooner = outcome.step_s < beside_s or steps.hoped_s(outcome) < good.step_s
                 if may_be_sooner and not steps.is_final(outcome):
                     steps.evaluate(config, "searched", stages)
-                steps.tell()
-                return True
+            except TooLongError:  # others of it would take as long
+                return False
+            steps.tell()
+            return True
         return False

@@ -191,7 +191,7 @@ class Steps:
         """Whether the bound of schedules says that a search for a shorter one is of no use."""
         certificate = outcome.synthesis.certificate
         least = certificate.lower_bound + outcome.optimizer_s
-        return not outcome.extrapolated and (certificate.proved or least >= self.listed.limit)
+        return certificate.proved or (not outcome.extrapolated and least >= self.listed.limit)
 
     def complete(self, candidate: Candidate) -> None:
         """Simulated with its cuts, with its own, and with cuts of more even stages; then with
@@ -280,5 +280,7 @@ class Steps:
 
 
 def work_of(cut: Callable[..., object], config: Config) -> tuple[str, int]:
-    """What a budget knows of finding cuts: kind and size."""
-    return f"{cut.__name__}, {config.layout}", num_stages(config) ** 2
+    """What a budget knows of finding cuts: kind and size. Where activations are computed again as
+    needed it takes many times as long."""
+    how = " as needed" if config.recompute.as_needed else ""
+    return f"{cut.__name__}{how}, {config.layout}", num_stages(config) ** 2

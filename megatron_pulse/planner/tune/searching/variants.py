@@ -26,10 +26,13 @@ type Alike = tuple[Kind, int]
 CLOSE = 1.03
 """Times the best, up to which the best with microbatches of another size has variants too."""
 
+LEAST_SHARE = 0.1
+"""Of the time that variants have of what takes as long as the best, what all good ones' have."""
+
 MOVED = 1.03
 """Times a step, up to which it is a variant with its cuts moved, or what differs in two things."""
 
-TOGETHER = 100
+TOGETHER = 48
 """Moved cuts of which the one is simulated first that is the soonest in the same order."""
 
 GAIN, PROMISING = 1e-3, 3
@@ -68,14 +71,17 @@ class Variants:
     def turns(self, best: Outcome, far: float) -> list[Outcome]:
         """The best, the best of every kind that takes less than ``far`` times as long, and of every
         size of microbatches that takes about as long; first what variants of its kind and size had
-        the least time so far, of which the best's has twice."""
-        good, kinds = [best], {kind_of(best.config)}
+        the least time so far for its share: the best has twice that of what takes as long, and that
+        the less the longer it takes."""
+        good, kinds = {_alike(best.config): (best, 2.0)}, {kind_of(best.config)}
         for other in sorted(self._best_of.values(), key=lambda o: o.step_s):
             kind, times = kind_of(other.config), other.step_s / best.step_s
             if other is not best and (times < CLOSE or (times < far and kind not in kinds)):
-                good.append(other)
+                share = max(LEAST_SHARE, 1 - (times - 1) / (far - 1))
+                good.setdefault(_alike(other.config), (other, share))
             kinds.add(kind)
-        return sorted(good, key=lambda o: self._spent_s[_alike(o.config)] / (1 + (o is best)))
+        in_turn = sorted(good, key=lambda alike: self._spent_s[alike] / good[alike][1])
+        return [good[alike][0] for alike in in_turn]
 
     def took(self, good: Outcome, seconds: float) -> None:
         """Variants of ``good`` had so much more time."""
@@ -122,12 +128,13 @@ class Variants:
             yield from ((own, each) for each in some if some[each] < MOVED * good.step_s)
 
     def _in_order(self, good: Outcome, moved: Iterable[Partition]) -> dict[Partition, float]:
-        """What a step of these cuts takes in the order of the good one's, the soonest first."""
-        played, evaluator = InOrder(self.evaluator, good), self.evaluator
-        times = {}
+        """What a step of these cuts takes in the order of the good one's, where the same layers are
+        computed again or on the host; the soonest first."""
+        played, times = InOrder(self.evaluator, good), {}
+        again, away = good.stages.recompute, good.stages.offload
         for each in moved:
-            with suppress(UnfitError):
-                times[each] = played.step_s(evaluator.cut(good.config, each))
+            stages = self.evaluator.cut_with(good.config, each, again, away)
+            times[each] = played.step_s(stages)
         return dict(sorted(times.items(), key=lambda item: item[1]))
 
     def _twice(self, own: Config, cuts: Partition, most: float) -> list[Config]:
