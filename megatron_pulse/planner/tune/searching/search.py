@@ -35,13 +35,13 @@ from megatron_pulse.planner.tune.searching.steps import (
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.processes import without_collecting
 
-ALONE = 0.4
+ALONE = 0.3
 """Share of the time in which candidates come in the order of their estimates alone."""
 
 CLOSE = 1.05
 """Times the best, up to which what differs from it in one thing is simulated with other cuts."""
 
-VARIED = 0.6
+VARIED = 0.8
 """Share of the time after that which goes to variants of good configs."""
 
 
