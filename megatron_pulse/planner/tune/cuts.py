@@ -182,6 +182,11 @@ class ChainOnCluster(Sparing):
                 break
             why = with_room
         if not fitting:
+            with suppress(PartitionError):
+                rule = self.optimizer_rule(config)
+                least = self.cut(config, self._under(rule, self.costs(config), placement, goal))
+                fitting += [least] * self.fits(least)
+        if not fitting:
             return UnfitError(Unfit.ACTIVATIONS, f"{config}: {why}")
         if config.recompute.as_needed:
             fitting = self._moved(config, goal, fitting)

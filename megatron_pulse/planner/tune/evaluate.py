@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.partition.volume import volume
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
@@ -97,10 +98,10 @@ class Evaluator(LighterCuts):
     ) -> Callable[..., tuple[Synthesis, Timeline]]:
         return lru_cache(maxsize=128)(self._simulate)
 
-    def on(self, cluster: Cluster) -> Evaluator:
-        """The same backbone and batch on another cluster."""
+    def on(self, cluster: Cluster, state: ParameterState | None = None) -> Evaluator:
+        """The same backbone and batch on another cluster, or with another state of parameters."""
         of = self.profile, cluster, self.global_batch_size, self.sequence_parallel, self.num_heads
-        return Evaluator(*of, self.self_conditioning, self.state)
+        return Evaluator(*of, self.self_conditioning, state or self.state)
 
     def candidates(self, choices: Choices) -> list[Config]:
         """Every config of ``choices`` that uses all devices and divides the batch."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
 import pytest
 
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterError
-from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, LAYOUTS, ROW, WHOLE, Layout
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.step.replay import replay
@@ -216,3 +217,33 @@ def test_memory_that_fills_is_in_the_estimate(seed: int) -> None:
     assert steps[0] > 1.05 * steps[1]
     assert estimates[0] > 1.02 * estimates[1]
     assert all(0.85 * s < e < 1.01 * s for e, s in zip(estimates, steps, strict=True))
+
+
+@pytest.mark.parametrize("layout", [ROW, LAYOUTS["fold soft"]], ids=str)
+def test_what_just_fits_while_the_optimizer_works_is_found(layout: Layout) -> None:
+    """Sums of gradients in half precision are copied then: 20 bytes a parameter for 16."""
+    for seed in range(5):
+        rng = random.Random(seed)
+        chain = profile(rng, 12, 0, megabytes=0.01, saved_mb=1.0)
+        sizes = [2 * rng.randint(1_000_000, 40_000_000) for _ in chain.layers]
+        layers = tuple(
+            replace(layer, parameters=size, sharded_parameters=size)
+            for layer, size in zip(chain.layers, sizes, strict=True)
+        )
+        chain = replace(chain, layers=layers, dtype="float16")
+        config = Config(3, 1, 1, 1, layout)
+        stages, before = config.placement.num_stages, [0, *itertools.accumulate(sizes)]
+        least = min(
+            max(
+                sum(before[cuts[s + 1]] - before[cuts[s]] for s in own)
+                for own in map(config.placement.stages_of_device, range(3))
+            )
+            for inner in itertools.combinations(range(1, 12), stages - 1)
+            for cuts in [(0, *inner, 12)]
+        )
+        enough = cluster(1, 3, memory_gb=1.0001 * 20 * least / 1e9)
+        held = Evaluator(chain, enough, 8).stages(config)
+        assert max(held.stepping) == 20 * least
+        less = cluster(1, 3, memory_gb=0.9999 * 20 * least / 1e9)
+        with pytest.raises(UnfitError):
+            Evaluator(chain, less, 8).stages(config)

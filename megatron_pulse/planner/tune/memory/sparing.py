@@ -88,6 +88,13 @@ class Sparing(Cut):
             ELEMENT_BYTES[self.profile.dtype] / per_parameter,
         )
 
+    def optimizer_rule(self, config: Config) -> MemoryRule:
+        """What a device may hold while the optimizer works, where few activations bind."""
+        held, stages = self.per_parameter(config), config.placement.num_stages
+        each = held + self.stepping_bytes(config, 1.0)
+        frozen = ELEMENT_BYTES[self.profile.dtype] / each
+        return MemoryRule(self.cluster.usable_bytes, each, (0.0,) * stages, frozen)
+
     def levels(self, config: Config) -> list[frozenset[int]]:
         """More and more layers, from none to all that spare bytes, first those that spare the most
         for a second's work."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.kinds import ranks_of
 from megatron_pulse.planner.tune.searching.tuning import Tuning
+from megatron_pulse.planner.tune.stages import Stages
 
 MOST_NODES = 64
 """Times as many nodes as there are, up to which it is tried whether something fits."""
@@ -17,8 +21,12 @@ MOST_NODES = 64
 NOTED = 1e-3
 """Share of a schedule's time from which on it is said that messages wait for each other."""
 
-CLOSEST = 24
-"""Configs that are cut to see what memory they need: those with the least on the mean device."""
+CLOSEST, REFINED = 24, 3
+"""Configs that are cut to see what memory they need: those with the least on the mean device; and
+of these, with the least in all, that are cut again and again for less."""
+
+NEAR = 0.01
+"""Share to which the least memory is found."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,10 @@ def nothing_fits(
     if need is not None:
         said.append(f"the least that any config needs is {need[0] / 1e9:.3g} GB ({need[1]})")
     remedies: list[str] = []
+    for words, state in _smaller_states(evaluator):
+        lighter = evaluator.on(cluster, state)
+        if budget.left and (fits := _first_fit(lighter, lighter.candidates(choices), budget)):
+            remedies.append(f"{words}: {fits} fits")
     for words, relaxed in _relaxations(choices):
         if remedies and relaxed == Choices():
             break  # one change is enough
@@ -150,6 +162,16 @@ def nothing_fits(
         tried = f"nothing that was tried: other degrees, sizes, recomputation, {more}"
         remedies.append(tried if budget.left else "more --seconds: no time to try what would fit")
     return "; ".join(said) + "".join(f"\n  with {remedy}" for remedy in remedies)
+
+
+def _smaller_states(evaluator: Evaluator) -> Iterator[tuple[str, ParameterState]]:
+    """What a run may keep less of each parameter."""
+    state = evaluator.state
+    if state.averages:
+        yield "no averages of weights (--no-averages)", replace(state, averages=False)
+    if evaluator.profile.dtype == "bfloat16" and not state.half_gradients:
+        words = "gradients summed in bfloat16 (--grad-reduce-in-bf16)"
+        yield words, replace(state, half_gradients=True)
 
 
 _EACH = (
@@ -182,7 +204,8 @@ def _by_need(evaluator: Evaluator, candidates: Iterable[Config]) -> list[Config]
             if error.reason not in (Unfit.STATE, Unfit.ACTIVATIONS):
                 continue
         totals = evaluator.totals(config)
-        held = evaluator.state_bytes(config, totals.trained, totals.frozen) + totals.saved_bytes
+        beside = max(totals.saved_bytes, evaluator.stepping_bytes(config, totals.trained))
+        held = evaluator.state_bytes(config, totals.trained, totals.frozen) + beside
         needs.append((held / config.pipeline, config))
     return [config for _, config in sorted(needs)]
 
@@ -190,23 +213,40 @@ def _by_need(evaluator: Evaluator, candidates: Iterable[Config]) -> list[Config]
 def _least_memory(
     evaluator: Evaluator, candidates: Iterable[Config], budget: Budget
 ) -> tuple[float, Config] | None:
-    """The least that the fullest device of one of the closest configs would need, for one
-    microbatch at a time."""
+    """The least that the fullest device of one of the closest configs of different degrees and
+    layouts would need, for one microbatch at a time and for the optimizer; of the closest few, cut
+    for so little, to ``NEAR`` of it."""
     ample = evaluator.on(replace(evaluator.cluster, memory_gb=1e6))
     found: list[tuple[float, Config]] = []
-    for config in _by_need(ample, candidates)[:CLOSEST]:
-        if found and not budget.left:
-            break
+    closest: dict[object, Config] = {}
+    for config in _by_need(ample, candidates):
         if config.recompute.as_needed:
             config = replace(config, recompute=Recompute.ALWAYS)
-        try:
-            stages = ample.stages(config)
-        except UnfitError:
-            continue
-        kept = stages.per_device(stages.saved_bytes)
-        columns = zip(stages.state_bytes, stages.transient_bytes, kept, strict=True)
-        found.append((max(map(sum, columns)), config))
+        closest.setdefault((ranks_of(config), config.distributed_optimizer), config)
+    for config in list(closest.values())[:CLOSEST]:
+        if found and not budget.left:
+            break
+        with suppress(UnfitError):
+            found.append((_fullest(ample.stages(config)), config))
+    for need, config in sorted(found)[:REFINED]:
+        high, low = need, evaluator.cluster.usable_bytes
+        while budget.left and high > (1 + NEAR) * low:
+            middle = (low + high) / 2
+            memory_gb = middle / 1e9 / evaluator.cluster.usable_memory
+            smaller = evaluator.on(replace(evaluator.cluster, memory_gb=memory_gb))
+            try:
+                high = min(middle, _fullest(smaller.stages(config)))
+            except UnfitError:
+                low = middle
+        found.append((high, config))
     return min(found, default=None)
+
+
+def _fullest(stages: Stages) -> float:
+    """Bytes of the fullest device with one microbatch, or while the optimizer works."""
+    kept = stages.per_device(stages.saved_bytes)
+    columns = zip(stages.state_bytes, stages.transient_bytes, kept, strict=True)
+    return max(*stages.stepping, *map(sum, columns))
 
 
 def _first_fit(evaluator: Evaluator, candidates: Iterable[Config], budget: Budget) -> Config | None:
