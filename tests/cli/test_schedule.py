@@ -154,6 +154,36 @@ def test_by_name_and_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert folded["makespan"] == run(problem, gpipe(problem.placement, 5)).makespan
 
 
+def test_activations_that_are_not_kept_whole(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a row with room for 2.6 of 4 activations: with less to hold, on the host, or again."""
+    row = {"forward": [1] * 4, "backward": [2] * 4}
+    more: dict[str, dict[str, Any]] = {
+        "kept": {},
+        "away": {"offloaded": [0.8] * 4, "copying": [1] * 4},
+        "again": {"backward": [3] * 4, "activation": [0.2] * 4, "recompute": [1] * 4},
+        "apart": {"input_grad": [1] * 4, "weight_grad": [1] * 4, "waiting": [0.1] * 4},
+    }
+    took, kinds = {}, {}
+    for name, beside in more.items():
+        (here / f"{name}.json").write_text(json.dumps(row | beside))
+        argv = f"--times {name}.json -p 4 -m 12 --placement sequential --cap 2.6 --no-cache {FAST}"
+        found = as_json(argv + " --split" * (name == "apart") + f" --csv {name}.csv", capsys)
+        took[name] = found["makespan"]
+        kinds[name] = {text[0] for order in found["order"] for text in order}
+        argv = f"--times {name}.json -p 4 -m 12 --placement sequential --schedule {name}.csv"
+        assert as_json(argv, capsys)["order"] == found["order"]
+    assert (took["kept"], took["away"]) == (75, 45) and took["again"] < 75 and took["apart"] < 75
+    assert kinds["away"] == set("FBOL") and kinds["apart"] == set("FIW")
+    (here / "away.json").write_text(json.dumps(row | {"offloaded": [0.8] * 4, "waiting": [1] * 4}))
+    assert main("schedule --times away.json -p 4 -m 12 --placement sequential".split()) == 2
+    assert "'waiting' is from input to weight gradient" in capsys.readouterr().err
+    (here / "away.json").write_text(json.dumps(row | {"offloaded": [0.8] * 4}))
+    assert main("schedule --times away.json -p 4 -m 12 --placement sequential".split()) == 2
+    assert "without the time in which it travels" in capsys.readouterr().err
+
+
 def test_cache(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = f"--times whole.json -p 2 -m 5 {FAST}"
     first = as_json(argv, capsys)

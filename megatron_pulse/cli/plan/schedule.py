@@ -44,7 +44,10 @@ The stages are those of 'pulse partition' for a profile, or come with a file of 
 
 one value for each stage, in any unit ("backward" for what is not split; "link", one for all or one
 for each boundary, and "activation" may be left out). On P devices a fold of W waves has 2 P W
-stages.
+stages. Where activations are not kept whole, also lists of: "recompute", what of a backward (or
+input gradient) computes again, which may be done earlier, and "recomputed", what that holds from
+then on; "waiting", what is held from input to weight gradient; "offloaded", what of an activation
+may wait on the host, and "copying", its time there, or back.
 
 Memory is counted in live stage activations: a forward takes its stage's, the backward (with
 --split: the weight gradient) gives it back. The cap is by default one of every stage, as 1F1B has.
@@ -137,7 +140,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=Path,
         metavar="CSV",
         help="your own: a row for each "
-        "device, cells like 2F0 (stage 2, forward, microbatch 0; B, or I and W)",
+        "device, cells like 2F0 (stage 2, forward, microbatch 0; B, or I and W; R computes again, "
+        "by O activations are on the host, L begins to bring them back)",
     )
     add("--compare", action="store_true", help="beside the classic schedules")
     add(

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from megatron_pulse.planner.schedule.problem import ScheduleProblem
     from megatron_pulse.profile.profile import Profile
 
-KEYS = ("forward", "backward", "input_grad", "weight_grad", "activation", "link")
+MEMORY_KEYS = ("recompute", "recomputed", "waiting", "offloaded", "copying")
+"""What a file of times may say of activations that are not kept whole: names of a problem's."""
+
+KEYS = ("forward", "backward", "input_grad", "weight_grad", "activation", "link", *MEMORY_KEYS)
 """What a file of times may hold."""
 
 
@@ -54,6 +57,8 @@ def from_times(args: argparse.Namespace) -> ScheduleInput:
         column["link"] if "link" in column else float(record.get("link", 0.0))
     )
     activation = column.get("activation")
+    kept = {name: column[name] for name in MEMORY_KEYS if name in column}
+    waiting = kept.pop("waiting", None)
     with mending(ValueError):
         both = zip(column.get("input_grad", ()), column.get("weight_grad", ()), strict=True)
         backward = column.get("backward") or tuple(i + w for i, w in both)
@@ -65,11 +70,12 @@ def from_times(args: argparse.Namespace) -> ScheduleInput:
             link=link,
             activation=activation,
             cap=cap(args, placement, activation or (1.0,) * num),
+            **kept,
         )
         split = None
         if "input_grad" in column:
             given = column["input_grad"], column["weight_grad"]
-            split = replace(whole, backward=given[0], weight_grad=given[1])
+            split = replace(whole, backward=given[0], weight_grad=given[1], waiting=waiting)
     return ScheduleInput(args.times.stem, whole, split, "", 1.0, None)
 
 
@@ -157,11 +163,13 @@ def _times_faults(record: dict[str, Any]) -> list[str]:
         faults.append("give 'backward', or 'input_grad' and 'weight_grad'")
     elif ("input_grad" in record) != ("weight_grad" in record):
         faults.append("'input_grad' and 'weight_grad' come together")
+    if "waiting" in record and "weight_grad" not in record:
+        faults.append("'waiting' is from input to weight gradient: give 'weight_grad'")
     lists = {name: record[name] for name in KEYS if name in record}
     if isinstance(lists.get("link"), int | float) and not isinstance(lists["link"], bool):
         lists["link"] = [lists["link"]]
     for name, values in lists.items():
-        least = 0.0 if name in ("activation", "link") else 1e-12
+        least = 0.0 if name in ("activation", "link", *MEMORY_KEYS) else 1e-12
         if not isinstance(values, list) or not values:
             faults.append(f"{name!r} must be a list of numbers, one for each stage")
         elif bad := [v for v in values if not _is_number(v) or v < least]:
