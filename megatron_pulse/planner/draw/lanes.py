@@ -1,6 +1,8 @@
-"""Below the bars of a timeline's device: a lane of what it sends, or of what it waits for.
+"""Below the bars of a timeline's device: a lane of what it sends, or of what it waits for, and one
+of what travels between it and the host.
 
-Sent activations are filled, gradients hatched, waiting dotted, so that no colour is needed.
+Sent activations are filled, gradients hatched, waiting dotted, so that no colour is needed; what
+goes to the host is filled, what comes back hatched.
 """
 
 from __future__ import annotations
@@ -12,11 +14,17 @@ from xml.etree import ElementTree
 
 from megatron_pulse.planner.draw.canvas import Canvas
 from megatron_pulse.planner.observe.trace import TimedWait
+from megatron_pulse.planner.schedule.check.copies import copy_lines
+from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.operations import Kind
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Transfer
 
 HEIGHT = 8.0
-LINK = "#b3261e"
+APART = HEIGHT + 2.0
+"""From the top of one lane to that of the next."""
+
+LINK, HOST, WAITING = "#b3261e", "#2e6b34", "#777777"
 
 
 class Look(StrEnum):
@@ -25,6 +33,23 @@ class Look(StrEnum):
     ACTIVATION = "sends activations"
     GRADIENT = "sends gradients"
     WAIT = "waits for a message"
+    TO_HOST = "activations to the host"
+    BACK = "and back"
+
+    @property
+    def with_host(self) -> bool:
+        """Whether it has the lane of what travels between a device and the host."""
+        return self in (Look.TO_HOST, Look.BACK)
+
+
+_COLOURS = {
+    Look.ACTIVATION: LINK,
+    Look.GRADIENT: LINK,
+    Look.WAIT: WAITING,
+    Look.TO_HOST: HOST,
+    Look.BACK: HOST,
+}
+_FILLED = {Look.ACTIVATION: "#e79a92", Look.TO_HOST: "#9cc5a1"}
 
 
 @dataclass(frozen=True)
@@ -69,10 +94,34 @@ def waited(waits: Iterable[TimedWait]) -> tuple[Mark, ...]:
     )
 
 
+def copied(problem: ScheduleProblem, timeline: Timeline) -> tuple[Mark, ...]:
+    """A mark for each copy to the host and back, in the device's lane: one after the other, each
+    from when what it copies is made, or called for."""
+    free: dict[tuple[int, bool], float] = {}
+    marks = []
+    for line in copy_lines(timeline.schedule):
+        for copy in line:
+            op, leaves = copy.operation, copy.operation.kind is Kind.OFFLOAD
+            begun_by = op._replace(kind=Kind.FORWARD) if leaves else op
+            if begun_by not in timeline.end:
+                continue
+            device = problem.placement.device_of_stage[op.stage]
+            start = max(timeline.end[begun_by], free.get((device, leaves), 0.0))
+            end = start + problem.copying_of(op.stage)
+            free[device, leaves] = end
+            look, words = (Look.TO_HOST, "to the host") if leaves else (Look.BACK, "back")
+            what = f"activations of stage {op.stage}, microbatch {op.microbatch}, {words}"
+            marks.append(Mark(device, start, end, look, what))
+    return tuple(marks)
+
+
 def define(definitions: ElementTree.Element, looks: Collection[Look]) -> None:
-    """The hatching of gradients and the dots of waiting, where they are used."""
+    """The hatching of gradients and of what comes back, and the dots of waiting, where they are
+    used."""
+    hatching = "M-1 1L1 -1M0 4L4 0M3 5L5 3"
     for look, size, shape in (
-        (Look.GRADIENT, "4", "M-1 1L1 -1M0 4L4 0M3 5L5 3"),
+        (Look.GRADIENT, "4", hatching),
+        (Look.BACK, "4", hatching),
         (Look.WAIT, "3", "M1 1h1v1h-1z"),
     ):
         if look not in looks:
@@ -82,7 +131,7 @@ def define(definitions: ElementTree.Element, looks: Collection[Look]) -> None:
         for name in ("width", "height"):
             pattern.set(name, size)
         ElementTree.SubElement(pattern, "rect", width=size, height=size, fill="white")
-        colour = LINK if look is Look.GRADIENT else "#444444"
+        colour = _COLOURS[look]
         ElementTree.SubElement(pattern, "path", d=shape, stroke=colour, fill="none")
 
 
@@ -99,9 +148,10 @@ def draw_lanes(
     With ``arrows`` there are lines to where messages arrive.
     """
     lanes = canvas.add("g", class_="lanes")
+    below = APART if any(not mark.look.with_host for mark in marks) else 0.0
     for mark in marks:
         left, right = x(mark.start), x(mark.end)
-        top = tops[mark.device] + bar + 1.5
+        top = tops[mark.device] + bar + 1.5 + below * mark.look.with_host
         shape = draw_mark(canvas, mark.look, left, top, max(right - left, 1.0), lanes)
         canvas.hint(shape, mark.text)
         if arrows and mark.to is not None:
@@ -125,10 +175,10 @@ def draw_mark(
     within: ElementTree.Element | None = None,
 ) -> ElementTree.Element:
     """One mark."""
-    fill = "#e79a92" if look is Look.ACTIVATION else f"url(#{look.name.lower()})"
+    fill = _FILLED.get(look, f"url(#{look.name.lower()})")
     shape = canvas.add("rect", within, x=left, y=top, width=width, height=HEIGHT, fill=fill)
     shape.set("class", "mark")
     if width > 2:
-        shape.set("stroke", "#777777" if look is Look.WAIT else LINK)
+        shape.set("stroke", _COLOURS[look])
         shape.set("stroke-width", "0.5")
     return shape

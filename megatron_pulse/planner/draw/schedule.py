@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.etree import ElementTree
 
 from megatron_pulse.planner.draw.canvas import FAINT, GREY, INK, Canvas
 from megatron_pulse.planner.draw.lanes import (
+    APART,
     HEIGHT,
     LINK,
     Look,
     Mark,
+    copied,
     define,
     draw_lanes,
     draw_mark,
@@ -97,7 +99,8 @@ class _Drawing:
         scale: float,
         in_bytes: bool,
     ) -> None:
-        self.problem, self.panels, self.bound = problem, panels, lower_bound
+        self.problem, self.bound = problem, lower_bound
+        self.panels = [replace(p, lanes=p.lanes + copied(problem, p.timeline)) for p in panels]
         self.unit, self.scale, self.in_bytes = unit, scale, in_bytes
         self.devices = problem.placement.num_devices
         self.chunk = {
@@ -119,9 +122,10 @@ class _Drawing:
         self.chart = self.width - _LEFT - _RIGHT
         self.typical = self.chart * typical / self.span
         self.bar = 26.0 if self.devices <= 8 else 20.0
-        self.looks = [x for x in Look if any(m.look is x for p in panels for m in p.lanes)]
-        below = HEIGHT + 10.0 if self.looks else 12.0 if self._has_links() else 5.0
-        self.row = self.bar + below
+        self.looks = [x for x in Look if any(m.look is x for p in self.panels for m in p.lanes)]
+        num_lanes = len({look.with_host for look in self.looks})
+        below = 10.0 + APART * num_lanes - 2.0 if num_lanes else 5.0
+        self.row = self.bar + (max(below, 12.0) if self._has_links() else below)
         self.kinds = [k for k in Kind if any(o.kind is k for p in panels for o in p.timeline.end)]
         self.head = _HEADING if len(panels) > 1 else 0.0
         self.panel = self.head + self.row * self.devices + 10.0
@@ -147,7 +151,7 @@ class _Drawing:
 
     def _has_links(self) -> bool:
         stages = self.problem.placement.num_stages
-        if self.looks:
+        if any(not look.with_host for look in self.looks):
             return False
         lags = (self.problem.lag(s, s + 1) for s in range(stages - 1))
         return self.typical >= _SEEN and any(lag > 0 for lag in lags)

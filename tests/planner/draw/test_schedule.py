@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from xml.etree import ElementTree
 
 import pytest
 
+from megatron_pulse.planner.draw.lanes import Look, Mark, copied
 from megatron_pulse.planner.draw.schedule import Panel, draw_schedule
 from megatron_pulse.planner.draw.trace_events import trace_events
 from megatron_pulse.planner.layout.placement import (
@@ -18,8 +21,10 @@ from megatron_pulse.planner.layout.placement import (
 )
 from megatron_pulse.planner.schedule.check.simulate import Timeline, run
 from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
-from megatron_pulse.planner.schedule.operations import Filler
+from megatron_pulse.planner.schedule.offload import with_offload
+from megatron_pulse.planner.schedule.operations import Filler, Kind
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from tests.planner.slices import fill
 
 LEFT, RIGHT = 156, 150
@@ -179,6 +184,35 @@ def test_fillers_are_drawn() -> None:
     assert "X0:4: filler, text encoder, slice 4" in "".join(svg.itertext())
     names = {e["name"] for e in trace_events(problem, timeline)["traceEvents"] if e["ph"] == "X"}
     assert {f"X0:{k}" for k in range(5)} <= names
+
+
+def test_copies_to_the_host_and_back_have_a_lane_of_their_own() -> None:
+    """One after the other each way, ended when an O or a backward begins; below what is sent."""
+    ones = (1.0,) * 4
+    problem = ScheduleProblem(
+        sequential(4), 8, ones, (2.0,) * 4, cap=(2.6,) * 4, offloaded=(0.8,) * 4, copying=(0.7,) * 4
+    )
+    found = with_offload(problem, lambda of, _: synthesize(of, seconds=math.inf, effort=1))
+    timeline = run(problem, found.schedule)
+    marks = copied(problem, timeline)
+    ends = {(m.look, m.text.removesuffix(", to the host").removesuffix(", back")): m for m in marks}
+    away = [op for op in timeline.end if op.kind is Kind.OFFLOAD]
+    assert away and len(marks) == len(ends) == 2 * len(away)
+    for op in away:
+        text = f"activations of stage {op.stage}, microbatch {op.microbatch}"
+        assert ends[Look.TO_HOST, text].end <= timeline.start[op] + 1e-9
+        backward = timeline.start[op._replace(kind=Kind.BACKWARD)]
+        assert ends[Look.BACK, text].end <= backward + 1e-9
+    for look in (Look.TO_HOST, Look.BACK):
+        for device in range(4):
+            own = [m for m in marks if (m.look, m.device) == (look, device)]
+            assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own))
+    alone = of_class(parse(draw_schedule(problem, timeline, "t")), "mark")
+    send = tuple(Mark(0, m, m + 0.5, Look.ACTIVATION, "sent", 1) for m in range(3))
+    beside = parse(draw_schedule(problem, [Panel("", timeline, send)], "t"))
+    assert len(of_class(beside, "mark")) == len(alone) + 4  # three, and one of the legend
+    tops = {m.get("fill"): float(m.get("y", "")) for m in of_class(beside, "mark")[:4]}
+    assert len(set(tops.values())) == 2
 
 
 @pytest.mark.parametrize("name", CASES)
