@@ -65,10 +65,17 @@ def cap_faults(
     peaks = peak_activations(schedule, activation, recomputed, waiting, offloaded)
     caps = cap if isinstance(cap, Sequence) else (cap,) * len(peaks)
     return [
-        f"device {d} holds {peak:g} live stage activations at its peak; the cap is {limit:g}"
+        f"device {d} holds {_told(peak)} at its peak; the cap is {_told(limit).split()[0]}"
         for d, (peak, limit) in enumerate(zip(peaks, caps, strict=False))
         if peak > limit * (1 + 1e-9)
     ]
+
+
+def _told(held: float) -> str:
+    """What is held, in words: bytes, where it is millions."""
+    return (
+        f"{held / 1e9:.4g} GB of activations" if held > 1e6 else f"{held:g} live stage activations"
+    )
 
 
 def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
