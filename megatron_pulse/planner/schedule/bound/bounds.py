@@ -13,14 +13,16 @@ Of a cascade each chain has these bounds alone, and a device's order is of all c
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK, classes_of, order_bound
 from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
+from megatron_pulse.planner.schedule.compiled import compiled
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
 
@@ -112,13 +114,12 @@ def _preemptive(paths: Sequence[MicrobatchPath]) -> float:
     """``one_machine_bound`` of the microbatches of every path together."""
     bound = 0.0
     for device in range(paths[0].problem.placement.num_devices):
-        jobs: list[tuple[float, float, float]] = []
+        jobs = []
         for path in paths:
             classes = classes_of(path, device)
             time = np.broadcast_to(classes.time[:, None], classes.head.shape)
-            rows = np.stack((classes.head, time, classes.tail), axis=-1).reshape(-1, 3)
-            jobs += [(h, p, t) for h, p, t in rows.tolist()]
-        bound = max(bound, jackson(jobs))
+            jobs.append(np.stack((classes.head, time, classes.tail), axis=-1).reshape(-1, 3))
+        bound = max(bound, jackson(np.concatenate(jobs)))
     return bound
 
 
@@ -148,22 +149,29 @@ def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
     return bound
 
 
-def jackson(jobs: list[tuple[float, float, float]]) -> float:
+def jackson(jobs: Sequence[Sequence[float]] | Any) -> float:
     """Shortest preemptive one-machine schedule of (head, time, tail): longest tail first."""
-    todo = sorted(jobs)
-    waiting: list[tuple[float, float]] = []
+    rows: Any = np.asarray(jobs, dtype=np.float64).reshape(-1, 3)
+    return float(_jackson(rows[np.lexsort(rows.T[::-1])]))
+
+
+@compiled
+def _jackson(todo: Any) -> float:
+    """The same of rows in the order of their heads."""
+    waiting = [(0.0, 0.0)]
+    waiting.pop()
     now = makespan = 0.0
-    at = 0
-    while at < len(todo) or waiting:
-        if not waiting:
-            now = max(now, todo[at][0])
-        while at < len(todo) and todo[at][0] <= now:
-            heapq.heappush(waiting, (-todo[at][2], todo[at][1]))
+    at, count = 0, len(todo)
+    while at < count or len(waiting) > 0:
+        if len(waiting) == 0:
+            now = max(now, todo[at, 0])
+        while at < count and todo[at, 0] <= now:
+            heappush(waiting, (-todo[at, 2], todo[at, 1]))
             at += 1
-        tail, left = heapq.heappop(waiting)
-        arrival = todo[at][0] if at < len(todo) else float("inf")
+        tail, left = heappop(waiting)
+        arrival = todo[at, 0] if at < count else np.inf
         if now + left > arrival:
-            heapq.heappush(waiting, (tail, left - (arrival - now)))
+            heappush(waiting, (tail, left - (arrival - now)))
             now = arrival
         else:
             now += left

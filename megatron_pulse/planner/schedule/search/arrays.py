@@ -27,3 +27,14 @@ def arrays(shop: JobShop) -> Arrays:
     columns = shop.duration, shop.device, shop.delta, shop.cap
     duration, device, delta, cap = (np.array(values, dtype=np.int64) for values in columns)
     return Arrays(duration, device, delta, cap, *shop.waits)
+
+
+def mirrored(shop: Arrays) -> Arrays:
+    """The same with time running backwards."""
+    count = len(shop.duration)
+    waiting: Any = np.repeat(np.arange(count), np.diff(shop.first))
+    order = np.argsort(shop.edges, kind="stable")
+    first: Any = np.concatenate(([0], np.cumsum(np.bincount(shop.edges, minlength=count))))
+    return shop._replace(
+        delta=-shop.delta, first=first, edges=waiting[order], lags=shop.lags[order]
+    )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
-from megatron_pulse.planner.schedule.search.arrays import Arrays, arrays
+from megatron_pulse.planner.schedule.search.arrays import Arrays, arrays, mirrored
 from megatron_pulse.planner.schedule.search.ascending import ascending
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 
@@ -23,9 +23,10 @@ def improve(shop: JobShop, start: Sequence[int], patience: int = 4) -> list[int]
 
     See ../README.md: Search. Stops after ``patience`` rounds without gain.
     """
-    mirror = shop.mirrored()
-    best = _improve(arrays(shop), arrays(mirror), np.array(start, dtype=np.int64), patience)
-    return [int(t) for t in best]
+    own = arrays(shop)
+    best = _improve(own, mirrored(own), np.array(start, dtype=np.int64), patience)
+    found: list[int] = best.tolist()
+    return found
 
 
 @compiled

@@ -6,10 +6,11 @@ problem in order; operation ``class * M + m`` is it on microbatch m.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -111,39 +112,57 @@ class JobShop:
 
     def makespan(self, start: Sequence[int]) -> int:
         """Ticks from 0 to the last end."""
-        return max(t + p for t, p in zip(start, self.duration, strict=True))
+        ends: Iterator[int] = map(add, start, self.duration)
+        return max(ends)
 
     def operation(self, i: int) -> Operation:
         """The operation of that number."""
-        k, m = divmod(i, self.num_microbatches)
-        kind, stage = divmod(k, self.placement.num_stages)
-        return Operation(self.kinds[kind], stage, m)
+        return self._operations[i]
 
-    def number(self, operation: Operation) -> int:
-        """The number of an operation."""
-        k = self.kinds.index(operation.kind) * self.placement.num_stages + operation.stage
-        return k * self.num_microbatches + operation.microbatch
+    @property
+    def _operations(self) -> tuple[Operation, ...]:
+        return _numbered(self.kinds, self.placement.num_stages, self.num_microbatches)[0]
+
+    @property
+    def _numbers(self) -> Mapping[Operation, int]:
+        return _numbered(self.kinds, self.placement.num_stages, self.num_microbatches)[1]
 
     def lines(self, start: Sequence[int]) -> list[list[int]]:
         """The operations of every device in the order of their starts."""
         lines: list[list[int]] = [[] for _ in self.cap]
-        for i in sorted(range(len(start)), key=start.__getitem__):
+        for i in np.argsort(start, kind="stable").tolist():
             lines[self.device[i]].append(i)
         return lines
 
     def schedule(self, name: str, start: Sequence[int]) -> Schedule:
         """The same as a schedule."""
-        order = tuple(tuple(map(self.operation, line)) for line in self.lines(start))
+        known = self._operations
+        order = tuple(tuple(known[i] for i in line) for line in self.lines(start))
         return Schedule(name, self.placement, self.num_microbatches, order)
 
     def earliest(self, schedule: Schedule) -> list[int]:
         """Start times of a valid schedule's orders, each operation as early as they allow."""
-        return self.timed([[self.number(op) for op in order] for order in schedule.order])
+        number = self._numbers
+        return self.timed([[number[op] for op in order] for order in schedule.order])
 
     def timed(self, lines: Sequence[Sequence[int]]) -> list[int]:
         """Start times of the operations of every device in an order without circular waits."""
         found: list[int] = played(lines, self.waits, np.array(self.duration)).tolist()
         return found
+
+
+@lru_cache(maxsize=64)
+def _numbered(
+    kinds: tuple[Kind, ...], num_stages: int, count: int
+) -> tuple[tuple[Operation, ...], Mapping[Operation, int]]:
+    """The operations of all job shops of that size, by their numbers, and their numbers."""
+    every = tuple(
+        Operation(kind, stage, m)
+        for kind in kinds
+        for stage in range(num_stages)
+        for m in range(count)
+    )
+    return every, {op: i for i, op in enumerate(every)}
 
 
 def job_shop(problem: ScheduleProblem, ticks: int = TICKS) -> JobShop:

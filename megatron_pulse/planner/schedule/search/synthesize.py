@@ -20,15 +20,18 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import chain, islice
+from typing import Any
+
+import numpy as np
 
 from megatron_pulse.planner.layout.placement import Placement, fold
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, lower_bound
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK
-from megatron_pulse.planner.schedule.check.validate import cap_faults, validate
+from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.classic.names import CLASSICS
 from megatron_pulse.planner.schedule.compiled import compiling
 from megatron_pulse.planner.schedule.offload import with_offload
@@ -179,22 +182,41 @@ def classics(problem: ScheduleProblem) -> list[Schedule]:
     """The classic schedules that are an answer to ``problem``."""
     found = []
     for name in CLASSICS:
-        schedule = _classic(name, problem.placement, problem.num_microbatches)
-        if schedule is None or schedule.kinds != problem.kinds:
-            continue
-        if problem.cap is None or not cap_faults(schedule, problem.cap, problem.activation):
-            found.append(schedule)
+        known = _classic(name, problem.placement, problem.num_microbatches)
+        if known is not None and known[0].kinds == problem.kinds and _has_room(problem, known[1]):
+            found.append(known[0])
     return found
 
 
+def _has_room(problem: ScheduleProblem, alive: Sequence[Any]) -> bool:
+    """Whether no device ever holds more than its cap, as ``cap_faults`` has it."""
+    if problem.cap is None:
+        return True
+    each = np.array([problem.activation_of(s) for s in range(problem.placement.num_stages)])
+    peaks = [float((counts @ each).max(initial=0.0)) for counts in alive]
+    limits = zip(peaks, problem.cap, strict=True)
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in limits)
+
+
 @lru_cache(maxsize=128)
-def _classic(name: str, placement: Placement, num_microbatches: int) -> Schedule | None:
-    """A classic schedule, proven but for what devices hold; None if it is not for the placement."""
+def _classic(
+    name: str, placement: Placement, num_microbatches: int
+) -> tuple[Schedule, list[Any]] | None:
+    """A classic schedule, proven but for what devices hold, and how many activations of each stage
+    (columns) a device has, in rows; None if it is not for the placement."""
     try:
         schedule = CLASSICS[name](placement, num_microbatches)
     except ValueError:
         return None
-    return None if validate(schedule) else schedule
+    if validate(schedule):
+        return None
+    alive = []
+    for order in schedule.order:
+        change: Any = np.zeros((len(order), placement.num_stages), dtype=np.int64)
+        for i, op in enumerate(order):
+            change[i, op.stage] = op.kind.live
+        alive.append(np.unique(change.cumsum(axis=0), axis=0))
+    return schedule, alive
 
 
 class _Budget:
