@@ -99,8 +99,10 @@ def configs(
 ) -> Iterator[Config]:
     """All configs that use every device and divide the batch; each way of running only once.
 
-    Tensor parallelism stays inside a node. Without skips there is one kind of fold.
+    Tensor parallelism stays inside a node. Without skips there is one kind of fold. On one node it
+    does not matter which ranks are neighbours.
     """
+    several = num_devices > devices_per_node
     for pipeline, tensor in product(divisors(num_devices), choices.tensor):
         if choices.pipeline is not None and pipeline not in choices.pipeline:
             continue
@@ -120,7 +122,7 @@ def configs(
                     choices.ample if pipeline > 1 else (False,),
                     choices.recompute,
                     choices.distributed_optimizer[: None if data > 1 else 1],
-                    (False, True) if pipeline > 1 and data > 1 else (False,),
+                    (False, True) if several and pipeline > 1 and data > 1 else (False,),
                 ):
                     yield Config(
                         pipeline,

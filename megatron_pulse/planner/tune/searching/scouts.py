@@ -12,8 +12,9 @@ from megatron_pulse.planner.tune.searching.candidates import Candidate, Reached,
 from megatron_pulse.planner.tune.searching.steps import Steps, TooLongError, work_of
 from megatron_pulse.planner.tune.searching.tuning import simplicity
 
-LEARNT_SHARE = 0.02
-"""Of the time that is left, what cuts for one more way to share nodes may take."""
+LEARNT_SHARE, SIMULATED_SHARE = 0.02, 0.005
+"""Of the time that is left, what cuts for one more way to share nodes may take, and a simulation of
+one."""
 
 LOOKS = 64
 """Configs that are estimated between two looks at the clock."""
@@ -101,8 +102,8 @@ class Scouts:
 
     def _corrected(self, candidates: list[Candidate]) -> list[Candidate]:
         """Candidates of one kind whose ranks share nodes alike; the most promising estimated from
-        known cuts and, where these are found soon, its own, and the others' estimates corrected by
-        what that says."""
+        known cuts and, where these are found soon, its own, the others' estimates corrected by what
+        that says, and it simulated where that is soon done."""
         steps, first = self.steps, min(candidates)
         rest = [candidate for candidate in candidates if candidate is not first]
         soon = steps.budget.fits(*work_of(steps.evaluator.cheap_cuts, first.config), LEARNT_SHARE)
@@ -114,4 +115,22 @@ class Scouts:
         factor = following.seconds / first.seconds
         for candidate in rest:
             candidate.seconds *= factor
-        return [*rest, following]
+        return self._simulated(following, rest)
+
+    def _simulated(self, first: Candidate, rest: list[Candidate]) -> list[Candidate]:
+        """The same, ``first`` simulated where that is soon done, and then of ``rest`` the best with
+        microbatches of half the size, as long as these are sooner: an estimate does not see all
+        that a pipeline of few microbatches idles."""
+        steps, reached, left = self.steps, [first], list(rest)
+        before_s = float("inf")
+        while steps.budget.fits("quick", steps.evaluator.size(first.config), SIMULATED_SHARE):
+            following = self._scout(first)
+            reached = [*reached[:-1], following] if following is not None else reached[:-1]
+            if following is None or following.reached_s >= before_s:
+                break
+            before_s, size = following.reached_s, first.config.micro_batch_size // 2
+            if not (own := [one for one in left if one.config.micro_batch_size == size]):
+                break
+            left.remove(first := min(own))
+            reached.append(first)
+        return [*left, *reached]
