@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +16,15 @@ from megatron_pulse.planner.schedule.check.simulate import (
     DeadlockError,
     grid,
     logical_times,
+    run,
 )
-from megatron_pulse.planner.schedule.check.validate import peak_activations, validate
+from megatron_pulse.planner.schedule.check.validate import faults_for, peak_activations, validate
 from megatron_pulse.planner.schedule.classic.one_f_one_b import one_f_one_b
 from megatron_pulse.planner.schedule.classic.split import zb_h1, zb_v
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
+from megatron_pulse.planner.schedule.problem import ScheduleProblem
+from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.step.communication import compile_communication, messages_of
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import compile_program
@@ -160,3 +166,29 @@ def test_mutations(schedule: Schedule, data: st.DataObject) -> None:
     assert f"device {device} runs {op} before {source}" in validate(
         with_order(schedule, device, moved)
     )
+
+
+@pytest.mark.parametrize(
+    ("times", "waiting", "shorter"),
+    [
+        (((2.0, 2.0), (1.0, 2.0), (3.0, 2.0)), 0.1, 24.0),
+        (((1.0, 1.0), (2.0, 3.0), (1.0, 1.0)), 0.6, 22.0),
+    ],
+)
+@pytest.mark.parametrize("solver", ["none", "auto"])
+def test_what_waits_with_less_is_not_proved_as_if_it_waited_with_all(
+    times: tuple[tuple[float, float], ...], waiting: float, shorter: float, solver: str
+) -> None:
+    """Searches and solvers hold an activation until its weight gradient; there are shorter ones."""
+    problem = ScheduleProblem(sequential(2), 3, *times, cap=(1.8, 1.8), waiting=(waiting,) * 2)
+    texts = ("F0 I0 F1 W0 I1 F2 W1 I2 W2", "F0 I0 W0 F1 I1 W1 F2 I2 W2")
+    order = tuple(
+        tuple(Operation(Kind(t[0]), device, int(t[1])) for t in line.split())
+        for device, line in enumerate(texts)
+    )
+    schedule = Schedule("by hand", problem.placement, 3, order)
+    assert not faults_for(problem, schedule)
+    assert run(problem, schedule).makespan <= shorter
+    for effort in (0, 6, 16):
+        assert synthesize(problem, math.inf, effort).certificate.lower_bound <= shorter
+    assert solve(problem, 1.0, solver).certificate.lower_bound <= shorter

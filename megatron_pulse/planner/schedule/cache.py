@@ -114,6 +114,7 @@ def key(problem: ScheduleProblem, solver: str) -> str:
         [f"{num / most:.9e}" for num in again],
         [f"{num / most:.9e}" for num in problem.offloaded or ()],
         [round(100 * seconds / longest) for seconds in problem.copying or ()],
+        [f"{num / most:.9e}" for num in problem.waiting or ()],
     ]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:40]
 

@@ -194,6 +194,8 @@ class ScheduleProblem:
                 )
         if self.recomputed is not None and self.recompute is None:
             faults.append("recomputed: memory without the time that it takes (recompute)")
+        if self.copying is not None and self.offloaded is None:
+            faults.append("copying: time without what travels in it (offloaded)")
         if self.offloaded is not None:
             if self.copying is None:
                 faults.append("offloaded: memory without the time in which it travels (copying)")

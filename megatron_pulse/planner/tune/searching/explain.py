@@ -134,7 +134,10 @@ def nothing_fits(
     need = _least_memory(evaluator, candidates, budget)
     said = [f"each device has {cluster.usable_bytes / 1e9:.4g} GB to use"]
     if need is not None:
-        said.append(f"the least that any config needs is {need[0] / 1e9:.3g} GB ({need[1]})")
+        looked = (
+            "the least that any config needs is" if budget.left else "in time one was found for"
+        )
+        said.append(f"{looked} {need[0] / 1e9:.3g} GB ({need[1]})")
     remedies: list[str] = []
     for words, state in _smaller_states(evaluator):
         lighter = evaluator.on(cluster, state)
