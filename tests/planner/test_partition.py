@@ -254,17 +254,27 @@ def test_moved_cuts_are_all_that_are_near(sizes: list[int]) -> None:
     assert len(set(found)) == len(found) and cuts not in found
     near = set()
     for inner in itertools.combinations(range(1, cuts[-1]), num_stages - 1):
-        by = {k: b - a for k, (a, b) in enumerate(zip(cuts[1:-1], inner, strict=True)) if b != a}
-        steps, count = list(by.values()), num_stages - 1
+        moved = {k: b - a for k, (a, b) in enumerate(zip(cuts[1:-1], inner, strict=True)) if b != a}
+        steps, count = list(moved.values()), num_stages - 1
         little = max(map(abs, steps), default=0) == 1
-        mirrored = all(by.get(count - 1 - k) == -step for k, step in by.items())
-        alike = len(by) == count > 2 and steps in ([1] * count, [-1] * count)
-        one = len(by) == 1 or (len(by) == 2 and mirrored)
-        if (one and max(map(abs, steps)) <= FARTHEST) or alike or (len(by) == 2 and little):
+        mirrored = all(moved.get(count - 1 - k) == -step for k, step in moved.items())
+        alike = len(steps) == count > 2 and steps in ([1] * count, [-1] * count)
+        one = len(steps) == 1 or (len(steps) == 2 and mirrored)
+        if (one and max(map(abs, steps)) <= FARTHEST) or alike or (len(steps) == 2 and little):
             near.add((0, *inner, cuts[-1]))
-        if len(by) == 4 and mirrored and little:
+        if len(steps) == 4 and mirrored and little:
             near.add((0, *inner, cuts[-1]))
     assert set(found) == near
-    alone = [c for c in found if sum(a != b for a, b in zip(c, cuts, strict=True)) == 1]
-    far = [max(abs(a - b) for a, b in zip(c, cuts, strict=True)) for c in alone]
+
+    def by(moved: tuple[int, ...]) -> dict[int, int]:
+        return {k: b - a for k, (a, b) in enumerate(zip(cuts, moved, strict=True)) if b != a}
+
+    def is_one(steps: dict[int, int]) -> bool:
+        """Whether one cut is moved, or it and its mirror."""
+        mirrored = all(steps.get(num_stages - k) == -step for k, step in steps.items())
+        return len(steps) == 1 or (len(steps) == 2 and mirrored)
+
+    alone = [c for c in found if is_one(by(c))]
+    assert found[: len(alone)] == alone
+    far = [max(map(abs, by(c).values())) for c in alone]
     assert far == sorted(far)

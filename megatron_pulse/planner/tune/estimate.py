@@ -140,10 +140,19 @@ class Estimator(ChainOnCluster):
             seconds += ranks.gather_s(device, parameters * PARAMETER_BYTES[dtype])
         return seconds
 
-    def _reduced(self, config: Config, stages: Stages, ready: Sequence[float]) -> float:
-        """When all gradients are summed, at the earliest, where each stage's last are ``ready``."""
+    def _reduced(
+        self,
+        config: Config,
+        stages: Stages,
+        problem: ScheduleProblem,
+        path: MicrobatchPath,
+        later: float = 0.0,
+    ) -> float:
+        """When all gradients are summed, at the earliest: a stage's begin with its last, so much
+        ``later`` than these can be there."""
         if config.data == 1:
             return 0.0
+        ready = [begin + later for begin in last_gradients(problem, path)]
         latest = 0.0
         for device in range(config.pipeline):
             own = stages.partition.placement.stages_of_device(device)
@@ -159,8 +168,7 @@ class Estimator(ChainOnCluster):
         problem = self.problem(config, config.num_microbatches(self.global_batch_size), stages)
         path = MicrobatchPath(problem.without_recomputation)
         least = _pipeline_bound(problem, path, stages)
-        if config.data > 1:
-            least = max(least, self._reduced(config, stages, last_gradients(problem, path)))
+        least = max(least, self._reduced(config, stages, problem, path))
         return least + self._afterwards_s(config, stages)
 
     def estimate(self, config: Config) -> float:
@@ -188,8 +196,7 @@ class Estimator(ChainOnCluster):
         path = MicrobatchPath(problem.without_recomputation)
         least = _pipeline_bound(problem, path, stages)
         later = max(0.0, about - least)
-        ready = [begin + later for begin in last_gradients(problem, path)]
-        longest = max(about, least, self._reduced(config, stages, ready))
+        longest = max(about, least, self._reduced(config, stages, problem, path, later))
         return longest + self._afterwards_s(config, stages)
 
     def _afterwards_s(self, config: Config, stages: Stages) -> float:

@@ -106,7 +106,7 @@ def least_load(evaluator: Evaluator, config: Config) -> float | None:
 
 def test_cuts_and_what_is_computed_again_are_about_the_best_of_all() -> None:
     over, num_recomputed = [], 0
-    for seed in (5, 7, 9, 13, 23, 30, 47, 60, 112, 119, 1, 10, 21):
+    for seed in (5, 6, 7, 9, 11, 13, 23, 30, 47, 60, 112, 119, 1, 10, 21):
         evaluator, config = tight(seed)
         best = least_load(evaluator, config)
         assert best is not None
@@ -116,7 +116,7 @@ def test_cuts_and_what_is_computed_again_are_about_the_best_of_all() -> None:
         work = tuple(f + b for f, b in zip(costs.forward_s, costs.backward_s, strict=True))
         over.append(max(stages.per_device(stages.partition.per_stage(work))) / best - 1)
         num_recomputed += bool(stages.recompute)
-    assert num_recomputed >= 9
+    assert num_recomputed >= 10
     assert min(over) > -1e-9 and max(over) < 0.02 and sum(over) / len(over) < 0.002
 
 

@@ -151,7 +151,7 @@ class JobShop:
         return found
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _numbered(
     kinds: tuple[Kind, ...], num_stages: int, count: int
 ) -> tuple[tuple[Operation, ...], Mapping[Operation, int]]:

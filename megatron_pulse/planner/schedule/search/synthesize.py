@@ -192,18 +192,20 @@ def _has_room(problem: ScheduleProblem, alive: Sequence[Any]) -> bool:
     """Whether no device ever holds more than its cap, as ``cap_faults`` has it."""
     if problem.cap is None:
         return True
-    each = np.array([problem.activation_of(s) for s in range(problem.placement.num_stages)])
-    peaks = [float((counts @ each).max(initial=0.0)) for counts in alive]
-    limits = zip(peaks, problem.cap, strict=True)
-    return all(peak <= limit * (1 + 1e-9) for peak, limit in limits)
+    for device, (counts, cap) in enumerate(zip(alive, problem.cap, strict=True)):
+        own = problem.placement.stages_of_device(device)
+        each = np.array([problem.activation_of(s) for s in own], dtype=np.float64)
+        if (counts @ each).max(initial=0.0) > cap * (1 + 1e-9):
+            return False
+    return True
 
 
 @lru_cache(maxsize=128)
 def _classic(
     name: str, placement: Placement, num_microbatches: int
 ) -> tuple[Schedule, list[Any]] | None:
-    """A classic schedule, proven but for what devices hold, and how many activations of each stage
-    (columns) a device has, in rows; None if it is not for the placement."""
+    """A classic schedule, proven but for what devices hold, and of each device how many activations
+    of each of its stages (columns) it ever has (rows); None if it is not for the placement."""
     try:
         schedule = CLASSICS[name](placement, num_microbatches)
     except ValueError:
@@ -211,10 +213,11 @@ def _classic(
     if validate(schedule):
         return None
     alive = []
-    for order in schedule.order:
-        change: Any = np.zeros((len(order), placement.num_stages), dtype=np.int64)
+    for device, order in enumerate(schedule.order):
+        column = {s: k for k, s in enumerate(placement.stages_of_device(device))}
+        change: Any = np.zeros((len(order), len(column)), dtype=np.int64)
         for i, op in enumerate(order):
-            change[i, op.stage] = op.kind.live
+            change[i, column[op.stage]] = op.kind.live
         alive.append(np.unique(change.cumsum(axis=0), axis=0))
     return schedule, alive
 
