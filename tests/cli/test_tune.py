@@ -83,7 +83,7 @@ def test_waiting_for_links_is_beside_what_is_proved(
 def test_sizes_beyond_the_profile_s_are_named(
     here: Path, capsys: pytest.CaptureFixture[str], size: str, said: bool
 ) -> None:
-    asked = f"{ASKED} --seconds 1 --solver none --pipeline 2,4 --micro-batch-size {size}"
+    asked = f"{ASKED} {FAST} --pipeline 2,4 --micro-batch-size {size}"
     assert main(f"{asked} --tensor 2,1 --json t.json".split()) == 0
     note = f"note: the profile is of microbatches of 1, 8; times at b = {size} are extrapolated"
     assert (note in capsys.readouterr().out) is said
@@ -146,7 +146,8 @@ def test_an_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[
 
 def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_cluster(cluster(1, 4, memory_gb=0.8), "c.yaml")
-    assert main(f"{ASKED} {FAST} --no-recompute --tensor 1 -o plan.json".split()) == 2
+    asked = f"{ASKED} --seconds 60 --solver none --no-recompute --tensor 1 -o plan.json"
+    assert main(asked.split()) == 2
     error = capsys.readouterr().err
     assert "nothing fits: each device has 0.8 GB to use; the least that any config" in error
     assert "with " in error.splitlines()[-1]

@@ -53,8 +53,8 @@ def tune(
             "give it more seconds, or fewer choices"
         )
     if not found.outcomes:
-        whole = Budget(_left(finish_s, budget))
-        raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates, whole))
+        rest = Budget(budget.left + _left(finish_s, budget))
+        raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates, rest))
     progress("whole schedules", found)
     if not evaluator.self_conditioning:  # how FSDP2 runs forwards of their own is not predicted
         of = evaluator.profile, evaluator.cluster, evaluator.global_batch_size

@@ -131,11 +131,12 @@ def nothing_fits(
     """What would have to change; each remedy is one that was tried and fits, in time."""
     budget = budget or Budget(float("inf"))
     cluster = evaluator.cluster
-    need = _least_memory(evaluator, candidates, budget)
+    looking = Budget(budget.left / 2)  # the rest is for remedies
+    need = _least_memory(evaluator, candidates, looking)
     said = [f"each device has {cluster.usable_bytes / 1e9:.4g} GB to use"]
     if need is not None:
         looked = (
-            "the least that any config needs is" if budget.left else "in time one was found for"
+            "the least that any config needs is" if looking.left else "in time one was found for"
         )
         said.append(f"{looked} {need[0] / 1e9:.3g} GB ({need[1]})")
     remedies: list[str] = []
