@@ -97,9 +97,12 @@ def problems(draw: st.DrawFn) -> ScheduleProblem:
         )
 
     activation = draw(st.none() | st.just(numbers(0.0, 3.0)))
+    weight_grad = draw(st.none() | st.just(numbers(0.1, 5.0)))
+    waiting = draw(st.none() | st.just(numbers(0.0, 3.0))) if weight_grad else None
     taken = activation or (1.0,) * num
+    most = tuple(map(max, taken, waiting or taken))
     cap = tuple(
-        sum(taken[s] for s in placement.stages_of_device(d)) * draw(st.floats(1.0, 3.0))
+        sum(most[s] for s in placement.stages_of_device(d)) * draw(st.floats(1.0, 3.0))
         for d in range(placement.num_devices)
     )
     return ScheduleProblem(
@@ -107,8 +110,9 @@ def problems(draw: st.DrawFn) -> ScheduleProblem:
         draw(st.integers(1, 6)),
         numbers(0.1, 5.0),
         numbers(0.1, 5.0),
-        draw(st.none() | st.just(numbers(0.1, 5.0))),
+        weight_grad,
         draw(st.sampled_from([0.0, 0.5, 3.0])),
         activation,
         draw(st.none() | st.just(cap)),
+        waiting=waiting,
     )

@@ -26,7 +26,8 @@ from tests.planner.strategies import equal
 
 @st.composite
 def tiny(draw: st.DrawFn) -> ScheduleProblem:
-    """Problems of at most 18 operations."""
+    """Problems of at most 18 operations; what weight gradients wait with may be less than an
+    activation, or more."""
     placement, most = draw(st.sampled_from([(sequential(2), 4), (sequential(3), 2), (fold(2), 2)]))
     count = draw(st.integers(1, most))
     num = placement.num_stages
@@ -36,11 +37,15 @@ def tiny(draw: st.DrawFn) -> ScheduleProblem:
         return tuple(map(float, draw(st.lists(st.integers(1, 4), min_size=num, max_size=num))))
 
     taken = tuple(map(float, draw(st.lists(st.integers(1, 3), min_size=num, max_size=num))))
+    capped = draw(st.booleans())
+    waiting = None
+    if split and capped and draw(st.booleans()):
+        waiting = tuple(map(float, draw(st.lists(st.integers(0, 4), min_size=num, max_size=num))))
+    most = tuple(map(max, taken, waiting or taken))
     held = [
-        sum(taken[s] for s in placement.stages_of_device(d)) for d in range(placement.num_devices)
+        sum(most[s] for s in placement.stages_of_device(d)) for d in range(placement.num_devices)
     ]
     cap = tuple(h + draw(st.integers(0, 3)) for h in held)
-    capped = draw(st.booleans())
     return ScheduleProblem(
         placement,
         count,
@@ -50,6 +55,7 @@ def tiny(draw: st.DrawFn) -> ScheduleProblem:
         float(draw(st.integers(0, 2))),
         taken if capped else None,
         cap if capped else None,
+        waiting=waiting,
     )
 
 

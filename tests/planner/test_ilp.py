@@ -8,6 +8,7 @@ import math
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,10 +140,18 @@ def test_a_solver_takes_none_of_the_search(monkeypatch: pytest.MonkeyPatch) -> N
     assert given == [0.1, 0.1] and lengths[0] <= lengths[1]
 
 
+@pytest.mark.parametrize("waits", [None, (0.0, 1.0), (1.5, 2.5)])
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_every_exact_model_finds_the_brute_force_optimum(seed: int) -> None:
-    placement, count = (sequential(2), 3) if seed % 2 else (fold(2), 2)
+def test_every_exact_model_finds_the_brute_force_optimum(
+    seed: int, waits: tuple[float, ...] | None
+) -> None:
+    """Also where an activation takes less, or more, until its weight gradient."""
+    placement, count = (sequential(2), 3) if seed % 2 or waits else (fold(2), 2)
     problem = random_problem(seed, placement, count)
+    if waits:
+        caps = [max(a, w) + 1 for a, w in zip(problem.activation or (), waits, strict=True)]
+        more = problem.weight_grad or problem.forward
+        problem = replace(problem, weight_grad=more, cap=tuple(caps), waiting=waits)
     shop, best = job_shop(problem), optimum(problem)
     horizon = best + 3
     for found in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ from megatron_pulse.planner.step.communication import compile_communication, mes
 from megatron_pulse.planner.step.nccl_check import check_events
 from megatron_pulse.planner.step.program import compile_program
 from tests.planner.chains import chain
+from tests.planner.exact import optimum
 from tests.planner.schedules import simulate, wave
 from tests.planner.strategies import with_order
 
@@ -176,10 +178,10 @@ def test_mutations(schedule: Schedule, data: st.DataObject) -> None:
     ],
 )
 @pytest.mark.parametrize("solver", ["none", "auto"])
-def test_what_waits_with_less_is_not_proved_as_if_it_waited_with_all(
+def test_what_waits_with_less_makes_room_when_the_input_gradient_is_there(
     times: tuple[tuple[float, float], ...], waiting: float, shorter: float, solver: str
 ) -> None:
-    """Searches and solvers hold an activation until its weight gradient; there are shorter ones."""
+    """Held until its weight gradient each would take longer."""
     problem = ScheduleProblem(sequential(2), 3, *times, cap=(1.8, 1.8), waiting=(waiting,) * 2)
     texts = ("F0 I0 F1 W0 I1 F2 W1 I2 W2", "F0 I0 W0 F1 I1 W1 F2 I2 W2")
     order = tuple(
@@ -189,6 +191,11 @@ def test_what_waits_with_less_is_not_proved_as_if_it_waited_with_all(
     schedule = Schedule("by hand", problem.placement, 3, order)
     assert not faults_for(problem, schedule)
     assert run(problem, schedule).makespan <= shorter
+    best = optimum(problem)
+    assert best <= shorter < optimum(replace(problem, waiting=None))
     for effort in (0, 6, 16):
-        assert synthesize(problem, math.inf, effort).certificate.lower_bound <= shorter
-    assert solve(problem, 1.0, solver).certificate.lower_bound <= shorter
+        found = synthesize(problem, math.inf, effort)
+        assert faults_for(problem, found.schedule) == []
+        assert found.certificate.lower_bound <= best <= found.certificate.makespan
+    assert found.certificate.makespan == best
+    assert solve(problem, 1.0, solver).certificate.lower_bound <= best

@@ -125,6 +125,7 @@ def test_deterministic_and_scale_free(problem: ScheduleProblem, power: int) -> N
         link=unit * problem.link,
         activation=scaled(problem.activation or (1.0,) * num),
         cap=scaled(problem.cap),
+        waiting=scaled(problem.waiting),
     )
     assert synthesize(other, effort=2).certificate.makespan == pytest.approx(
         unit * found.certificate.makespan, rel=0.1

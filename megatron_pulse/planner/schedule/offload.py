@@ -337,7 +337,7 @@ def held(problem: ScheduleProblem, order: Sequence[Operation]) -> Floats:
             live += own
         elif kind is Kind.RECOMPUTE:
             live += computed
-        found.append(live)
+        found.append(live + (max(0.0, rest - own) if kind is Kind.INPUT_GRAD else 0.0))
         if kind in BACKWARDS and op[1:] in again:
             live -= computed
         if kind is Kind.BACKWARD:

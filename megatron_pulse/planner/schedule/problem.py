@@ -166,6 +166,11 @@ class ScheduleProblem:
         """Memory that a forward of ``stage`` takes."""
         return 1.0 if self.activation is None else self.activation[stage]
 
+    def most_of(self, stage: int) -> float:
+        """Memory that it takes at the most, from the forward to the weight gradient."""
+        own = self.activation_of(stage)
+        return own if self.waiting is None else max(own, self.waiting[stage])
+
     def _faults(self) -> list[str]:
         stages, devices = self.placement.num_stages, self.placement.num_devices
         faults = []
@@ -219,7 +224,7 @@ class ScheduleProblem:
             )
         if not faults and self.cap is not None:
             for device, cap in enumerate(self.cap):
-                held = sum(map(self.activation_of, self.placement.stages_of_device(device)))
+                held = sum(map(self.most_of, self.placement.stages_of_device(device)))
                 if held > cap * (1 + 1e-9):
                     faults.append(
                         f"device {device} holds {held:g} for one microbatch, its cap is {cap:g}"

@@ -66,7 +66,7 @@ class _Line:
         self.problem, self.order, self.seconds = problem, order, problem.recompute
         self.bytes = problem.recomputed or (0.0,) * problem.placement.num_stages
         self.cap = math.inf if problem.cap is None else problem.cap[device] * (1 + 1e-9)
-        self.held = held(replace(problem, waiting=None), order)
+        self.held = held(problem, order)
         self.position = {op: k for k, op in enumerate(order)}
         self.before: list[list[Operation]] = [[] for _ in order]
         self.place: dict[Operation, int] = {}

@@ -78,10 +78,8 @@ def _with(
         notes.append(f"{solver}: its answer is not valid: {faults[0]}")
     elif (reached := run(problem, added.schedule).makespan) < length * (1 - 1e-9):
         schedule, length, path = added.schedule, reached, added.path
-    # A solver's activations take all until the weight gradient: no bound of what wait with less.
-    shown = added.bound if problem.waiting is None else 0.0
-    bound = min(max(made.lower_bound, shown), length)
+    bound = min(max(made.lower_bound, added.bound), length)
     proved = length <= bound * (1 + 1e-9)
-    if proved and shown > made.lower_bound:
+    if proved and added.bound > made.lower_bound:
         path += f", proved by {solver}"
     return Synthesis(schedule, Certificate(length, bound, proved, path, made.seconds)), notes

@@ -145,7 +145,7 @@ def peak_activations(
                 twice.pop(key, None)
                 if operation.kind is Kind.INPUT_GRAD and waiting is not None and key in live:
                     live[key] = waiting[operation.stage]
-            if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.RELOAD):
+            if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.RELOAD, Kind.INPUT_GRAD):
                 peak = max(peak, sum(live.values()) + sum(twice.values()))
             elif operation.kind.live < 0:
                 live.pop(key, None)

@@ -7,12 +7,11 @@ activation a task from the start of its forward to the end of what gives it back
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_pulse.planner.schedule.ilp.solvers import Answer, Status
 from megatron_pulse.planner.schedule.ilp.time_indexed import Found, windows
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-from megatron_pulse.planner.schedule.search.template import lives
 
 MEMORY_BITS = 40
 """Units of memory are cut to so many bits, in favour of fitting: sums stay whole numbers of 64."""
@@ -50,13 +49,11 @@ def shortest_by_cp_sat(
         model.add_no_overlap([task[i] for i in mine])
         shift = max(0, cap.bit_length() - MEMORY_BITS)
         held, demands = [], []
-        for f, b in zip(*lives(shop, d), strict=True):
-            for m in range(count):
-                i, j = f * count + m, b * count + m
-                life = model.new_int_var(0, horizon, f"l{i}")
-                end = begin[j] + shop.duration[j]
-                held.append(model.new_interval_var(begin[i], life, end, f"h{i}"))
-                demands.append(shop.delta[i] >> shift)
+        for i, j, takes in _lives(shop, d):
+            life = model.new_int_var(0, horizon, f"l{i}")
+            end = begin[j] + shop.duration[j]
+            held.append(model.new_interval_var(begin[i], life, end, f"h{i}-{j}"))
+            demands.append(takes >> shift)
         if sum(demands) > cap >> shift:
             model.add_cumulative(held, demands, -(-cap >> shift))
     length = model.new_int_var(bound, horizon, "length")
@@ -84,3 +81,19 @@ def shortest_by_cp_sat(
         return Found([solver.value(t) for t in begin], proved, answer)
     proved_length = horizon + 1 if status is Status.INFEASIBLE else None
     return Found(None, proved_length, Answer(status, None, False, spent))
+
+
+def _lives(shop: JobShop, device: int) -> Iterator[tuple[int, int, int]]:
+    """What is in use on a device: by which operation's begin, to which one's end, and how much."""
+    count, num = shop.num_microbatches, shop.placement.num_stages
+    for s in shop.placement.stages_of_device(device):
+        for m in range(count):
+            first, back, last = (
+                k * num * count + s * count + m for k in (0, 1, len(shop.kinds) - 1)
+            )
+            taken, left = shop.delta[first], -shop.delta[last]
+            yield first, last, min(taken, left)
+            if taken > left:
+                yield first, back, taken - left
+            elif taken < left:
+                yield back, last, left - taken

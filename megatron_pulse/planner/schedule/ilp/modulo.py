@@ -9,11 +9,10 @@ comes before k in the period of their device (r before all).
     delta_k >= p_r + sum_j p_j y_jk                          the decisive cuts: what is before k
     delta_k + p_k + sum_j p_j y_kj <= II                     and after it must fit
     sigma_k >= sigma_j + p_j + lag                           data flow
-    sum over forwards F of d, freed by f, of
-        a_F (microbatches of F started less those of f that started before) <= A_d at every start
-        of a forward of d
+    sum over classes k of d, which change what is in use by a_k, of
+        a_k (microbatches of k started) <= A_d at every start of a class of d that takes memory
 
-The count at the start of a forward G in the period n of r: of a class k before it (or itself)
+The count at the start of such a class G in the period n of r: of a class k before it (or itself)
 n - q_k + 1 have started, else n - q_k; so the sum is linear in q and y. See
 ../README.md: Integer programs.
 """
@@ -27,7 +26,7 @@ from typing import Any
 from megatron_pulse.planner.schedule.ilp.solvers import Solver, solve_model
 from megatron_pulse.planner.schedule.ilp.time_indexed import memory
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-from megatron_pulse.planner.schedule.search.template import Template, faults, lives
+from megatron_pulse.planner.schedule.search.template import Template, faults
 
 
 class Aim(StrEnum):
@@ -126,16 +125,13 @@ def modulo(shop: JobShop, period: int, aim: Aim) -> Any:
             source = j // count
             model.rows.add(model.sigma[k] >= model.sigma[source] + p[source] + lag)
     for d, line in enumerate(lines):
-        pairs = list(zip(*lives(shop, d), strict=True))
-        weight, room = memory(shop, d)
-        for g, _ in pairs:
+        change, room = memory(shop, d)
+        for g in (k for k, more in change.items() if more > 0):
             # Whether class k has started in the period by the start of g, inclusive.
             here = {
                 k: 1 if k in (g, line[0]) else 0 if g == line[0] else before(k, g) for k in line
             }
-            live = sum(
-                weight[f * count] * (here[f] - model.q[f] - here[b] + model.q[b]) for f, b in pairs
-            )
+            live = sum(more * (here[k] - model.q[k]) for k, more in change.items())
             if aim is Aim.LATENCY:
                 model.rows.add(live <= room)
             else:

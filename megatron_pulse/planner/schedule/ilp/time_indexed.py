@@ -5,8 +5,9 @@ identical and run in order, so the counts are a schedule. With durations p, clas
 
     X[k, t] <= X[j, t - p_j - lag]                            data flow
     sum over k of device d: X[k, t] - X[k, t - p_k] <= 1      one operation at a time
-    sum over forwards F of d, freed by class f:
-        a_F (X[F, t] - X[f, t - p_f]) <= cap_d                memory: binds the order on d alone
+    sum over classes k of d, which change what is in use by a_k:
+        a_k X[k, t], or a_k X[k, t - p_k] where a_k < 0       memory: binds the order on d alone
+        <= cap_d
     (M - low) z[t] <= X[k, t - p_k] - low for the last classes k, low the least
         that X can be: all has ended by t
 
@@ -24,7 +25,6 @@ from typing import Any
 
 from megatron_pulse.planner.schedule.ilp.solvers import Answer, Solver, Status, solve_model
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-from megatron_pulse.planner.schedule.search.template import lives
 
 EXACT_MEMORY = 10_000
 """Memory in whole units is exact up to this many, else scaled to it, with a grain of slack."""
@@ -120,14 +120,13 @@ def time_indexed(shop: JobShop, horizon: int, bound: int) -> Any:
                 require(started(k, t), started(source, t - period[source] - lag))
     for d in range(len(shop.cap)):
         line = shop.classes_of(d)
-        pairs = list(zip(*lives(shop, d), strict=True))
-        weight, cap = memory(shop, d)
+        change, cap = memory(shop, d)
         for t in range(horizon):
             require(sum(started(k, t) - started(k, t - period[k]) for k in line), 1)
-            if any((f, t) in model.X for f, _ in pairs):
+            if any((k, t) in model.X for k, more in change.items() if more > 0):
                 live = (
-                    weight[f * count] * (started(f, t) - started(b, t - period[b]))
-                    for f, b in pairs
+                    more * started(k, t if more > 0 else t - period[k])
+                    for k, more in change.items()
                 )
                 require(sum(live), cap)
     model.done = pyo.Var(range(bound, horizon), domain=pyo.Binary)
@@ -143,12 +142,13 @@ def time_indexed(shop: JobShop, horizon: int, bound: int) -> Any:
 
 
 def memory(shop: JobShop, device: int) -> tuple[dict[int, float], float]:
-    """What every operation adds on a device and what there is, in numbers that solvers bear."""
-    cap = shop.cap[device]
-    own = {i: d for i, d in enumerate(shop.delta) if shop.device[i] == device}
+    """By how much every class changes what a device has in use, and what there is, in numbers that
+    solvers bear."""
+    cap, count = shop.cap[device], shop.num_microbatches
+    own = {k: shop.delta[k * count] for k in shop.classes_of(device) if shop.delta[k * count]}
     if cap <= EXACT_MEMORY:
-        return {i: float(d) for i, d in own.items()}, float(cap)
-    return {i: d * EXACT_MEMORY / cap for i, d in own.items()}, EXACT_MEMORY + 1e-6
+        return {k: float(d) for k, d in own.items()}, float(cap)
+    return {k: d * EXACT_MEMORY / cap for k, d in own.items()}, EXACT_MEMORY + 1e-6
 
 
 def windows(shop: JobShop, horizon: int) -> tuple[list[int], list[int]]:

@@ -15,7 +15,7 @@ from itertools import combinations
 
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-from megatron_pulse.planner.schedule.search.template import Template, lives, steady_peak
+from megatron_pulse.planner.schedule.search.template import Template, steady_peak
 
 Busy = tuple[tuple[int, int], ...]
 """What is taken of a device's period: (begin, end) in order, begin in [0, period)."""
@@ -50,7 +50,7 @@ class _Beam:
         step, num = shop.num_microbatches, shop.placement.num_stages
         self.duration = [shop.duration[k * step] for k in range(shop.num_classes)]
         self.device = [shop.device[k * step] for k in range(shop.num_classes)]
-        self.takes = [max(0, shop.delta[k * step]) for k in range(shop.num_classes)]
+        self.change = [shop.delta[k * step] for k in range(shop.num_classes)]
         self.source = [
             (shop.before[k * step][0][0] // step, shop.before[k * step][0][1])
             if shop.before[k * step]
@@ -61,14 +61,14 @@ class _Beam:
         self.path = list(range(num))
         for stage in reversed(range(num)):
             self.path += range(num + stage, shop.num_classes, num)
-        self.gives = {(len(shop.kinds) - 1) * num + s: s for s in range(num)}
+        self.last = range(shop.num_classes - num, shop.num_classes)
 
     def search(self, width: int, branches: int) -> list[Template]:
         shop = self.shop
         devices = shop.placement.num_devices
         life = [0] * devices
-        for k, s in self.gives.items():
-            life[self.device[s]] += self.takes[s] * (self.heads[k] - self.heads[s])
+        for device, change, head in zip(self.device, self.change, self.heads, strict=True):
+            life[device] -= change * head
         empty: list[Busy] = [()] * devices
         states = [_State([-1] * shop.num_classes, empty, 0, life, [0] * devices, 0.0)]
         for at, k in enumerate(self.path):
@@ -126,18 +126,13 @@ class _Beam:
         busy[device] = tuple(sorted((*busy[device], (begin, begin + self.duration[k]))))
         delay = t - self.heads[k]
         life, held, excess = state.life, state.open, state.excess
-        if self.takes[k]:
+        if self.change[k]:
             life, held = life.copy(), held.copy()
-            life[device] -= self.takes[k] * delay
-            held[device] += self.takes[k]
-        if k in self.gives:
-            s = self.gives[k]
-            life, held = life.copy(), held.copy()
-            life[device] += self.takes[s] * delay
-            held[device] -= self.takes[s]
+            life[device] -= self.change[k] * delay
+            held[device] += self.change[k]
         if shop.kinds[k // shop.placement.num_stages] is Kind.WEIGHT_GRAD:
             delay = state.delay
-        if k in self.gives and all(start[b] >= 0 for b in lives(shop, device)[1]):
+        if k in self.last and all(start[b] >= 0 for b in self.last if self.device[b] == device):
             peak = steady_peak(shop, Template(period, tuple(start)), device)
             cap = shop.cap[device]
             excess += max(0, peak - cap) / max(cap, 1)

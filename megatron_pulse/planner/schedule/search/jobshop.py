@@ -66,6 +66,11 @@ class JobShop:
         count = self.num_microbatches
         return [k for k in range(self.num_classes) if self.device[k * count] == device]
 
+    def most(self, stage: int) -> int:
+        """What one microbatch takes of a stage at the most."""
+        count, num = self.num_microbatches, self.placement.num_stages
+        return max(self.delta[stage * count], -self.delta[(self.num_classes - num + stage) * count])
+
     def load(self, device: int) -> int:
         """Ticks that one microbatch takes on a device."""
         return sum(self.duration[k * self.num_microbatches] for k in self.classes_of(device))
@@ -173,21 +178,19 @@ def job_shop(problem: ScheduleProblem, ticks: int = TICKS) -> JobShop:
     times = [problem.duration(kind, s) for kind in kinds for s in range(num)]
     lags = [problem.lag(s, s + 1) for s in range(num - 1)]
     durations, lag_ticks = _to_ticks(times, lags, ticks)
-    weight, cap = _to_units(problem)
+    changes, cap = _to_units(problem)
     duration, device, delta = [], [], []
     before: list[tuple[tuple[int, int], ...]] = []
-    for index, kind in enumerate(kinds):
-        for stage in range(num):
-            own = index * num + stage
-            source, lag = _source(own, kinds, placement, lag_ticks)
-            for m in range(count):
-                edges = [] if source is None else [(source * count + m, lag)]
-                if m:
-                    edges.append((own * count + m - 1, 0))
-                before.append(tuple(edges))
-            duration += [durations[own]] * count
-            device += [home[stage]] * count
-            delta += [kind.live * weight[stage]] * count
+    for own in range(len(kinds) * num):
+        source, lag = _source(own, kinds, placement, lag_ticks)
+        for m in range(count):
+            edges = [] if source is None else [(source * count + m, lag)]
+            if m:
+                edges.append((own * count + m - 1, 0))
+            before.append(tuple(edges))
+        duration += [durations[own]] * count
+        device += [home[own % num]] * count
+        delta += [changes[own]] * count
     return JobShop(
         placement,
         count,
@@ -241,18 +244,26 @@ def _to_ticks(
 
 
 def _to_units(problem: ScheduleProblem) -> tuple[list[int], tuple[int, ...]]:
-    """What a forward of each stage takes, and what each device has."""
-    weight = [problem.activation_of(s) for s in range(problem.placement.num_stages)]
-    home = problem.placement.device_of_stage
-    enough = problem.num_microbatches * sum(weight)
+    """By how much each class changes what its device has in use, and what each device has."""
+    first = list(map(problem.activation_of, range(problem.placement.num_stages)))
+    rest = first if problem.waiting is None else list(problem.waiting)
+    most, home = list(map(max, first, rest)), problem.placement.device_of_stage
+    enough = problem.num_microbatches * sum(most)
     cap = [min(enough, c) for c in problem.cap or [enough] * problem.placement.num_devices]
     unit = [Fraction(1)] * len(cap)
-    if not all(w.is_integer() for w in map(float, weight)):
-        unit = [UNITS / Fraction(max(*weight, *cap))] * len(cap)
+    if not all(w.is_integer() for w in map(float, [*first, *rest])):
+        unit = [UNITS / Fraction(max(*most, *cap))] * len(cap)
         for d, room in enumerate(cap):
-            most = max(room, *(w for w, at in zip(weight, home, strict=True) if at == d))
-            largest = Fraction(most)
+            largest = Fraction(max(room, *(w for w, at in zip(most, home, strict=True) if at == d)))
             if 0 < largest * unit[d] < FINE:
                 unit[d] = UNITS / largest
     room_of = tuple(int(Fraction(c * (1 + 1e-9)) * u) for c, u in zip(cap, unit, strict=True))
-    return [round(Fraction(w) * unit[d]) for w, d in zip(weight, home, strict=True)], room_of
+
+    def units(values: Sequence[float]) -> list[int]:
+        return [round(Fraction(w) * unit[d]) for w, d in zip(values, home, strict=True)]
+
+    taken, left = units(first), units(rest)
+    if problem.weight_grad is None:
+        return [*taken, *(-w for w in taken)], room_of
+    waits = [w - a for a, w in zip(taken, left, strict=True)]
+    return [*taken, *waits, *(-w for w in left)], room_of

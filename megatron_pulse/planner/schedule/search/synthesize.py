@@ -194,7 +194,7 @@ def _has_room(problem: ScheduleProblem, alive: Sequence[Any]) -> bool:
         return True
     for device, (counts, cap) in enumerate(zip(alive, problem.cap, strict=True)):
         own = problem.placement.stages_of_device(device)
-        each = np.array([problem.activation_of(s) for s in own], dtype=np.float64)
+        each = np.array([problem.most_of(s) for s in own], dtype=np.float64)
         if (counts @ each).max(initial=0.0) > cap * (1 + 1e-9):
             return False
     return True

@@ -45,26 +45,16 @@ def faults(shop: JobShop, template: Template) -> list[str]:
 
 def steady_peak(shop: JobShop, template: Template, device: int) -> int:
     """Largest memory of a device when the template runs for ever."""
-    takes, gives = lives(shop, device)
+    change = {k: shop.delta[k * shop.num_microbatches] for k in shop.classes_of(device)}
     start, period = template.start, template.period
     return max(
         (
-            sum(
-                shop.delta[f * shop.num_microbatches]
-                * ((start[now] - start[f]) // period - (start[now] - start[b]) // period)
-                for f, b in zip(takes, gives, strict=True)
-            )
-            for now in takes
+            sum(more * ((start[now] - start[k]) // period) for k, more in change.items())
+            for now, grows in change.items()
+            if grows > 0
         ),
         default=0,
     )
-
-
-def lives(shop: JobShop, device: int) -> tuple[list[int], list[int]]:
-    """The classes of a device that take memory, and those that give it back."""
-    stages = shop.placement.stages_of_device(device)
-    last = (len(shop.kinds) - 1) * shop.placement.num_stages
-    return list(stages), [last + s for s in stages]
 
 
 def _data_faults(shop: JobShop, template: Template) -> list[str]:

@@ -54,9 +54,9 @@ class SweptChain(NamedTuple):
 
 
 def most_open(shop: JobShop) -> int:
-    """Microbatches that can be under way at once: each holds what its first forward took until its
+    """Microbatches that can be under way at once: each holds what its first stage takes until its
     last backward."""
-    takes, room = shop.delta[0], shop.cap[shop.device[0]]
+    takes, room = shop.most(0), shop.cap[shop.device[0]]
     return min(shop.num_microbatches, room // takes if takes else shop.num_microbatches)
 
 
@@ -73,7 +73,7 @@ def chain_of(shop: JobShop, mirrored: bool = False) -> SweptChain:
         weight[num:] = [shop.duration[(num + k) * count] for k in classes[num:]]
     if mirrored:
         device, time, lag = device[::-1], time[::-1], [0, *lag[:0:-1]]
-    memory = [shop.delta[i] for i in first[:num]]
+    memory = list(map(shop.most, range(num)))
     begin = np.cumsum(lag) + np.concatenate(([0], np.cumsum(time)[:-1]))
     ends = begin + time + weight
     devices = len(shop.cap)
