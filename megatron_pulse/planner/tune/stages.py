@@ -161,7 +161,7 @@ class Cut(Costs):
             num_microbatches,
             lags(stages.edges, stages.partition.placement.num_stages),
             split=config.split,
-            activation=stages.kept_bytes(config.split),
+            activation=stages.saved_bytes,
             cap=self._room(config, stages, num_microbatches, anyhow),
             recomputed=stages.again_bytes,
             waiting=stages.waiting_bytes if config.split else None,

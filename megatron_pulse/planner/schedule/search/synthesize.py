@@ -343,12 +343,10 @@ class _ScheduleSearch:
             self.anneal(budget.share(share), seed, hot, price)
 
     def sweep(self, sweeps: Widening, budget: _Budget) -> None:
-        """Sweep over counts while there is budget; a sweep that leaves nothing out is a proof,
-        where activations take all the time what they do in a sweep."""
+        """Sweep over counts while there is budget; a sweep that leaves nothing out is a proof."""
         if not budget.spent:
             self.try_all(sweeps.starts(lambda: self.length, budget.looks()), None)
-            if self.problem.waiting is None:
-                self.bound = max(self.bound, sweeps.bound)
+            self.bound = max(self.bound, sweeps.bound)
 
     def anneal(self, budget: _Budget, seed: int, hot: float, price: tuple[float, float]) -> None:
         """Take all of the budget to anneal the shortest so far."""

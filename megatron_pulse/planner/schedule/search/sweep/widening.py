@@ -35,14 +35,16 @@ class Widening:
 
     They run on times rounded down to whole ticks, a relaxation (``grid``), so that a sweep that
     leaves out nothing proves a ``bound``, in the problem's unit. Where that grid would be too fine
-    they run in the ticks of ``shop`` and prove none. ``reached``: ticks of the last schedule.
+    they run in the ticks of ``shop`` and prove none; nor do they where activations take less, or
+    more, until weight gradients, for here they take the most. ``reached``: ticks of the last
+    schedule.
     """
 
     def __init__(self, problem: ScheduleProblem, shop: JobShop) -> None:
         grid = on_grid(problem, FINE)
         own, times = job_shop(grid.problem, FINE), grid.problem
         self.longest = max(*times.forward, *times.backward, *(times.weight_grad or ()))
-        self.proves = max(own.duration) == self.longest
+        self.proves = problem.waiting is None and max(own.duration) == self.longest
         self.shop, self.ticks = shop, own if self.proves else shop
         self.unit = grid.width * self.longest / max(self.ticks.duration)
         self.bound, self.reached, self.done = 0.0, 0, False
