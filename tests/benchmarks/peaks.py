@@ -8,8 +8,10 @@ own loop on CPU ranks. Of the second step is measured what training holds when i
 begins (all memory that torch has allocated since the process was ready: weights, gradients,
 optimizer, averages), and on top of it the most that is alive at once until its last backward ends,
 of all tensors that operators make (``LiveBytes``). Batches are the host's, and copied for the
-device as it asks for them; so are activations that wait there. What a kernel needs while it runs,
-gloo, and the optimizer's step (which is torch's on a CPU, and has copies that a GPU's has not) are
+device as it asks for them; so are activations that wait there. What was sent is let go by the
+plan's times, as on a GPU: gloo's is kept until it is proved to have arrived, which was 19 % of a
+device that begins with many small forwards. What a kernel needs while it runs, gloo, and the
+optimizer's step (which is torch's on a CPU, and has copies that a GPU's has not) are
 not seen. The exit status is 1 if a device is further from its plan than 5 %.
 """
 
@@ -48,23 +50,26 @@ BAR = 0.05
 EFFORT = 4
 """Of the search for a schedule."""
 
-UVIT = {"depth": 6, "embed_dim": 64, "num_heads": 4, "image_size": 16, "in_channels": 4}
+UVIT = {"depth": 6, "embed_dim": 128, "num_heads": 4, "image_size": 16, "in_channels": 4}
 UNET = {
-    "sample_size": 16, "block_out_channels": "32,64", "norm_num_groups": 8,
+    "sample_size": 16, "block_out_channels": "64,128", "norm_num_groups": 8,
     "transformer_depth": "0,1", "layers_per_block": 1,
 }  # fmt: skip
 TEXT = {**UNET, "cross_attention_dim": 32, "context_length": 16}
-IMAGE = {"num_layers": 4, "sample_size": 16}
+IMAGE = {"num_layers": 4, "sample_size": 16, "attention_head_dim": 32}
 BACKBONES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "uvit": ("uvit-tiny", UVIT),
     "unet": ("unet-tiny", {**UNET, "in_channels": 4, "out_channels": 4}),
     "sd": ("sd-tiny", TEXT),
     "sdxl": ("sdxl-tiny", {**TEXT, "num_heads": "2,4"}),
-    "hunyuan": ("hunyuan-tiny", {**IMAGE, "num_layers": 6}),
+    "hunyuan": ("hunyuan-tiny", {**IMAGE, "num_layers": 6, "ffn_dim": 320}),
     "dit": ("dit-tiny", IMAGE),
     "pixart": ("pixart-tiny", IMAGE),
     "sd3": ("sd3-tiny", {**IMAGE, "pos_embed_max_size": 8}),
-    "flux": ("flux-tiny", {"num_layers": 2, "num_single_layers": 2, "sample_size": 16}),
+    "flux": (
+        "flux-tiny",
+        {**IMAGE, "num_layers": 2, "num_single_layers": 2, "axes_dims_rope": "8,8,16"},
+    ),
 }
 LINK = ClusterLink("loopback", 1.0, 50.0, Shared.DEVICE)
 TO_HOST = ClusterLink("pcie", 50.0, 10.0, Shared.DEVICE)
@@ -123,9 +128,9 @@ CASES = (
     Case("sd3", Config(2, 1, 1, 4, ROW, split=True, recompute=SOME), 6, room=0.8),
     Case("flux", Config(4, 1, 1, 4, ROW), 8),
     Case("uvit", Config(4, 1, 1, 4, ROW, recompute=HOST), 12, room=0.7),
-    Case("uvit", Config(4, 1, 1, 4, FOLD_EXACT, recompute=HOST), 12, room=0.7),
+    Case("uvit", Config(4, 1, 1, 4, FOLD_EXACT, recompute=HOST), 12, room=0.75),
     Case("sd", Config(4, 1, 1, 4, ROW, recompute=HOST), 12, room=0.6),
-    Case("dit", Config(4, 1, 1, 4, ROW, split=True, recompute=HOST), 12, "bfloat16", room=0.7),
+    Case("dit", Config(4, 1, 1, 4, ROW, split=True, recompute=HOST), 12, "bfloat16", room=0.8),
     Case("hunyuan", Config(4, 1, 1, 4, FOLD_SOFT, recompute=HOST), 12, room=0.7),
 )  # fmt: skip
 
@@ -223,6 +228,7 @@ def measured(argv: list[str]) -> Peak:
     from megatron_pulse.profile.measuring.memory import LiveBytes
     from megatron_pulse.runtime.away import Away
     from megatron_pulse.runtime.executor import Executor
+    from megatron_pulse.runtime.messages.links import Links
 
     before, count, live = _allocated(), 0, LiveBytes()
     hosted: dict[int, Any] = {}
@@ -256,6 +262,7 @@ def measured(argv: list[str]) -> Peak:
 
     training.train_step, Executor.run = train_step, run  # type: ignore[method-assign]
     Away.leave = leave_for_host  # type: ignore[method-assign]
+    Links.release = Links.let_go  # type: ignore[method-assign]
     sys.argv = ["pretrain_diffusion.py", *argv]
     pretrain.main()
     return Peak(held[0], held[0] + live.peak)

@@ -1,19 +1,24 @@
 """A timeline as trace events, the JSON that ui.perfetto.dev and chrome://tracing open.
 
 A timeline is a process, a device a thread, an operation a complete event; a message is a flow from
-the operation that makes it to the one that takes it, and live stage activations are counters.
+the operation that makes it to the one that takes it, and live stage activations are counters. What
+waits and is sent, and copies to the host and back, are in threads of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from megatron_pulse.planner.draw.lanes import Look, copied
 from megatron_pulse.planner.draw.looks import NAMES
 from megatron_pulse.planner.draw.schedule import Panel
 from megatron_pulse.planner.schedule.check.simulate import Timeline, dependency
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
+
+_COPIES = {Look.TO_HOST: "copies to the host", Look.BACK: "copies from the host"}
 
 
 def trace_events(
@@ -28,6 +33,7 @@ def trace_events(
     that activations are counted in bytes.
     """
     panels = [Panel("pipeline", timeline)] if isinstance(timeline, Timeline) else list(timeline)
+    panels = [replace(p, lanes=p.lanes + copied(problem, p.timeline)) for p in panels]
     events: list[dict[str, Any]] = []
     for process, panel in enumerate(panels, start=1):  # 0 is the idle process of a viewer
         events += _process(problem, panel, process, microseconds, in_bytes)
@@ -86,11 +92,7 @@ def _activations(
     waits on the host is not counted meanwhile."""
     live = 0.0
     for operation in timeline.schedule.order[device]:
-        kind, stage = operation.kind, operation.stage
-        change = kind.live * problem.activation_of(stage) if kind.live else 0.0
-        if kind.copies and problem.offloaded is not None:
-            change = problem.offloaded[stage] * (1 if kind is Kind.RELOAD else -1)
-        if kind.live or kind.copies:
+        if change := problem.change(operation.kind, operation.stage):
             grows = change > 0
             live += change
             yield {
@@ -103,24 +105,25 @@ def _activations(
 
 
 def _lanes(panel: Panel, process: int, scale: float) -> Iterator[dict[str, Any]]:
-    """What devices send or wait for, as threads of their own below those of the devices."""
-    first = len(panel.timeline.schedule.order)
-    for device in sorted({mark.device for mark in panel.lanes}):
-        yield _named("thread_name", process, first + device, f"device {device}: messages")
+    """What devices send or wait for, and copy, as threads of their own below those of devices."""
+    names = [f"device {mark.device}: {_COPIES.get(mark.look, 'messages')}" for mark in panel.lanes]
+    threads = {n: i for i, n in enumerate(sorted(set(names)), len(panel.timeline.schedule.order))}
+    for name, thread in threads.items():
+        yield _named("thread_name", process, thread, name)
         yield {
             "ph": "M",
             "name": "thread_sort_index",
             "pid": process,
-            "tid": first + device,
-            "args": {"sort_index": first + device},
+            "tid": thread,
+            "args": {"sort_index": thread},
         }
-    for mark in panel.lanes:
+    for name, mark in zip(names, panel.lanes, strict=True):
         yield {
             "ph": "X",
             "name": mark.text,
             "cat": mark.look.value,
             "pid": process,
-            "tid": first + mark.device,
+            "tid": threads[name],
             "ts": mark.start * scale,
             "dur": (mark.end - mark.start) * scale,
         }

@@ -330,20 +330,11 @@ def held(problem: ScheduleProblem, order: Sequence[Operation]) -> Floats:
     live, found = 0.0, []
     again = {op[1:] for op in order if op.kind is Kind.RECOMPUTE}
     for op in order:
-        kind, own = op.kind, problem.activation_of(op.stage)
-        rest = own if problem.waiting is None else problem.waiting[op.stage]
         computed = 0.0 if problem.recomputed is None else problem.recomputed[op.stage]
-        if kind is Kind.FORWARD:
-            live += own
-        elif kind is Kind.RECOMPUTE:
-            live += computed
-        found.append(live + (max(0.0, rest - own) if kind is Kind.INPUT_GRAD else 0.0))
-        if kind in BACKWARDS and op[1:] in again:
+        change = problem.change(op.kind, op.stage)
+        live += computed if op.kind is Kind.RECOMPUTE else max(0.0, change)
+        found.append(live)
+        live += min(0.0, change)
+        if op.kind in BACKWARDS and op[1:] in again:
             live -= computed
-        if kind is Kind.BACKWARD:
-            live -= own
-        elif kind is Kind.INPUT_GRAD:
-            live -= own - rest
-        elif kind is Kind.WEIGHT_GRAD:
-            live -= rest
     return np.array(found, dtype=np.float64)

@@ -166,6 +166,22 @@ class ScheduleProblem:
         """Memory that a forward of ``stage`` takes."""
         return 1.0 if self.activation is None else self.activation[stage]
 
+    def change(self, kind: Kind, stage: int) -> float:
+        """By how much an operation changes what activations take on its device; recomputation
+        aside, and of what grows at its begin, of what shrinks at its end."""
+        own = self.activation_of(stage)
+        left = own if self.waiting is None else self.waiting[stage]
+        away = 0.0 if self.offloaded is None else self.offloaded[stage]
+        changes = {
+            Kind.FORWARD: own,
+            Kind.BACKWARD: -own,
+            Kind.INPUT_GRAD: left - own,
+            Kind.WEIGHT_GRAD: -left,
+            Kind.OFFLOAD: -away,
+            Kind.RELOAD: away,
+        }
+        return changes.get(kind, 0.0)
+
     def most_of(self, stage: int) -> float:
         """Memory that it takes at the most, from the forward to the weight gradient."""
         own = self.activation_of(stage)

@@ -207,6 +207,14 @@ def test_copies_to_the_host_and_back_have_a_lane_of_their_own() -> None:
         for device in range(4):
             own = [m for m in marks if (m.look, m.device) == (look, device)]
             assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own))
+    events = trace_events(problem, timeline)["traceEvents"]
+    threads = {
+        e["tid"]: e["args"]["name"]
+        for e in events
+        if e["name"] == "thread_name" and "host" in e["args"]["name"]
+    }
+    assert len(threads) == len({(m.look, m.device) for m in marks})
+    assert sum(e["ph"] == "X" and e["tid"] in threads for e in events) == len(marks)
     alone = of_class(parse(draw_schedule(problem, timeline, "t")), "mark")
     send = tuple(Mark(0, m, m + 0.5, Look.ACTIVATION, "sent", 1) for m in range(3))
     beside = parse(draw_schedule(problem, [Panel("", timeline, send)], "t"))
