@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_pulse.cli.megatron import prepare_profiling
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
@@ -23,6 +24,7 @@ from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.table import read_table
+from megatron_pulse.runtime.measure.leaving import leaving_weights
 from tests.benchmarks.emulation import real_backbone
 
 RANKS, USABLE = 4, 0.9
@@ -31,8 +33,8 @@ RATES = (10.0, 1.25)
 
 CASES = {
     "sd-v2-4.6b": (256, (1, 2, 4, 8, 16), (32.0, 28.0)),
-    "uvit-2.7b": (128, (1, 2, 4, 8, 16), (32.0, 28.0)),
-    "hunyuan-dit-3b": (16, (1, 2), (32.0, 20.0)),
+    "uvit-2.7b": (128, (1, 2, 4, 8, 16), (32.0, 20.0)),
+    "hunyuan-dit-3b": (16, (1, 2), (32.0, 20.0, 16.0)),
     "sdxl": (8, (1, 2), (32.0, 24.0, 20.0)),
 }
 """Of each backbone the samples of a step, microbatch sizes, and GB of a device."""
@@ -51,9 +53,10 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, Profile, int, tuple[i
         profile = read_table(args.table, roofline, (1,))
         yield from ((args.table.stem, profile, 8, (1,), gb) for gb in args.gb or (48.0, 80.0))
         return
+    prepare_profiling()
     for name in args.backbones:
         samples, sizes, caps = CASES[name]
-        profile = analyse(real_backbone(name), sizes, roofline)
+        profile = analyse(real_backbone(name), sizes, roofline, leaving=leaving_weights)
         yield from ((name, profile, samples, sizes, gb) for gb in args.gb or caps)
 
 

@@ -8,10 +8,8 @@ own loop on CPU ranks. Of the second step is measured what training holds when i
 begins (all memory that torch has allocated since the process was ready: weights, gradients,
 optimizer, averages), and on top of it the most that is alive at once until its last backward ends,
 of all tensors that operators make (``LiveBytes``). Batches are the host's, and copied for the
-device as it asks for them; so are activations that wait there. What was sent is let go by the
-plan's times, as on a GPU: gloo's is kept until it is proved to have arrived, which was 19 % of a
-device that begins with many small forwards. What a kernel needs while it runs, gloo, and the
-optimizer's step (which is torch's on a CPU, and has copies that a GPU's has not) are
+device as it asks for them; so are activations that wait there. What a kernel needs while it runs,
+gloo, and the optimizer's step (which is torch's on a CPU, and has copies that a GPU's has not) are
 not seen. The exit status is 1 if a device is further from its plan than 5 %.
 """
 
@@ -228,7 +226,6 @@ def measured(argv: list[str]) -> Peak:
     from megatron_pulse.profile.measuring.memory import LiveBytes
     from megatron_pulse.runtime.away import Away
     from megatron_pulse.runtime.executor import Executor
-    from megatron_pulse.runtime.messages.links import Links
 
     before, count, live = _allocated(), 0, LiveBytes()
     hosted: dict[int, Any] = {}
@@ -262,7 +259,6 @@ def measured(argv: list[str]) -> Peak:
 
     training.train_step, Executor.run = train_step, run  # type: ignore[method-assign]
     Away.leave = leave_for_host  # type: ignore[method-assign]
-    Links.release = Links.let_go  # type: ignore[method-assign]
     sys.argv = ["pretrain_diffusion.py", *argv]
     pretrain.main()
     return Peak(held[0], held[0] + live.peak)

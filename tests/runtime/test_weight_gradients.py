@@ -304,6 +304,22 @@ def test_no_operation_is_computed_twice(name: str) -> None:
     assert inputs + weights == whole and inputs == weights
 
 
+@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.waiting])
+def test_what_waits_leads_neither_to_the_stage_s_input_nor_to_its_gradient(name: str) -> None:
+    """A message brought the one, and another takes the other: they are let go before."""
+    way, later = WAYS[name], Later()
+    parameters = {k: nn.Parameter(torch.randn(shape)) for k, shape in way.parameters.items()}
+    leaf = torch.randn(way.given, requires_grad=True)
+    with megatron_waits(), deferring(later):
+        result = way.call(way.view(leaf.tanh()), dict(parameters))
+    result.sum().backward()
+    assert later.parameters and leaf.grad is not None
+    held = [weakref.ref(leaf.untyped_storage()), weakref.ref(leaf.grad.untyped_storage())]
+    del leaf, result
+    assert all(storage() is None for storage in held)
+    later.compute()
+
+
 @pytest.mark.parametrize("name", ["linear", "megatron", "conv2d"])
 def test_a_checkpoint_around_holds_no_input(name: str) -> None:
     """What waits is taken from the recomputation; until then nothing is kept."""

@@ -19,7 +19,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE, TELinear
 from megatron.core.utils import is_te_min_version
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.parameters.later import Later
+from megatron_pulse.runtime.parameters.later import Later, alone
 from megatron_pulse.runtime.parameters.weight_gradients import waiting_weights
 
 OLDEST_THAT_WAITS = "2.3.0"
@@ -88,7 +88,7 @@ class _Store:
 
     def put(self, factors: Sequence[Tensor], product: Callable[..., Sequence[Tensor]]) -> None:
         """Keep ``product(*factors)``: the weight's gradient, the bias's, and perhaps more."""
-        parameters = self._parameters
+        parameters, factors = self._parameters, alone(factors)
 
         def gradients() -> tuple[Tensor, ...]:
             found = zip(parameters, product(*factors), strict=False)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.parameters.later import Later
+from megatron_pulse.runtime.parameters.later import Later, alone
 
 _PLAIN = ("stride", "padding", "dilation", "groups")
 _TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
@@ -88,7 +88,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (given,) = ctx.saved_tensors
+        (given,) = alone(ctx.saved_tensors)
         call, weight, bias = ctx.held
         waits = bias is not None and bias.requires_grad
         sizes = None if bias is None else bias.shape

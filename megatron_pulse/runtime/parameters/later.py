@@ -133,6 +133,15 @@ class _Giving(torch.autograd.Function):
         return given
 
 
+def alone(saved: Iterable[Any]) -> tuple[Any, ...]:
+    """The tensors that weight gradients wait with, without the graphs behind them: these lead to
+    what the stage was given, and to its gradients, which would be in memory as long."""
+    return tuple(
+        one.detach() if isinstance(one, Tensor) and one.grad_fn is not None else one
+        for one in saved
+    )
+
+
 def _saving_hooks() -> Any:
     """The hooks that a checkpoint has set just now; None where torch does not tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_pulse.runtime.parameters.later import Later
+from megatron_pulse.runtime.parameters.later import Later, alone
 
 
 class LinearMap(NamedTuple):
@@ -60,7 +60,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (given,) = ctx.saved_tensors
+        (given,) = alone(ctx.saved_tensors)
         kind, weight, bias = ctx.held
         waits = bias is not None and bias.requires_grad
 

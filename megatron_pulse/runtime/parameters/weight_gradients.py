@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from megatron_pulse.runtime.parameters.convolutions import CONVOLUTIONS, put_off_convolution
-from megatron_pulse.runtime.parameters.later import Later
+from megatron_pulse.runtime.parameters.later import Later, alone
 from megatron_pulse.runtime.parameters.linear_maps import TORCH, put_off_linear
 
 _OPERATIONS = frozenset({F.linear, *CONVOLUTIONS})
@@ -114,7 +114,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return (None,) * 5
-        split, saved = ctx.split, ctx.saved_tensors
+        split, saved = ctx.split, alone(ctx.saved_tensors)
         ctx.later.add(split.parameters, lambda: split.weight_gradients(saved, gradient))
         return (None, None, *split.input_gradients(saved, gradient), None)
 
