@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pulse.backbone.costs import weighted_costs
-from megatron_pulse.planner.layout.placement import fold, sequential
+from megatron_pulse.planner.layout.placement import fold, interleaved, sequential
 from megatron_pulse.planner.layout.routes import Payload, trace_routes
 from megatron_pulse.planner.partition.find import find_partition
 from megatron_pulse.planner.schedule.check.simulate import (
@@ -199,3 +199,34 @@ def test_what_waits_with_less_makes_room_when_the_input_gradient_is_there(
         assert found.certificate.lower_bound <= best <= found.certificate.makespan
     assert found.certificate.makespan == best
     assert solve(problem, 1.0, solver).certificate.lower_bound <= best
+
+
+def test_what_waits_as_it_is_and_whole_backwards_are_as_without() -> None:
+    """The same proof; and no cap that whole backwards do not need."""
+    times = (3.0, 3.0, 1.0, 3.0), (4.0, 2.0, 4.0, 5.0), (1.0, 2.0, 3.0, 1.0)
+    problem = ScheduleProblem(interleaved(2), 3, *times, 2.0, cap=(2.0, 2.0))
+    found = synthesize(replace(problem, waiting=(1.0,) * 4), math.inf, 16).certificate
+    assert found.proved and found.makespan == synthesize(problem, math.inf, 16).certificate.makespan
+    whole = replace(problem, weight_grad=None, waiting=(2.0,) * 4)
+    assert synthesize(whole, math.inf, 6).certificate.makespan > 0
+    with pytest.raises(ValueError, match="counting what weight gradients wait with"):
+        replace(problem, waiting=(2.0,) * 4)
+
+
+def test_recomputed_activations_are_there_while_more_is_made_to_wait() -> None:
+    problem = ScheduleProblem(
+        sequential(1), 1, (1.0,), (2.0,), (1.0,), 0.0, (1.0,), (3.0,), (1.0,), (2.0,), (3.0,)
+    )
+    order = tuple(Operation(Kind(kind), 0, 0) for kind in "FRIW")
+    (fault,) = faults_for(problem, Schedule("by hand", problem.placement, 1, (order,)))
+    assert "device 0 holds 5" in fault
+
+
+def test_links_of_any_length_are_planned() -> None:
+    """Sums over a step stay whole numbers of 64 bits, or nothing is swept so finely."""
+    for link in (3e8, 1e9, 1e12):
+        problem = ScheduleProblem(
+            interleaved(2, 2), 4, (1.001, 1.0, 1.0, 1.0), (2.0,) * 4, None, link, cap=(4.0, 4.0)
+        )
+        made = synthesize(problem, math.inf, 1).certificate
+        assert 6 * link <= made.lower_bound <= made.makespan

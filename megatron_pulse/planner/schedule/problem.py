@@ -101,6 +101,15 @@ class ScheduleProblem:
         return replace(self.within_backwards, backward=backward)
 
     @property
+    def holding_all(self) -> ScheduleProblem:
+        """The same where an activation takes all the time what it takes at the most; its schedules
+        are answers here too."""
+        if self.waits_alike:
+            return replace(self, waiting=None)
+        most = tuple(map(self.most_of, range(self.placement.num_stages)))
+        return replace(self, activation=most, waiting=None)
+
+    @property
     def with_least_memory(self) -> ScheduleProblem:
         """The same where an activation takes all the time what it takes at the least, and nothing
         travels: no schedule of this one is shorter than its shortest."""
@@ -185,7 +194,16 @@ class ScheduleProblem:
     def most_of(self, stage: int) -> float:
         """Memory that it takes at the most, from the forward to the weight gradient."""
         own = self.activation_of(stage)
-        return own if self.waiting is None else max(own, self.waiting[stage])
+        if self.waiting is None or self.weight_grad is None:
+            return own
+        return max(own, self.waiting[stage])
+
+    @property
+    def waits_alike(self) -> bool:
+        """Whether activations take the same until their weight gradients."""
+        if self.waiting is None or self.weight_grad is None:
+            return True
+        return all(w == self.activation_of(s) for s, w in enumerate(self.waiting))
 
     def _faults(self) -> list[str]:
         stages, devices = self.placement.num_stages, self.placement.num_devices
@@ -244,6 +262,8 @@ class ScheduleProblem:
                 if held > cap * (1 + 1e-9):
                     faults.append(
                         f"device {device} holds {held:g} for one microbatch, its cap is {cap:g}"
+                        + " (counting what weight gradients wait with, where that is more)"
+                        * (not self.waits_alike)
                     )
         return faults
 

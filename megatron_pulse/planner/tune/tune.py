@@ -9,10 +9,10 @@ from functools import partial
 from megatron_pulse.faults import UserError
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.memory.short import search_short
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.explain import nothing_fits
 from megatron_pulse.planner.tune.searching.finish import finish
-from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.sharded.opponent import opponent
 
@@ -46,7 +46,8 @@ def tune(
             "the batch, pipeline x tensor the devices, tensor the devices of a node"
         )
     budget = Budget(search_s - (time.monotonic() - began))
-    found = search(evaluator, candidates, keep, budget, partial(progress, "tuning"), finish_s)
+    looked = partial(progress, "tuning")
+    found = search_short(evaluator, choices, candidates, keep, budget, looked, finish_s)
     if not found.outcomes and found.num_left:
         raise UntunableError(
             f"no config was simulated in {budget.spent:.1f} s, {found.num_left:,} were left: "

@@ -291,8 +291,8 @@ def test_says_what_would_fit() -> None:
     found = search(small, candidates)
     assert not found.outcomes and sum(found.refused.values()) == len(candidates)
     text = nothing_fits(small, choices, candidates)
-    assert "the least that any config needs is" in text
-    need = float(text.split("needs is ")[1].split(" GB")[0])
+    assert "the least that any config needs is about" in text
+    need = float(text.split("needs is about ")[1].split(" GB")[0])
     enough = Evaluator(chain, cluster(2, 2, memory_gb=1.01 * need), 8)
     assert search(enough, candidates).outcomes
     less = Evaluator(chain, cluster(2, 2, memory_gb=0.97 * need), 8)

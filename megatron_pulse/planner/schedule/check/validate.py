@@ -141,12 +141,16 @@ def peak_activations(
             elif operation.kind.copies and key in live:
                 out = 0.0 if offloaded is None else offloaded[operation.stage]
                 live[key] += out if operation.kind is Kind.RELOAD else -out
-            elif operation.kind in BACKWARDS:
-                twice.pop(key, None)
-                if operation.kind is Kind.INPUT_GRAD and waiting is not None and key in live:
-                    live[key] = waiting[operation.stage]
+            rest = None
+            if operation.kind is Kind.INPUT_GRAD and waiting is not None and key in live:
+                rest = waiting[operation.stage]
+                live[key] = max(live[key], rest)
             if operation.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.RELOAD, Kind.INPUT_GRAD):
                 peak = max(peak, sum(live.values()) + sum(twice.values()))
+            if operation.kind in BACKWARDS:
+                twice.pop(key, None)
+            if rest is not None:
+                live[key] = rest
             elif operation.kind.live < 0:
                 live.pop(key, None)
         peaks.append(peak)

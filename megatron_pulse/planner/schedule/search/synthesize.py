@@ -330,6 +330,8 @@ class _ScheduleSearch:
                 self.try_all(self.by_core(count, part), None)
         part = budget.share(LARGE_STARTS_SHARE if large else STARTS_SHARE)
         sources = [starts(self.shop)]
+        if not self.problem.waits_alike:  # where more fits, a rule may lead astray
+            sources.append(starts(job_shop(self.problem.holding_all)))
         if large and self.problem.num_microbatches > count:
             sources.append(self.by_growth(part.past(GROWTH_SHARE)))
         self.try_all(by_turns(*sources), part)

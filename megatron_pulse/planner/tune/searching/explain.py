@@ -136,7 +136,9 @@ def nothing_fits(
     said = [f"each device has {cluster.usable_bytes / 1e9:.4g} GB to use"]
     if need is not None:
         looked = (
-            "the least that any config needs is" if looking.left else "in time one was found for"
+            "the least that any config needs is about"
+            if looking.left
+            else "in time one was found for"
         )
         said.append(f"{looked} {need[0] / 1e9:.3g} GB ({need[1]})")
     remedies: list[str] = []

@@ -18,6 +18,9 @@ FIRST, GROWTH = 64, 4
 FINE = 1 << 36
 """Ticks of the longest operation: sums are exact, and what is rounded away is below what counts."""
 
+MOST_TICKS = 1 << 60
+"""Of all operations and links together: sums stay below 2^63."""
+
 WORTH = 1.5
 """How many times as many states as before are worth another sweep."""
 
@@ -44,7 +47,9 @@ class Widening:
         grid = on_grid(problem, FINE)
         own, times = job_shop(grid.problem, FINE), grid.problem
         self.longest = max(*times.forward, *times.backward, *(times.weight_grad or ()))
-        self.proves = problem.waiting is None and max(own.duration) == self.longest
+        reach = sum(own.duration) + sum(lag for edges in own.before for _, lag in edges)
+        whole_ticks = max(own.duration) == self.longest and reach < MOST_TICKS
+        self.proves = problem.waits_alike and whole_ticks
         self.shop, self.ticks = shop, own if self.proves else shop
         self.unit = grid.width * self.longest / max(self.ticks.duration)
         self.bound, self.reached, self.done = 0.0, 0, False

@@ -1,0 +1,67 @@
+"""Where memory is short there is an answer wherever all activations computed again give one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from megatron_pulse.planner.tune.config import Choices, Recompute
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.memory.short import search_short
+from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.searching.tuning import Tuning
+from tests.planner.tune.problems import cluster, profile
+
+CHOICES = Choices(tensor=(1,), micro_batch_size=(1, 2))
+ALL = replace(CHOICES, recompute=(Recompute.ALWAYS,))
+
+
+def evaluator(memory_gb: float) -> Evaluator:
+    return Evaluator(profile(random.Random(0), 12, 5), cluster(1, 4, memory_gb=memory_gb), 16)
+
+
+def short(of: Evaluator, seconds: float, choices: Choices = CHOICES) -> Tuning:
+    candidates = of.candidates(choices)
+    return search_short(of, choices, candidates, 5, Budget(seconds), lambda found: None, 1.0)
+
+
+@pytest.mark.parametrize("memory_gb", [1.0, 1.2, 1.7])
+def test_no_answer_is_behind_that_of_all(memory_gb: float) -> None:
+    of = evaluator(memory_gb)
+    with_all = search(of, of.candidates(ALL), 1).outcomes
+    found = short(of, 6.0)
+    assert bool(found.outcomes) >= bool(with_all)
+    assert len({outcome.config for outcome in found.outcomes}) == len(found.outcomes) <= 5
+    if with_all:
+        assert found.outcomes[0].step_s <= 1.01 * with_all[0].step_s
+
+
+def test_all_is_tried_where_nothing_is_found_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if cuts with as few as are needed took for ever."""
+    of = evaluator(1.4)
+    asked: list[set[Recompute]] = []
+
+    def slow(evaluator, candidates, keep, budget, progress, finish_s):  # type: ignore[no-untyped-def]
+        asked.append({config.recompute for config in candidates})
+        if Recompute.ALWAYS in asked[-1]:
+            return search(evaluator, candidates, keep, budget, progress, finish_s)
+        found = Tuning(num_left=1)
+        while budget.spent < budget.seconds + finish_s:
+            progress(found)
+        return found
+
+    monkeypatch.setattr("megatron_pulse.planner.tune.memory.short.search", slow)
+    found = short(of, 4.0)
+    assert [Recompute.ALWAYS in kinds for kinds in asked] == [False, True, False]
+    assert found.outcomes and found.outcomes[0].config.recompute is Recompute.ALWAYS
+
+
+def test_where_nothing_is_computed_again_all_is_not_tried() -> None:
+    found = short(evaluator(16.0), 20.0)
+    assert not found.outcomes[0].stages.recompute
+    assert found.num_configs == len(evaluator(16.0).candidates(CHOICES))
+    never = short(evaluator(1.4), 20.0, replace(CHOICES, recompute=(Recompute.NEVER,)))
+    assert all(not outcome.stages.recompute for outcome in never.outcomes)
