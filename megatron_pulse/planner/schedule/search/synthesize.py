@@ -330,8 +330,8 @@ class _ScheduleSearch:
                 self.try_all(self.by_core(count, part), None)
         part = budget.share(LARGE_STARTS_SHARE if large else STARTS_SHARE)
         sources = [starts(self.shop)]
-        if not self.problem.waits_alike:  # where more fits, a rule may lead astray
-            sources.append(starts(job_shop(self.problem.holding_all)))
+        if not self.problem.waits_alike:
+            sources.append(self.by_holding())
         if large and self.problem.num_microbatches > count:
             sources.append(self.by_growth(part.past(GROWTH_SHARE)))
         self.try_all(by_turns(*sources), part)
@@ -382,6 +382,10 @@ class _ScheduleSearch:
         core = _ScheduleSearch(replace(self.problem, num_microbatches=count), bound_work=0.0)
         core.spend(budget)
         yield from islice(extended(core.shop, core.start, self.shop), CORES)
+
+    def by_holding(self) -> Iterator[list[int]]:
+        """Starts that hold all until weight gradients: where more fits a rule may lead astray."""
+        yield from starts(job_shop(self.problem.holding_all))
 
     def by_growth(self, stop: Callable[[], bool]) -> Iterator[list[int]]:
         """List schedules by rules that are ranked with fewer microbatches, until ``stop``."""
