@@ -45,30 +45,25 @@ def tune(
             f"{evaluator.global_batch_size} as asked: data degree x microbatch size must divide "
             "the batch, pipeline x tensor the devices, tensor the devices of a node"
         )
-    budget = Budget(search_s - (time.monotonic() - began))
-    looked = partial(progress, "tuning")
-    found = search_short(evaluator, choices, candidates, keep, budget, looked, finish_s)
+    seconds, looked = search_s - (time.monotonic() - began), partial(progress, "tuning")
+    found = search_short(evaluator, choices, candidates, keep, seconds, looked, finish_s)
+    finish_s = max(0.0, finish_s - max(0.0, found.seconds - seconds))
     if not found.outcomes and found.num_left:
         raise UntunableError(
-            f"no config was simulated in {budget.spent:.1f} s, {found.num_left:,} were left: "
+            f"no config was simulated in {found.seconds:.1f} s, {found.num_left:,} were left: "
             "give it more seconds, or fewer choices"
         )
     if not found.outcomes:
-        rest = Budget(budget.left + _left(finish_s, budget))
+        rest = Budget(max(0.0, seconds - found.seconds) + finish_s)
         raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates, rest))
     progress("whole schedules", found)
     if not evaluator.self_conditioning:  # how FSDP2 runs forwards of their own is not predicted
         of = evaluator.profile, evaluator.cluster, evaluator.global_batch_size
         found.opponent = opponent(*of, evaluator.adam_s, evaluator.state.averages)
-    finish(evaluator, found, _left(finish_s, budget), solver)
+    finish(evaluator, found, finish_s, solver)
     if not found.outcomes:
         raise UntunableError(
             "nothing fits: whole schedules of the best take more memory than what was simulated of "
             "them: give --seconds for more of them, or other choices"
         )
     return found
-
-
-def _left(seconds: float, before: Budget) -> float:
-    """What is left of ``seconds`` that follow those of a budget."""
-    return max(0.0, seconds - max(0.0, before.spent - before.seconds))

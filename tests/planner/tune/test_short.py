@@ -10,7 +10,6 @@ import pytest
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.memory.short import search_short
-from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from tests.planner.tune.problems import cluster, profile
@@ -25,7 +24,7 @@ def evaluator(memory_gb: float) -> Evaluator:
 
 def short(of: Evaluator, seconds: float, choices: Choices = CHOICES) -> Tuning:
     candidates = of.candidates(choices)
-    return search_short(of, choices, candidates, 5, Budget(seconds), lambda found: None, 1.0)
+    return search_short(of, choices, candidates, 5, seconds, lambda found: None, 1.0)
 
 
 @pytest.mark.parametrize("memory_gb", [1.0, 1.2, 1.7])

@@ -24,38 +24,44 @@ UNANSWERED, ALL_SHARE = 0.2, 0.25
 was found computes some again."""
 
 
+LEAST_SHARE = 0.1
+"""What all has of them even where the search before took too long."""
+
+
 def search_short(
     evaluator: Evaluator,
     choices: Choices,
     candidates: Sequence[Config],
     keep: int,
-    budget: Budget,
+    seconds: float,
     progress: Callable[[Tuning], None],
     finish_s: float,
 ) -> Tuning:
     """What ``search`` finds of ``candidates``, those of ``choices``; and where these may compute as
     few activations again as are needed, and have to, of those that compute all."""
     few = Recompute.NEEDED in choices.recompute and Recompute.ALWAYS not in choices.recompute
-    first, total = Budget(budget.left), budget.left
+    first = Budget(seconds)
 
     def look(found: Tuning) -> None:
         progress(found)
-        if few and not found.outcomes and first.spent > UNANSWERED * total:
+        if few and not found.outcomes and first.spent > UNANSWERED * seconds:
             first.seconds = first.spent - finish_s
         elif few and found.outcomes and found.outcomes[0].stages.recompute:
-            first.seconds = min(first.seconds, (1 - ALL_SHARE) * total)
+            first.seconds = min(first.seconds, (1 - ALL_SHARE) * seconds)
 
     found = search(evaluator, candidates, keep, first, look, finish_s)
     if not few or (found.outcomes and not found.outcomes[0].stages.recompute):
         return found
     again = evaluator.candidates(replace(choices, recompute=(Recompute.ALWAYS,)))
     unanswered = not found.outcomes and found.num_left > 0
-    rest = Budget(budget.left / 2 if unanswered else budget.left)
-    with_all = search(evaluator, again, keep, rest, progress, finish_s)
-    if unanswered:
-        second = Budget(budget.left)
+    rest = max(seconds - found.seconds, LEAST_SHARE * seconds)
+    with_all = search(
+        evaluator, again, keep, Budget(rest / 2 if unanswered else rest), progress, finish_s
+    )
+    left = seconds - found.seconds - with_all.seconds
+    if unanswered and left > UNANSWERED * seconds:
         spent = found.seconds
-        found = search(evaluator, candidates, keep, second, progress, finish_s)
+        found = search(evaluator, candidates, keep, Budget(left), progress, finish_s)
         found.seconds += spent
     return _both(found, with_all, keep)
 
