@@ -89,6 +89,11 @@ def describe(
     return ", ".join([*parts, f"peak {held} activations"])
 
 
+def with_copies(problem: ScheduleProblem, panels: Sequence[Panel]) -> list[Panel]:
+    """The same, with what is copied to the host and back in their lanes."""
+    return [replace(p, lanes=p.lanes + copied(problem, p.timeline)) for p in panels]
+
+
 class _Drawing:
     def __init__(
         self,
@@ -100,7 +105,7 @@ class _Drawing:
         in_bytes: bool,
     ) -> None:
         self.problem, self.bound = problem, lower_bound
-        self.panels = [replace(p, lanes=p.lanes + copied(problem, p.timeline)) for p in panels]
+        self.panels = with_copies(problem, panels)
         self.unit, self.scale, self.in_bytes = unit, scale, in_bytes
         self.devices = problem.placement.num_devices
         self.chunk = {

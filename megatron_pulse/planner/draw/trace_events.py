@@ -8,12 +8,11 @@ waits and is sent, and copies to the host and back, are in threads of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-from megatron_pulse.planner.draw.lanes import Look, copied
+from megatron_pulse.planner.draw.lanes import Look
 from megatron_pulse.planner.draw.looks import NAMES
-from megatron_pulse.planner.draw.schedule import Panel
+from megatron_pulse.planner.draw.schedule import Panel, with_copies
 from megatron_pulse.planner.schedule.check.simulate import Timeline, dependency
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
@@ -33,9 +32,10 @@ def trace_events(
     that activations are counted in bytes.
     """
     panels = [Panel("pipeline", timeline)] if isinstance(timeline, Timeline) else list(timeline)
-    panels = [replace(p, lanes=p.lanes + copied(problem, p.timeline)) for p in panels]
     events: list[dict[str, Any]] = []
-    for process, panel in enumerate(panels, start=1):  # 0 is the idle process of a viewer
+    for process, panel in enumerate(
+        with_copies(problem, panels), start=1
+    ):  # 0 is the idle process of a viewer
         events += _process(problem, panel, process, microseconds, in_bytes)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 

@@ -63,4 +63,5 @@ def test_where_nothing_is_computed_again_all_is_not_tried() -> None:
     assert not found.outcomes[0].stages.recompute
     assert found.num_configs == len(evaluator(16.0).candidates(CHOICES))
     never = short(evaluator(1.4), 20.0, replace(CHOICES, recompute=(Recompute.NEVER,)))
+    assert never.num_configs == len(evaluator(1.4).candidates(CHOICES)) // 2
     assert all(not outcome.stages.recompute for outcome in never.outcomes)

@@ -2,6 +2,7 @@
 
 Microbatches in order, no two operations of a device at once, and on a device with a cap every
 activation a task from the start of its forward to the end of what gives it back, all within it.
+What it takes more before its input gradient, or behind it, is another.
 """
 
 from __future__ import annotations

@@ -247,7 +247,8 @@ def _to_units(problem: ScheduleProblem) -> tuple[list[int], tuple[int, ...]]:
     """By how much each class changes what its device has in use, and what each device has."""
     first = list(map(problem.activation_of, range(problem.placement.num_stages)))
     rest = list(first if problem.waits_alike else problem.waiting or ())
-    most, home = list(map(max, first, rest)), problem.placement.device_of_stage
+    most = list(map(problem.most_of, range(problem.placement.num_stages)))
+    home = problem.placement.device_of_stage
     enough = problem.num_microbatches * sum(most)
     cap = [min(enough, c) for c in problem.cap or [enough] * problem.placement.num_devices]
     unit = [Fraction(1)] * len(cap)

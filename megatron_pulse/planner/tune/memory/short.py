@@ -17,15 +17,11 @@ from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.search import search
-from megatron_pulse.planner.tune.searching.tuning import Tuning, keep_soonest, simplicity
+from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, keep_soonest
 
-UNANSWERED, ALL_SHARE = 0.2, 0.25
-"""Shares of the seconds: after which all is tried where nothing was found, and for all where what
-was found computes some again."""
-
-
-LEAST_SHARE = 0.1
-"""What all has of them even where the search before took too long."""
+UNANSWERED, ALL_SHARE, LEAST_SHARE = 0.2, 0.25, 0.1
+"""Shares of the seconds: after which all is tried where nothing was found; for all where what was
+found computes some again; and for all even where the search before took too long."""
 
 
 def search_short(
@@ -45,7 +41,7 @@ def search_short(
     def look(found: Tuning) -> None:
         progress(found)
         if few and not found.outcomes and first.spent > UNANSWERED * seconds:
-            first.seconds = first.spent - finish_s
+            first.seconds = first.spent - finish_s  # with nothing found it would take these too
         elif few and found.outcomes and found.outcomes[0].stages.recompute:
             first.seconds = min(first.seconds, (1 - ALL_SHARE) * seconds)
 
@@ -68,9 +64,9 @@ def search_short(
 
 def _both(one: Tuning, other: Tuning, keep: int) -> Tuning:
     """Two searches of different configs as one."""
-    outcomes = sorted(
-        [*one.outcomes, *other.outcomes], key=lambda o: (o.step_s, simplicity(o.config))
-    )
+    listed = Shortlist(keep)
+    for outcome in (*one.outcomes, *other.outcomes):
+        listed.add(outcome)
     rivals = dict(one.rivals)
     for name, rival in other.rivals.items():
         keep_soonest(rivals, name, rival)
@@ -78,7 +74,7 @@ def _both(one: Tuning, other: Tuning, keep: int) -> Tuning:
     for degree, counts in other.degrees.items():
         degrees[degree] = degrees[degree] + counts if degree in degrees else counts
     return Tuning(
-        outcomes=outcomes[:keep],
+        outcomes=listed.best,
         refused=one.refused + other.refused,
         examples={**other.examples, **one.examples},
         rivals=rivals,

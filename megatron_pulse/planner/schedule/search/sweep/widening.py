@@ -47,7 +47,9 @@ class Widening:
         grid = on_grid(problem, FINE)
         own, times = job_shop(grid.problem, FINE), grid.problem
         self.longest = max(*times.forward, *times.backward, *(times.weight_grad or ()))
-        reach = sum(own.duration) + sum(lag for edges in own.before for _, lag in edges)
+        firsts = range(0, len(own.duration), own.num_microbatches)  # of each class
+        each = (own.duration[i] + sum(lag for _, lag in own.before[i]) for i in firsts)
+        reach = own.num_microbatches * sum(each)
         whole_ticks = max(own.duration) == self.longest and reach < MOST_TICKS
         self.proves = problem.waits_alike and whole_ticks
         self.shop, self.ticks = shop, own if self.proves else shop
