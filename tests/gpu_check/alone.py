@@ -91,8 +91,9 @@ def synchronise(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def alone(bench: Bench, config: Any, name: str, num_microbatches: int = 4) -> Alone:
-    """The backbone with its batches, in bf16 on a GPU. Raises torch.OutOfMemoryError."""
+def alone(bench: Bench, config: Any, name: str, num_microbatches: int = 4, **how: Any) -> Alone:
+    """The backbone with its batches, in bf16 on a GPU; ``how`` are fields of the ``Case``. Raises
+    torch.OutOfMemoryError."""
     import torch
 
     from model_specs import load_backbone
@@ -103,8 +104,9 @@ def alone(bench: Bench, config: Any, name: str, num_microbatches: int = 4) -> Al
     device = torch.device("cuda", 0) if bench.on_gpu else torch.device("cpu")
     dtype = "bfloat16" if bench.on_gpu else "float32"
     case = Case(
-        "sequential", num_microbatches, dtype=dtype, micro_batch_size=size, device=str(device)
-    )
+        "sequential", num_microbatches, dtype=dtype, micro_batch_size=size, device=str(device),
+        **how,
+    )  # fmt: skip
     pipeline = make_pipeline(backbone, case, config, None)
     batches = [
         {field: value.to(device) for field, value in batch.items()}

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_pulse.processes import end_with_parent
 from tests.gpu_check.alone import timed
-from tests.gpu_check.recorded import take_gpu
+from tests.gpu_check.recorded import share_gpus, take_gpu
 
 
 def all_reduce() -> list[dict[str, Any]]:
@@ -104,6 +104,11 @@ def main() -> None:
     """Measure and write."""
     end_with_parent(signal.SIGTERM)
     warnings.filterwarnings("ignore")
+    if sys.argv[1] == "probe":
+        from megatron_pulse.cli.main import main as pulse
+
+        share_gpus()
+        sys.exit(pulse(["probe", "--max-mb", "16", "-o", sys.argv[2]]))
     rows = {"all_reduce": all_reduce, "channels": channels}[sys.argv[1]]()
     if os.environ["RANK"] == "0":
         Path(sys.argv[2]).write_text(json.dumps(rows))

@@ -296,6 +296,7 @@ def merge(outcomes: list[Outcome]) -> Outcome:
         merged.parameters.update(outcome.parameters)
         merged.gradients.update(outcome.gradients)
         merged.num_weight_gradients += outcome.num_weight_gradients
+        merged.offloaded_bytes += outcome.offloaded_bytes
         merged.forward_bytes += outcome.forward_bytes
         merged.gradient_bytes += outcome.gradient_bytes
         merged.skip_bytes += outcome.skip_bytes

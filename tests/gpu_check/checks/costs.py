@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.gpu_check.alone import models, options, timed
+from tests.gpu_check.alone import alone, join, models, options, timed
 from tests.gpu_check.bench import Bench
 from tests.gpu_check.check import Figures
 
@@ -107,27 +107,32 @@ def data_for(bench: Bench, name: str) -> str:
     return f"latents:{folder}"
 
 
-def memory(bench: Bench) -> Figures:
-    """A run's peak beside what its plan predicts, with and without recomputation; on a CPU it is
-    the process's, which is no prediction's."""
+def plans(bench: Bench) -> Figures:
+    """A run's peak and steps beside what its plan predicts, with and without recomputation; on a
+    CPU the peak is the process's, which is no prediction's."""
     rows: list[dict[str, Any]] = []
-    bench.figures["peaks"] = rows
-    for name in [name for name in ("uvit-h", "sd-v2.1", "uvit-tiny") if name in models(bench)]:
+    bench.figures["runs"] = rows
+    for name in models(bench):
         for way in ("--no-recompute", "--recompute"):
             _, plan = planned(bench, name, 1, way)
             said = bench.pulse(
                 "run", "--nproc-per-node", "1", "launch/pretrain_diffusion.py", "--pulse-plan",
-                plan, "--pulse-data", data_for(bench, name), "--train-iters", "3", "--lr", "1e-4",
-                "--log-interval", "1", "--pulse-no-progress",
+                plan, "--pulse-data", data_for(bench, name), "--train-iters", "8", "--lr", "1e-4",
+                "--log-interval", "4", "--pulse-no-progress",
             )  # fmt: skip
             peaks = re.findall(r"peak ([\d.e+-]+) GB \((\w+)\)", said)
-            assert peaks, "the log says no peak"
-            predicted = max(json.loads(plan.read_text())["predicted"]["memory_bytes"]) / 1e9
+            speeds = re.findall(r"throughput: ([\d.e+-]+) samples/s", said)
+            assert peaks and speeds, "the log says no peak and no throughput"
+            predicted = json.loads(plan.read_text())["predicted"]
+            memory_gb = max(predicted["memory_bytes"]) / 1e9
+            step_s = 4 * models(bench)[name][0] / float(speeds[-1])
             rows.append(
                 {
-                    "model": name, "": way, "predicted GB": predicted,
+                    "model": name, "": way, "predicted GB": memory_gb,
                     "peak GB": float(peaks[-1][0]), "of": peaks[-1][1],
-                    "peak / predicted": float(peaks[-1][0]) / predicted,
+                    "peak / predicted": float(peaks[-1][0]) / memory_gb,
+                    "predicted ms": 1e3 * predicted["step_s"], "step ms": 1e3 * step_s,
+                    "step / predicted": step_s / predicted["step_s"],
                 }
             )  # fmt: skip
     if not bench.on_gpu:
@@ -135,6 +140,63 @@ def memory(bench: Bench) -> Figures:
     over = [r for r in rows if r["of"] == "CUDA" and r["peak / predicted"] > LEEWAY]
     assert not over, f"peaks are more than {LEEWAY:g} times what was predicted: {over}"
     return bench.figures
+
+
+def offload(bench: Bench) -> Figures:
+    """Steps with all forwards first, activations kept and on the host: seconds, and the peak, which
+    must be less by one of the two microbatches that are away."""
+    import torch
+
+    from megatron_pulse.planner.layout.placement import make_placement
+    from megatron_pulse.planner.schedule.operations import Operation, Schedule
+    from megatron_pulse.runtime.measure.host_copies import host_copies
+
+    config = join()
+    order = "F0 F1 F2 O1 F3 O2 B0 L1 B1 L2 B2 B3".split()
+    moved = tuple(Operation.parse(f"{word[0]}0:{word[1]}") for word in order)
+    rows: list[dict[str, Any]] = []
+    bench.figures["steps"] = rows
+    for name in list(models(bench))[:2]:
+        found = {}
+        for way, ops in (("kept", [op for op in moved if not op.kind.copies]), ("away", moved)):
+            placement = make_placement("sequential", 1, 1)
+            schedule = Schedule("all first", placement, 4, (tuple(ops),))
+            one = alone(bench, config, name, schedule=schedule, offload=int(way == "away"))
+            one.step()
+            if bench.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            host, whole = one.seconds()
+            row = {"model": name, "activations": way, "ms": 1e3 * whole, "host ms": 1e3 * host}
+            executor = one.pipeline.executor(4)
+            row["MB away"] = executor.offloaded_bytes / 1e6
+            if bench.on_gpu:
+                row["peak MB"] = torch.cuda.max_memory_allocated() / 1e6
+            rows.append(row)
+            found[way] = row
+            one.pipeline, one.batches = None, []
+            del executor
+        assert found["away"]["MB away"] > 0 == found["kept"]["MB away"], "nothing was moved"
+        if bench.on_gpu:
+            saved = found["kept"]["peak MB"] - found["away"]["peak MB"]
+            assert saved > 0.4 * found["away"]["MB away"], f"the peak is {saved:.0f} MB lower"
+    device = torch.device(bench.machine.device, 0)
+    bench.figures["GB/s each way"], bench.figures["us of an empty copy"] = host_copies(device)
+    return bench.figures
+
+
+def auto(bench: Bench) -> Figures:
+    """Measured, planned and trained by one command."""
+    name = "sd-v2.1" if bench.on_gpu else "uvit-tiny"
+    said = bench.pulse(
+        "run", "--nproc-per-node", "1", "launch/pretrain_diffusion.py", "--pulse-backbone", name,
+        *options(models(bench)[name][1], "--pulse-option"), "--pulse-auto",
+        "--global-batch-size", "8", "--pulse-data", data_for(bench, name), "--train-iters", "4",
+        "--lr", "1e-4", "--log-interval", "2", "--pulse-no-progress",
+        *["--bf16"] * bench.on_gpu,
+    )  # fmt: skip
+    speeds = re.findall(r"throughput: ([\d.e+-]+) samples/s", said)
+    assert speeds, "the log says no throughput"
+    return {"model": name, "samples/s": float(speeds[-1])}
 
 
 def too_large(bench: Bench) -> Figures:

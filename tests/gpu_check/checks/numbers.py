@@ -133,6 +133,41 @@ def split_backwards(bench: Bench) -> Figures:
     return compared(bench, [(f, "split") for f in FAMILIES], found[1::2], found[::2])
 
 
+def moved_activations(bench: Bench) -> Figures:
+    """Every family alone with all forwards first, activations on the host from anywhere to anywhere
+    and computed again anywhere, whole and split: the bits of a run that keeps them."""
+    from megatron_pulse.integration.megatron import compat
+
+    compat.install()
+    import random
+    from dataclasses import replace
+
+    from megatron_pulse.planner.schedule.operations import Kind
+    from tests.runtime.equality import Case, away_anywhere, computed_apart, plan_of, split
+    from tests.runtime.tiny import FAMILIES, backbone
+
+    cases, names = [], []
+    for family in FAMILIES:
+        kept = Case("sequential", 4, dtype="bfloat16" if bench.on_gpu else "float32")
+        case = replace(kept, recompute=3, offload=1)
+        plan = plan_of(backbone(family), case, 1)
+        schedule = plan.step(4).schedule
+        orders = [sorted(o, key=lambda op: op.kind is not Kind.FORWARD) for o in schedule.order]
+        whole = replace(schedule, order=tuple(map(tuple, orders)))
+        cases.append((family, replace(kept, schedule=whole)))
+        for late in (False, True):
+            chosen = split(whole, 2) if late else whole
+            chance = random.Random(family)
+            chosen = computed_apart(chosen, plan.partition, case.recompute, chance)
+            chosen = away_anywhere(chosen, plan.partition, case, chance)
+            cases.append((family, replace(case, schedule=chosen)))
+            names.append((family, "split" if late else "whole"))
+    found = bench.cases(1, cases, "moved")
+    assert all(one.offloaded_bytes > 0 for i, one in enumerate(found) if i % 3), "nothing moved"
+    kept_found = [found[i] for i in range(0, len(found), 3) for _ in range(2)]
+    return compared(bench, names, [one for i, one in enumerate(found) if i % 3], kept_found)
+
+
 def engine(bench: Bench) -> Figures:
     """Transformer Engine's layers, whole and with weight gradients left for later: bit for bit."""
     if importlib.util.find_spec("transformer_engine") is None:

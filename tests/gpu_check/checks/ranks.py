@@ -21,6 +21,15 @@ def channels(bench: Bench) -> Figures:
     return _measured(bench, "channels")
 
 
+def probe(bench: Bench) -> Figures:
+    """``pulse probe`` of two ranks, and the cluster that it wrote."""
+    import yaml
+
+    file = bench.folder / "cluster.yaml"
+    bench.ranks(2, "tests.gpu_check.pairs", "probe", file)
+    return {"cluster": json.dumps(yaml.safe_load(file.read_text()))}
+
+
 def _measured(bench: Bench, what: str) -> Figures:
     file = bench.folder / "found.json"
     bench.ranks(2, "tests.gpu_check.pairs", what, file)
