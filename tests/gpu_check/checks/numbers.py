@@ -188,11 +188,11 @@ def engine(bench: Bench) -> Figures:
 def compared(
     bench: Bench, names: list[tuple[str, str]], got: list[Any], expected: list[Any]
 ) -> Figures:
-    """Raise AssertionError with all cases whose numbers are not those expected, to the bit."""
+    """Add to the table of cases; raise AssertionError with all whose numbers are not those
+    expected, to the bit."""
     from tests.runtime.equality import differences
 
-    rows: list[dict[str, Any]] = []
-    bench.figures["cases"] = rows
+    rows: list[dict[str, Any]] = bench.figures.setdefault("cases", [])
     for (family, what), mine, theirs in zip(names, got, expected, strict=True):
         found = {
             "losses": mine.losses != theirs.losses,

@@ -69,7 +69,6 @@ def schedules(bench: Bench) -> Figures:
     from tests.runtime.tiny import backbone
 
     counts = [count for count in (2, 4) if count <= bench.machine.most_ranks()]
-    names, got, alone = [], [], []
     left: dict[str, str] = {}
     for count in counts:
         cases: list[tuple[str, Case]] = []
@@ -91,13 +90,11 @@ def schedules(bench: Bench) -> Figures:
                         cases.append((family, replace(case, schedule=split(found, 2))))
                         own.append((family, f"P={count} {placement} {schedule}, then split"))
         assert len(cases) > 20, f"only {len(cases)} layouts on {count} ranks"
-        got += bench.cases(count, cases, f"P{count}")
+        got = bench.cases(count, cases, f"P{count}")
         references = {family: (family, case.alone) for family, case in cases}
         found_alone = bench.cases(1, list(references.values()), f"P{count}-alone")
         expected = dict(zip(references, found_alone, strict=True))
-        alone += [expected[family] for family, _ in cases]
-        names += own
-    compared(bench, names, got, alone)
+        compared(bench, own, got, [expected[family] for family, _ in cases])
     bench.figures["left out"] = [{"layout": what, "because": why} for what, why in left.items()]
     return bench.figures
 
