@@ -57,14 +57,17 @@ def join() -> Any:
 
 @dataclass
 class Alone:
-    """``step`` runs all microbatches forward and backward; ``pipeline`` has the modules."""
+    """``step`` runs all microbatches forward and backward, ``steps`` times until now; ``pipeline``
+    has the modules."""
 
     pipeline: Any
     batches: list[dict[str, Any]]
     device: Any
+    steps: int = 0
 
     def step(self, recorder: Any = None) -> None:
         """Enqueue one."""
+        self.steps += 1
         self.pipeline.step(self.batches, recorder=recorder)
 
     def seconds(self, repetitions: int = 5) -> tuple[float, float]:

@@ -5,12 +5,14 @@ python -m tests.gpu_check.machine
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
 
+from megatron_pulse.profile.measuring.machine import driver
 from tests.gpu_check.check import Machine
 from tests.gpu_check.runner import machine_of, machine_text
 from tests.launch.sessions import ROOT
@@ -43,12 +45,12 @@ def look() -> Machine:
     versions["processors"] = str(len(os.sched_getaffinity(0)))
     if not torch.cuda.is_available():
         return Machine((), False, versions)
-    nccl = torch.cuda.nccl.version()
+    nccl = loaded_nccl() or torch.cuda.nccl.version()
     versions |= {
         "cuda": str(torch.version.cuda),
         "cudnn": str(torch.backends.cudnn.version()),
         "nccl": ".".join(map(str, nccl)),
-        "driver": str(torch._C._cuda_getDriverVersion()),
+        "driver": driver(),
     }
     names = []
     for i in range(torch.cuda.device_count()):
@@ -60,6 +62,17 @@ def look() -> Machine:
         )
     asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     return Machine(tuple(names), asked and tuple(nccl[:2]) >= SHARING, versions)
+
+
+def loaded_nccl() -> tuple[int, int, int] | None:
+    """The version of the NCCL that this process has loaded; torch knows which it was built with."""
+    number = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    major, rest = divmod(number.value, 10000)
+    return None if status else (major, *divmod(rest, 100))
 
 
 def ask() -> Machine:

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from statistics import median
@@ -40,6 +41,58 @@ def all_reduce() -> list[dict[str, Any]]:
         seconds = median(took)
         moved = 2 * (world - 1) / world * (4 << power)
         rows.append({"bytes": 4 << power, "us": 1e6 * seconds, "GB/s": moved / seconds / 1e9})
+    return rows
+
+
+AHEAD = 100
+MEGABYTES = 16
+
+
+def ahead() -> list[dict[str, Any]]:
+    """Many sends of new tensors, each waited for by the stream, while that has other work."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_pulse.runtime.messages.channels import NcclChannel
+
+    torch.device(take_gpu())
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    channel = NcclChannel(dist.group.WORLD, 0, 1, 60.0)
+    size, rows = MEGABYTES << 20, []
+    ways = {
+        "handles of a channel kept": (channel.send, True),
+        "handles of torch kept": (lambda tensor: channel._group.send([tensor], 1, 0), True),
+        "handles of torch dropped": (lambda tensor: channel._group.send([tensor], 1, 0), False),
+    }
+    for way, (send, keeps) in ways.items():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        dist.barrier()
+        if rank == 1:
+            right = torch.ones((), dtype=torch.bool, device="cuda")
+            for i in range(AHEAD):
+                buffer = torch.zeros(size, dtype=torch.uint8, device="cuda")
+                channel.receive(buffer).wait()
+                right &= buffer.eq(i).all()
+            assert bool(right), f"{way}: other bytes arrived"
+            continue
+        before = torch.cuda.memory_reserved()
+        torch.cuda._sleep(2_000_000_000)  # cycles: a second or more
+        began, kept = time.perf_counter(), []
+        for i in range(AHEAD):
+            work = send(torch.full((size,), i, dtype=torch.uint8, device="cuda"))
+            work.wait()
+            kept += [work] * keeps
+        host_s = time.perf_counter() - began
+        held = torch.cuda.memory_reserved() - before
+        torch.cuda.synchronize()
+        rows.append(
+            {"way": way, "MB held": held / 2**20, "host s": host_s,
+             "until all were done, s": time.perf_counter() - began}
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+        del kept, work
     return rows
 
 
@@ -109,7 +162,7 @@ def main() -> None:
 
         share_gpus()
         sys.exit(pulse(["probe", "--max-mb", "16", "-o", sys.argv[2]]))
-    rows = {"all_reduce": all_reduce, "channels": channels}[sys.argv[1]]()
+    rows = {"all_reduce": all_reduce, "ahead": ahead, "channels": channels}[sys.argv[1]]()
     if os.environ["RANK"] == "0":
         Path(sys.argv[2]).write_text(json.dumps(rows))
     import torch.distributed as dist

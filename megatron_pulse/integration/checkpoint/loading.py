@@ -14,6 +14,8 @@ from typing import Any
 
 import megatron.core.optimizer.distrib_optimizer as distributed
 import megatron.core.optimizer.optimizer as plain
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_pulse.integration.checkpoint.checkpoints import last_line
@@ -41,7 +43,11 @@ def wrap_load_checkpoint(
         model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         if optimizer is None:  # --skip-train
-            with _unreadable(start), HERE.during("loading", patient=True):
+            with (
+                _generators_that_fit(),
+                _unreadable(start),
+                HERE.during("loading", patient=True),
+            ):
                 return load_checkpoint(model, optimizer, opt_param_scheduler, *rest, **kwargs)
         given = [
             {name: value for name, value in group.items() if name not in _STATE}
@@ -54,6 +60,7 @@ def wrap_load_checkpoint(
                 stage.ema = None
         with (
             _groups_of_any_rate(),
+            _generators_that_fit(),
             _unreadable(start),
             HERE.during("loading", patient=True),
         ):
@@ -90,6 +97,29 @@ def _groups_of_any_rate() -> Iterator[None]:
         yield
     finally:
         plain.param_group_identifier_keys = distributed.param_group_identifier_keys = names
+
+
+@contextmanager
+def _generators_that_fit() -> Iterator[None]:
+    """Leave the device's generators as they are where those that were saved are of another kind of
+    device (a run that was saved on GPUs and goes on on CPUs, or the other way)."""
+    tracker = get_cuda_rng_tracker()
+    set_state, foreign = torch.cuda.set_rng_state, False
+    size, begun = torch.cuda.get_rng_state().numel(), tracker.get_states()
+
+    def set_what_fits(state: torch.Tensor, *device: Any, **kwargs: Any) -> None:
+        nonlocal foreign
+        foreign = state.numel() != size
+        if not foreign:
+            set_state(state, *device, **kwargs)
+
+    torch.cuda.set_rng_state = set_what_fits
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state = set_state
+        if foreign:
+            tracker.set_states(begun)
 
 
 def _hold(optimizer: Any, given: list[dict[str, Any]], keep: tuple[str, ...]) -> None:

@@ -228,13 +228,18 @@ class FusedAdam(torch.optim.Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
                     self.state[p]["exp_avg_sq"] = torch.zeros_like(p)
+            # On a GPU one kernel for many parameters, which counts where it runs.
+            fused = bool(params) and params[0].is_cuda
+            device = params[0].device if fused else CPU
+            counts = torch.full((len(params),), float(group["step"] - 1), device=device)
             functional_adam(
                 params,
                 [p.grad for p in params],
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                [torch.tensor(float(group["step"] - 1)) for _ in params],
+                list(counts.unbind()),
+                fused=fused,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
@@ -244,6 +249,13 @@ class FusedAdam(torch.optim.Optimizer):
                 maximize=False,
                 decoupled_weight_decay=self.adam_w_mode,
             )
+
+
+def adam() -> Any:
+    """The class of Adam that trains: Transformer Engine's or Apex's, else ``FusedAdam``."""
+    import megatron.core.optimizer as optimizer
+
+    return FusedAdam if optimizer.USING_PYTORCH_OPTIMIZER else optimizer.Adam
 
 
 def _use_fused_adam() -> None:

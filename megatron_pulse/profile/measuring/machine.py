@@ -32,6 +32,14 @@ def measured_device(device: torch.device, threads: int) -> str:
     return f"CPU ({name}, {threads} thread{'s' * (threads > 1)})" if threads else name
 
 
+def driver() -> str:
+    """The version of NVIDIA's driver, where its kernel module says it."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return "unknown"
+
+
 def device_memory(device: torch.device) -> int:
     """Bytes of the GPU's memory, or of the machine's."""
     if device.type == "cuda":

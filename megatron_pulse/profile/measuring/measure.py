@@ -29,6 +29,7 @@ from megatron_pulse.profile.measuring.layer_call import (
 from megatron_pulse.profile.measuring.machine import (
     computing_with,
     device_memory,
+    driver,
     measured_device,
     num_threads,
 )
@@ -254,5 +255,5 @@ def _versions(device: torch.device) -> dict[str, str]:
     }
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
-        versions["driver"] = str(torch._C._cuda_getDriverVersion())
+        versions["driver"] = driver()
     return versions

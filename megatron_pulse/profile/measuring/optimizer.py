@@ -12,9 +12,9 @@ from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, 
 def optimizer_seconds(
     parameters: Iterable[torch.nn.Parameter], device: torch.device, patience: Patience
 ) -> float:
-    """Seconds of a step of Megatron's Adam over fp32 masters of ``parameters``, and of what goes
+    """Seconds of a step of the Adam that trains over fp32 masters of ``parameters``, and of what goes
     with it: the gradients' norm, clipping by it, zeroing, and rounding to the parameters."""
-    from megatron.core.optimizer import Adam
+    from megatron_pulse.integration.megatron.compat import adam
 
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -22,13 +22,13 @@ def optimizer_seconds(
     masters = [torch.nn.Parameter(p.detach().float().clone()) for p in trained]
     for master in masters:
         master.grad = torch.full_like(master, 1e-3)
-    adam = Adam(masters, lr=1e-9)
+    optimizer = adam()(masters, lr=1e-9)
     rounded = [(p, m) for p, m in zip(trained, masters, strict=True) if p.dtype != m.dtype]
 
     def work(mark: Callable[[], None]) -> None:
         mark()
         torch.nn.utils.clip_grad_norm_(masters, 1e9)
-        adam.step()
+        optimizer.step()
         with torch.no_grad():
             for parameter, master in rounded:
                 parameter.copy_(master)

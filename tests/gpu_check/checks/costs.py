@@ -168,7 +168,7 @@ def offload(bench: Bench) -> Figures:
             host, whole = one.seconds()
             row = {"model": name, "activations": way, "ms": 1e3 * whole, "host ms": 1e3 * host}
             executor = one.pipeline.executor(4)
-            row["MB away"] = executor.offloaded_bytes / 1e6
+            row["MB away"] = executor.offloaded_bytes / one.steps / 1e6
             if bench.on_gpu:
                 row["peak MB"] = torch.cuda.max_memory_allocated() / 1e6
             rows.append(row)

@@ -191,15 +191,15 @@ def optimizers(bench: Bench) -> Figures:
     def adamw(**variant: bool) -> Callable[[], Callable[[], Any]]:
         return lambda: torch.optim.AdamW(parameters, lr=1e-9, **variant).step
 
-    def megatron() -> Callable[[], Any]:
-        from megatron.core.optimizer import Adam
+    def ours() -> Callable[[], Any]:
+        from megatron_pulse.integration.megatron.compat import adam
 
-        return Adam(parameters, lr=1e-9).step  # type: ignore[no-any-return]
+        return adam()(parameters, lr=1e-9).step  # type: ignore[no-any-return]
 
     measure("AdamW, one by one", adamw(foreach=False))
     measure("AdamW, foreach", adamw(foreach=True))
     measure("AdamW, fused", adamw(fused=True))
-    measure("Megatron's Adam", megatron)
+    measure("AdamW, ours", ours)
     average = ExponentialMovingAverage(named)
     measure("averages, ours", lambda: lambda: average.update(named, 5))
     plain = [value.clone() for _, value in named]

@@ -1,4 +1,4 @@
-"""Messages over NCCL that need no second rank: to oneself, and many ahead of the GPU."""
+"""Messages over NCCL that need no second rank: to oneself."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from typing import Any
 
 from tests.gpu_check.bench import Bench
 from tests.gpu_check.check import Figures
-
-AHEAD = 100
-MEGABYTES = 16
-MOST_HELD = 10
-"""Tensors that may be held when so many were sent, each waited for by the stream at once."""
 
 
 def _join() -> Any:
@@ -59,33 +54,4 @@ def self_send(bench: Bench) -> Figures:
         torch.cuda.synchronize()
         us = 1e3 * begin.elapsed_time(end) / 20
         rows.append({"bytes": size, "us": us, "GB/s": size / us / 1e3, "host us": host_us})
-    return bench.figures
-
-
-def run_ahead(bench: Bench) -> Figures:
-    """A hundred sends while the GPU is busy: how much memory they hold until they are done."""
-    import torch
-
-    device = _join()
-    received = torch.empty(MEGABYTES << 20, dtype=torch.uint8, device=device)
-    exchange(torch.zeros_like(received), received)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    torch.cuda._sleep(2_000_000_000)  # cycles: a second or more
-    began = time.perf_counter()
-    for i in range(AHEAD):
-        exchange(torch.full_like(received, i), received)
-    host_s = time.perf_counter() - began
-    held = torch.cuda.memory_reserved() - before
-    torch.cuda.synchronize()
-    whole_s = time.perf_counter() - began
-    assert int(received[0]) == AHEAD - 1, "what arrived last is not what was sent last"
-    bench.figures |= {
-        "sends": AHEAD, "MB each": MEGABYTES, "MB reserved": held / 2**20,
-        "host, s": host_s, "until all were done, s": whole_s,
-    }  # fmt: skip
-    assert host_s < whole_s / 2, f"the host was held up: {host_s:.2f} of {whole_s:.2f} s"
-    limit = MOST_HELD * MEGABYTES
-    assert held <= limit << 20, f"{held >> 20} MB are held, more than {limit}: nothing is let go"
     return bench.figures

@@ -21,6 +21,23 @@ def channels(bench: Bench) -> Figures:
     return _measured(bench, "channels")
 
 
+MOST_HELD = 10
+"""Tensors that may be held when ``pairs.AHEAD`` were sent, each waited for by the stream."""
+
+
+def run_ahead(bench: Bench) -> Figures:
+    """Sends over a channel while the GPU is busy: how much memory they hold until they are done,
+    with the channel's handles kept, as a step has them, and with torch's."""
+    from tests.gpu_check.pairs import AHEAD, MEGABYTES
+
+    _measured(bench, "ahead")
+    own = bench.figures["ahead"][0]
+    assert own["host s"] < own["until all were done, s"] / 2, f"the host was held up: {own}"
+    limit = MOST_HELD * MEGABYTES
+    assert own["MB held"] <= limit, f"{own['MB held']:.0f} of {AHEAD * MEGABYTES} MB are held"
+    return bench.figures
+
+
 def probe(bench: Bench) -> Figures:
     """``pulse probe`` of two ranks, and the cluster that it wrote."""
     import yaml
