@@ -22,8 +22,8 @@ class Carrier(Protocol):
         """What an operation that has run sends."""
         ...
 
-    def empty(self, message: Message) -> Tensor:
-        """A tensor to receive ``message`` in."""
+    def like(self, message: Message) -> Tensor:
+        """A tensor without memory, like what ``message`` brings."""
         ...
 
     def take(self, message: Message, tensor: Tensor) -> None:

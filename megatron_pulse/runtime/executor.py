@@ -42,7 +42,7 @@ from megatron_pulse.runtime.messages.exchange import Exchange, Tensors
 from megatron_pulse.runtime.messages.links import Links
 from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.replicas import Replicas
-from megatron_pulse.runtime.settings import Batch, RunSettings
+from megatron_pulse.runtime.settings import META, Batch, RunSettings
 from megatron_pulse.runtime.watch.place import HERE
 from megatron_pulse.runtime.watch.words import of_operation
 
@@ -187,7 +187,7 @@ class Executor:
                         self._exchange.offer(message, self._carried.outgoing(message))
                     self._exchange.send(message)
                 case Receive(message):
-                    self._exchange.expect(message, self._make_buffer(message))
+                    self._exchange.expect(message, self._like(message))
                 case Wait(message) if message.payload.is_carried:
                     self._carried.take(message, self._exchange.arrived(event))
                 case Wait():
@@ -257,13 +257,13 @@ class Executor:
             self._shapes.append(shape_of(self._backbone, batch))
         return self._shapes[microbatch]
 
-    def _make_buffer(self, message: Message) -> Tensor:
-        """An empty tensor for what ``message`` brings, which follows from its microbatch's shape:
-        every device sees that in its own batch, and no shape travels."""
+    def _like(self, message: Message) -> Tensor:
+        """A tensor without memory, like what ``message`` brings: that follows from its microbatch's
+        shape, which every device sees in its own batch, and no shape travels."""
         if message.payload.is_carried:
-            return self._carried.empty(message)
+            return self._carried.like(message)
         which = self._shape(message.consumer.microbatch) if self._backbone.num_shapes > 1 else 0
-        return self._settings.make_empty(message_spec(self._routes, message).at(which))
+        return self._settings.make_empty(message_spec(self._routes, message).at(which), META)
 
     def _cast(self, tensor: Tensor, spec: TensorSpec) -> Tensor:
         # The host does not wait for a copy to a GPU where loaders pin their batches.

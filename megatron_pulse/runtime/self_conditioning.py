@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.diffusion.self_conditioning import beside
 from megatron_pulse.planner.schedule.message import Message
-from megatron_pulse.runtime.settings import Batch, LossFunction, RunSettings
+from megatron_pulse.runtime.settings import META, Batch, LossFunction, RunSettings
 
 
 class Predictions:
@@ -24,7 +24,6 @@ class Predictions:
     def __init__(self, backbone: Backbone, estimate: LossFunction, settings: RunSettings) -> None:
         self._estimate = estimate
         self._dtype = settings.dtype_of(backbone.input_spec)
-        self._device = settings.device
         self._batches: Sequence[Batch] = ()
         self._num_made = 0
         self._found: dict[int, Tensor] = {}
@@ -50,10 +49,11 @@ class Predictions:
         """What the last stage has made of a microbatch."""
         return self._found.pop(message.producer.microbatch)
 
-    def empty(self, message: Message) -> Tensor:
-        """A buffer for what the last stage of another device makes of a microbatch."""
+    def like(self, message: Message) -> Tensor:
+        """A tensor without memory, like what the last stage of another device makes of a
+        microbatch."""
         noisy = self._batches[message.producer.microbatch]["noisy"]
-        return torch.empty(noisy.shape, dtype=self._dtype, device=self._device)
+        return torch.empty(noisy.shape, dtype=self._dtype, device=META)
 
     def take(self, message: Message, tensor: Tensor) -> None:
         """What the last stage of another device has made of a microbatch."""

@@ -14,6 +14,10 @@ Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Tensor, Batch], Tensor]
 
 
+META = torch.device("meta")
+"""Tensors there have a shape, and no memory."""
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """What the tensors of a run look like, and the loss: one, or one for each of a cascade's
@@ -29,10 +33,11 @@ class RunSettings:
         """The loss of a chain's prediction, and of the microbatch as the chain alone has it."""
         return self.loss[chain] if isinstance(self.loss, Mapping) else self.loss
 
-    def make_empty(self, spec: TensorSpec) -> Tensor:
-        """An empty tensor of ``spec``'s shape for one microbatch."""
+    def make_empty(self, spec: TensorSpec, device: torch.device | None = None) -> Tensor:
+        """An empty tensor of ``spec``'s shape for one microbatch; on the device that computes, if
+        not on another."""
         shape = spec.full_shape(self.micro_batch_size)
-        return torch.empty(shape, dtype=self.dtype_of(spec), device=self.device)
+        return torch.empty(shape, dtype=self.dtype_of(spec), device=device or self.device)
 
     def dtype_of(self, spec: TensorSpec) -> torch.dtype:
         """The torch dtype of ``spec``."""

@@ -124,6 +124,59 @@ def test_nothing_holds_what_was_waited_for(links: Links) -> None:
     from megatron_pulse.runtime.messages.links import _Transfer
 
     tensor = torch.zeros(3)
+    links._channels[0, 0] = SimpleNamespace(on_stream=False)  # type: ignore[assignment]
     links._receives[GRADIENT] = _Transfer(StreamWork(0.0), GRADIENT, tensor)
     assert links.wait(GRADIENT) is tensor
     assert not any(part is tensor for entry in links._ending for part in entry)
+
+
+class Passing:
+    """A channel to oneself whose waits order streams: what was sent is there when it is waited
+    for, and not before."""
+
+    on_stream = True
+
+    def __init__(self) -> None:
+        self.used: list[int] = []
+        self._sent: list[torch.Tensor] = []
+
+    def send(self, tensor: torch.Tensor) -> StreamWork:
+        self.used.append(tensor.data_ptr())
+        self._sent.append(tensor)
+        return StreamWork(0.0)
+
+    def receive(self, buffer: torch.Tensor) -> StreamWork:
+        self.used.append(buffer.data_ptr())
+        work, sent = StreamWork(0.0), self._sent
+
+        def wait(timeout: timedelta = timedelta()) -> bool:
+            if sent:  # once more at the end of the step, when there is nothing left
+                buffer.copy_(sent.pop(0))
+            return True
+
+        work.wait = wait  # type: ignore[method-assign]
+        return work
+
+
+def test_messages_of_streams_go_through_memory_that_is_kept(links: Links) -> None:
+    """As many buffers as are under way at one time, for any number of messages; what is sent is
+    what the tensor is when it is sent, and what arrives is nobody else's."""
+    channel = links._channels[0, 0] = Passing()  # type: ignore[assignment]
+    arrived = []
+    for i in range(5):
+        message = GRADIENT._replace(name=f"{i}")
+        tensor = torch.full((4, 3), float(i), requires_grad=True).t()
+        links.receive(message, torch.empty(3, 4, device="meta"))
+        links.send(message, tensor)
+        with torch.no_grad():
+            tensor.mul_(-1)
+        arrived.append(links.wait(message))
+        links.let_go([message])
+    links.drain()
+    assert [a.unique().tolist() for a in arrived] == [[float(i)] for i in range(5)]
+    assert not any(a.requires_grad for a in arrived)
+    assert len(channel.used) == 10 and len(set(channel.used)) == 2
+    assert not {a.data_ptr() for a in arrived} & set(channel.used)
+    links.abandon()  # a failed step's buffers may still be written to
+    links.receive(GRADIENT, torch.empty(3, 4, device="meta"))
+    assert channel.used[-1] not in channel.used[:-1]

@@ -12,8 +12,8 @@ from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, 
 def optimizer_seconds(
     parameters: Iterable[torch.nn.Parameter], device: torch.device, patience: Patience
 ) -> float:
-    """Seconds of a step of the Adam that trains over fp32 masters of ``parameters``, and of what goes
-    with it: the gradients' norm, clipping by it, zeroing, and rounding to the parameters."""
+    """Seconds of a step, over fp32 masters of ``parameters``, of the Adam that trains, and of what
+    goes with it: the gradients' norm, clipping by it, zeroing, and rounding to the parameters."""
     from megatron_pulse.integration.megatron.compat import adam
 
     trained = [p for p in parameters if p.requires_grad]

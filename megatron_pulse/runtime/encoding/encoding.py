@@ -26,7 +26,7 @@ from megatron_pulse.planner.schedule.operations import Filler, Kind, Schedule
 from megatron_pulse.runtime.encoding.packing import PackedLayout
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.messages.links import Links
-from megatron_pulse.runtime.settings import Batch
+from megatron_pulse.runtime.settings import META, Batch
 
 type Encoded = dict[str, dict[str, Tensor]]
 """States ``[b, ...]`` of a microbatch's samples by component and name."""
@@ -200,11 +200,11 @@ class Encoding:
         found = [self._states.pop((name, sample)) for sample in samples]
         return layout.pack(found, self._device, self._kept(message))
 
-    def empty(self, message: Message) -> Tensor:
-        """A buffer for what a slice of another device has left."""
+    def like(self, message: Message) -> Tensor:
+        """A tensor without memory, like what a slice of another device has left."""
         _, samples, layout = self._content(message)
         size = len(samples) * layout.num_bytes
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+        return torch.empty(size, dtype=torch.uint8, device=META)
 
     def take(self, message: Message, tensor: Tensor) -> None:
         """What a slice of another device has left is here."""

@@ -118,38 +118,6 @@ class NcclChannel(_Own):
         work.wait()
         torch.cuda.synchronize()
 
-    def send(self, tensor: torch.Tensor) -> PendingTransfer:
-        """See ``Channel``."""
-        return _OnStream(super().send(tensor))
-
-    def receive(self, buffer: torch.Tensor) -> PendingTransfer:
-        """See ``Channel``."""
-        return _OnStream(super().receive(buffer))
-
-
-class _OnStream:
-    """A transfer of NCCL's. torch's own handle has the tensor's memory as long as it is there; once
-    the stream waits for the transfer, an event behind that says as well when it has ended."""
-
-    def __init__(self, work: PendingTransfer) -> None:
-        self._work: PendingTransfer | None = work
-        self._passed: torch.cuda.Event | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """See ``PendingTransfer``; the stream waits, whatever the ``timeout``."""
-        if self._work is not None:
-            self._work.wait()
-            self._passed = torch.cuda.current_stream().record_event()
-            self._work = None
-        return True
-
-    def is_completed(self) -> bool:
-        """See ``PendingTransfer``."""
-        if self._passed is not None:
-            return self._passed.query()
-        assert self._work is not None
-        return self._work.is_completed()
-
 
 _stores: Counter[tuple[int, int]] = Counter()
 

@@ -113,9 +113,9 @@ class Exchange:
         """Start sending what was given for ``message``."""
         self._links_or_fail().send(message, self._outgoing.pop(message))
 
-    def expect(self, message: Message, buffer: Tensor) -> None:
-        """Have ``message`` arrive in ``buffer``."""
-        self._links_or_fail().receive(message, buffer)
+    def expect(self, message: Message, like: Tensor) -> None:
+        """Have ``message`` arrive, of shape and dtype of ``like``."""
+        self._links_or_fail().receive(message, like)
 
     def offer(self, message: Message, tensor: Tensor) -> None:
         """Have ``tensor`` sent as ``message``."""

@@ -24,6 +24,7 @@ from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.step.communication import CommunicationPlan
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
 from megatron_pulse.runtime.messages.channels import OPENERS, Channel, PendingTransfer
+from megatron_pulse.runtime.messages.slots import Slots
 from megatron_pulse.runtime.watch.place import HERE
 from megatron_pulse.runtime.watch.words import of_message
 
@@ -46,7 +47,7 @@ _CLOSED = (
 
 @dataclass
 class _Transfer:
-    """A message under way, or a collective ``what``."""
+    """A message under way (its tensor is a slot where a stream waits), or a collective ``what``."""
 
     work: PendingTransfer
     what: Message | str
@@ -80,8 +81,11 @@ class Links:
         self._timeout_s = timeout_s
         self._limit = timedelta(seconds=timeout_s)
         self._blocking = dist.get_backend(group) == "gloo"
-        self._place = torch.device("cpu" if self._blocking else "cuda")
+        self._place = torch.device("cpu")
+        if not self._blocking:
+            self._place = torch.device("cuda", torch.cuda.current_device())
         self._channels: dict[tuple[int, int], Channel] = {}
+        self._slots = Slots()
         self._sends: dict[Message, _Transfer] = {}
         self._receives: dict[Message, _Transfer] = {}
         self._ending: list[tuple[PendingTransfer, Message | str]] = []
@@ -121,29 +125,43 @@ class Links:
             )
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
-        """Start sending ``tensor``, which is kept until the message is let go."""
-        tensor = tensor.contiguous()
+        """Start sending ``tensor``, or on a stream what it is now; what is sent is kept until the
+        message is let go."""
+        channel = self._channels[message.source, message.destination]
+        if channel.on_stream:
+            tensor = self._slots.take(tensor, tensor.device).copy_(tensor.detach())
+        else:
+            tensor = tensor.contiguous()
         self._count(message, tensor)
-        start = self._channels[message.source, message.destination].send
-        self._sends[message] = self._started(message, tensor, start)
+        self._sends[message] = self._started(message, tensor, channel.send)
 
-    def receive(self, message: Message, buffer: torch.Tensor) -> None:
-        """Have ``message`` arrive in ``buffer``."""
+    def receive(self, message: Message, like: torch.Tensor) -> None:
+        """Have ``message`` arrive; it is ``like`` that, which may be on torch's meta device."""
+        channel = self._channels[message.source, message.destination]
+        if channel.on_stream:
+            buffer = self._slots.take(like, self._place)
+        else:
+            buffer = torch.empty_like(like, device=self._place)
         self.traffic.received_bytes += buffer.nbytes
-        start = self._channels[message.source, message.destination].receive
-        self._receives[message] = self._started(message, buffer, start)
+        self._receives[message] = self._started(message, buffer, channel.receive)
 
     def wait(self, message: Message) -> torch.Tensor:
         """The received tensor of ``message``."""
         transfer = self._receives.pop(message)
         self._wait(transfer)
-        return transfer.tensor
+        if not self._channels[message.source, message.destination].on_stream:
+            return transfer.tensor
+        tensor = transfer.tensor.clone()
+        self._slots.give(transfer.tensor)
+        return tensor
 
     def let_go(self, messages: Iterable[Message]) -> None:
         """Forget sends that the plan proves complete: their wait returns at once."""
         for message in messages:
             if (transfer := self._sends.pop(message, None)) is not None:
                 self._wait(transfer)
+                if self._channels[message.source, message.destination].on_stream:
+                    self._slots.give(transfer.tensor)
 
     def release(self, messages: Iterable[Message]) -> None:
         """Forget sends that are complete by the plan's times, where a stream waits for them; a host
@@ -153,17 +171,17 @@ class Links:
 
     def drain(self) -> None:
         """Wait, within the time limit, for everything that is still under way."""
-        for transfer in (*self._sends.values(), *self._receives.values()):
-            self._wait(transfer)
+        self.let_go(list(self._sends))
+        for message in list(self._receives):
+            self.wait(message)
         self._finish()
-        self._sends.clear()
-        self._receives.clear()
 
     def abandon(self) -> None:
         """Forget everything under way (after an error)."""
         self._sends.clear()
         self._receives.clear()
         self._ending.clear()
+        self._slots.clear()
 
     def broadcast(self, tensor: torch.Tensor, device: int, what: str) -> None:
         """Make ``tensor`` on all devices what it is on ``device``, in place."""
