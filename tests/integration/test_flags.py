@@ -143,7 +143,7 @@ def some_values(action: argparse.Action) -> list[str]:
         (["--optimizer", "muon"], "--optimizer muon cannot be used, only adam or sgd"),
         (["--recompute-granularity", "full", "--recompute-num-layers", "2"], "layers 2 cannot"),
         (["--optimizer", "sgd", "--use-distributed-optimizer"], "--optimizer sgd cannot be used"),
-        (["--transformer-impl", "transformer_engine"], "it is not installed"),
+        (["--transformer-impl", "transformer_engine"], "its layers run on GPUs alone"),
         (["--fp16", "--bf16"], "exclude each other"),
         (["--pulse-verify-every", "5"], "--pulse-verify-every: there is no other rank"),
         (["--loss-scale", "128"], "--loss-scale was given without --fp16"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,7 @@ from megatron_pulse.profile.files import load_profile, save_profile
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.profile import ProfileError, Source
 from tests.by_hand import unsealed_record
+from tests.launch.sessions import ROOT
 from tests.plans import small_profile
 from tests.runtime.equality import Case, plan_of
 from tests.runtime.tiny import backbone
@@ -67,6 +71,43 @@ def test_layers_whose_gradients_cannot_wait_take_no_split_schedule() -> None:
 def test_they_are_measured_where_they_run() -> None:
     if torch.cuda.is_available():
         pytest.skip("they may run here")
-    told = "not installed|runs on GPUs alone"
-    with pytest.raises(ProfileError, match=told):
+    with pytest.raises(ProfileError, match="runs on GPUs alone"):
         measure(backbone("dit"), [1], "cpu", "float32", transformer_impl="transformer_engine")
+
+
+_ENGINE_WITHOUT_A_GPU = """
+def nothing(*args, **kwargs):
+    raise RuntimeError("CUDA error: no CUDA-capable device is detected")
+
+
+FusedAdam = multi_tensor_applier = multi_tensor_l2norm = multi_tensor_scale = nothing
+"""
+
+
+def test_kernels_that_are_installed_are_not_taken_without_a_gpu(tmp_path: Path) -> None:
+    """Transformer Engine can be imported on a CPU, and its Adam and norms fail there."""
+    for inside in ("transformer_engine", "transformer_engine/pytorch"):
+        (tmp_path / inside).mkdir()
+        (tmp_path / inside / "__init__.py").touch()
+    (tmp_path / "transformer_engine/pytorch/optimizers.py").write_text(_ENGINE_WITHOUT_A_GPU)
+    code = """
+from megatron_pulse.integration.megatron import compat
+compat.install()
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.training.utils import common_utils
+compat.patch_megatron()
+weight = torch.nn.Parameter(torch.ones(3))
+weight.grad = torch.full((3,), 2.0)
+compat.adam()([weight], lr=0.5).step()
+assert all(abs(w - 0.5) < 1e-6 for w in weight.tolist()), weight
+for module, norm in ((clip_grads, "l2_norm_impl"), (common_utils, "multi_tensor_l2norm")):
+    found = module.multi_tensor_applier(getattr(module, norm), None, [[weight.grad]], False)
+    assert abs(found[0].item() - 12 ** 0.5) < 1e-6, found
+"""
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=environment, text=True,
+        capture_output=True, timeout=300,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr

@@ -9,12 +9,13 @@ import shutil
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.integration.conftest import BATCH, COSINE, LR
-from tests.integration.runs import BASE, TINY, Run, pipeline, run
+from tests.integration.runs import BASE, TINY, Run, pipeline, run, train
 from tests.integration.test_bad_input import GOOD, refuse
 from tests.ranks import run_ranks
 
@@ -74,6 +75,38 @@ def test_other_rate_batch_and_end(
     ):
         assert change in line
     assert "--seed" not in line and "--min-lr" not in line
+
+
+def _saved_by_a_gpu(argv: list[str]) -> None:
+    """A run whose checkpoints have a GPU's generators, of 16 bytes."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.training import checkpointing
+
+    original, of_a_gpu = checkpointing.get_rng_state, torch.zeros(16, dtype=torch.uint8)
+
+    def get_rng_state(*args: Any, **kwargs: Any) -> Any:
+        tracker = get_cuda_rng_tracker()
+        states, get = tracker.get_states(), torch.cuda.get_rng_state
+        tracker.set_states(dict.fromkeys(states, of_a_gpu))
+        torch.cuda.get_rng_state = lambda *device: of_a_gpu
+        try:
+            return original(*args, **kwargs)
+        finally:
+            torch.cuda.get_rng_state = get
+            tracker.set_states(states)
+
+    checkpointing.get_rng_state = get_rng_state
+    train(argv)
+
+
+def test_generators_of_another_kind_of_device(tmp_path: Path) -> None:
+    """A run that was saved on a GPU goes on here, as if never stopped."""
+    flags = ["--global-batch-size", str(BATCH), *SEED, "--lr-decay-style", "constant"]
+    save = ["--save", str(tmp_path), "--save-interval", "2"]
+    whole = run(1, *flags, "--train-iters", "4")
+    first = [*TINY["uvit"], *BASE, *flags, *save, "--train-iters", "2"]
+    run_ranks(1, _saved_by_a_gpu, first)
+    assert run(1, *flags, *save, "--train-iters", "4").losses == whole.losses[2:]
 
 
 def test_counted_in_samples(saved: Path) -> None:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from megatron.training.arguments import validate_args
 
 from megatron_pulse.flag_fields import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZERO, flag_name
@@ -116,8 +117,14 @@ def _check_optimizer(args: argparse.Namespace) -> Iterator[str]:
             "--save-params-interval cannot be used with --overlap-param-gather, which leaves "
             "weights incomplete between steps"
         )
-    missing = importlib.util.find_spec("transformer_engine") is None
-    if args.transformer_impl == "transformer_engine" and missing:
+    if args.transformer_impl == "transformer_engine" and not torch.cuda.is_available():
+        yield (
+            "--transformer-impl transformer_engine: its layers run on GPUs alone, and torch finds "
+            "none: leave the flag out"
+        )
+    elif args.transformer_impl == "transformer_engine" and (
+        importlib.util.find_spec("transformer_engine") is None
+    ):
         yield (
             "--transformer-impl transformer_engine: it is not installed; install it with: "
             "pip install 'transformer-engine[pytorch]', or leave the flag out"

@@ -170,12 +170,20 @@ def install() -> None:
         raise RuntimeError("compat.install() must run before megatron is imported")
     # Every rank would warn once that a CUDA toolkit is there and no device.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    _hide_kernels()
     _replace_torch_cuda()
     torch.compile = _identity_compile
     torch.nn.Module.cuda = lambda self, device=None: self
     _replace_what_names_cuda()
     _stands_in = True
     _import_without_wandb()
+
+
+def _hide_kernels() -> None:
+    """Have Megatron find none of the packages whose kernels it takes where they are installed: they
+    can be imported without a GPU, and fail in the first step."""
+    for package in ("transformer_engine", "apex", "amp_C"):
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
 
 
 def _import_without_wandb() -> None:

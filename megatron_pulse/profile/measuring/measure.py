@@ -186,13 +186,13 @@ def require_implementation(transformer_impl: str, place: torch.device) -> None:
     """Raise ProfileError where layers of that kind cannot run."""
     if transformer_impl == LOCAL:
         return
+    if place.type != "cuda":
+        raise ProfileError(f"Transformer Engine runs on GPUs alone: measure {LOCAL} layers")
     if importlib.util.find_spec("transformer_engine") is None:
         raise ProfileError(
             "Transformer Engine is not installed: pip install 'transformer-engine[pytorch]', or "
             f"measure {LOCAL} layers"
         )
-    if place.type != "cuda":
-        raise ProfileError(f"Transformer Engine runs on GPUs alone: measure {LOCAL} layers")
 
 
 def require_memory(backbone: Backbone, place: torch.device, dtype: str) -> None:
