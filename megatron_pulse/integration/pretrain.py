@@ -19,6 +19,7 @@ from megatron_pulse.integration.checkpoint.resume import NewRun, describe
 from megatron_pulse.integration.checkpoint.start import enter, finished, lock_for_job, whole_start
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.flags.checks import check_world, refusing
+from megatron_pulse.integration.flags.together import CONNECTIONS
 from megatron_pulse.integration.loop.ending import (
     end,
     leave,
@@ -111,7 +112,7 @@ def leave_connections(tensor_parallel: int) -> None:
     Megatron's tensor parallelism wants one, so that what is launched first starts first; channels
     between pipeline devices want one each, or wait for each other.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if tensor_parallel > 1 else "32")
+    os.environ.setdefault(CONNECTIONS, "1" if tensor_parallel > 1 else "32")
 
 
 def _connect(

@@ -15,7 +15,6 @@ import megatron.training.training as training
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
-from megatron.training.arguments import validate_args
 from megatron.training.global_vars import get_wandb_writer, set_global_variables
 
 from megatron_pulse.integration.checkpoint.loading import wrap_load_checkpoint
@@ -25,6 +24,7 @@ from megatron_pulse.integration.checkpoint.start import Start
 from megatron_pulse.integration.data import DiffusionData
 from megatron_pulse.integration.encoding import Encoders
 from megatron_pulse.integration.flags.arguments import PulseOptions
+from megatron_pulse.integration.flags.together import validate
 from megatron_pulse.integration.loop.again.verifying import Verifier
 from megatron_pulse.integration.loop.cascade import CascadeData
 from megatron_pulse.integration.loop.grad_norm import (
@@ -64,7 +64,7 @@ def train(
     if args.async_save:  # by threads, where Megatron asks for a process, and lowers its priority
         args.use_persistent_ckpt_worker, args.async_strategy = True, "mcore"
         args.async_ckpt_cpu_priority = args.async_ckpt_io_priority = None
-    validate_args(args, {})
+    validate(args)
     args.use_persistent_ckpt_worker = False
     set_global_variables(args, build_tokenizer=False)
     timers.wandb = get_wandb_writer()  # the module, where asked for; compat has kept it from them

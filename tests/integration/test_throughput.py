@@ -25,6 +25,7 @@ from megatron_pulse.profile.flops import count_flops, model_flops
 from megatron_pulse.runtime.measure.busy import BusyMeter, StepTime
 from model_specs import load_backbone
 from tests.integration.runs import BASE, TINY, pipeline, train
+from tests.integration.test_bad_input import refuse
 from tests.ranks import run_ranks
 
 BATCH = 8
@@ -188,6 +189,23 @@ def test_channels_have_hardware_queues_of_their_own(monkeypatch: pytest.MonkeyPa
             patch.setattr(os, "environ", environment)
             leave_connections(tensor_parallel)
         assert environment == {name: expected}
+
+
+@pytest.mark.parametrize("chosen", [None, "8"])
+def test_tensor_parallelism_is_not_refused_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    """Megatron asks for one queue before CUDA has any, and refuses what a user has chosen."""
+    from megatron.training import arguments
+
+    from megatron_pulse.integration.flags.together import CONNECTIONS
+
+    monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
+    monkeypatch.delenv(CONNECTIONS, raising=False)
+    if chosen:
+        monkeypatch.setenv(CONNECTIONS, chosen)
+    (fault,) = refuse(monkeypatch, 2, ["--tensor-model-parallel-size", "2", "--lr", "0"])
+    assert "--lr" in fault and os.environ.get(CONNECTIONS) == chosen
 
 
 def test_a_plan_leaves_a_gpu_room(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import io
 import linecache
+import os
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from megatron.training.arguments import validate_args
 
 from megatron_pulse.flag_fields import ABOVE_ZERO, BELOW_ONE, FROM_ONE, FROM_ZERO, flag_name
 from megatron_pulse.integration.flags.parse import CommandLine
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""The variable that says how many hardware queues CUDA has."""
 
 _FILE = Path(__file__).with_name("together.txt")
 _RANGES = {each.must: each for each in (FROM_ONE, FROM_ZERO, BELOW_ONE, ABOVE_ZERO)}
@@ -39,11 +43,29 @@ def check_megatron(args: argparse.Namespace) -> list[str]:
     """What Megatron's own validation says of ``args``, which stay as they are."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         try:
-            validate_args(copy.deepcopy(args), {})
+            validate(copy.deepcopy(args))
         except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
             why = str(error) or _line_of(error)
             return [f"Megatron refuses these flags: {why}"]
     return []
+
+
+def validate(args: argparse.Namespace) -> None:
+    """Megatron's own validation, which changes ``args``.
+
+    With tensor parallelism it asks how many hardware queues CUDA has, also before CUDA starts and
+    where the user has chosen: ``pretrain.leave_connections`` sees to that.
+    """
+    chosen = os.environ.get(CONNECTIONS)
+    if args.tensor_model_parallel_size > 1:
+        os.environ[CONNECTIONS] = "1"
+    try:
+        validate_args(args, {})
+    finally:
+        if chosen is None:
+            os.environ.pop(CONNECTIONS, None)
+        else:
+            os.environ[CONNECTIONS] = chosen
 
 
 def _line_of(error: BaseException) -> str:
