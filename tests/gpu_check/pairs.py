@@ -15,10 +15,11 @@ import time
 import warnings
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_pulse.processes import end_with_parent
-from tests.gpu_check.alone import timed
+from tests.gpu_check.alone import synchronise, timed
 from tests.gpu_check.recorded import share_gpus, take_gpu
 
 
@@ -49,51 +50,69 @@ MEGABYTES = 16
 
 
 def ahead() -> list[dict[str, Any]]:
-    """Many sends of new tensors, each waited for by the stream, while that has other work."""
+    """Many messages of new tensors, each waited for by the stream at once, while that has other
+    work: as a step sends and receives them, and as torch's own."""
     import torch
     import torch.distributed as dist
 
-    from megatron_pulse.runtime.messages.channels import NcclChannel
+    from megatron_pulse.planner.layout.routes import Payload
+    from megatron_pulse.planner.schedule.message import Message
+    from megatron_pulse.planner.schedule.operations import Kind, Operation
+    from megatron_pulse.runtime.failures import default_board
+    from megatron_pulse.runtime.messages.links import Links
 
-    torch.device(take_gpu())
-    dist.init_process_group("nccl")
-    rank = dist.get_rank()
-    channel = NcclChannel(dist.group.WORLD, 0, 1, 60.0)
-    size, rows = MEGABYTES << 20, []
-    ways = {
-        "handles of a channel kept": (channel.send, True),
-        "handles of torch kept": (lambda tensor: channel._group.send([tensor], 1, 0), True),
-        "handles of torch dropped": (lambda tensor: channel._group.send([tensor], 1, 0), False),
-    }
-    for way, (send, keeps) in ways.items():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    device = torch.device(take_gpu())
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    links = Links(group, default_board(), 60.0)
+    links.connect(SimpleNamespace(messages=(), channels=((0, 1),)))  # type: ignore[arg-type]
+    rank, size = dist.get_rank(), MEGABYTES << 20
+    like = torch.empty(size, dtype=torch.uint8, device="meta")
+
+    def by_links(i: int) -> Any:
+        ends = (Operation(Kind.FORWARD, stage, i) for stage in (0, 1))
+        message = Message(*ends, Payload.BOUNDARY, "0", source=0, destination=1)
+        if rank == 0:
+            links.send(message, torch.full((size,), i, dtype=torch.uint8, device=device))
+            return links.let_go([message])
+        links.receive(message, like)
+        return links.wait(message)
+
+    def by_torch(i: int) -> Any:
+        tensor = torch.full((size,), i * (1 - rank), dtype=torch.uint8, device=device)
+        work = group.recv([tensor], 0, 0) if rank else group.send([tensor], 1, 0)
+        work.wait()
+        return tensor
+
+    rows = []
+    for way, pass_on in {"as in a step": by_links, "torch's own": by_torch}.items():
+        pass_on(0)
+        synchronise(device)
         dist.barrier()
-        if rank == 1:
-            right = torch.ones((), dtype=torch.bool, device="cuda")
-            for i in range(AHEAD):
-                buffer = torch.zeros(size, dtype=torch.uint8, device="cuda")
-                channel.receive(buffer).wait()
-                right &= buffer.eq(i).all()
-            assert bool(right), f"{way}: other bytes arrived"
-            continue
-        before = torch.cuda.memory_reserved()
-        torch.cuda._sleep(2_000_000_000)  # cycles: a second or more
-        began, kept = time.perf_counter(), []
+        before = 0
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_reserved()
+            torch.cuda._sleep(2_000_000_000)  # cycles: a second or more
+        began = time.perf_counter()
+        right = torch.ones((), dtype=torch.bool, device=device)
         for i in range(AHEAD):
-            work = send(torch.full((size,), i, dtype=torch.uint8, device="cuda"))
-            work.wait()
-            kept += [work] * keeps
-        host_s = time.perf_counter() - began
-        held = torch.cuda.memory_reserved() - before
-        torch.cuda.synchronize()
-        rows.append(
-            {"way": way, "MB held": held / 2**20, "host s": host_s,
-             "until all were done, s": time.perf_counter() - began}
-        )  # fmt: skip
-        print(rows[-1], flush=True)
-        del kept, work
-    return rows
+            got = pass_on(i)
+            if rank:
+                right &= got.eq(i).all()
+            del got
+        row: dict[str, Any] = {"way": way, "host s": time.perf_counter() - began}
+        if device.type == "cuda":
+            row["MB held"] = (torch.cuda.memory_reserved() - before) / 2**20
+        synchronise(device)
+        row["until all were done, s"] = time.perf_counter() - began
+        assert bool(right), f"{way}: other bytes arrived"
+        links.drain()
+        rows.append(row)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, rows)
+    return [{"rank": r, **row} for r, its in enumerate(found) for row in its]
 
 
 class OneGroup:

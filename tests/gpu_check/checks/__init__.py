@@ -42,7 +42,7 @@ CHECKS = (
     _check("folds", "ranks", "folds over 2 and 4 ranks are one rank's bits", Need.TWO_RANKS, 600),
     _check("schedules", "ranks", "all schedules and placements, bits", Need.TWO_RANKS, 1800),
     _check("probe", "ranks", "links between two ranks, as pulse probe has them", Need.TWO_RANKS),
-    _check("run-ahead", "ranks", "what many sends hold in memory", Need.TWO_RANKS_ON_GPUS),
+    _check("run-ahead", "ranks", "what many messages hold in memory", Need.TWO_RANKS),
     _check("channels", "ranks", "channels beside one group", Need.TWO_RANKS_ON_GPUS),
     _check("data-parallel", "ranks", "two replicas, distributed optimizer", Need.TWO_RANKS),
     _check("tensor-parallel", "ranks", "layers on two ranks", Need.TWO_RANKS),
