@@ -259,13 +259,6 @@ class FusedAdam(torch.optim.Optimizer):
             )
 
 
-def adam() -> Any:
-    """The class of Adam that trains: Transformer Engine's or Apex's, else ``FusedAdam``."""
-    import megatron.core.optimizer as optimizer
-
-    return FusedAdam if optimizer.USING_PYTORCH_OPTIMIZER else optimizer.Adam
-
-
 def _use_fused_adam() -> None:
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed

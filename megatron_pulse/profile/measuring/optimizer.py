@@ -14,7 +14,7 @@ def optimizer_seconds(
 ) -> float:
     """Seconds of a step, over fp32 masters of ``parameters``, of the Adam that trains, and of what
     goes with it: the gradients' norm, clipping by it, zeroing, and rounding to the parameters."""
-    from megatron_pulse.integration.megatron.compat import adam
+    from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, Adam
 
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
@@ -22,13 +22,15 @@ def optimizer_seconds(
     masters = [torch.nn.Parameter(p.detach().float().clone()) for p in trained]
     for master in masters:
         master.grad = torch.full_like(master, 1e-3)
-    optimizer = adam()(masters, lr=1e-9)
+    # Where it would be torch's, training has one that is fused on GPUs.
+    fused = {"fused": True} if USING_PYTORCH_OPTIMIZER and device.type == "cuda" else {}
+    adam = Adam(masters, lr=1e-9, **fused)
     rounded = [(p, m) for p, m in zip(trained, masters, strict=True) if p.dtype != m.dtype]
 
     def work(mark: Callable[[], None]) -> None:
         mark()
         torch.nn.utils.clip_grad_norm_(masters, 1e9)
-        optimizer.step()
+        adam.step()
         with torch.no_grad():
             for parameter, master in rounded:
                 parameter.copy_(master)
