@@ -29,5 +29,9 @@ def test_bit_identical(backbone: str, flags: list[str]) -> None:
 def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = refuse(monkeypatch, 1, ["--pulse-offload", "blok.*"])
     assert "--pulse-offload: no layer matches 'blok.*'" in fault
+    for flag in ("--pulse-offload", "--pulse-recompute"):
+        frozen = ["--pulse-freeze", "embed.*", "--pulse-freeze", "in_blocks.*"]
+        (fault,) = refuse(monkeypatch, 1, [*frozen, flag, "in_blocks.*"])
+        assert f"{flag} in_blocks.*: what it matches keeps no activations" in fault
     (fault,) = refuse(monkeypatch, 1, [*ALL, "--recompute-granularity", "full"])
     assert "computed again and so not kept" in fault

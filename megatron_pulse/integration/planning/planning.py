@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
+from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.backbone.named import matching_layers
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.planning.layers import require_own_layers, require_waiting_layers
@@ -177,27 +178,37 @@ def _recomputed(
                 "--pulse-recompute only some: give one of them"
             )
         return frozenset(range(len(backbone.layers)))
-    try:
-        return matching_layers([layer.name for layer in backbone.layers], options.recompute)
-    except ValueError as error:
-        raise ValueError(f"--pulse-recompute: {error}") from error
+    return _keeping("--pulse-recompute", options.recompute, backbone)
 
 
 def _offloaded(
     options: PulseOptions, backbone: Backbone, recompute: frozenset[int]
 ) -> frozenset[int]:
     """The layers whose activations flags say to keep on the host; raises ValueError."""
-    names = [layer.name for layer in backbone.layers]
-    try:
-        found = matching_layers(names, options.offload)
-    except ValueError as error:
-        raise ValueError(f"--pulse-offload: {error}") from error
+    found = _keeping("--pulse-offload", options.offload, backbone)
     if both := found & recompute:
         raise ValueError(
-            f"--pulse-offload {names[min(both)]}: its activations are computed again and so not "
-            "kept; give other layers"
+            f"--pulse-offload {backbone.layers[min(both)].name}: its activations are computed "
+            "again and so not kept; give other layers"
         )
     return found
+
+
+def _keeping(flag: str, patterns: Sequence[str], backbone: Backbone) -> frozenset[int]:
+    """The layers that ``patterns`` match, without those that keep no activations because they and
+    all before them are frozen; raises ValueError where there are no others."""
+    try:
+        found = matching_layers([layer.name for layer in backbone.layers], patterns)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+    has_backward = wanted_gradients(backbone).layers
+    kept = frozenset(i for i in found if has_backward[i])
+    if found and not kept:
+        raise ValueError(
+            f"{flag} {patterns[0]}: what it matches keeps no activations, for that and all before "
+            "it are frozen; give other layers, or leave it out"
+        )
+    return kept
 
 
 def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Plan:
