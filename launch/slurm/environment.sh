@@ -38,4 +38,3 @@ fi
 # export NCCL_IB_HCA=mlx5          # only these adapters, where others are for storage
 # export NCCL_CROSS_NIC=1          # rails that are joined by one fabric
 # export NCCL_DEBUG=INFO           # which network NCCL chose, when it hangs or is slow
-# export TORCH_NCCL_BLOCKING_WAIT=1 # errors where they occur, at the cost of speed

@@ -186,7 +186,7 @@ class DiffusionLoader:
             batch_size=None,
             sampler=self.sampler,
             num_workers=self.num_workers,
-            pin_memory=pins,
+            pin_memory=pins,  # by a thread, which asks _Made to
             multiprocessing_context="fork",  # others would import torch again, 10 s
             worker_init_fn=_begin_worker,
         )
@@ -210,7 +210,24 @@ class DiffusionLoader:
 
 
 def _pinned(microbatch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.pin_memory() for name, tensor in microbatch.items()}
+    """In pinned memory, but for what has none, and is there for its shape."""
+    return {
+        name: tensor if tensor.is_meta else tensor.pin_memory()
+        for name, tensor in microbatch.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A worker's microbatch, or why it could not make one; torch would pin all of a mapping."""
+
+    microbatch: dict[str, Tensor] | DataError
+
+    def pin_memory(self) -> _Made:
+        """As torch asks for it."""
+        if isinstance(self.microbatch, DataError):
+            return self
+        return _Made(_pinned(self.microbatch))
 
 
 def _begin_worker(number: int) -> None:
@@ -243,22 +260,22 @@ def _made_by(workers: DataLoader[Any]) -> Iterator[Any]:
             raise DataError("batches", ended, remedy) from error
 
 
-def _microbatch(made: dict[str, Tensor] | DataError) -> dict[str, Tensor]:
+def _microbatch(made: _Made) -> dict[str, Tensor]:
     """What a worker has made; raises what it could not use."""
-    if isinstance(made, DataError):
-        raise made
-    return made
+    if isinstance(made.microbatch, DataError):
+        raise made.microbatch
+    return made.microbatch
 
 
-class _Microbatches(Dataset[dict[str, Tensor] | DataError]):
+class _Microbatches(Dataset[_Made]):
     """Lets a torch DataLoader ask for microbatches by their items. Data that cannot be used are
     told as a value: torch would raise another error, whose text is the worker's traceback."""
 
     def __init__(self, loader: DiffusionLoader) -> None:
         self.loader = loader
 
-    def __getitem__(self, items: Sequence[Item]) -> dict[str, Tensor] | DataError:
+    def __getitem__(self, items: Sequence[Item]) -> _Made:
         try:
-            return self.loader.microbatch(items)
+            return _Made(self.loader.microbatch(items))
         except DataError as error:
-            return error
+            return _Made(error)

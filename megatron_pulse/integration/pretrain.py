@@ -5,20 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from megatron.training.determinism import apply_determinism_env
 
 from megatron_pulse.integration.checkpoint.folders import CheckpointError, newest_named
 from megatron_pulse.integration.checkpoint.lock import FolderInUse, FolderLock
 from megatron_pulse.integration.checkpoint.resume import NewRun, describe
 from megatron_pulse.integration.checkpoint.start import enter, finished, lock_for_job, whole_start
 from megatron_pulse.integration.flags.arguments import PulseOptions
-from megatron_pulse.integration.flags.checks import check_world, refusing
+from megatron_pulse.integration.flags.checks import FlagError, check_world, refusing
 from megatron_pulse.integration.flags.together import CONNECTIONS
 from megatron_pulse.integration.loop.ending import (
     end,
@@ -53,12 +56,15 @@ def main() -> None:
     lock: FolderLock | None = None
     found: str | None = None
     threading.excepthook = pass_over_full_disks
+    leave_connections(_tensor_parallel(sys.argv))
     STOP.listen()
     STOP.leave_at_once(partial(stop_at_once, job))
     try:
         with parser_speaks_once(job):
             line, options, given = read_command_line()
         args = line.args
+        if args.deterministic_mode:  # read where NCCL and cuBLAS begin
+            apply_determinism_env(os.environ)
         job.watch = watch_over(job, args, options)
         found = newest_named(args.save)
         if options.auto:
@@ -106,13 +112,25 @@ def main() -> None:
     end(job)  # trained, helped, or stopped as all ranks agreed
 
 
-def leave_connections(tensor_parallel: int) -> None:
-    """Say how many hardware queues CUDA has, before it starts, unless the environment does.
+def _tensor_parallel(argv: Sequence[str]) -> int | None:
+    """What flags say of it, before anything has looked for GPUs; None where a plan will."""
+    words = [word for given in argv for word in given.split("=", 1)]
+    if "--pulse-plan" in words or "--pulse-auto" in words:
+        return None
+    name = "--tensor-model-parallel-size"
+    value = words[words.index(name) + 1] if name in words[:-1] else "1"
+    return int(value) if value.isdigit() else 1
+
+
+def leave_connections(tensor_parallel: int | None) -> None:
+    """Say how many hardware queues CUDA has, before it starts, unless the environment does, or
+    nothing is known yet.
 
     Megatron's tensor parallelism wants one, so that what is launched first starts first; channels
     between pipeline devices want one each, or wait for each other.
     """
-    os.environ.setdefault(CONNECTIONS, "1" if tensor_parallel > 1 else "32")
+    if tensor_parallel is not None:
+        os.environ.setdefault(CONNECTIONS, "1" if tensor_parallel > 1 else "32")
 
 
 def _connect(
@@ -130,7 +148,11 @@ def _connect(
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     device_id = None
     if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank, number = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= number:
+            raise FlagError(
+                [f"local rank {local_rank} has no GPU: {number} are visible; start as many ranks"]
+            )
         torch.cuda.set_device(local_rank)
         device_id = torch.device("cuda", local_rank)
     dist.init_process_group(

@@ -12,6 +12,7 @@ from typing import Any
 import megatron.core.timers as timers
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
+import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -60,6 +61,8 @@ def train(
     begin: float,
 ) -> None:
     """Train as ``plan`` says until a last step or an order to stop; ``begin``: when it started."""
+    if torch.cuda.is_available():  # the log's peak is training's, not that of measuring
+        torch.cuda.reset_peak_memory_stats()
     stopping = stopping_hooks(args)
     if args.async_save:  # by threads, where Megatron asks for a process, and lowers its priority
         args.use_persistent_ckpt_worker, args.async_strategy = True, "mcore"

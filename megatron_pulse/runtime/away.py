@@ -137,6 +137,7 @@ class Away:
             self._left
             or storage.nbytes() < LEAST_BYTES
             or storage.data_ptr() in self._kept
+            or (self._streams is not None and tensor.device != self._streams.out.device)
             or tensor.layout is not torch.strided
         ):
             return tensor

@@ -85,7 +85,7 @@ class Pipeline:
         self._require_none(fault, "building layers")
         self.links: Links | None = None
         if self._group is not None and self._board is not None:
-            self.links = Links(self._group, self._board, timeout_s)
+            self.links = Links(self._group, self._board, timeout_s, self._settings.device)
         self._replicas: Replicas | None = None
         if self.links is not None and plan.routes.replicated:
             self._replicas = replicate(

@@ -90,3 +90,28 @@ def same_everywhere():
 
 def test_a_microbatch_says_its_shape_on_every_device():
     run_ranks(1, same_everywhere)
+
+
+def test_what_is_there_for_its_shape_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without workers, as where there is a GPU; torch cannot pin it."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    from megatron_pulse.data import microbatches
+    from megatron_pulse.data.dataset import DataError
+
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor, *device: object) -> torch.Tensor:
+        assert not tensor.is_meta
+        pinned.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    made = {"noisy": torch.empty(2, 3, device="meta"), "labels": torch.ones(2)}
+    found = microbatches._pinned(made)
+    by_workers = microbatches._microbatch(pin_memory(microbatches._Made(made)))
+    assert found["noisy"].is_meta and by_workers["noisy"].is_meta
+    assert len(pinned) == 2 and torch.equal(by_workers["labels"], found["labels"])
+    fault = DataError("folder", ["damaged"], "mend it")
+    with pytest.raises(DataError):
+        microbatches._microbatch(pin_memory(microbatches._Made(fault)))

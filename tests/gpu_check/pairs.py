@@ -65,7 +65,7 @@ def ahead() -> list[dict[str, Any]]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     group = dist.group.WORLD
     assert group is not None
-    links = Links(group, default_board(), 60.0)
+    links = Links(group, default_board(), 60.0, device)
     links.connect(SimpleNamespace(messages=(), channels=((0, 1),)))  # type: ignore[arg-type]
     rank, size = dist.get_rank(), MEGABYTES << 20
     like = torch.empty(size, dtype=torch.uint8, device="meta")

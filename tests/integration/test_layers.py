@@ -112,3 +112,45 @@ for module, norm in ((clip_grads, "l2_norm_impl"), (common_utils, "multi_tensor_
         capture_output=True, timeout=300,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
+
+
+def test_copies_together_have_the_bits_of_copies_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clipping, and rounding fp32 masters to parameters, as on a GPU."""
+    from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.utils import local_multi_tensor_scale
+
+    from megatron_pulse.integration.megatron.compat import _copy_together
+
+    one_by_one = optimizer._multi_tensor_copy_this_to_that
+    monkeypatch.setattr(optimizer, "_multi_tensor_copy_this_to_that", one_by_one)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", local_multi_tensor_scale)
+    _copy_together()
+    assert optimizer._multi_tensor_copy_this_to_that is not one_by_one
+    generator = torch.Generator().manual_seed(0)
+    masters = [torch.randn(n, generator=generator) for n in (1, 7, 1000)]
+    for scale, copy in (
+        (local_multi_tensor_scale, one_by_one),
+        (clip_grads.multi_tensor_scale_impl, optimizer._multi_tensor_copy_this_to_that),
+    ):
+        values = [master.clone() for master in masters]
+        rounded = [torch.empty_like(master, dtype=torch.bfloat16) for master in masters]
+        scale(1, None, [values, values], 0.37)
+        other = [torch.empty_like(value) for value in values]
+        scale(1, None, [values, other], 0.5)
+        copy(values, rounded)
+        copy([], [])
+        for value, half, low, master in zip(values, other, rounded, masters, strict=True):
+            assert torch.equal(value, master * 0.37) and torch.equal(half, value * 0.5)
+            assert torch.equal(low, value.bfloat16())
+
+
+def test_gloo_is_not_asked_for_where_gpus_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_pulse.integration.flags.checks import _check_backend
+
+    asked = Namespace(distributed_backend="gloo")
+    assert not list(_check_backend(asked))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (fault,) = _check_backend(asked)
+    assert "go over NCCL; leave it out" in fault

@@ -17,7 +17,7 @@ import torch
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.loop.throughput import Sums, TimedStep, WorkOfStep, figures, sum_up
 from megatron_pulse.integration.planning import planning
-from megatron_pulse.integration.pretrain import leave_connections
+from megatron_pulse.integration.pretrain import _tensor_parallel, leave_connections
 from megatron_pulse.planner.schedule.operations import Kind, Operation
 from megatron_pulse.planner.step.program import Run, Wait
 from megatron_pulse.profile.devices import PRESETS, known_device
@@ -166,14 +166,17 @@ def test_peaks_are_those_of_the_device_at_hand() -> None:
         assert known_device(other) is None, other
 
 
-def test_an_unknown_gpu_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where layers' times would be worked out: what to do is said."""
+def test_layers_of_an_unknown_gpu_are_weighed_as_on_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And it is said, with what to do."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX A1000")
-    with pytest.raises(ValueError, match=r"no peaks of NVIDIA RTX A1000 .*--pulse-profile FILE"):
-        planning._this_device()
+    device, said = planning._this_device()
+    assert device is PRESETS["A100-80GB"] and "no peaks of NVIDIA RTX A1000 are known" in said
+    assert "--pulse-profile FILE" in said
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert planning._this_device() is PRESETS["H200"]
+    assert planning._this_device() == (PRESETS["H200"], "")
 
 
 def test_channels_have_hardware_queues_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +192,11 @@ def test_channels_have_hardware_queues_of_their_own(monkeypatch: pytest.MonkeyPa
             patch.setattr(os, "environ", environment)
             leave_connections(tensor_parallel)
         assert environment == {name: expected}
+    flags = ["--lr", "1", "--tensor-model-parallel-size"]
+    assert [_tensor_parallel(f) for f in ([*flags, "2"], flags, flags[:2], [f"{flags[2]}=4"])] == [
+        2, 1, 1, 4,
+    ]  # fmt: skip
+    assert _tensor_parallel([*flags, "2", "--pulse-plan", "p"]) is None
 
 
 @pytest.mark.parametrize("chosen", [None, "8"])

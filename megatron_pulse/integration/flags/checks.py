@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from megatron_pulse.faults import faults_in, told
 from megatron_pulse.files import unwritable
 from megatron_pulse.flag_fields import flag_faults, flag_name
@@ -42,6 +44,7 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
     args = line.args
     found = [
         *check_together(line),
+        *_check_backend(args),
         *_check_training(args),
         *flag_faults(options, PREFIX),
         *_check_folders(args),
@@ -87,6 +90,14 @@ def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
                 f"{flag_name(name)} {size} is not a positive multiple of micro batch {part} x "
                 f"{replicas} data-parallel replicas = {part * replicas}"
             )
+
+
+def _check_backend(args: argparse.Namespace) -> Iterator[str]:
+    if args.distributed_backend == "gloo" and torch.cuda.is_available():
+        yield (
+            "--distributed-backend gloo: where GPUs are visible messages go over NCCL; leave it "
+            "out, or train on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
+        )
 
 
 def _check_training(args: argparse.Namespace) -> Iterator[str]:

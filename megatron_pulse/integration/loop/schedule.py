@@ -252,10 +252,9 @@ class PulseSchedule:
             stages = dict(zip(plan.placement.stages_of_device(device), call.chunks, strict=True))
             if self._links is None and pipeline.size() > 1:
                 # NCCL makes the group's communicator in its first call, which all must join.
-                dist.all_reduce(
-                    torch.zeros(1, device=self._settings_or_fail().device), group=pipeline
-                )
-                self._links = Links(pipeline, self._board, self._timeout_s)
+                here = self._settings_or_fail().device
+                dist.all_reduce(torch.zeros(1, device=here), group=pipeline)
+                self._links = Links(pipeline, self._board, self._timeout_s, here)
                 if plan.routes.replicated:
                     self._replicas = self._replicate(stages, device)
             if self._encoded is None and self._encoders is not None:

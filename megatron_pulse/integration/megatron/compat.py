@@ -293,7 +293,11 @@ def patch_megatron() -> None:
     training.ft_integration.setup = lambda: None
     _use_fused_adam()
     wait_for_weight_gradients()
+    # It compiles kernels of language models, by running them: a minute, and no layer here has them.
+    training.set_jit_fusion_options = lambda tp_size=None: torch.cuda.empty_cache()
     if not _stands_in:
+        _keep_to_one_stream(training)
+        _copy_together()
         return
     import megatron.core.tensor_parallel.random as parallel_random
 
@@ -304,5 +308,44 @@ def patch_megatron() -> None:
     training.initialize_megatron = functools.partial(
         training.initialize_megatron, allow_no_cuda=True
     )
-    # It compiles kernels of language models, which torch.compile does not do here, by running them.
-    training.set_jit_fusion_options = lambda tp_size=None: None
+
+
+def _keep_to_one_stream(training: Any) -> None:
+    """Have DDP made on the stream that computes. Megatron makes it on another, where autograd then
+    adds up gradients: each would be marked as used there, and its memory be held until the host
+    has seen that stream past it."""
+    wrap = training.wrap_model_chunks_with_ddp
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            return wrap(*args, **kwargs)
+
+    training.wrap_model_chunks_with_ddp = wrapped
+
+
+def _copy_together() -> None:
+    """Have clipping, and rounding to parameters, take a kernel for many tensors where Megatron
+    finds no Transformer Engine or Apex, and takes one for each. The bits are the same."""
+    import megatron.core.optimizer.clip_grads as clip_grads
+    import megatron.core.optimizer.optimizer as optimizer
+    from megatron.core.utils import local_multi_tensor_scale
+
+    copy_one_by_one = optimizer._multi_tensor_copy_this_to_that
+
+    def scale(chunk_size: int, overflow: Any, lists: list[list[torch.Tensor]], by: float) -> None:
+        if lists[0] is lists[1] and lists[0]:
+            torch._foreach_mul_(lists[0], by)
+        else:
+            local_multi_tensor_scale(chunk_size, overflow, lists, by)
+
+    def copy(
+        this: list[torch.Tensor], that: list[torch.Tensor], overflow_buf: torch.Tensor | None = None
+    ) -> None:
+        if overflow_buf is not None or not this:
+            copy_one_by_one(this, that, overflow_buf)
+        else:
+            torch._foreach_copy_(that, this)
+
+    if clip_grads.multi_tensor_scale_impl is local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = scale
+    optimizer._multi_tensor_copy_this_to_that = copy

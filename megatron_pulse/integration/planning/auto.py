@@ -204,4 +204,7 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
     except ProfileError:
         if len(sizes) == 1:
             raise
-        return measured(sizes[:1])
+    # Only here has the error let go of what did not fit.
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return measured(sizes[:1])

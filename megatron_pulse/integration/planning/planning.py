@@ -314,24 +314,29 @@ def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
         if args.rank == 0 and (said := format_caution(profile.backbone, backbone.record, by)):
             print(f"warning: {said}", flush=True)
         return profile
-    return analyse(backbone, [args.micro_batch_size], Roofline(_this_device(), dtype))
+    device, said = _this_device()
+    if args.rank == 0 and said:
+        print(f"warning: {said}", flush=True)
+    return analyse(backbone, [args.micro_batch_size], Roofline(device, dtype))
 
 
-def _this_device() -> Device:
-    """The preset of the GPU here; what a CPU core does, roughly, where there is none.
+_LIKE_ANY = "A100-80GB"
+"""Whose ratios of arithmetic to memory stand in for those of a GPU that is not known."""
 
-    Raises ValueError for a GPU whose peaks are not known.
-    """
+
+def _this_device() -> tuple[Device, str]:
+    """The preset of the GPU here; what a CPU core does, roughly, where there is none; and, for a
+    GPU that is not known, a caution: its layers are weighed by the ratios of another."""
     if not torch.cuda.is_available():
-        return custom_device(peak_tflops=0.1, bandwidth_gbs=20, memory_gb=0)
+        return custom_device(peak_tflops=0.1, bandwidth_gbs=20, memory_gb=0), ""
     name = torch.cuda.get_device_name()
-    if (known := known_device(name)) is None:
-        raise ValueError(
-            f"no peaks of {name} are known, by which layers' times would be worked out: measure "
-            "them with 'pulse profile --backbone NAME -o FILE' and give --pulse-profile FILE, or "
-            f"name a device that is like it (--pulse-profile {', '.join(PRESETS)})"
-        )
-    return known
+    if (known := known_device(name)) is not None:
+        return known, ""
+    return PRESETS[_LIKE_ANY], (
+        f"no peaks of {name} are known: layers are weighed as on {_LIKE_ANY}; measure them with "
+        "'pulse profile --backbone NAME -o FILE' and give --pulse-profile FILE, or name a device "
+        f"that is like it (--pulse-profile {', '.join(PRESETS)})"
+    )
 
 
 def _costs(

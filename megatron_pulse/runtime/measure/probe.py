@@ -309,7 +309,9 @@ class _Prober:
     def _figures(self) -> tuple[float, float]:
         """TFLOP/s of a matrix product and GB/s of a copy, all ranks at once."""
         size = 8192 if self.cuda else 768
-        dtype = torch.bfloat16 if self.cuda else torch.float32
+        dtype = torch.float32
+        if self.cuda:
+            dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(False) else torch.float16
         left = torch.ones(size, size, dtype=dtype, device=self.settings.device)
         source = torch.ones(2**24, device=self.settings.device)
         target = torch.empty_like(source)

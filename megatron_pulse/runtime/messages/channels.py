@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-GROUP_TIMEOUT = 10.0
-"""How many times as long as a device waits a group of NCCL does, whose watchdog ends the process
-without a word of what was waited for and counts from when an operation was enqueued."""
+GROUP_TIMEOUT, GROUP_LEAST_S = 10.0, 3600.0
+"""How many times as long as a device waits a group of NCCL does, and how many seconds at least. Its
+watchdog ends the process without a word of what was waited for, and counts from when an operation
+was enqueued, which is a step before it is done."""
 
 _THREAD_BLOCKS = 4
 """What a transfer takes of a GPU at most: it runs beside the computing."""
@@ -50,6 +52,11 @@ class Channel(Protocol):
     def receive(self, buffer: torch.Tensor) -> PendingTransfer:
         """Start receiving; at the destination."""
         ...
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Within, a GPU is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 type Opener = Callable[[dist.ProcessGroup, int, int, float], Channel]
@@ -115,7 +122,7 @@ class NcclChannel(_Own):
         # A communicator's first call connects its ends, and holds up both hosts.
         first = torch.zeros(1, device="cuda")
         work = self.send(first) if group.rank() == source else self.receive(first)
-        work.wait()
+        work.wait(timedelta(seconds=timeout_s))
         torch.cuda.synchronize()
 
 
@@ -135,7 +142,7 @@ def _options(timeout_s: float) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options.config.max_ctas = _THREAD_BLOCKS
-    options._timeout = timedelta(seconds=GROUP_TIMEOUT * timeout_s)
+    options._timeout = timedelta(seconds=max(GROUP_TIMEOUT * timeout_s, GROUP_LEAST_S))
     return options
 
 

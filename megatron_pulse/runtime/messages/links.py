@@ -23,10 +23,17 @@ from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.step.communication import CommunicationPlan
 from megatron_pulse.runtime.failures import FailureBoard, PulseError
-from megatron_pulse.runtime.messages.channels import OPENERS, Channel, PendingTransfer
+from megatron_pulse.runtime.messages.channels import (
+    OPENERS,
+    Channel,
+    PendingTransfer,
+    on_device,
+)
 from megatron_pulse.runtime.messages.slots import Slots
 from megatron_pulse.runtime.watch.place import HERE
 from megatron_pulse.runtime.watch.words import of_message
+
+CPU = torch.device("cpu")
 
 _LOOK_S = 1.0
 """How often a host that waits asks the job's store whether another rank has failed."""
@@ -72,18 +79,26 @@ class LinkCounts:
 class Links:
     """All transfers of one pipeline device.
 
-    ``group`` is the pipeline's process group, whose rank i is pipeline device i.
+    ``group`` is the pipeline's process group, whose rank i is pipeline device i; tensors are on
+    ``device``, a CPU's travel over gloo, a GPU's over NCCL.
     """
 
-    def __init__(self, group: dist.ProcessGroup, board: FailureBoard, timeout_s: float) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        board: FailureBoard,
+        timeout_s: float,
+        device: torch.device = CPU,
+    ) -> None:
         self._group = group
         self._board = board
         self._timeout_s = timeout_s
         self._limit = timedelta(seconds=timeout_s)
-        self._blocking = dist.get_backend(group) == "gloo"
-        self._place = torch.device("cpu")
-        if not self._blocking:
-            self._place = torch.device("cuda", torch.cuda.current_device())
+        self._blocking = device.type == "cpu"
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._place = device
+        self._broken = False
         self._channels: dict[tuple[int, int], Channel] = {}
         self._slots = Slots()
         self._sends: dict[Message, _Transfer] = {}
@@ -98,13 +113,15 @@ class Links:
         it, so none waits for ever. Raises PulseError where devices have compiled different plans,
         whose messages would meet in the wrong order.
         """
-        opener, device = OPENERS[dist.get_backend(self._group)], self._group.rank()
+        opener = OPENERS["gloo" if self._place.type == "cpu" else "nccl"]
+        device = self._group.rank()
         HERE.device, HERE.ranks = device, tuple(dist.get_process_group_ranks(self._group))
         self._require_same("\n".join(map(str, plan.messages)))
         for pair in plan.channels:
             if device in pair and pair not in self._channels:
                 try:
-                    self._channels[pair] = opener(self._group, *pair, self._timeout_s)
+                    with on_device(self._place):
+                        self._channels[pair] = opener(self._group, *pair, self._timeout_s)
                 except RuntimeError as error:
                     self._fail("connecting", pair, error)
 
@@ -175,9 +192,15 @@ class Links:
         for message in list(self._receives):
             self.wait(message)
         self._finish()
+        self._slots.clear()  # other streams, and other work, may have their memory now
 
     def abandon(self) -> None:
-        """Forget everything under way (after an error)."""
+        """Forget everything under way (after an error).
+
+        A stream still has it to do: the next messages would arrive in its place, so none may come.
+        """
+        under_way = bool(self._sends or self._receives or self._ending)
+        self._broken |= under_way and any(c.on_stream for c in self._channels.values())
         self._sends.clear()
         self._receives.clear()
         self._ending.clear()
@@ -228,6 +251,8 @@ class Links:
         tensor: torch.Tensor,
         start: Callable[[torch.Tensor], PendingTransfer],
     ) -> _Transfer:
+        if self._broken:
+            raise PulseError("a step before has failed, and left messages under way: start anew")
         try:
             work = start(tensor)
         except RuntimeError as error:
@@ -262,7 +287,7 @@ class Links:
                 transfer.work.wait(self._limit)
             else:
                 transfer.work.wait()
-                self._ending.append((transfer.work, transfer.what))  # not the tensor's memory
+                self._ending.append((transfer.work, transfer.what))
         except RuntimeError as error:
             self._fail("", transfer.what, error)
 
@@ -283,6 +308,7 @@ class Links:
                         raise PulseError(f"stopped, because another rank failed: {failure}")
                 time.sleep(0.001)
             began = time.monotonic()
+            HERE.moves += 1
             try:
                 work.wait()
             except RuntimeError as error:

@@ -21,7 +21,7 @@ class Slots:
         channel's stream                 send .............                           send
 
     A buffer is asked for when the message before it in the same one has been waited for, so there
-    are as many as the plan has messages under way at one time.
+    are as many as the plan has messages under way at one time. Between steps there are none.
     """
 
     def __init__(self) -> None:
@@ -39,5 +39,5 @@ class Slots:
         self._free[slot.shape, slot.dtype, slot.device].append(slot)
 
     def clear(self) -> None:
-        """Forget all (after an error)."""
+        """Forget all: the streams have come past them, or an error has."""
         self._free.clear()
