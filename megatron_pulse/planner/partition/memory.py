@@ -122,7 +122,8 @@ def carried_bytes(
 
     A receive is posted before its message is made, and what has come early waits: a skip, and its
     gradient, as long as the stages between its ends take. What was sent is kept for about as long
-    as one is on its way; a skip is so anyway, for its own stage's backward. In compiled steps of
+    as one is on its way; a skip is so anyway, for its own stage's backward (NCCL's copy of one, for
+    an operation's time, is not counted). In compiled steps of
     ``tests.benchmarks.waiting`` four devices in five hold less, nine in ten a third more at most.
     """
     home, chunks = placement.device_of_stage, placement.num_chunks // len(placement.starts)
