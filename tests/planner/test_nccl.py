@@ -20,7 +20,7 @@ from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, equal_stages
 from megatron_pulse.planner.schedule.registry import make_schedule
 from megatron_pulse.planner.step.communication import CommunicationPlan, compile_communication
-from megatron_pulse.planner.step.nccl_check import check_events
+from megatron_pulse.planner.step.nccl_check import _Machine, check_events
 from megatron_pulse.planner.step.program import (
     Collective,
     Event,
@@ -117,6 +117,26 @@ def test_compiled_plans_complete(schedule: Schedule, seed: int) -> None:
         assert plan.messages
         assert validate(candidate, messages=plan.messages) == []
         assert check_events(programs(candidate, plan)) == []
+
+
+class _Starved(_Machine):
+    """Kernels of messages that wait for their other end leave none of a device to compute with."""
+
+    def _passes(self, device: int, event: Event) -> bool:
+        if isinstance(event, Run) and self.queue[device]:
+            return False
+        return super()._passes(device, event)
+
+
+@given(schedules(), st.integers(0, 2**32))
+@settings(max_examples=60, derandomize=True)
+def test_no_operation_need_run_beside_a_message(schedule: Schedule, seed: int) -> None:
+    """A GPU whose kernels are all taken by receives that were posted early goes on when what they
+    receive is made: never by what comes after their device's next operation, for what that sends
+    would wait behind them."""
+    plan = compiled(schedule, seed)
+    for replicated in (False, True):
+        assert not _Starved(programs(schedule, plan, replicated), True).check()
 
 
 def test_predictions_go_home_as_soon_as_they_are_made() -> None:
