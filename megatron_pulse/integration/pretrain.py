@@ -64,7 +64,8 @@ def main() -> None:
             line, options, given = read_command_line()
         args = line.args
         if args.deterministic_mode:  # read where NCCL and cuBLAS begin
-            apply_determinism_env(os.environ)
+            with refusing(AssertionError):
+                apply_determinism_env(os.environ)
         job.watch = watch_over(job, args, options)
         found = newest_named(args.save)
         if options.auto:

@@ -14,9 +14,26 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.processes import end_with_parent
 from tests.gpu_check.recorded import on_cpu, take_gpu
+
+if TYPE_CHECKING:
+    from megatron_pulse.runtime.messages.channels import Channel, Opener
+
+
+def kept_open(opener: Opener) -> Opener:
+    """Channels that the next case has as well: NCCL takes half a second to make one. Each case ends
+    when all that it sent has arrived."""
+    found: dict[tuple[int, int], Channel] = {}
+
+    def opened(group: Any, source: int, destination: int, timeout_s: float) -> Channel:
+        if (source, destination) not in found:
+            found[source, destination] = opener(group, source, destination, timeout_s)
+        return found[source, destination]
+
+    return opened
 
 
 def main() -> None:
@@ -30,8 +47,11 @@ def main() -> None:
     compat.install()
     if device == "cuda":
         device = take_gpu()
+    from megatron_pulse.runtime.messages.channels import OPENERS
     from tests.runtime.tiny import run_cases
 
+    for backend, opener in OPENERS.items():
+        OPENERS[backend] = kept_open(opener)
     cases = [
         (f, replace(c, device=device)) for f, c in pickle.loads((folder / "cases").read_bytes())
     ]
