@@ -14,8 +14,9 @@ from megatron_pulse.files import unwritable
 from tests.gpu_check.check import Check, Result, Verdict
 from tests.gpu_check.checks import CHECKS
 from tests.gpu_check.machine import ask
-from tests.gpu_check.report import in_words, write_report
+from tests.gpu_check.report import in_words, read_earlier, write_report
 from tests.gpu_check.runner import foreign, run_checks
+from tests.launch.sessions import ROOT
 
 _DESCRIPTION = """\
 Checks a GPU with everything here: whether it runs, gives the right numbers, and how fast.
@@ -28,6 +29,7 @@ the report is written anew, so that what was found stays if this is stopped:
   report.json   the same for programs
   NAME/         what a check wrote; its whole output is in NAME/output.txt
 
+What a report there says of other checks, on the same GPUs, stays in it, as of an earlier run.
 Without a GPU what needs none is run on CPU over gloo, at tiny sizes. What needs two ranks runs on
 two GPUs, or on one where NCCL is 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1 is set.
 The exit status is 0 if all passed or were skipped, 1 if any failed or timed out, 2 for options that
@@ -53,11 +55,12 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] = CHECKS) ->
     print(f"On {', '.join(machine.gpus) or 'CPU'}; report: {args.out / 'report.md'}", flush=True)
     results: list[Result] = []
     names = [check.name for check in chosen]
-    write_report(args.out, machine, results, names)
+    earlier = read_earlier(args.out, machine, names)
+    write_report(args.out, machine, earlier, names)
     _announce(names, 0)
     for result in run_checks(chosen, machine, args.out, args.seconds_scale):
         results.append(result)
-        write_report(args.out, machine, results, names[len(results) :])
+        write_report(args.out, machine, [*earlier, *results], names[len(results) :])
         said = f" ({result.reason})" if result.reason else ""
         print(f"{result.verdict}, {result.seconds:.0f} s{said}", flush=True)
         _announce(names, len(results))
@@ -91,7 +94,9 @@ def _parse(argv: Sequence[str] | None, checks: Sequence[Check]) -> argparse.Name
     unknown = [name for name in args.only or () if name not in names]
     faults = [f"no check is called {name!r}; {there}" for name in unknown]
     if not (math.isfinite(args.seconds_scale) and args.seconds_scale > 0):
-        faults.append(f"--seconds-scale must be above 0, is {args.seconds_scale:g}")
+        faults.append(f"--seconds-scale must be a number above 0, is {args.seconds_scale:g}")
+    if args.out.resolve() == ROOT:
+        faults.append("--out: the report has many folders; give it one of its own")
     if why := unwritable(args.out, "--out "):
         faults.append(why)
     if not args.list:
@@ -108,4 +113,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
+        print("\nstopped; what was found until now is in the report", flush=True)
         sys.exit(128 + signal.SIGINT)

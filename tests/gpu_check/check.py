@@ -76,7 +76,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Result:
-    """A check's verdict, why (skipped, failed), its seconds, what it found, how its output ends."""
+    """A check's verdict, why (skipped, failed), its seconds, what it found, how its output ends;
+    ``earlier``: of a run before this one, with the same report."""
 
     name: str
     why: str
@@ -85,3 +86,4 @@ class Result:
     seconds: float = 0.0
     figures: Figures = field(default_factory=dict)
     output: Sequence[str] = ()
+    earlier: bool = False

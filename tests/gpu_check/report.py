@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,20 @@ def write_report(
             beside.write_text(text)
 
 
+def read_earlier(out: Path, machine: Machine, but: Collection[str]) -> list[Result]:
+    """What a report in ``out`` says of the same GPUs, but for these checks; nothing of one that is
+    none."""
+    try:
+        record = json.loads((out / "report.json").read_text())
+        if record["form"] != FORM or tuple(record["machine"]["gpus"]) != machine.gpus:
+            return []
+        found = [Result(**{**check, "earlier": True}) for check in record["checks"]]
+        found = [replace(each, verdict=Verdict(each.verdict)) for each in found]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
+    return [each for each in found if each.name not in but]
+
+
 def counts(results: Sequence[Result]) -> dict[str, int]:
     """How many checks have which verdict."""
     return dict(Counter(str(result.verdict) for result in results))
@@ -50,7 +64,13 @@ def _pages(machine: Machine, results: Sequence[Result], waiting: Sequence[str]) 
     if waiting:
         lines += ["", f"Not run yet: {', '.join(waiting)}."]
     rows = [
-        {"check": r.name, "verdict": r.verdict, "s": r.seconds, "what": r.why, "reason": r.reason}
+        {
+            "check": r.name,
+            "verdict": f"{r.verdict}{', earlier' * r.earlier}",
+            "s": r.seconds,
+            "what": r.why,
+            "reason": r.reason,
+        }  # fmt: skip
         for r in results
     ]
     lines += ["", *table(rows), "", "## Machine", ""]

@@ -124,6 +124,11 @@ def test_what_an_earlier_run_wrote_is_not_taken_for_this_ones(
     assert end.value.code == 2
     assert f"{tmp_path}/fails holds other files" in capsys.readouterr().err
     assert (tmp_path / "fails/mine").exists() and (tmp_path / "writes/made").exists()
+    assert main(["--out", str(tmp_path)], [broken("declines")]) == 0
+    assert {n: c["earlier"] for n, c in read(tmp_path).items()} == {
+        "writes": True, "declines": False,
+    }  # fmt: skip
+    assert "| writes | passed, earlier |" in (tmp_path / "report.md").read_text()
 
 
 def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +138,7 @@ def test_options_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
         main(bad)
     said = capsys.readouterr().err
     assert end.value.code == 2
-    for part in ("'no'", "there are: versions, ", "must be above 0, is 0", "is a file"):
+    for part in ("'no'", "there are: versions, ", "must be a number above 0, is 0", "is a file"):
         assert part in said
 
 

@@ -144,6 +144,8 @@ def some_values(action: argparse.Action) -> list[str]:
         (["--recompute-granularity", "full", "--recompute-num-layers", "2"], "layers 2 cannot"),
         (["--optimizer", "sgd", "--use-distributed-optimizer"], "--optimizer sgd cannot be used"),
         (["--transformer-impl", "transformer_engine"], "its layers run on GPUs alone"),
+        (["--distributed-backend", "nccl"], "torch finds no GPU here; leave it out"),
+        (["--num-workers", "1000000"], "cores; give"),
         (["--fp16", "--bf16"], "exclude each other"),
         (["--pulse-verify-every", "5"], "--pulse-verify-every: there is no other rank"),
         (["--loss-scale", "128"], "--loss-scale was given without --fp16"),

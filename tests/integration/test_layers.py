@@ -147,10 +147,10 @@ def test_copies_together_have_the_bits_of_copies_one_by_one(
 
 
 def test_gloo_is_not_asked_for_where_gpus_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_pulse.integration.flags.checks import _check_backend
+    from megatron_pulse.integration.flags.checks import _check_processes
 
-    asked = Namespace(distributed_backend="gloo")
-    assert not list(_check_backend(asked))
+    asked = Namespace(distributed_backend="gloo", num_workers=8)
+    assert not list(_check_processes(asked))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    (fault,) = _check_backend(asked)
+    (fault,) = _check_processes(asked)
     assert "go over NCCL; leave it out" in fault

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ def check_flags(line: CommandLine, options: PulseOptions) -> list[str]:
     args = line.args
     found = [
         *check_together(line),
-        *_check_backend(args),
+        *_check_processes(args),
         *_check_training(args),
         *flag_faults(options, PREFIX),
         *_check_folders(args),
@@ -92,11 +93,26 @@ def _check_sizes(args: argparse.Namespace) -> Iterator[str]:
             )
 
 
-def _check_backend(args: argparse.Namespace) -> Iterator[str]:
+_MOST_WORKERS = 32
+"""For each core of a machine; more only take memory."""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _check_processes(args: argparse.Namespace) -> Iterator[str]:
     if args.distributed_backend == "gloo" and torch.cuda.is_available():
         yield (
             "--distributed-backend gloo: where GPUs are visible messages go over NCCL; leave it "
             "out, or train on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    if args.distributed_backend == "nccl" and not torch.cuda.is_available():
+        yield "--distributed-backend nccl: torch finds no GPU here; leave it out"
+    if args.num_workers is not None and args.num_workers > (most := _MOST_WORKERS * _cores()):
+        yield (
+            f"--num-workers {args.num_workers}: each is a process on every rank, and this machine "
+            f"has {_cores()} cores; give {most} at most"
         )
 
 

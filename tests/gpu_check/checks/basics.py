@@ -34,7 +34,7 @@ def commands(bench: Bench) -> Figures:
     """Imports leave CUDA alone; the commands and the training script say how they are called."""
     said = bench.call(sys.executable, "-W", "ignore", "-c", _IMPORTS)
     (seconds,) = re.findall(r"imported in ([\d.]+) s", said)
-    listed = re.findall(r"^    ([a-z]+) ", bench.pulse("--help"), re.MULTILINE)
+    listed = re.findall(r"^    ([a-z]+)(?= |$)", bench.pulse("--help"), re.MULTILINE)
     assert {"profile", "tune", "run"} <= set(listed), f"pulse --help lists {listed}"
     assert "usage" in bench.pulse("profile", "--help")
     assert "--pulse-backbone" in bench.call(
