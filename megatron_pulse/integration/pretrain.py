@@ -64,7 +64,7 @@ def main() -> None:
             line, options, given = read_command_line()
         args = line.args
         if args.deterministic_mode:  # read where NCCL and cuBLAS begin
-            with refusing(AssertionError):
+            with refusing(AssertionError, where="--deterministic-mode: "):
                 apply_determinism_env(os.environ)
         job.watch = watch_over(job, args, options)
         found = newest_named(args.save)
