@@ -199,8 +199,6 @@ def _comment(probed: Probed, device: torch.device) -> str:
 
 
 def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
-    import torch
-
     from megatron_pulse.profile.devices import PRESETS
 
     faults = []
@@ -214,8 +212,11 @@ def _faults(args: argparse.Namespace, ranks: Mapping[str, str]) -> list[str]:
     if not (math.isfinite(args.max_mb) and args.max_mb >= 1):
         faults.append(f"--max-mb is {args.max_mb:g}; it must be 1 or more")
     faults += out_of(ABOVE_ZERO, args, "timeout_s")
-    if args.backend == "nccl" and not torch.cuda.is_available():
-        faults.append("--backend nccl: torch finds no GPU here; leave it out, or give gloo")
+    if args.backend == "nccl":
+        import torch
+
+        if not torch.cuda.is_available():
+            faults.append("--backend nccl: torch finds no GPU here; leave it out, or give gloo")
     if args.device is not None and args.device not in PRESETS and not Path(args.device).is_file():
         faults.append(
             f"--device {args.device} is no file of 'pulse profile' and no preset; there are: "

@@ -144,7 +144,7 @@ class Links:
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start sending ``tensor``, or on a stream what it is now; what is sent is kept until the
         message is let go."""
-        channel = self._channels[message.source, message.destination]
+        channel = self._channel(message)
         if channel.on_stream:
             tensor = self._slots.take(tensor, tensor.device).copy_(tensor.detach())
         else:
@@ -154,7 +154,7 @@ class Links:
 
     def receive(self, message: Message, like: torch.Tensor) -> None:
         """Have ``message`` arrive; it is ``like`` that, which may be on torch's meta device."""
-        channel = self._channels[message.source, message.destination]
+        channel = self._channel(message)
         if channel.on_stream:
             buffer = self._slots.take(like, self._place)
         else:
@@ -166,7 +166,7 @@ class Links:
         """The received tensor of ``message``."""
         transfer = self._receives.pop(message)
         self._wait(transfer)
-        if not self._channels[message.source, message.destination].on_stream:
+        if not self._channel(message).on_stream:
             return transfer.tensor
         tensor = transfer.tensor.clone()
         self._slots.give(transfer.tensor)
@@ -177,14 +177,13 @@ class Links:
         for message in messages:
             if (transfer := self._sends.pop(message, None)) is not None:
                 self._wait(transfer)
-                if self._channels[message.source, message.destination].on_stream:
+                if self._channel(message).on_stream:
                     self._slots.give(transfer.tensor)
 
     def release(self, messages: Iterable[Message]) -> None:
         """Forget sends that are complete by the plan's times, where a stream waits for them; a host
         goes on, and lets them go when the plan proves it."""
-        channels = self._channels
-        self.let_go(m for m in messages if channels[m.source, m.destination].on_stream)
+        self.let_go(message for message in messages if self._channel(message).on_stream)
 
     def drain(self) -> None:
         """Wait, within the time limit, for everything that is still under way."""
@@ -244,6 +243,9 @@ class Links:
         )
         if self._group.rank() != device:
             self.traffic.replica_bytes += tensor.nbytes
+
+    def _channel(self, message: Message) -> Channel:
+        return self._channels[message.source, message.destination]
 
     def _started(
         self,
