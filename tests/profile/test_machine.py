@@ -14,12 +14,16 @@ from tests.ranks import run_ranks
 
 def page_faults() -> list[int]:
     """Of taking 48 MiB and letting them go, eight times; beyond 32 MiB glibc would ask the kernel
-    for zeroed pages every time."""
+    for zeroed pages every time.
+
+    Each time 64 KiB less: an aligned tensor takes a hole of some bytes more than it has, and a
+    hole of its own size is whole again only if nothing small was put behind it.
+    """
     keep_freed_memory()
     counts = []
-    for _ in range(8):
+    for n in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(12 * 1024 * 1024)
+        torch.ones(12 * 1024 * 1024 - n * 16 * 1024)
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return counts
 
@@ -27,4 +31,4 @@ def page_faults() -> list[int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
 def test_large_tensors_of_a_step_come_from_those_of_the_step_before() -> None:
     (counts,) = run_ranks(1, page_faults)  # in its main thread, as steps are
-    assert min(counts[-2:]) < 1000, counts  # of 12,288 pages of 4 KiB, once the heap has settled
+    assert max(counts[1:]) < 1000, counts  # of 12,176 pages of 4 KiB at least
