@@ -97,7 +97,8 @@ class ScheduleProblem:
         shortest."""
         if self.recompute is None:
             return self
-        backward = tuple(b - r for b, r in zip(self.backward, self.recompute, strict=True))
+        pairs = zip(self.backward, self.recompute, strict=True)
+        backward = tuple(max(LEAST_S, b - r) for b, r in pairs)  # which rounding may be less than
         return replace(self.within_backwards, backward=backward)
 
     @property
