@@ -54,7 +54,9 @@ def _remember(module: Any, name: str) -> None:
     original = getattr(module, name)
 
     @functools.wraps(original)
-    def known(backbone: Any, *args: Any) -> Any:
-        return remembered((name, backbone.record, args), lambda: original(backbone, *args))
+    def known(backbone: Any, *args: Any, **options: Any) -> Any:
+        said = sorted(option for option, given in options.items() if given is not None)
+        key = name, backbone.record, args, said
+        return remembered(key, lambda: original(backbone, *args, **options))
 
     setattr(module, name, known)

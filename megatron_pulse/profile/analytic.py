@@ -18,15 +18,18 @@ from megatron_pulse.profile.measuring.building import (
 )
 from megatron_pulse.profile.measuring.kernels import Kernels
 from megatron_pulse.profile.measuring.layer_call import (
-    LeavingWeights,
+    LayerCall,
+    Running,
     describe_chain,
     layer_kind,
     make_call,
 )
 from megatron_pulse.profile.measuring.memory import (
+    Kept,
     KeptStorages,
     LayerMemory,
     forward_bytes,
+    keeping_selected,
     live_bytes,
     memory_columns,
     waiting_bytes,
@@ -41,14 +44,19 @@ from megatron_pulse.profile.measuring.sizes import (
 from megatron_pulse.profile.profile import NO_SPREAD, LayerTimes, Profile, ProfileError, Source
 from megatron_pulse.profile.shapes import over_shapes
 
+_ROUNDING = 1e-9
+"""Share of a layer's time that is none: the same kernels, summed in another order."""
+
 
 @dataclass(frozen=True)
 class LayerWork:
-    """The kernels of one layer's forward, whole backward, and input gradient alone; memory."""
+    """The kernels of one layer's forward, whole backward, and input gradient alone, and of both
+    passes where what is cheap is computed again (none: not known); memory."""
 
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
     input_grad: tuple[Kernel, ...]
+    selective: tuple[Kernel, ...]
     memory: LayerMemory
 
 
@@ -58,19 +66,20 @@ def analyse(
     roofline: Roofline,
     recompute: bool = False,
     progress: bool = False,
-    leaving: LeavingWeights | None = None,
+    running: Running | None = None,
 ) -> Profile:
     """The profile of ``backbone`` on a device that ``roofline`` describes.
 
     Every kernel takes as its roofline says (see ``devices`` and ``kernels``), one after another.
-    With ``leaving``, the runtime's ``leaving_weights``, what waiting weight gradients hold is found
-    too. A chain of several shapes is analysed at each (see ``over_shapes``).
+    With ``running``, the runtime's ``RUNNING``, what waiting weight gradients hold is found too,
+    and what is kept and computed where what is cheap is computed again. A chain of several shapes
+    is analysed at each (see ``over_shapes``).
     Raises ProfileError, and BackboneError that names every layer which does not fit its specs.
     """
     if backbone.num_shapes > 1:
         return over_shapes(
             backbone,
-            lambda one: analyse(one, micro_batch_sizes, roofline, recompute, progress, leaving),
+            lambda one: analyse(one, micro_batch_sizes, roofline, recompute, progress, running),
         )
     context, halved = meta_context(roofline.dtype), meta_context(roofline.dtype, tensor=2)
     counted: dict[str, tuple[ModuleSizes, list[LayerWork], float]] = {}
@@ -86,7 +95,7 @@ def analyse(
             call = make_call(backbone, i, module, samples, roofline.dtype, "meta")
             held = module_sizes(module, call.forward, samples)
             work_of = [
-                count_work(backbone, i, module, size, roofline.dtype, leaving)
+                count_work(backbone, i, module, size, roofline.dtype, running)
                 for size in micro_batch_sizes
             ]
             share = 1.0
@@ -127,7 +136,7 @@ def count_work(
     module: Any,
     micro_batch_size: int,
     dtype: str,
-    leaving: LeavingWeights | None = None,
+    running: Running | None = None,
 ) -> LayerWork:
     """What layer ``index`` does at one microbatch size. Use under ``torch.device("meta")``."""
     call = make_call(backbone, index, module, micro_batch_size, dtype, "meta")
@@ -151,9 +160,28 @@ def count_work(
             call.input_gradients(results, seeds)
     with FlashAttention():
         alone = forward_bytes(call)
-        waiting = 0 if leaving is None else waiting_bytes(call, leaving)
+        waiting = 0 if running is None else waiting_bytes(call, running.leaving)
+    again: tuple[Kernel, ...] = ()
     memory = LayerMemory(kept, live.peak, alone, waiting)
-    return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), memory)
+    if running is not None:
+        part, peak, again = _selective(call, len(backbone.layers[index].outputs), running)
+        memory = LayerMemory(kept, live.peak, alone, waiting, part, peak)
+    return LayerWork(tuple(forward), tuple(backward), tuple(input_grad), again, memory)
+
+
+def _selective(
+    call: LayerCall, num_outputs: int, running: Running
+) -> tuple[Kept, int, tuple[Kernel, ...]]:
+    """What is kept where what is cheap is computed again, the most in use, and the kernels."""
+    kernels = Kernels()
+    with FlashAttention(), live_bytes(call) as live, kernels:
+        with kernels.record() as forward, keeping_selected(call, running.selecting) as storages:
+            results = call.forward()
+        kept = storages.count(results[:num_outputs])
+        seeds = call.seeds(results)
+        with kernels.record() as backward:
+            call.backward(results, seeds)
+    return kept, live.peak, (*forward, *backward)
 
 
 def _whole_s(work: LayerWork, roofline: Roofline) -> float:
@@ -169,5 +197,8 @@ def _times(
         forward, backward = roofline.seconds(layer.forward), roofline.seconds(layer.backward)
         input_grad = min(roofline.seconds(layer.input_grad), backward)
         weight_grad = backward - input_grad
-        times.append(LayerTimes(forward, input_grad, weight_grad, *NO_SPREAD, **columns))
+        more_s = roofline.seconds(layer.selective) - forward - backward
+        more_s = more_s if more_s > _ROUNDING * (forward + backward) else 0.0
+        found = forward, input_grad, weight_grad, *NO_SPREAD
+        times.append(LayerTimes(*found, **columns, selective_s=more_s))
     return tuple(times)

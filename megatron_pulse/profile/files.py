@@ -34,6 +34,7 @@ _OLDER: Mapping[type, set[str]] = {
     LayerTimes: {
         *("split_forward_s", "split_input_grad_s", "split_weight_grad_s"),
         *("again_bytes", "passed_bytes", "forward_bytes", "waiting_bytes"),
+        *("selective_bytes", "selective_peak_bytes", "selective_s"),
     },
 }
 """Which old profiles do not have; what one record of a list has, all have."""

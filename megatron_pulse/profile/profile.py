@@ -61,6 +61,8 @@ class LayerTimes:
     ``forward_bytes`` are the most that is in use in a forward that keeps nothing,
     ``waiting_bytes`` what weight gradients that wait hold behind the input gradient. Each of
     them all of a profile's layers have, or none (0: as much as is saved, beside what is kept).
+    Where what is cheap is computed again ``selective_bytes`` are saved (0: not known),
+    ``selective_peak_bytes`` in use at most, and a backward takes ``selective_s`` longer.
     """
 
     forward_s: float
@@ -78,6 +80,9 @@ class LayerTimes:
     passed_bytes: int = 0
     forward_bytes: int = 0
     waiting_bytes: int = 0
+    selective_bytes: int = 0
+    selective_peak_bytes: int = 0
+    selective_s: float = 0.0
 
     def parts_s(self, split: bool) -> tuple[float, float, float]:
         """Forward, input gradient and weight gradient; with ``split`` where these wait."""
@@ -85,6 +90,14 @@ class LayerTimes:
         if split and any(found):
             return found
         return self.forward_s, self.input_grad_s, self.weight_grad_s
+
+    def kept_bytes(self, selective: bool) -> int:
+        """What is saved, or what of it is not cheap."""
+        return self.selective_bytes or self.saved_bytes if selective else self.saved_bytes
+
+    def most_bytes(self, selective: bool) -> int:
+        """What is in use at most."""
+        return self.selective_peak_bytes or self.peak_bytes if selective else self.peak_bytes
 
     @property
     def whole_s(self) -> float:
@@ -209,6 +222,11 @@ class Profile:
         return frozenset(edge.source for edge in self.conditioning if edge.embedder)
 
     @property
+    def selects(self) -> bool:
+        """Whether it is known what is kept where what is cheap is computed again."""
+        return any(layer.selective_bytes for layers in self.times.values() for layer in layers)
+
+    @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """The profiled sizes, ascending."""
         return tuple(sorted(self.times))
@@ -274,27 +292,41 @@ class Profile:
         return frozenset(recompute)
 
     def at(
-        self, micro_batch_size: int, recompute: bool | Collection[int] | None = None
+        self,
+        micro_batch_size: int,
+        recompute: bool | Collection[int] | None = None,
+        selective: Collection[int] = (),
     ) -> ChainCosts:
         """What planning reads, at any microbatch size (see ``times_at``).
 
         A backward is input gradient and weight gradient, and the layer's forward once more where
         its activations are recomputed (``recomputed``); with split backwards each is what was
-        measured so, but weight gradients of recomputed layers do not wait. Layers without a
-        backward keep nothing.
+        measured so, but weight gradients of recomputed layers do not wait. Those of ``selective``
+        compute again what is cheap. Layers without a backward keep nothing.
         """
         chosen = self.recomputed(recompute)
         times = self.times_at(micro_batch_size)
         split_s = [layer.parts_s(True) for layer in times]
         boundary = tuple(micro_batch_size * layer.boundary_bytes for layer in self.layers)
         again = [i in chosen and runs for i, runs in enumerate(self.has_backward)]
+        part = [i in selective and i not in chosen for i in range(len(times))]
+        more_s = [
+            layer.forward_s if runs else is_part * layer.selective_s
+            for layer, runs, is_part in zip(times, again, part, strict=True)
+        ]
+        more_split_s = [
+            forward if runs else more
+            for (forward, _, _), runs, more in zip(split_s, again, more_s, strict=True)
+        ]
         read = [micro_batch_size * num_bytes for num_bytes in self._read_bytes]
         shared = tuple(
             layer.passed_bytes if i and again[i] and again[i - 1] else 0
             for i, layer in enumerate(times)
         )
         saved = tuple(
-            again[i] * (boundary[i] + read[i] - shared[i]) if i in chosen else layer.saved_bytes
+            again[i] * (boundary[i] + read[i] - shared[i])
+            if i in chosen
+            else layer.kept_bytes(part[i])
             for i, layer in enumerate(times)
         )
         made = [layer.again_bytes for layer in times]
@@ -307,8 +339,8 @@ class Profile:
             names=tuple(layer.name for layer in self.layers),
             forward_s=tuple(layer.forward_s for layer in times),
             backward_s=tuple(
-                layer.input_grad_s + layer.weight_grad_s + runs * layer.forward_s
-                for layer, runs in zip(times, again, strict=True)
+                layer.input_grad_s + layer.weight_grad_s + more
+                for layer, more in zip(times, more_s, strict=True)
             ),
             parameters=tuple(layer.parameters for layer in self.layers),
             saved_bytes=saved,
@@ -325,8 +357,8 @@ class Profile:
             ),
             split_forward_s=tuple(forward for forward, _, _ in split_s),
             split_backward_s=tuple(
-                inputs + weight + runs * forward
-                for (forward, inputs, weight), runs in zip(split_s, again, strict=True)
+                inputs + weight + more
+                for (_, inputs, weight), more in zip(split_s, more_split_s, strict=True)
             ),
             trained=tuple(layer.trained_parameters for layer in self.layers),
             wants=tuple(layer.wants for layer in self.layers),
@@ -398,6 +430,9 @@ class Profile:
             if len(times) != len(self.layers):
                 yield f"times[{size}] is of {len(times)} layers, but there are {len(self.layers)}"
             for i, layer_times in enumerate(times):
+                part, saved = layer_times.selective_bytes, layer_times.saved_bytes
+                if part > max(0, saved):
+                    yield f"times[{size}][{i}].selective_bytes is {part:,}, of {saved:,} saved"
                 fields = tuple(LayerTimes.__dataclass_fields__)
                 yield from _beyond(f"times[{size}][{i}]", layer_times, fields)
         of_split = {

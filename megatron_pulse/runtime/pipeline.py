@@ -75,7 +75,14 @@ class Pipeline:
         try:
             self.stages = {
                 s: Stage(
-                    plan.backbone, plan.routes, s, seed, context, plan.recompute, plan.offload
+                    plan.backbone,
+                    plan.routes,
+                    s,
+                    seed,
+                    context,
+                    plan.recompute,
+                    plan.offload,
+                    plan.selective,
                 ).to(device, dtype)
                 for s in plan.placement.stages_of_device(self.rank)
             }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron_pulse.runtime.modules import unsound
 from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.replicas import Replicas
 from megatron_pulse.runtime.parameters.weight_gradients import deferring
+from megatron_pulse.runtime.selective import Selective
 
 Tensors = dict[str, Tensor]
 
@@ -44,7 +45,8 @@ class Stage(Nest):
     the chain was cut. ``context`` is what the layers are built with. Layers of the chain that are
     in ``recompute`` keep what they take, and no activations: these are computed again for the
     backward pass, which then, since nothing is to be held any longer, has their weight gradients
-    too. What those in ``offload`` save waits on the host meanwhile (``Away``).
+    too. What those in ``offload`` save waits on the host meanwhile (``Away``); those in
+    ``selective`` save nothing that is cheap to have again (``Selective``).
     A replicated embedder is a layer of one stage like any other, but runs only through
     ``replicas``, which must be set where ``routes`` has such.
     ``base`` goes to the next class where another is derived from this and from one of Megatron's.
@@ -59,6 +61,7 @@ class Stage(Nest):
         context: LayerContext | None = None,
         recompute: Collection[int] = (),
         offload: Collection[int] = (),
+        selective: Collection[int] = (),
         **base: Any,
     ) -> None:
         super().__init__(**base)
@@ -66,6 +69,7 @@ class Stage(Nest):
         layers = routes.partition.layers_of_stage(stage)
         self.recomputed = tuple(i in recompute for i in layers)
         self.offloaded = tuple(i in offload for i in layers)
+        self.selective = tuple(i in selective for i in layers)
         self.replicas: Replicas | None = None
         self._embedders = [backbone.layers[i] for i in embedders_of(backbone, routes, stage)]
         self._replicated = routes.replicated
@@ -128,9 +132,9 @@ class Stage(Nest):
         skips = {**skips, **carried}
         conditioning = {**conditioning, **self._embed(conditioning, which)}
         expected = self._kinds(inputs, skips, which)
-        how = self.recomputed, self.offloaded
+        how = self.recomputed, self.offloaded, self.selective
         layers = zip(self._specs, self._chain, expected, *how, strict=True)
-        for spec, module, kinds, recomputed, offloaded in layers:
+        for spec, module, kinds, recomputed, offloaded, selective in layers:
             if spec.name in self._replicated:
                 continue
             popped = {spec.own(name): _alias(skips.pop(name)) for name in spec.pops}
@@ -143,7 +147,12 @@ class Stage(Nest):
                 if again is not None:
                     again.append(layer)
             else:
-                with away.saving() if away is not None and offloaded else nullcontext():
+                saving: AbstractContextManager[Any] = nullcontext()
+                if away is not None and offloaded:
+                    saving = away.saving()
+                elif selective and torch.is_grad_enabled():
+                    saving = Selective(module.parameters(), module.buffers()).saving()
+                with saving:
                     results = _run(spec.name, module, later, which, inputs, popped, used)
             results = self._returned(spec, module, inputs, results, kinds)
             inputs = results[: len(spec.outputs)]

@@ -87,6 +87,7 @@ class Layout:
             f"{self.schedule.name}, {'split' if self.is_split else 'whole'}, {case.dtype}"
             f"{', recomputed' if case.recompute else ''}"
             f"{', offloaded' if case.offload else ''}"
+            f"{', selective' if case.selective else ''}"
             f"{', trained: ' + ' '.join(case.train) if case.train else ''}"
             f"{', frozen: ' + ' '.join(case.freeze) if case.freeze else ''}"
         )
@@ -136,7 +137,8 @@ def draw_layout(seed: int, number: int) -> Layout:
         chance = random.Random(f"{seed}/{number}/apart")
         apart = computed_apart(schedule, plan.partition, case.recompute, chance)
         offload = random.Random(f"{seed}/{number}/offload").choice((0, 0, 0, 1, 2))
-        case = replace(case, schedule=apart, offload=offload)
+        part = random.Random(f"{seed}/{number}/selective").choice((0, 0, 1, 2))
+        case = replace(case, schedule=apart, offload=offload, selective=part)
         chance = random.Random(f"{seed}/{number}/away")
         if chance.random() < 0.7:  # else wherever it can
             case = replace(case, schedule=away_anywhere(apart, plan.partition, case, chance))
@@ -266,6 +268,7 @@ def summary(verdicts: Sequence[Verdict], seed: int, seconds: float) -> dict[str,
         "dtype": [layout.case.dtype for layout in layouts],
         "recomputed": [str(layout.case.recompute) for layout in layouts],
         "offloaded": [str(layout.case.offload) for layout in layouts],
+        "selective": [str(layout.case.selective) for layout in layouts],
     }
     return {
         "seed": seed,

@@ -36,7 +36,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import Roofline
-from megatron_pulse.runtime.measure.leaving import leaving_weights
+from megatron_pulse.runtime.measure.running import RUNNING
 from model_specs import load_backbone
 from tests.integration.runs import BASE
 from tests.integration.test_families import Family, write_latents
@@ -125,6 +125,9 @@ CASES = (
     Case("pixart", Config(2, 1, 1, 4, ROW, recompute=ALL), 6),
     Case("sd3", Config(2, 1, 1, 4, ROW, split=True, recompute=SOME), 6, room=0.8),
     Case("flux", Config(4, 1, 1, 4, ROW), 8),
+    Case("sdxl", Config(2, 1, 1, 4, FOLD_EXACT, recompute=SOME), 6, room=0.85),
+    Case("dit", Config(2, 1, 1, 4, LOOP, split=True, recompute=SOME), 6, "bfloat16", room=0.9),
+    Case("flux", Config(4, 1, 1, 4, ROW, recompute=SOME), 8, room=0.85),
     Case("uvit", Config(4, 1, 1, 4, ROW, recompute=HOST), 12, room=0.7),
     Case("uvit", Config(4, 1, 1, 4, FOLD_EXACT, recompute=HOST), 12, room=0.75),
     Case("sd", Config(4, 1, 1, 4, ROW, recompute=HOST), 12, room=0.6),
@@ -175,7 +178,7 @@ def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
     assert peaks is not None
     roofline = Roofline(peaks, case.dtype)
     backbone, size = load_backbone(name, dict(options)), config.micro_batch_size
-    profile = analyse(backbone, [size], roofline, leaving=leaving_weights)
+    profile = analyse(backbone, [size], roofline, running=RUNNING)
     samples = case.microbatches * config.micro_batch_size * config.data
     evaluator = Evaluator(profile, cluster, samples, state=case.state)
 
@@ -188,9 +191,14 @@ def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
         gb = case.room * max(free.memory_bytes) / 1e9
         evaluator = evaluator.on(Cluster(**{**vars(cluster), "memory_gb": gb}))
     found = outcome(evaluator, config)
-    if case.room and not (found.stages.recompute or found.synthesis.schedule.offloaded):
+    if case.room and not (found.stages.relief.computes or found.synthesis.schedule.offloaded):
         raise RuntimeError(f"{case.name}: nothing is computed again, or on the host")
     planned = map(Peak, found.stages.state_bytes, found.memory_bytes)
+    again, part = len(found.stages.recompute), len(found.stages.selective)
+    if again + part:
+        print(
+            f"{case.name}: {again} of {len(profile.layers)} layers again, of {part} what is cheap"
+        )
     return plan_of(found, evaluator, sequence_parallel=False), list(planned)
 
 

@@ -84,7 +84,7 @@ class DataParallel:
         num = self.num_devices
         state = sum(self.parameters) * bytes_per_parameter("float16", True, num)
         for size in self.sizes():
-            costs, again = self.ways.costs(size), self.ways.recomputed(size, self.usable - state)
+            kept, again = self.ways.kept(size), self.ways.recomputed(size, self.usable - state)
             needs, way = state + again.kept + again.again, self._way(size, again)
             if needs > self.usable:
                 yield Refused(str(Engine.DATA_PARALLEL), Engine.DATA_PARALLEL, way, needs)
@@ -92,8 +92,8 @@ class DataParallel:
             scale = self.emulation.time_scale
             layers = tuple(
                 (
-                    scale * costs.forward_s[i],
-                    scale * (costs.backward_s[i] + costs.forward_s[i] * (i in again.layers)),
+                    scale * kept.every.forward_s[i],
+                    scale * kept.of(i, again).backward_s[i],
                     self._elements(n),
                 )
                 for i, n in enumerate(self.parameters)
@@ -137,7 +137,8 @@ class DataParallel:
 
     def _way(self, size: int, again: Recomputed) -> str:
         told = f"{len(again.layers)} of {len(self.parameters)} layers recomputed"
-        return f"b={size}" + (f", {told}" if again.layers else "")
+        part = f"what is cheap of {len(again.part)}"
+        return f"b={size}" + f", {told}" * bool(again.layers) + f", {part}" * bool(again.part)
 
 
 def elements(unit: ShardedUnit) -> int:

@@ -93,7 +93,7 @@ def profile(kind: str) -> Any:
     from megatron_pulse.integration.megatron.linear import wait_for_weight_gradients
     from megatron_pulse.profile.measuring.clock import Patience
     from megatron_pulse.profile.measuring.measure import measure
-    from megatron_pulse.runtime.measure.leaving import leaving_weights
+    from megatron_pulse.runtime.measure.running import RUNNING
 
     torch.set_num_threads(1)
     wait_for_weight_gradients()
@@ -103,7 +103,7 @@ def profile(kind: str) -> Any:
         SIZES,
         patience=Patience(enough_s=0.2),
         once_per_kind=True,
-        leaving=leaving_weights,
+        running=RUNNING,
     )
 
 

@@ -22,7 +22,7 @@ from megatron_pulse.planner.tune.sharded.sharding import (
     step_bytes,
     step_s,
 )
-from megatron_pulse.planner.tune.sharded.ways import recomputed
+from megatron_pulse.planner.tune.sharded.ways import Recomputable, recomputed
 from tests.benchmarks.capped import capped
 from tests.benchmarks.contestant import TIMEOUT_S, Contestant, Engine
 from tests.benchmarks.contestants import needed_bytes
@@ -145,16 +145,30 @@ def emulation() -> Emulation:
 
 def test_as_few_layers_are_recomputed_as_fit(emulation: Emulation) -> None:
     size = emulation.micro_batch_size
-    costs, inputs = emulation.costs, emulation.profile.at(size, True).saved_bytes
-    whole = sum(costs.saved_bytes)
-    assert not recomputed(costs, inputs, whole).layers
-    some, every = (recomputed(costs, inputs, share * whole) for share in (0.7, 0.0))
-    assert 0 < len(some.layers) < len(every.layers)
-    assert some.kept + some.again <= 0.7 * whole
-    assert some.kept == sum(
-        (inputs if i in some.layers else costs.saved_bytes)[i] for i in range(len(costs))
-    )
-    assert some.again == max(costs.saved_bytes[i] for i in some.layers)
+    profile = emulation.profile
+    parts = {
+        size: tuple(
+            replace(x, selective_bytes=x.saved_bytes * 3 // 4, selective_s=0.05 * x.forward_s)
+            for x in layers
+        )
+        for size, layers in profile.times.items()
+    }
+    for chain in (profile, replace(profile, times=parts)):
+        dear = chain.at(size, False, range(len(chain.layers)))
+        kept = Recomputable(chain.at(size), chain.at(size, True), dear)
+        costs, whole = kept.every, sum(kept.every.saved_bytes)
+        assert not recomputed(kept, whole).layers | recomputed(kept, whole).part
+        some, every = (recomputed(kept, share * whole) for share in (0.7, 0.0))
+        assert some.kept + some.again <= 0.7 * whole
+        assert len(some.layers) < len(every.layers) and not some.layers & some.part
+        assert bool(some.part) == (chain is not profile)
+        assert some.kept == sum(kept.of(i, some).saved_bytes[i] for i in range(len(costs)))
+        assert some.again == max(
+            kept.made_bytes(i, kept.of(i, some)) for i in some.layers | some.part
+        )
+        more_s = sum(kept.more_s(i, some) for i in range(len(costs)))
+        least_s = sum(costs.forward_s[i] for i in some.layers)
+        assert more_s == pytest.approx(least_s + 0.05 * sum(costs.forward_s[i] for i in some.part))
 
 
 def entered_under(emulation: Emulation, share: float) -> tuple[list[Contestant], list[Contestant]]:
@@ -199,20 +213,20 @@ def test_under_a_cap_more_is_recomputed_and_everything_fits(emulation: Emulation
         (
             1.2e9,
             [
-                ("Megatron DDP", "b=32, 20 of 28 layers recomputed", 0.2060056, 1159612540),
+                ("Megatron DDP", "b=32, 19 of 28 layers recomputed", 0.2060056, 1168394876),
                 (
                     "FSDP2, gathered each microbatch",
-                    "b=32, 20 of 28 layers recomputed, gathered each microbatch, "
+                    "b=32, 18 of 28 layers recomputed, gathered each microbatch, "
                     "reduced once a step, 10 units",
-                    0.2283762100359676,
-                    1101294600,
+                    0.22824420156132627,
+                    1160803896,
                 ),
                 (
                     "HSDP",
-                    "b=32, 22 of 28 layers recomputed, gathered each microbatch, "
+                    "b=32, 21 of 28 layers recomputed, gathered each microbatch, "
                     "reduced once a step, 10 units",
                     0.23287621003596753,
-                    1128077976,
+                    1170678984,
                 ),
             ],
         ),

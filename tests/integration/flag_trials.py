@@ -85,6 +85,7 @@ TRIALS: tuple[Trial, ...] = (
     Trial("--bf16 --disable-bf16-reduced-precision-matmul", losses=OTHER),
     Trial("--deterministic-mode"),
     Trial("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    Trial("--recompute-granularity selective"),
     Trial("--config-logger-dir {out}/c", writes="c/*.json"),
     Trial("--weight-decay 0.5", losses=OTHER),
     Trial("--apply-wd-to-qk-layernorm --weight-decay 0.5", losses=OTHER),

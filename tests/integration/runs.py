@@ -54,6 +54,7 @@ class Executed:
     replicated: frozenset[str]
     recomputed: bool
     offloaded_bytes: int = 0
+    selective: int = 0
 
 
 @dataclass
@@ -194,6 +195,7 @@ def _watch() -> Executed:
         executed.recomputed = all(all(unwrap(stage).recomputed) for stage in self._stages.values())
         original(self, operation)
         executed.offloaded_bytes = max(executed.offloaded_bytes, self.offloaded_bytes)
+        executed.selective = sum(sum(unwrap(s).selective) for s in self._stages.values())
 
     Executor._run = run  # type: ignore[method-assign]
     return executed
@@ -227,6 +229,7 @@ def run(
     last, executed = results[-1], results[0]["executed"]
     executed.operations = set().union(*(each["executed"].operations for each in results))
     executed.offloaded_bytes = sum(each["executed"].offloaded_bytes for each in results)
+    executed.selective = sum(each["executed"].selective for each in results)
     weights, masters, averages = (
         _whole([part for result in results for part in result[kind]])
         for kind in ("weights", "masters", "averages")

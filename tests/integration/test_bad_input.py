@@ -66,7 +66,11 @@ BAD: dict[str, tuple[int, list[str], str]] = {
     "no steps": (1, ["--train-iters", "0"], "--train-iters"),
     "class dropout": (1, ["--pulse-class-dropout", "1.5"], "--pulse-class-dropout"),
     "ema decay": (1, ["--pulse-ema-decay", "2"], "--pulse-ema-decay"),
-    "recompute part": (1, ["--recompute-granularity", "selective"], "only full"),
+    "recompute modules": (
+        1,
+        ["--recompute-granularity", "selective", "--recompute-modules", "mlp"],
+        "recomputation is by layer",
+    ),
     "recompute none": (1, ["--pulse-recompute", "blok.*"], "no layer matches 'blok.*'"),
     "recompute twice": (
         1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -142,3 +143,22 @@ def test_a_files_own_recomputation_is_counted_once(known: bool, tmp_path: Path) 
     assert 0 < plan.idle_share(1) < 1
     with pytest.raises(PlanError, match="computes activations of stage 0 again"):
         make_plan(backbone, costs, sequential(2), str(path)).step(1)
+
+
+@pytest.mark.parametrize(
+    ("how", "fault"),
+    [
+        ({"selective": ["mid"]}, "selective has 'mid'; it takes numbers of layers, from 0 to 6"),
+        ({"recompute": [7]}, "recompute has 7"),
+        ({"offload": [-1]}, "offload has -1"),
+        ({"recompute": [1], "selective": [1]}, "layer 1 is in recompute and in selective"),
+        ({"offload": [2], "selective": [2]}, "layer 2 is in offload and in selective"),
+    ],
+)
+def test_layers_that_there_are_not_and_two_ways_for_one_are_refused(
+    how: dict[str, list[Any]], fault: str
+) -> None:
+    backbone = toy_backbone(6, [])
+    costs = weighted_costs(backbone, [1.0] * len(backbone.layers))
+    with pytest.raises(PlanError, match=fault):
+        make_plan(backbone, costs, sequential(2), **how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,8 +19,9 @@ from megatron_pulse.profile.measuring.building import meta_context, some_process
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread
 from megatron_pulse.profile.measuring.layer_call import make_call
 from megatron_pulse.profile.measuring.measure import measure
-from megatron_pulse.profile.profile import Profile
-from megatron_pulse.runtime.measure.leaving import leaving_weights
+from megatron_pulse.profile.profile import Profile, Source
+from megatron_pulse.runtime import selective
+from megatron_pulse.runtime.measure.running import RUNNING
 from model_specs import load_backbone
 from tests.profile.layers import WIDTH, small_backbone
 from tests.runtime import tiny
@@ -38,20 +40,20 @@ def work_of(backbone: Any, size: int, dtype: str = "float32") -> list[LayerWork]
         ]
 
 
-def measured(backbone: Any, leaving: Any = None) -> Profile:
-    return measure(backbone, (1, 3), patience=BRIEF, leaving=leaving)
+def measured(backbone: Any, running: Any = None) -> Profile:
+    return measure(backbone, (1, 3), patience=BRIEF, running=running)
 
 
-def analytic(backbone: Any, leaving: Any = None) -> Profile:
+def analytic(backbone: Any, running: Any = None) -> Profile:
     roofline = Roofline(PRESETS["A100-80GB"], "float32")
-    return analyse(backbone, (1, 3), roofline, leaving=leaving)
+    return analyse(backbone, (1, 3), roofline, running=running)
 
 
 @pytest.mark.parametrize("make", [measured, analytic])
 @pytest.mark.parametrize("size", [1, 3])
 def test_memory_of_known_layers_is_exact(make: Any, size: int) -> None:
     """In rows of WIDTH fp32 values; see ``profile`` for what counts where."""
-    profile = make(small_backbone(), leaving_weights)
+    profile = make(small_backbone(), RUNNING)
     row = 4 * WIDTH * size
     rows = {
         "embed": 0,  # keeps the batch's vector, which is shared
@@ -80,6 +82,27 @@ def test_memory_of_known_layers_is_exact(make: Any, size: int) -> None:
     assert set(again.waiting_bytes) == {0}
     # A matrix whose input wants no gradient does not wait: the mlp's does, for what it multiplies.
     assert profile.at(size).waiting_bytes == tuple(row * n for n in (0, 0, 0, 2, 0, 0))
+
+
+@pytest.mark.parametrize("make", [measured, analytic])
+def test_what_is_kept_without_what_is_cheap(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selective, "LEAST_BYTES", 1)
+    plain, profile = make(small_backbone()), make(small_backbone(), RUNNING)
+    for size in (1, 3):
+        row, times = 4 * WIDTH * size, profile.times_at(size)
+        # The gelu's result is made again of the mlp's input; what tanh returns would need its own.
+        assert [layer.selective_bytes / row for layer in times] == [0, 1, 0, 1, 2, 0]
+        mlp, rest = times[3], (*times[:3], *times[4:])
+        assert profile.source is Source.MEASURED or (
+            mlp.selective_s > 0 and not any(layer.selective_s for layer in rest)
+        )
+        costs, part = profile.at(size), profile.at(size, selective={3})
+        assert part.saved_bytes == (*costs.saved_bytes[:3], row, *costs.saved_bytes[4:])
+        more = [b - a for a, b in zip(costs.backward_s, part.backward_s, strict=True)]
+        assert more == pytest.approx([0, 0, 0, mlp.selective_s, 0, 0])
+        assert part.waiting_bytes == costs.waiting_bytes and not any(part.recompute_s)
+        assert profile.at(size, {3}, {3}) == profile.at(size, {3})
+        assert plain.at(size, selective={3}).saved_bytes == plain.at(size).saved_bytes
 
 
 def test_gradients_that_are_dropped_in_turn_leave_nothing() -> None:
@@ -123,10 +146,10 @@ def test_waiting_weight_gradients_are_measured_as_the_runtime_leaves_them() -> N
 
     def leaving(module: Any) -> Any:
         left.append(module)
-        return leaving_weights(module)
+        return RUNNING.leaving(module)
 
     backbone = small_backbone()
-    profile = measure(backbone, (1, 3), patience=BRIEF, leaving=leaving)
+    profile = measure(backbone, (1, 3), patience=BRIEF, running=replace(RUNNING, leaving=leaving))
     assert len(left) >= 2 * len(backbone.layers) and "split backwards" in profile.method
     for layers in profile.times.values():
         embed, first, tanh, mlp, scale, add = layers

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_pulse.planner.layout.placement import Partition, make_placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.step.plan import Plan, make_plan
 from megatron_pulse.profile.trained import choose_trained
-from megatron_pulse.runtime import away
+from megatron_pulse.runtime import away, selective
 from megatron_pulse.runtime.called import Workload
 from megatron_pulse.runtime.measure.recorder import StepRecorder
 from megatron_pulse.runtime.pipeline import Pipeline
@@ -36,7 +37,8 @@ class Case:
     """One way to run a backbone; ``dtype`` is torch's name, ``train`` and ``freeze`` are patterns
     of parameters' names, ``device`` is torch's. Every ``recompute``-th layer computes its
     activations again (0: none); of the others every ``offload``-th has them on the host meanwhile,
-    whatever their size.
+    and of those that are left every ``selective``-th computes again what is cheap, whatever its
+    size.
 
     A name of a ``schedule``, ``cuts`` and ``replicated`` are for several devices.
     """
@@ -55,6 +57,7 @@ class Case:
     freeze: tuple[str, ...] = ()
     device: str = "cpu"
     offload: int = 0
+    selective: int = 0
 
     @property
     def alone(self) -> Case:
@@ -65,6 +68,7 @@ class Case:
             num_chunks=2,
             recompute=0,
             offload=0,
+            selective=0,
             cuts=None,
             replicated=frozenset(),
             placement="sequential",
@@ -74,13 +78,15 @@ class Case:
 @dataclass
 class Outcome:
     """Losses of every microbatch and step, final parameters, gradients of the last step, what this
-    rank has sent, and how many weight gradients it has computed apart."""
+    rank has sent, and how many weight gradients it has computed apart; ``num_left_out`` are saved
+    tensors that it has made again, as they are cheap."""
 
     losses: list[float] = field(default_factory=list)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     num_weight_gradients: int = 0
     offloaded_bytes: int = 0
+    num_left_out: int = 0
     forward_bytes: int = 0
     gradient_bytes: int = 0
     skip_bytes: int = 0
@@ -142,10 +148,13 @@ def plan_of(backbone: Backbone, case: Case, num_devices: int) -> Plan:
         plan = make_plan(backbone, costs, placement, schedule)
     names = case.replicated if num_devices > 1 else ()
     choices = tuple(EmbedderChoice(name, 0, 0, True) for name in names)
-    again = frozenset(range(0, len(backbone.layers), case.recompute) if case.recompute else ())
-    moved = frozenset(range(0, len(backbone.layers), case.offload) if case.offload else ()) - again
-    schedules = given or plan.schedules
-    return replace(plan, embedders=choices, schedules=schedules, recompute=again, offload=moved)
+    every = range(len(backbone.layers))
+    again, moved, part = (
+        frozenset(every[::number] if number else ())
+        for number in (case.recompute, case.offload, case.selective)
+    )
+    how = {"recompute": again, "offload": moved - again, "selective": part - moved - again}
+    return replace(plan, embedders=choices, schedules=given or plan.schedules, **how)
 
 
 def make_pipeline(
@@ -201,6 +210,7 @@ def train(
         backbone = choose_trained(backbone, case.train, case.freeze)
     if case.offload:
         away.LEAST_BYTES = 1
+    selective.LEAST_BYTES = 1 if case.selective else selective.LEAST_BYTES
     pipeline = make_pipeline(backbone, case, config, group, fillers=fillers)
     parameters = dict(pipeline.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, foreach=False)
@@ -209,7 +219,9 @@ def train(
         optimizer.zero_grad()
         batches = batches_of(step) if batches_of else make_batches(backbone, case, step)
         recorder = StepRecorder(pipeline.rank, torch.device(case.device))
-        losses = pipeline.step(batches, recorder=recorder)
+        with counting_made() as made:
+            losses = pipeline.step(batches, recorder=recorder)
+        outcome.num_left_out += len(made)
         outcome.losses += [loss.item() for loss in losses]
         outcome.num_weight_gradients += sum(
             timed.operation.kind is Kind.WEIGHT_GRAD for timed in recorder.finish().operations
@@ -226,6 +238,22 @@ def train(
         outcome.skip_bytes = links.traffic.skip_bytes
         outcome.replica_bytes = links.traffic.replica_bytes
     return outcome
+
+
+@contextmanager
+def counting_made() -> Iterator[list[object]]:
+    """What is taken within, and was left out as it is cheap."""
+    taken, take = list[object](), selective._View.take
+
+    def told(view: selective._View) -> Tensor:
+        taken.append(view)
+        return take(view)
+
+    selective._View.take = told  # type: ignore[method-assign]
+    try:
+        yield taken
+    finally:
+        selective._View.take = take  # type: ignore[method-assign]
 
 
 def leave_zero(model: Pipeline | nn.Module, chains: Collection[str] = ()) -> None:
@@ -297,6 +325,7 @@ def merge(outcomes: list[Outcome]) -> Outcome:
         merged.gradients.update(outcome.gradients)
         merged.num_weight_gradients += outcome.num_weight_gradients
         merged.offloaded_bytes += outcome.offloaded_bytes
+        merged.num_left_out += outcome.num_left_out
         merged.forward_bytes += outcome.forward_bytes
         merged.gradient_bytes += outcome.gradient_bytes
         merged.skip_bytes += outcome.skip_bytes

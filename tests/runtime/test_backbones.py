@@ -23,7 +23,8 @@ P, M, STEPS = 2, 3, 2
 CASES: list[tuple[Case, int | None]] = [
     (Case("fold", M, dtype="bfloat16", recompute=2, offload=1), None),
     (Case("fold", M, dtype="bfloat16", offload=1), 3),
-    (Case("sequential", M, dtype="bfloat16"), 0),
+    (Case("sequential", M, dtype="bfloat16", selective=1), 0),
+    (Case("fold", M, dtype="float32", recompute=3, selective=1), None),
     (Case("interleaved", M, dtype="float32", recompute=True), 1),
 ]
 """Of one M, so that two references do for all; with the number of backwards after which a weight
@@ -52,6 +53,7 @@ def test_whole_and_split_backwards_equal_one_process(family: str) -> None:
         apart = 0 if delay is None else num_stages * case.num_microbatches * STEPS
         assert got.num_weight_gradients == apart, case
         assert any(o[i].offloaded_bytes > 0 for o in ranks) == bool(case.offload), case
+        assert (got.num_left_out > 0) == bool(case.selective), case
         assert len(got.losses) == STEPS * case.num_microbatches
         assert got.losses == reference.losses, case
         assert all(g.abs().max() > 0 for g in reference.gradients.values())

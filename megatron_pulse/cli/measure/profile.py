@@ -28,6 +28,7 @@ from megatron_pulse.faults import unknown
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 
 if TYPE_CHECKING:
+    from megatron_pulse.backbone.costs import ChainCosts
     from megatron_pulse.profile.devices import Roofline
     from megatron_pulse.profile.profile import Profile
 
@@ -37,7 +38,8 @@ Planning balances devices by these costs. There are three ways to them:
   measured   every layer runs alone on this machine's GPU or CPU, forward and backward; on a CPU
              with as many threads as a rank will have (--threads); forward and backward a second
              time as with split backwards, whose weight gradients wait: the three parts of that
-             take longer than the whole. Profiles of before that do not say it are read as if
+             take longer than the whole; a third time where what is cheap is computed again
+             (--pulse-recompute-selective). Profiles of before that do not say it are read as if
              they took as long. Convolutions are tried in both memory formats, unless
              --option channels_last=true or false says which; the profile is of the faster, and
              runs that are planned by it have that one
@@ -220,6 +222,19 @@ def report(profile: Profile, size: int, top: int) -> list[str]:
         f"ms, backward {1e3 * backward:.2f} ms (x{backward / forward if forward else 0:.2f}), "
         f"{sum(costs.saved_bytes) / 1e6:,.1f} MB saved, {len(costs.skips)} skips of "
         f"{sum(skip.num_bytes for skip in costs.skips) / 1e6:,.1f} MB",
+        *_selective(costs, profile.at(size, False, range(len(totals)))),
+    ]
+
+
+def _selective(costs: ChainCosts, part: ChainCosts) -> list[str]:
+    """What is kept where what is cheap is computed again, if that is known and less."""
+    kept, saved = sum(part.saved_bytes), sum(costs.saved_bytes)
+    more_s = sum(part.backward_s) - sum(costs.backward_s)
+    if kept >= saved:
+        return []
+    return [
+        f"with --recompute-granularity selective {kept / 1e6:,.1f} MB of these are kept, and a "
+        f"backward takes {1e3 * more_s:.2f} ms longer"
     ]
 
 
@@ -320,17 +335,17 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
     prepare_profiling()
     if roofline is not None:
         from megatron_pulse.profile.analytic import analyse
-        from megatron_pulse.runtime.measure.leaving import leaving_weights
+        from megatron_pulse.runtime.measure.running import RUNNING
 
         backbone = trained_backbone(args, roofline.dtype)
-        return analyse(backbone, sizes, roofline, args.recompute, True, leaving_weights)
+        return analyse(backbone, sizes, roofline, args.recompute, True, RUNNING)
     import torch
 
     from megatron_pulse.integration.planning.formats import measured_format
     from megatron_pulse.profile.cautions import rank_threads
     from megatron_pulse.profile.measuring.clock import Patience
     from megatron_pulse.profile.measuring.measure import measure
-    from megatron_pulse.runtime.measure.leaving import leaving_weights
+    from megatron_pulse.runtime.measure.running import RUNNING
 
     present, limit_s = torch.cuda.is_available(), args.seconds_per_layer
     device = args.device or ("cuda" if present else "cpu")
@@ -355,7 +370,7 @@ def _from_backbone(args: argparse.Namespace, sizes: list[int]) -> Profile:
         args.once_per_kind,
         progress=True,
         threads=threads,
-        leaving=leaving_weights,
+        running=RUNNING,
         transformer_impl=implementation,
     )
     return profile if times is None else replace(profile, method=f"{profile.method}; {times}")

@@ -58,7 +58,7 @@ def _page(plan: PlanFile, replayed: Replay, path: Path, timeline: str) -> str:
 
 
 def _partition(plan: PlanFile) -> str:
-    costs = plan.profile.at(plan.micro_batch_size, plan.recomputed)
+    costs = plan.profile.at(plan.micro_batch_size, plan.recomputed, plan.selected)
     slowest = max((edge.seconds for edge in plan.edges), default=0.0)
     found = evaluate(costs, plan.partition, Link(slowest))
     what = f"microbatch of {plan.micro_batch_size}; loads with {1e3 * slowest:.3g} ms a message"

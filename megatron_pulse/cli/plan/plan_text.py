@@ -36,6 +36,9 @@ def batch(plan: PlanFile) -> str:
     if plan.recompute:
         told = tell_layers(plan.recomputed, len(plan.profile.layers))
         parts.append(f"activations computed again of layers {told}")
+    if plan.selective:
+        told = tell_layers(plan.selected, len(plan.profile.layers))
+        parts.append(f"what is cheap computed again of layers {told}")
     if plan.offload:
         told = tell_layers(plan.offloaded, len(plan.profile.layers))
         parts.append(f"on the host, where there is no room, of layers {told}")
@@ -181,7 +184,7 @@ def _data(plan: PlanFile) -> str:
 
 def flags(plan: PlanFile) -> str:
     """The flags that the plan stands for, but for its cuts and schedule."""
-    again, count = len(plan.recompute), len(plan.profile.layers)
+    again, part, count = len(plan.recompute), len(plan.selective), len(plan.profile.layers)
     given = [
         f"--pipeline-model-parallel-size {plan.pipeline}",
         f"--tensor-model-parallel-size {plan.tensor}",
@@ -195,6 +198,11 @@ def flags(plan: PlanFile) -> str:
         ("--recompute-granularity full", again == count),
         *((f"--pulse-recompute {shlex.quote(name)}", again < count) for name in plan.recompute),
         *((f"--pulse-offload {shlex.quote(name)}", True) for name in plan.offload),
+        ("--recompute-granularity selective", part == count),
+        *(
+            (f"--pulse-recompute-selective {shlex.quote(name)}", part < count)
+            for name in plan.selective
+        ),
         ("--use-distributed-optimizer", plan.distributed_optimizer),
         ("--overlap-grad-reduce", plan.overlap_grad_reduce),
         ("--use-tp-pp-dp-mapping", plan.rank_order == "tp-pp-dp"),

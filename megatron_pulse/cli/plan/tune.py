@@ -101,7 +101,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--recompute", action="store_true", help="recompute all layers' activations")
     again.add_argument(
-        "--no-recompute", action="store_true", help="never do (default: of as few as needed)"
+        "--no-recompute",
+        action="store_true",
+        help="never do (default: of as few layers as needed, all or what is cheap of them)",
     )
     add(
         "--no-offload",
@@ -344,11 +346,11 @@ def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
 
     prepare_profiling()
     from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.runtime.measure.leaving import leaving_weights
+    from megatron_pulse.runtime.measure.running import RUNNING
 
     roofline = Roofline(device, args.dtype or device.half_dtype)
     backbone = trained_backbone(args, roofline.dtype)
-    return analyse(backbone, _PROFILED, roofline, progress=True, leaving=leaving_weights)
+    return analyse(backbone, _PROFILED, roofline, progress=True, running=RUNNING)
 
 
 def _backbone_of(profile: Profile) -> Backbone | None:

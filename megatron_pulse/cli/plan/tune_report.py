@@ -169,6 +169,7 @@ def _record(outcome: Outcome, profile: Profile) -> dict[str, Any]:
         "ample": config.ample,
         "recompute": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.recompute)],
         "offload": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.offload)],
+        "selective": [outcome.stages.costs.names[i] for i in sorted(outcome.stages.selective)],
         "distributed_optimizer": config.distributed_optimizer,
         "pipeline_inside": config.pipeline_inside,
         "cuts": list(outcome.stages.partition.cuts),
@@ -195,6 +196,10 @@ def _row(rank: int, outcome: Outcome) -> tuple[str, ...]:
             (
                 f"recompute {_some(outcome.stages.recompute, outcome)}",
                 bool(outcome.stages.recompute),
+            ),
+            (
+                f"recompute cheap of {_some(outcome.stages.selective, outcome)}",
+                bool(outcome.stages.selective),
             ),
             (f"offload {_some(outcome.stages.offload, outcome)}", bool(outcome.stages.offload)),
             ("dist-opt", config.distributed_optimizer),

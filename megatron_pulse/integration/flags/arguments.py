@@ -128,6 +128,15 @@ class PulseOptions:
         metavar="PATTERN",
         marks=[FlagMark.PLAN],
     )
+    recompute_selective: tuple[str, ...] = flag(
+        "layers of which the backward pass computes again what is cheap (norms, activation "
+        "functions, sums and products of elements) and keeps the rest, by their names, as blocks.* "
+        "(repeatable): a half of what they save, for some percent of their time (all of them: "
+        "--recompute-granularity selective)",
+        (),
+        metavar="PATTERN",
+        marks=[FlagMark.PLAN],
+    )
     offload: tuple[str, ...] = flag(
         "layers whose activations wait in pinned host memory from their forward to their backward, "
         "by their names, as blocks.* (repeatable); copies are made beside computing. A plan says "

@@ -47,9 +47,7 @@ def _decided(plan: PlanFile) -> dict[str, Any]:
         "sequence_parallel": plan.sequence_parallel,
         "micro_batch_size": plan.micro_batch_size,
         "global_batch_size": plan.global_batch_size,
-        "recompute_granularity": "full"
-        if len(plan.recompute) == len(plan.profile.layers)
-        else None,
+        "recompute_granularity": _granularity(plan),
         "use_distributed_optimizer": plan.distributed_optimizer,
         "grad_reduce_in_bf16": plan.half_gradients,
         "overlap_grad_reduce": plan.overlap_grad_reduce,
@@ -57,6 +55,13 @@ def _decided(plan: PlanFile) -> dict[str, Any]:
         "bf16": plan.dtype == "bfloat16",
         "fp16": plan.dtype == "float16",
     }
+
+
+def _granularity(plan: PlanFile) -> str | None:
+    count = len(plan.profile.layers)
+    if len(plan.recompute) == count:
+        return "full"
+    return "selective" if len(plan.selective) == count else None
 
 
 def contradictions(

@@ -135,6 +135,7 @@ class PulseSchedule:
                     "micro_batch_size": str(micro_batch_size),
                     "dtype": str(settings.dtype).removeprefix("torch."),
                     "recompute": tell_layers(self._plan.recompute, len(self._plan.backbone.layers)),
+                    "selective": tell_layers(self._plan.selective, len(self._plan.backbone.layers)),
                 }
                 self._tracer = self._make_tracer(groups, num_microbatches, settings.device, run)
             recorder = self._tracer.begin(self._links) if self._tracer is not None else None

@@ -56,6 +56,7 @@ def make_model_provider(plan: Plan, args: argparse.Namespace) -> Callable[..., M
             pg_collection,
             recompute=plan.recompute,
             offload=plan.offload,
+            selective=plan.selective,
         )
         config.params_dtype = dtype
         if dtype != torch.float32 and not args.skip_train:

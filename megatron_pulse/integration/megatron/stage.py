@@ -39,6 +39,7 @@ class MegatronStage(Stage, MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
         recompute: Collection[int] = (),
         offload: Collection[int] = (),
+        selective: Collection[int] = (),
     ) -> None:
         self.drawn: Tensors = {}
         self.masters: Masters | None = None
@@ -49,7 +50,7 @@ class MegatronStage(Stage, MegatronModule):
         self.post_process = routes.partition.placement.after[stage] is None
         self.share_embeddings_and_output_weights = False
         context = LayerContext(config, pg_collection)
-        how = context, recompute, offload
+        how = context, recompute, offload, selective
         super().__init__(backbone, routes, stage, seed, *how, config=config)
         layers = self.named_layers()
         if faults := [fault for layer in layers for fault in untrained_biases(*layer)]:

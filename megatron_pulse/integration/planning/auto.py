@@ -37,8 +37,8 @@ from megatron_pulse.profile.devices import USABLE
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.memory_format import in_format_of, in_given_format
 from megatron_pulse.profile.profile import Profile, ProfileError
-from megatron_pulse.runtime.measure.leaving import leaving_weights
 from megatron_pulse.runtime.measure.probe import ProbeSettings, probe, probe_device
+from megatron_pulse.runtime.measure.running import RUNNING
 from megatron_pulse.runtime.watch.place import HERE
 from model_specs import load_recorded
 
@@ -122,7 +122,7 @@ def _tune(
         cluster = replace(cluster, memory_gb=options.memory_gb, usable_memory=1.0)
     backbone = load_here(args, options)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
-    profile = _measure(args, options, backbone)
+    choices, profile = _choices(line), _measure(args, options, backbone)
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
     own, state = options.self_conditioning or 0.0, parameter_state(args, options)
@@ -130,7 +130,7 @@ def _tune(
     seconds = options.solver_seconds
     try:
         with HERE.during("tuning", patient=True, grants_s=seconds):
-            found = tune(evaluator, _choices(line), finish_s=seconds, solver=options.solver)
+            found = tune(evaluator, choices, finish_s=seconds, solver=options.solver)
     except UntunableError as error:
         raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
     best = found.outcomes[0]
@@ -158,7 +158,12 @@ def _filled(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> PlanFi
 
 
 def _choices(line: CommandLine) -> Choices:
-    """Everything, but for what flags decide."""
+    """Everything, but for what flags decide; raises ValueError."""
+    if line.args.recompute_granularity == "selective":
+        raise ValueError(
+            "--recompute-granularity selective: with --pulse-auto the plan says of which layers "
+            "what is cheap is computed again; leave the flag out"
+        )
     choices, args = Choices(), line.args
     pipeline, tensor, size = (
         (getattr(args, name),) if line.says(flag_name(name)) else None
@@ -194,7 +199,7 @@ def _measure(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
             device,
             dtype,
             once_per_kind=True,
-            leaving=leaving_weights,
+            running=RUNNING,
             transformer_impl=args.transformer_impl,
         )
         return profile if times is None else replace(profile, method=f"{profile.method}; {times}")

@@ -38,7 +38,7 @@ from megatron_pulse.profile.devices import (
     known_device,
 )
 from megatron_pulse.profile.files import load_profile
-from megatron_pulse.profile.measuring.layer_call import describe_chain
+from megatron_pulse.profile.measuring.layer_call import Running, describe_chain
 from megatron_pulse.profile.measuring.machine import device_memory
 from megatron_pulse.profile.measuring.sizes import ModuleSizes
 from megatron_pulse.profile.memory_format import format_caution, in_format_of
@@ -51,6 +51,7 @@ from megatron_pulse.profile.trained import (
     shown_patterns,
     trained_as,
 )
+from megatron_pulse.runtime.measure.running import RUNNING
 from megatron_pulse.runtime.watch.place import HERE
 from model_specs import in_dtype, is_module, load_backbone, load_recorded
 
@@ -164,6 +165,7 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
         schedules=(given.schedule,),
         recompute=given.recomputed,
         offload=given.offloaded,
+        selective=given.selected,
     )
 
 
@@ -194,6 +196,33 @@ def _offloaded(
     return found
 
 
+def _selective(
+    args: argparse.Namespace,
+    options: PulseOptions,
+    backbone: Backbone,
+    recompute: frozenset[int],
+    offload: frozenset[int],
+) -> frozenset[int]:
+    """The layers of which flags say to compute again what is cheap, where they say nothing else of
+    them; raises ValueError."""
+    found = _keeping("--pulse-recompute-selective", options.recompute_selective, backbone)
+    if args.recompute_granularity == "selective":
+        if found:
+            raise ValueError(
+                "--recompute-granularity selective computes again what is cheap of all layers, "
+                "--pulse-recompute-selective of some: give one of them"
+            )
+        return _keeping("--recompute-granularity selective", ["*"], backbone) - recompute - offload
+    whole = "--pulse-recompute" if options.recompute else "--recompute-granularity full"
+    for other, layers in ((whole, recompute), ("--pulse-offload", offload)):
+        if both := found & layers:
+            raise ValueError(
+                f"--pulse-recompute-selective and {other} both match "
+                f"{backbone.layers[min(both)].name}: a layer is in one of them"
+            )
+    return found
+
+
 def _keeping(flag: str, patterns: Sequence[str], backbone: Backbone) -> frozenset[int]:
     """The layers that ``patterns`` match, without those that keep no activations because they and
     all before them are frozen; raises ValueError where there are no others."""
@@ -216,10 +245,11 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     placement = options.make_placement(args.pipeline_model_parallel_size)
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
     whole = load_recorded(backbone.record)
-    profile = _profile(args, options, whole)
     recompute = _recomputed(args, options, backbone)
     offload = _offloaded(options, backbone, recompute)
-    costs = _costs(args, profile, backbone, recompute)
+    selective = _selective(args, options, backbone, recompute, offload)
+    profile = _profile(args, options, whole, RUNNING if selective else None)
+    costs = _costs(args, profile, backbone, recompute, selective)
     return make_plan(
         backbone,
         costs,
@@ -233,6 +263,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
         ),
         recompute,
         offload,
+        selective,
     )
 
 
@@ -289,11 +320,14 @@ def compute_dtype(args: argparse.Namespace) -> str:
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
 
 
-def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> Profile:
+def _profile(
+    args: argparse.Namespace, options: PulseOptions, backbone: Backbone, running: Running | None
+) -> Profile:
     """The file that ``--pulse-profile`` names, or what a named device would take."""
     dtype = compute_dtype(args)
     if options.profile is not None and options.profile in PRESETS:
-        return analyse(backbone, [args.micro_batch_size], Roofline(PRESETS[options.profile], dtype))
+        peaks = Roofline(PRESETS[options.profile], dtype)
+        return analyse(backbone, [args.micro_batch_size], peaks, running=running)
     if options.profile is not None:
         profile = load_profile(options.profile)
         require_own_layers(args, profile, f"--pulse-profile {options.profile}")
@@ -317,7 +351,7 @@ def _profile(args: argparse.Namespace, options: PulseOptions, backbone: Backbone
     device, said = _this_device()
     if args.rank == 0 and said:
         print(f"warning: {said}", flush=True)
-    return analyse(backbone, [args.micro_batch_size], Roofline(device, dtype))
+    return analyse(backbone, [args.micro_batch_size], Roofline(device, dtype), running=running)
 
 
 _LIKE_ANY = "A100-80GB"
@@ -340,10 +374,14 @@ def _this_device() -> tuple[Device, str]:
 
 
 def _costs(
-    args: argparse.Namespace, profile: Profile, backbone: Backbone, recompute: frozenset[int]
+    args: argparse.Namespace,
+    profile: Profile,
+    backbone: Backbone,
+    recompute: frozenset[int],
+    selective: frozenset[int],
 ) -> ChainCosts:
     """Costs at the run's microbatch size; under sequence parallelism the edges are divided."""
-    costs = profile.at(args.micro_batch_size, recompute)
+    costs = profile.at(args.micro_batch_size, recompute, selective)
     parts = args.tensor_model_parallel_size
     sizes = [ModuleSizes(count) for count in costs.parameters]
     chain, skips, _ = describe_chain(backbone, sizes, profile.dtype)

@@ -114,6 +114,7 @@ def mismatches(plan: PlanFile, trace: Trace) -> list[str]:
         "micro_batch_size": plan.micro_batch_size,
         "dtype": plan.dtype,
         "recompute": tell_layers(plan.recomputed, len(plan.profile.layers)),
+        "selective": tell_layers(plan.selected, len(plan.profile.layers)),
     }
     ran = {**trace.world, **trace.run}
     faults = [

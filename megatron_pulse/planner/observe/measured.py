@@ -55,8 +55,13 @@ def rescale(profile: Profile, plan: PlanFile, measured: ScheduleProblem) -> Prof
     for stage in range(len(plan.stages)):
         layers = [profiled[i] for i in plan.partition.layers_of_stage(stage)]
         parts_s = [layer.parts_s(measured.weight_grad is not None) for layer in layers]
+        cheap_s = sum(
+            profiled[i].selective_s
+            for i in plan.partition.layers_of_stage(stage)
+            if i in plan.selected
+        )
         twice = [i in recomputed for i in plan.partition.layers_of_stage(stage)]
-        ahead, inputs, weights = map(sum, zip(*parts_s, strict=True))
+        ahead, inputs, weights = map(sum, zip(*parts_s, (0.0, cheap_s, 0.0), strict=True))
         forward = _ratio(measured.forward[stage], ahead)
         doubled = [part for part, again in zip(parts_s, twice, strict=True) if again]
         again_s = forward * sum(part[0] for part in doubled)
@@ -97,4 +102,5 @@ def _scaled(layer: LayerTimes, forward: float, inputs: float, weights: float) ->
         split_forward_s=layer.split_forward_s * forward,
         split_input_grad_s=layer.split_input_grad_s * inputs,
         split_weight_grad_s=layer.split_weight_grad_s * weights,
+        selective_s=layer.selective_s * inputs,
     )

@@ -48,16 +48,22 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     for name, count in names.items():
         if count > 1:
             yield f"stages: layer {name!r} is there {count} times"
-    for what in ("recompute", "offload"):
+    for what in ("recompute", "offload", "selective"):
         for name in record.get(what, ()):
             if name not in names:
                 yield f"{what}: no stage has a layer {name!r}"
+        for name, count in Counter(record.get(what, ())).items():
+            if count > 1:
+                yield f"{what}: layer {name!r} is there {count} times"
     given = [name in record["times"] for name in MOVED] + [bool(record.get("offload"))]
     if any(given) and not all(given):
         names_of = ", ".join(f"times.{name}" for name in MOVED)
         yield f"offload, {names_of}: all of them or none, some are missing"
     if both := sorted({*record["recompute"]} & {*record.get("offload", ())}):
         yield f"offload: layer {both[0]!r} computes its activations again, and keeps none"
+    for other in ("recompute", "offload"):
+        if both := sorted({*record.get("selective", ())} & {*record.get(other, ())}):
+            yield f"selective: layer {both[0]!r} is in {other} too; it is in one of them"
 
 
 def edge_faults(placement: Placement, edges: tuple[Edge, ...]) -> Iterator[str]:

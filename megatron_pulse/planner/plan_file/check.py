@@ -41,6 +41,7 @@ def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict
         schedules=(given.schedule,),
         recompute=given.recomputed,
         offload=given.offloaded,
+        selective=given.selected,
     )
     everywhere = tuple(
         EmbedderChoice(layer.name, 0, 0, True) for layer in backbone.layers if layer.embedder

@@ -52,8 +52,8 @@ class PlanFile:
     fillers are, ``in_front`` those that run before the step, ``policies`` what was decided of each
     and why (see ``tune.plans.policies``). ``self_conditioning`` is the share of steps that run all
     forwards once before. The layers in ``recompute`` compute their activations again, those of
-    ``offload`` may wait on the host. ``averages`` and ``half_gradients`` say what is kept of a
-    parameter (see ``ParameterState``).
+    ``offload`` may wait on the host, those of ``selective`` compute again what is cheap.
+    ``averages`` and ``half_gradients`` say what is kept of a parameter (see ``ParameterState``).
     """
 
     backbone: Mapping[str, Any]
@@ -82,6 +82,7 @@ class PlanFile:
     policies: tuple[Mapping[str, Any], ...] | None = None
     self_conditioning: float = 0.0
     offload: tuple[str, ...] = ()
+    selective: tuple[str, ...] = ()
 
     @property
     def heading(self) -> str:
@@ -131,6 +132,11 @@ class PlanFile:
     def offloaded(self) -> frozenset[int]:
         """The layers whose activations may wait on the host, by their place in the chain."""
         return self._places(self.offload)
+
+    @property
+    def selected(self) -> frozenset[int]:
+        """The layers that compute what is cheap again, by their place in the chain."""
+        return self._places(self.selective)
 
     def _places(self, layers: Collection[str]) -> frozenset[int]:
         names = [name for stage in self.stages for name in stage]
@@ -212,7 +218,7 @@ def to_record(plan: PlanFile) -> dict[str, Any]:
             case "encoders" | "in_front" | "policies" as name:
                 if (given := getattr(plan, name)) is not None:
                     record[name] = list(given)
-            case "self_conditioning" | "offload" as name:
+            case "self_conditioning" | "offload" | "selective" as name:
                 if given := getattr(plan, name):
                     record[name] = given
             case "stages":
@@ -266,7 +272,7 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     given["stages"] = tuple(map(tuple, record["stages"]))
     given["recompute"] = tuple(record["recompute"])
     given["schedule"], given["profile"] = schedule, profile
-    for name in ("encoders", "in_front", "policies", "offload"):
+    for name in ("encoders", "in_front", "policies", "offload", "selective"):
         if name in given:
             given[name] = tuple(given[name])
     plan = PlanFile(**given, problem=problem, edges=edges)

@@ -204,6 +204,7 @@ SCHEMA = record(
     in_front=COMPONENTS,
     policies=list_of(_POLICY, "what was decided of each encoder"),
     offload=list_of(TEXT, "names of layers"),
+    selective=list_of(TEXT, "names of layers"),
     self_conditioning=number("a number above 0, at most 1", exclusiveMinimum=0, maximum=1),
 )
 

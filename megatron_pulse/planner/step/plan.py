@@ -6,10 +6,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,8 @@ class Plan:
     made for, but for the number of microbatches (None: stages are equal). ``schedules`` are used
     for as many microbatches as they have, whatever ``schedule_name`` says. The layers in
     ``recompute`` compute their activations again in the backward pass, those of ``offload`` wait on
-    the host for it: where the schedule says, or wherever they can.
+    the host for it: where the schedule says, or wherever they can. Those of ``selective`` compute
+    again what is cheap of them, and keep the rest.
     """
 
     backbone: Backbone
@@ -76,6 +77,7 @@ class Plan:
     schedules: tuple[Schedule, ...] = ()
     recompute: frozenset[int] = frozenset()
     offload: frozenset[int] = frozenset()
+    selective: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         cuts, num_stages = self.partition.cuts, self.placement.num_stages
@@ -88,12 +90,26 @@ class Plan:
             )
         if len(cuts) != num_stages + 1:
             raise PlanError(f"cuts {cuts} make {len(cuts) - 1} stages, the placement {num_stages}")
+        if faults := list(self._layer_faults()):
+            raise PlanError(told("the plan is not sound", faults))
         starts = tuple(cuts[stage] for stage in self.placement.starts)
         if starts != self.backbone.starts:
             raise PlanError(
                 f"cuts {cuts}: chains begin at the layers {starts}, those of "
                 f"{self.backbone.name} at {self.backbone.starts}"
             )
+
+    def _layer_faults(self) -> Iterator[str]:
+        """Layers that there are not, or that two ways are said of."""
+        count = len(self.backbone.layers)
+        how = {"recompute": self.recompute, "offload": self.offload, "selective": self.selective}
+        for name, layers in how.items():
+            for layer in sorted(layers, key=str):
+                if type(layer) is not int or not 0 <= layer < count:
+                    yield f"{name} has {layer!r}; it takes numbers of layers, from 0 to {count - 1}"
+        for (one, some), (other, others) in combinations(how.items(), 2):
+            if both := some & others:
+                yield f"layer {min(both, key=str)} is in {one} and in {other}; it is in one of them"
 
     @cached_property
     def routes(self) -> Routes:
@@ -151,6 +167,7 @@ class Plan:
             "embedders": [asdict(choice) for choice in self.embedders],
             "recompute": sorted(self.recompute),
             "offload": sorted(self.offload),
+            "selective": sorted(self.selective),
         }
 
     def digest(self, num_microbatches: int | None = None) -> str:
@@ -185,6 +202,9 @@ class Plan:
         if self.offload:
             told = tell_layers(self.offload, len(backbone.layers))
             lines.append(f"  activations on the host until their backward: {told}")
+        if self.selective:
+            told = tell_layers(self.selective, len(backbone.layers))
+            lines.append(f"  of activations what is cheap is computed again: {told}")
         for choice in self.embedders:
             if choice.sent_bytes:
                 lines.append(
@@ -204,12 +224,14 @@ def make_plan(
     goal: Goal | None = None,
     recompute: Collection[int] = (),
     offload: Collection[int] = (),
+    selective: Collection[int] = (),
 ) -> Plan:
     """Partition ``backbone`` by its ``costs`` and choose its schedule.
 
     Without a ``goal`` a fold keeps every skip on one device, and the largest load is
     minimised. The layers in ``recompute`` compute their activations again, as ``costs`` know of;
-    those of ``offload`` wait on the host, which nothing counts on.
+    those of ``selective`` what is cheap of them; those of ``offload`` wait on the host, which
+    nothing counts on.
     Raises PlanError for arguments of other kinds and for costs of another chain.
     """
     _require_kinds(backbone, costs, placement, schedule_name, cap, goal)
@@ -232,6 +254,7 @@ def make_plan(
         schedules=schedules,
         recompute=frozenset(recompute),
         offload=frozenset(offload),
+        selective=frozenset(selective),
     )
 
 

@@ -14,12 +14,13 @@ from megatron_pulse.planner.layout.placement import Placement
 class Recompute(IntEnum):
     """Whose activations are computed again in the backward pass: no layer's, every layer's, or of
     as few as let a schedule hold what it needs to run well (``stages``); or else, as far as the
-    link to the host has time for that, they wait there."""
+    link to the host has time for that, they wait there; or what is cheap of every layer's."""
 
     NEVER = 0
     ALWAYS = 1
     NEEDED = 2
     HOST = 3
+    SELECTIVE = 4
 
     @property
     def as_needed(self) -> bool:
@@ -64,6 +65,8 @@ class Config:
             parts += [name] * getattr(self, name)
         if self.recompute is Recompute.ALWAYS:
             parts.append("recompute")
+        if self.recompute is Recompute.SELECTIVE:
+            parts.append("recompute what is cheap")
         if self.recompute is Recompute.HOST:
             parts.append("host memory")
         if self.distributed_optimizer:

@@ -24,6 +24,7 @@ from megatron_pulse.planner.tune.collectives import (
     forward_sums,
 )
 from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.memory.relief import Relief
 from megatron_pulse.planner.tune.ranks import Ranks
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.profile import Profile
@@ -100,21 +101,25 @@ class Costs:
         """Where the config's ranks are."""
         return self._ranks_of(config.pipeline, config.data, config.tensor, config.pipeline_inside)
 
-    def recomputed(self, config: Config) -> frozenset[int]:
-        """The layers whose activations are computed again whatever memory there is."""
-        return self.profile.recomputed(config.recompute is Recompute.ALWAYS)
+    def relief(self, config: Config) -> Relief:
+        """What is not kept whatever memory there is."""
+        every = self.profile.recomputed(True)
+        if config.recompute is Recompute.ALWAYS:
+            return Relief(every)
+        return Relief(selective=every) if config.recompute is Recompute.SELECTIVE else Relief()
 
-    def costs(self, config: Config, recompute: frozenset[int] | None = None) -> ChainCosts:
-        """Costs of the chain on one tensor-parallel rank, that computes the activations of these
-        layers again (default: ``recomputed``).
+    def costs(self, config: Config, relief: Relief | None = None) -> ChainCosts:
+        """Costs of the chain on one tensor-parallel rank, that keeps not all of these layers
+        (default: those of ``relief``).
 
         Of what has sharded parameters ``sharded_time`` is divided, and its activations and
         boundaries where these are sequence parallel; the sums over ranks delay both passes. Every
         rank computes all the rest.
         """
-        if recompute is None:
-            recompute = self.recomputed(config)
-        return self._costs_of(config.micro_batch_size, recompute, config.tensor)
+        if relief is None:
+            relief = self.relief(config)
+        key = config.micro_batch_size, relief.again, config.tensor, relief.selective
+        return self._costs_of(*key)
 
     def totals(self, config: Config) -> Totals:
         """Sums over ``costs``."""
@@ -175,9 +180,13 @@ class Costs:
         return f"T = {tensor} does not divide {odd[0]} heads" if odd else ""
 
     def _make_costs(
-        self, micro_batch_size: int, recompute: frozenset[int], tensor: int
+        self,
+        micro_batch_size: int,
+        recompute: frozenset[int],
+        tensor: int,
+        selective: frozenset[int] = frozenset(),
     ) -> ChainCosts:
-        costs = self.profile.at(micro_batch_size, recompute)
+        costs = self.profile.at(micro_batch_size, recompute, selective)
         if tensor == 1:
             return costs
         layers = self.profile.layers
@@ -252,11 +261,13 @@ class Costs:
     def _make_totals(
         self, micro_batch_size: int, recompute: Recompute, tensor: int, split: bool
     ) -> Totals:
-        kept, again = (
-            self._costs_of(micro_batch_size, self.profile.recomputed(all_again), tensor)
-            for all_again in (False, True)
+        none, every = frozenset[int](), self.profile.recomputed(True)
+        kept, again, part = (
+            self._costs_of(micro_batch_size, whole, tensor, cheap)
+            for whole, cheap in ((none, none), (every, none), (none, every))
         )
-        costs = (again if recompute is Recompute.ALWAYS else kept).of_schedule(split)
+        of_all = {Recompute.ALWAYS: again, Recompute.SELECTIVE: part}
+        costs = of_all.get(recompute, kept).of_schedule(split)
         saved = costs.saved_bytes
         if recompute.as_needed:
             saved = tuple(map(min, kept.saved_bytes, again.saved_bytes))

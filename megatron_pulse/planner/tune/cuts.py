@@ -20,8 +20,9 @@ from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.memory.sparing import Sparing
 from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
 
-type CostsKey = tuple[int, frozenset[int], int]
-"""What a chain's costs depend on: microbatch size, what is computed again, tensor degree."""
+type CostsKey = tuple[int, frozenset[int], int, frozenset[int]]
+"""What a chain's costs depend on: microbatch size, what is computed again, tensor degree, and of
+what that is cheap."""
 
 SHARES = (1.0, 0.7, 0.4)
 """Of what is in flight at full rate, for which cuts are looked for that leave room."""
@@ -112,9 +113,8 @@ class ChainOnCluster(Sparing):
 
     def _make_cut(self, config: Config, partition: Partition) -> Stages:
         if not config.recompute.as_needed:
-            return self.cut_with(config, partition, self.recomputed(config))
-        chosen = self.needed(config, partition)
-        return self.cut_with(config, partition, chosen.again, chosen.host)
+            return self.cut_with(config, partition, self.relief(config))
+        return self.cut_with(config, partition, self.needed(config, partition))
 
     def _best_cuts(self, config: Config, placement: Placement, goal: Goal) -> Partition:
         found = self._partition_of(self._costs_key(config), placement, goal)
@@ -123,7 +123,8 @@ class ChainOnCluster(Sparing):
         return found
 
     def _costs_key(self, config: Config) -> CostsKey:
-        return config.micro_batch_size, self.recomputed(config), config.tensor
+        relief = self.relief(config)
+        return config.micro_batch_size, relief.again, config.tensor, relief.selective
 
     def _goal(self, config: Config) -> Goal:
         """What to cut for. Devices send while they compute: where loads with messages keep cuts
@@ -169,7 +170,7 @@ class ChainOnCluster(Sparing):
             return UnfitError(Unfit.PARTITION, f"{config}: {found}")
         free = self.cut(config, found)
         fitting = [free] * self.fits(free)
-        if fitting and not (free.recompute and config.recompute.as_needed):
+        if fitting and not (free.relief.computes and config.recompute.as_needed):
             return free
         why: object = "no cuts that were found leave room for a microbatch on every device"
         for share in SHARES:
@@ -247,7 +248,7 @@ class ChainOnCluster(Sparing):
         what works are taken to need on all devices as much as ``of`` them with ``free`` cuts, and
         these layers.
         """
-        placement, levels = config.placement, [self.recomputed(config)]
+        placement, levels = config.placement, [self.relief(config)]
         if config.recompute.as_needed:
             levels = self.levels(config)
         low, high = 0, len(levels) - 1

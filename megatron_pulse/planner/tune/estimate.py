@@ -257,7 +257,7 @@ class Estimator(ChainOnCluster):
             config.micro_batch_size,
             config.layout.kind.name,
             config.layout.num_chunks,
-            config.recompute is Recompute.ALWAYS,
+            Recompute.NEVER if config.recompute.as_needed else config.recompute,
             config.pipeline_inside,
             config.split,
         )

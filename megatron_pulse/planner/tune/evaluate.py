@@ -16,7 +16,7 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.step.replay import Edge, link_bound, replay
 from megatron_pulse.planner.tune.collectives import buckets
-from megatron_pulse.planner.tune.config import Choices, Config, configs
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES
 from megatron_pulse.planner.tune.lighter import LighterCuts
 from megatron_pulse.planner.tune.memory.peaks import most_in_use
@@ -107,6 +107,9 @@ class Evaluator(LighterCuts):
         """Every config of ``choices`` that uses all devices and divides the batch."""
         cluster, has_skips = self.cluster, bool(self.profile.skips)
         devices, inside = cluster.num_devices, cluster.devices_per_node
+        if not self.profile.selects:
+            known = tuple(r for r in choices.recompute if r is not Recompute.SELECTIVE)
+            choices = replace(choices, recompute=known)
         return list(configs(devices, inside, self.global_batch_size, has_skips, choices))
 
     def simulated_microbatches(self, config: Config) -> int:

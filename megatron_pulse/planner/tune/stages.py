@@ -24,15 +24,8 @@ from megatron_pulse.planner.tune.conditioning import (
 )
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Costs, Unfit, UnfitError
-
-type CostsKey = tuple[int, frozenset[int], int]
-"""What a chain's costs depend on: microbatch size, what is computed again, tensor degree."""
-
-LEVELS = 6
-"""Steps from nothing computed again to all, in which cuts are looked for."""
-
-NEAR = 0.02
-"""How far above the least load one is that counts as near it, as a share."""
+from megatron_pulse.planner.tune.memory.relief import Relief
+from megatron_pulse.profile.profile import LayerTimes
 
 
 @dataclass(frozen=True)
@@ -46,9 +39,8 @@ class Stages:
     it runs as ``working_bytes``, and ``carried_bytes`` of messages that travel or wait.
     ``copying_s`` are the seconds in which embedders that run on every device are copied and their
     gradients summed.
-    Activations of layers in ``offload`` may wait on the host: per stage ``offloaded_bytes``, which
-    take ``host_s`` to get there, or back.
-    Layers in ``recompute`` compute their activations again; ``again_bytes`` are per stage what that
+    Of the layers in ``relief`` not all is kept: per stage ``offloaded_bytes`` may wait on the host,
+    which take ``host_s`` to get there, or back; ``again_bytes`` are per stage what that
     takes where it is all there at once, and not layer by layer as in ``working_bytes``;
     ``waiting_bytes`` what is held for weight gradients that wait.
     """
@@ -63,12 +55,26 @@ class Stages:
     working_bytes: tuple[float, ...]
     carried_bytes: tuple[float, ...]
     copying_s: float = 0.0
-    recompute: frozenset[int] = frozenset()
+    relief: Relief = Relief()
     again_bytes: tuple[float, ...] | None = None
     waiting_bytes: tuple[float, ...] = ()
-    offload: frozenset[int] = frozenset()
     offloaded_bytes: tuple[float, ...] | None = None
     host_s: tuple[float, ...] | None = None
+
+    @property
+    def recompute(self) -> frozenset[int]:
+        """The layers that compute all their activations again."""
+        return self.relief.again
+
+    @property
+    def offload(self) -> frozenset[int]:
+        """The layers whose activations may wait on the host."""
+        return self.relief.host
+
+    @property
+    def selective(self) -> frozenset[int]:
+        """The layers that compute what is cheap again."""
+        return self.relief.selective
 
     def kept_bytes(self, split: bool) -> tuple[float, ...]:
         """Per stage what it has room for from forward to backward, or to the weight gradient."""
@@ -128,6 +134,13 @@ class Stages:
         return max(*self.work_s(split), busiest_link_s(self.partition.placement, self.edges))
 
 
+def kept_beside(times: LayerTimes, layer: int, relief: Relief) -> int:
+    """Bytes of a layer's own that are kept, of the most that it has in use."""
+    if layer in relief.again:
+        return 0
+    return times.kept_bytes(layer in relief.selective)
+
+
 def busiest_link_s(placement: Placement, edges: Sequence[Edge]) -> float:
     """Seconds of a microbatch that one device sends, which is as long as it receives."""
     busy = [0.0] * placement.num_devices
@@ -143,9 +156,9 @@ class Cut(Costs):
     Arguments are those of ``Costs``.
     """
 
-    def fits(self, stages: Stages) -> bool:
+    def fits(self, stages: Stages, split: bool = False) -> bool:
         """Whether every device has room for one microbatch, and for the optimizer's step."""
-        least = stages.per_device(stages.saved_bytes)
+        least = stages.per_device(stages.kept_bytes(split))
         return max(stages.stepping) <= self.cluster.usable_bytes and all(
             self.left(stages, device) >= need for device, need in enumerate(least)
         )
@@ -207,17 +220,16 @@ class Cut(Costs):
         self,
         config: Config,
         partition: Partition,
-        recompute: frozenset[int],
-        offload: frozenset[int] = frozenset(),
+        relief: Relief,
     ) -> Stages:
-        """The config's stages by these cuts, whether or not they fit, where the activations of
-        ``recompute`` are computed again, and those of ``offload`` may wait on the host."""
-        costs, placement = self.costs(config, recompute), partition.placement
+        """The config's stages by these cuts, whether or not they fit, where not all is kept of
+        the layers that ``relief`` says."""
+        costs, placement = self.costs(config, relief), partition.placement
         times = self._times_at(config.micro_batch_size)
         samples = self.global_batch_size // config.data
         sent, copied = conditioning(self.profile, partition, costs, samples)
-        costs = with_copies(costs, partition, copied, times, recompute)
-        extra = self._extra_bytes(config.micro_batch_size, config.tensor, recompute)
+        costs = with_copies(costs, partition, copied, times, relief.again)
+        extra = self._extra_bytes(config.micro_batch_size, config.tensor, relief)
         working = [0.0] * config.pipeline
         for stage, device in enumerate(placement.device_of_stage):
             own = extra[partition.cuts[stage] : partition.cuts[stage + 1]]
@@ -239,12 +251,12 @@ class Cut(Costs):
             tuple(working),
             carried,
             sum(self._copying_s(config, embedder) for embedder in copied),
-            recompute,
+            relief,
             partition.per_stage(costs.again_bytes) if costs.again_bytes else None,
             waiting_bytes(costs, partition),
         )
-        if offload:
-            stages = self._with_host(config, stages, offload)
+        if relief.host:
+            stages = self._with_host(config, stages)
         trained = stages.per_device(stages.trained)
         whole = stages.per_device(partition.per_stage(costs.parameters))
         copies = sum(e.parameter_bytes + e.gradient_bytes for e in copied)
@@ -255,12 +267,13 @@ class Cut(Costs):
             stepping_bytes=tuple(self.stepping_bytes(config, count) for count in trained),
         )
 
-    def _with_host(self, config: Config, stages: Stages, offload: frozenset[int]) -> Stages:
-        """The same where activations of these layers may wait on the host. What a layer takes
+    def _with_host(self, config: Config, stages: Stages) -> Stages:
+        """The same with what may wait on the host of its layers. What a layer takes
         travels too, but only counts as away where the one before it is, in the stage, and does not
         hand it to a skip: others may hold it."""
-        link, kept = self.cluster.to_host, self.costs(config, frozenset())
-        again = self.costs(config, self.profile.recomputed(True))
+        link, offload = self.cluster.to_host, stages.relief.host
+        kept = self.costs(config, Relief())
+        again = self.costs(config, Relief(self.profile.recomputed(True)))
         if link is None:
             raise ValueError(f"cluster {self.cluster.name} has no link to the host")
         num, moved = [0.0] * len(stages.saved_bytes), [0.0] * len(stages.saved_bytes)
@@ -273,7 +286,6 @@ class Cut(Costs):
             moved[stage] += kept.saved_bytes[layer]
         return replace(
             stages,
-            offload=offload,
             offloaded_bytes=tuple(map(min, num, stages.saved_bytes)),
             host_s=tuple(link.time_s(n) if n else 0.0 for n in moved),
         )
@@ -310,13 +322,13 @@ class Cut(Costs):
         return slowest + 2 * sum(link.latency_s for link in links)
 
     @cached_property
-    def _extra_bytes(self) -> Callable[[int, int, frozenset[int]], tuple[float, ...]]:
+    def _extra_bytes(self) -> Callable[[int, int, Relief], tuple[float, ...]]:
         """Of each layer what an operation needs while it runs beside what it keeps, where so many
-        samples are on so many tensor-parallel ranks and these layers are computed again."""
+        samples are on so many tensor-parallel ranks."""
 
-        def extra(samples: int, tensor: int, recompute: frozenset[int]) -> tuple[float, ...]:
+        def extra(samples: int, tensor: int, relief: Relief) -> tuple[float, ...]:
             return tuple(
-                max(0, times.peak_bytes - (0 if i in recompute else times.saved_bytes))
+                max(0, times.most_bytes(i in relief.selective) - kept_beside(times, i, relief))
                 / self._parts(tensor, i)
                 for i, times in enumerate(self._times_at(samples))
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_pulse.profile.measuring.clock import Patience, median_and_spread, repeat
-from megatron_pulse.profile.measuring.layer_call import LayerCall, LeavingWeights
+from megatron_pulse.profile.measuring.layer_call import (
+    LayerCall,
+    LeavingWeights,
+    Running,
+    Selecting,
+)
 from megatron_pulse.profile.measuring.memory import (
     KeptStorages,
     LayerMemory,
     forward_bytes,
+    keeping_selected,
     live_bytes,
     waiting_bytes,
 )
@@ -31,11 +38,13 @@ _BETWEEN_BYTES = 8 << 20
 @dataclass(frozen=True)
 class LayerMeasure:
     """One layer at one size: its times for forward, input gradient and weight gradient, the same
-    where weight gradients wait (0: not measured); memory."""
+    where weight gradients wait (0: not measured), and what both passes take longer where what is
+    cheap is computed again; memory."""
 
     medians: tuple[float, float, float]
     spreads: tuple[float, float, float]
     split: tuple[float, float, float]
+    selective_s: float
     memory: LayerMemory
 
     @property
@@ -87,10 +96,11 @@ def measure_layer(
     num_outputs: int,
     device: torch.device,
     patience: Patience,
-    leaving: LeavingWeights | None,
+    running: Running | None,
 ) -> LayerMeasure:
-    """Run ``call`` on ``device`` as long as ``patience`` says; with ``leaving`` also as with split
-    backwards. Raises ProfileError if its results are not those that its layer declares."""
+    """Run ``call`` on ``device`` as long as ``patience`` says; with ``running`` also as with split
+    backwards, and where what is cheap is computed again. Raises ProfileError if its
+    results are not those that its layer declares."""
     with KeptStorages(call) as storages:
         results = call.forward()
     if misfit := call.misfit(results):
@@ -98,7 +108,7 @@ def measure_layer(
     kept = storages.count(results[:num_outputs])
     seeds = call.seeds(results)
     del results
-    rows = repeat(_work(call, seeds, device, leaving), device, patience)
+    rows = repeat(_work(call, seeds, device, running), device, patience)
     backward = [row[2] if call.inputs or call.trained else 0.0 for row in rows]
     if not call.inputs:
         input_grad = [0.0 for _ in rows]
@@ -109,25 +119,34 @@ def measure_layer(
     weight_grad = [whole - part for whole, part in zip(backward, input_grad, strict=True)]
     forward = [row[0] for row in rows]
     medians, spreads = zip(*map(median_and_spread, (forward, input_grad, weight_grad)), strict=True)
-    split, waiting = (0.0, 0.0, 0.0), 0
-    if leaving is not None:
-        waiting = waiting_bytes(call, leaving)
+    split, waiting, selective, most, more_s = (0.0, 0.0, 0.0), 0, None, 0, 0.0
+    peak, alone = _peak_bytes(call, device), forward_bytes(call)
+    if running is not None:
+        waiting = waiting_bytes(call, running.leaving)
         parts = [[row[i] for row in rows] for i in (-5, -3, -1)]
         split, _ = zip(*map(median_and_spread, parts), strict=True)
-    peak, alone = _peak_bytes(call, device), forward_bytes(call)
-    return LayerMeasure(medians, spreads, split, LayerMemory(kept, peak, alone, waiting))
+        with keeping_selected(call, running.selecting) as storages:
+            results = call.forward()
+        selective = storages.count(results[:num_outputs])
+        del results
+        most = _peak_bytes(call, device, running.selecting)
+        both = [row[-9] + row[-7] for row in rows]
+        more_s = max(0.0, median_and_spread(both)[0] - sum(medians))
+    memory = LayerMemory(kept, peak, alone, waiting, selective, most)
+    return LayerMeasure(medians, spreads, split, more_s, memory)
 
 
 def _work(
     call: LayerCall,
     seeds: Sequence[Tensor | None],
     device: torch.device,
-    leaving: LeavingWeights | None,
+    running: Running | None,
 ) -> Callable[[Callable[[], None]], None]:
     """Pieces: forward, what is between, backward and, where it is only a part of it, what is
     between with a forward without parameters' gradients, and the input gradient alone. Last, with
-    ``leaving``: what is between, a forward, what is between, a backward, what is between, and the
-    weight gradients that were left.
+    ``running``, twice: what is between, a forward, what is between, and a backward, first where
+    what is cheap is computed again, then where weight gradients are left; what is between, and
+    these.
 
     A backward adds the parameters' gradients to those of the microbatches before, in Megatron's
     dtype. As in a step, a CPU's caches are full of other layers' tensors when a piece begins: a
@@ -155,8 +174,20 @@ def _work(
                 mark()
                 call.input_gradients(results, seeds)
                 mark()
-        if leaving is not None:
-            split_work(mark, leaving)
+        if running is not None:
+            selective_work(mark, running.selecting)
+            split_work(mark, running.leaving)
+
+    def selective_work(mark: Callable[[], None], selecting: Selecting) -> None:
+        between.add_(1)
+        mark()
+        with selecting(call.module):
+            results = call.forward()
+        mark()
+        between.add_(1)
+        mark()
+        _add_to(sums, call.backward(results, seeds))
+        mark()
 
     def split_work(mark: Callable[[], None], leaving: LeavingWeights) -> None:
         between.add_(1)
@@ -186,17 +217,27 @@ def _add_to(sums: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
             total.add_(gradient)
 
 
-def _peak_bytes(call: LayerCall, device: torch.device) -> int:
+def _plainly(module: Any) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+def _peak_bytes(
+    call: LayerCall,
+    device: torch.device,
+    within: Callable[[Any], AbstractContextManager[object]] = _plainly,
+) -> int:
     if device.type != "cuda":
         with live_bytes(call) as live:
-            results = call.forward()
+            with within(call.module):
+                results = call.forward()
             call.backward(results, call.seeds(results))
         return live.peak
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before: int = torch.cuda.memory_allocated(device)
-    results = call.forward()
+    with within(call.module):
+        results = call.forward()
     call.backward_in_turn(results, call.seeds(results))
     peak: int = torch.cuda.max_memory_allocated(device)
     return peak - before

@@ -21,6 +21,18 @@ type LeavingWeights = Callable[[Any], AbstractContextManager[Callable[[], None]]
 """Within, a forward of the module that it is given leaves weight gradients that can wait; what it
 yields adds them to the parameters' gradients, after the backward."""
 
+type Selecting = Callable[[Any], AbstractContextManager[Callable[[], Sequence[Tensor]]]]
+"""Within, a forward of the module that it is given saves nothing that is cheap to have again; what
+it yields says after it what is kept."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """How the runtime runs layers otherwise than plainly, which the runtime says."""
+
+    leaving: LeavingWeights
+    selecting: Selecting
+
 
 @dataclass(frozen=True)
 class LayerCall:

@@ -22,7 +22,7 @@ from megatron_pulse.profile.measuring.building import (
 from megatron_pulse.profile.measuring.clock import Patience
 from megatron_pulse.profile.measuring.layer import LayerMeasure, kind_of, measure_layer
 from megatron_pulse.profile.measuring.layer_call import (
-    LeavingWeights,
+    Running,
     describe_chain,
     make_call,
 )
@@ -59,7 +59,7 @@ def measure(
     once_per_kind: bool = False,
     progress: bool = False,
     threads: int | None = None,
-    leaving: LeavingWeights | None = None,
+    running: Running | None = None,
     transformer_impl: str = LOCAL,
 ) -> Profile:
     """The profile of ``backbone`` on this machine's ``device``, "cpu" or "cuda".
@@ -69,8 +69,8 @@ def measure(
     built as one of them, and measured at the largest size. ``once_per_kind`` measures layers once
     that run the same operators on tensors of the same shapes, strides and dtypes (see
     ``kind_of``).
-    With ``leaving``, the runtime's ``leaving_weights``, each layer is also measured as with split
-    backwards.
+    With ``running``, the runtime's ``RUNNING``, each layer is also measured as with split
+    backwards, and where what is cheap is computed again.
     A chain of several shapes is measured at each (see ``over_shapes``).
     Layers are Megatron's local ones, or as ``transformer_impl`` says. On a CPU they run with
     ``threads`` (default: as many as this process has).
@@ -92,7 +92,7 @@ def measure(
             backbone,
             lambda one: measure(
                 one, micro_batch_sizes, device, dtype, recompute, patience, once_per_kind,
-                progress, threads, leaving, transformer_impl,
+                progress, threads, running, transformer_impl,
             ),
         )  # fmt: skip
     place = torch.device(device)
@@ -129,7 +129,7 @@ def measure(
                         len(layer.outputs),
                         place,
                         patience,
-                        leaving if of == "whole" else None,
+                        running if of == "whole" else None,
                     )
             except torch.OutOfMemoryError as error:
                 raise ProfileError(
@@ -171,7 +171,7 @@ def measure(
         memory_bytes=device_memory(place),
         dtype=dtype,
         recompute=recompute,
-        method=_method(patience, once_per_kind, leaving is not None),
+        method=_method(patience, once_per_kind, running is not None),
         layers=chain,
         times={size: _times(backbone, measured[size]) for size in micro_batch_sizes},
         skips=skips,
@@ -233,6 +233,7 @@ def _times(backbone: Backbone, measured: Sequence[LayerMeasure]) -> tuple[LayerT
                 split_forward_s=forward,
                 split_input_grad_s=input_grad,
                 split_weight_grad_s=weight_grad,
+                selective_s=layer.selective_s,
             )
         )
     return tuple(found)

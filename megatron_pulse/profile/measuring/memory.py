@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_pulse.backbone.chain import Backbone
-from megatron_pulse.profile.measuring.layer_call import LayerCall, LeavingWeights
+from megatron_pulse.profile.measuring.layer_call import LayerCall, LeavingWeights, Selecting
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,16 @@ class Kept:
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What one layer keeps, and the bytes that it has in use (as of ``LayerTimes``)."""
+    """What one layer keeps, and the bytes that it has in use (as of ``LayerTimes``); ``selective``
+    is what it keeps where what is cheap is computed again (None: not known), and then has in use at
+    most."""
 
     kept: Kept
     peak_bytes: int
     forward_bytes: int
     waiting_bytes: int
+    selective: Kept | None = None
+    selective_peak_bytes: int = 0
 
 
 class KeptStorages:
@@ -59,8 +63,12 @@ class KeptStorages:
         self._kept: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def add(self, tensor: Tensor) -> None:
+        """One more that is kept."""
         self._kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.add(tensor)
         return tensor.detach()
 
     def __enter__(self) -> KeptStorages:
@@ -114,6 +122,17 @@ def saved_bytes(backbone: Backbone, kept: Sequence[Kept]) -> list[int]:
     return totals
 
 
+@contextmanager
+def keeping_selected(call: LayerCall, selecting: Selecting) -> Iterator[KeptStorages]:
+    """Run the layer's forward within, as it saves nothing that is cheap; what is kept of it is
+    there behind it, as long as its results are."""
+    storages = KeptStorages(call)
+    with selecting(call.module) as kept:
+        yield storages
+    for tensor in kept():
+        storages.add(tensor)
+
+
 def passed_bytes(kept: Sequence[Kept]) -> list[int]:
     """Of what each layer takes, what the one before was called with too, and handed on."""
     before = [(), *(layer.passed for layer in kept[:-1])]
@@ -126,6 +145,8 @@ def passed_bytes(kept: Sequence[Kept]) -> list[int]:
 def memory_columns(backbone: Backbone, layers: Sequence[LayerMemory]) -> list[dict[str, int]]:
     """Each layer's bytes as ``LayerTimes`` has them."""
     kept = [layer.kept for layer in layers]
+    selected = [layer.selective for layer in layers if layer.selective is not None]
+    selective = saved_bytes(backbone, selected) if len(selected) == len(kept) else [0] * len(kept)
     return [
         {
             "saved_bytes": saved,
@@ -134,9 +155,11 @@ def memory_columns(backbone: Backbone, layers: Sequence[LayerMemory]) -> list[di
             "passed_bytes": passed,
             "forward_bytes": layer.forward_bytes,
             "waiting_bytes": layer.waiting_bytes,
+            "selective_bytes": min(part, saved),
+            "selective_peak_bytes": layer.selective_peak_bytes,
         }
-        for layer, saved, passed in zip(
-            layers, saved_bytes(backbone, kept), passed_bytes(kept), strict=True
+        for layer, saved, passed, part in zip(
+            layers, saved_bytes(backbone, kept), passed_bytes(kept), selective, strict=True
         )
     ]
 

@@ -149,7 +149,7 @@ def moved_activations(bench: Bench) -> Figures:
     cases, names = [], []
     for family in FAMILIES:
         kept = Case("sequential", 4, dtype="bfloat16" if bench.on_gpu else "float32")
-        case = replace(kept, recompute=3, offload=1)
+        case = replace(kept, recompute=3, offload=2, selective=1)
         plan = plan_of(backbone(family), case, 1)
         schedule = plan.step(4).schedule
         orders = [sorted(o, key=lambda op: op.kind is not Kind.FORWARD) for o in schedule.order]
@@ -164,6 +164,7 @@ def moved_activations(bench: Bench) -> Figures:
             names.append((family, "split" if late else "whole"))
     found = bench.cases(1, cases, "moved")
     assert all(one.offloaded_bytes > 0 for i, one in enumerate(found) if i % 3), "nothing moved"
+    assert all(one.num_left_out > 0 for i, one in enumerate(found) if i % 3), "nothing left out"
     kept_found = [found[i] for i in range(0, len(found), 3) for _ in range(2)]
     return compared(bench, names, [one for i, one in enumerate(found) if i % 3], kept_found)
 

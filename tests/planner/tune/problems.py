@@ -48,9 +48,12 @@ def profile(
     parameters: int = 20_000_000,
     saved_mb: float = 100.0,
     even: bool = False,
+    dear: tuple[float, float] | None = None,
 ) -> Profile:
-    """Layers of some milliseconds a sample; nested skips from the outermost inwards."""
+    """Layers of some milliseconds a sample; nested skips from the outermost inwards. Of what layers
+    save a share within ``dear`` is not cheap (None: not known)."""
     weights = [1.0 if even else rng.uniform(0.5, 1.5) for _ in range(num_layers)]
+    shares = [0.0 if dear is None else rng.uniform(*dear) for _ in weights]
     size = round(megabytes * 1e6)
     sums = ShardSums((size, size), (size, size))
 
@@ -65,8 +68,10 @@ def profile(
                 weight_grad_spread_s=0.0,
                 saved_bytes=round(batch * w * saved_mb * 1e6),
                 peak_bytes=round(batch * w * saved_mb * 1.2e6),
+                selective_bytes=round(batch * w * share * saved_mb * 1e6),
+                selective_s=0.1e-3 * w * (0.3 + batch) * (share > 0),
             )
-            for w in weights
+            for w, share in zip(weights, shares, strict=True)
         )
 
     return Profile(

@@ -1,20 +1,23 @@
-"""Which of a device's layers compute their activations again, or have them wait on the host, where
-not all can be kept: with as little work, and time on the link, as will do.
+"""Which of a device's layers compute their activations again, or what is cheap of them, or have
+them wait on the host, where not all can be kept: with as little work, and time on the link, as will
+do.
 
-A knapsack over bins of bytes for what to compute again. Time on the link to the host is short too:
-a second of it gets a price (Lagrange), the one at which what is cheapest just fits; of what is then
-spared the dearest to compute again goes to the host, and one or two layers are changed as long as
-that takes less.
+A knapsack over bins of bytes for what to compute again: of each layer all, what is cheap, or
+nothing. Time on the link to the host is short too: a second of it gets a price (Lagrange), the one
+at which what is cheapest just fits; of what is then spared the dearest to compute again goes to the
+host, and one or two layers are changed as long as that takes less.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from megatron_pulse.planner.tune.memory.relief import Relief
 
 BINS = 4096
 """Into which the bytes to be spared are divided; what a layer spares is rounded down to them."""
@@ -34,7 +37,9 @@ LEAST = 1e-9
 class Spared:
     """What computing a layer's activations again takes and spares: ``seconds`` of a microbatch,
     and ``num_bytes`` of all that are in flight; ``transient`` more bytes are in use meanwhile. On
-    the host they spare ``away_bytes``, and take ``copying`` seconds of the link each way."""
+    the host they spare ``away_bytes``, and take ``copying`` seconds of the link each way. To
+    compute again only what is cheap takes ``part_s``, spares ``part_bytes`` and has
+    ``part_transient`` in use."""
 
     layer: int
     seconds: float
@@ -42,14 +47,34 @@ class Spared:
     transient: float
     away_bytes: float = 0.0
     copying: float = math.inf
+    part_s: float = math.inf
+    part_bytes: float = 0.0
+    part_transient: float = 0.0
+
+    @property
+    def ways(self) -> list[_Way]:
+        """All, or what is cheap, where that is possible and spares anything."""
+        every = (
+            _Way(self, self.seconds, self.num_bytes, False),
+            _Way(self, self.part_s, self.part_bytes, True),
+        )
+        return [way for way in every if way.num_bytes > 0 and way.seconds < math.inf]
+
+    def with_at_most(self, transient: float) -> Spared:
+        """The same without what has more in use."""
+        seconds = self.seconds if self.transient <= transient else math.inf
+        part_s = self.part_s if self.part_transient <= transient else math.inf
+        return replace(self, seconds=seconds, part_s=part_s)
 
 
 @dataclass(frozen=True)
-class Relief:
-    """The layers that compute ``again``, and those whose activations wait on the ``host``."""
+class _Way:
+    """How a layer spares bytes: all of it computed again, or on the host at a price, or a part."""
 
-    again: frozenset[int] = frozenset()
-    host: frozenset[int] = frozenset()
+    layer: Spared
+    seconds: float
+    num_bytes: float
+    is_part: bool
 
 
 def least_work(
@@ -66,17 +91,17 @@ def least_work(
     if need < 1:
         return Relief()
     best: tuple[float, Relief] | None = None
-    for most in sorted({beside, *(max(beside, layer.transient) for layer in layers)}):
+    transients = {t for layer in layers for t in (layer.transient, layer.part_transient)}
+    for most in sorted({max(beside, transient) for transient in (beside, *transients)}):
         allowed = [
-            each if each.transient <= most else replace(each, seconds=math.inf)
-            for each in layers
-            if each.num_bytes > 0
+            each.with_at_most(most) for each in layers if each.num_bytes > 0 or each.part_bytes > 0
         ]
         enough = need + most - beside
         for found in _reliefs(allowed, enough, link_s):
             if link_s > 0:
                 found = _improved(allowed, found, enough, link_s)
             seconds = sum(each.seconds for each in allowed if each.layer in found.again)
+            seconds += sum(each.part_s for each in allowed if each.layer in found.selective)
             if best is None or seconds < best[0]:
                 best = seconds, found
     return None if best is None else best[1]
@@ -84,14 +109,13 @@ def least_work(
 
 def _improved(layers: Sequence[Spared], choice: Relief, need: float, link_s: float) -> Relief:
     """The choice with one or two layers' ways changed, as long as that takes less work."""
-    ways = np.array([[0.0, each.seconds, 0.0] for each in layers])
-    link = np.array([[0.0, 0.0, each.copying] for each in layers])
-    spares = np.array([[0.0, each.num_bytes, each.away_bytes] for each in layers])
-    now = np.array(
-        [1 if each.layer in choice.again else 2 * (each.layer in choice.host) for each in layers]
-    )
-    rows = np.arange(len(layers))
-    which: Any = np.repeat(rows, 3)
+    ways = np.array([[0.0, each.seconds, 0.0, each.part_s] for each in layers])
+    link = np.array([[0.0, 0.0, each.copying, 0.0] for each in layers])
+    spares = np.array([[0.0, each.num_bytes, each.away_bytes, each.part_bytes] for each in layers])
+    chosen = choice.again, choice.host, choice.selective
+    now = np.array([sum(w * (each.layer in c) for w, c in enumerate(chosen, 1)) for each in layers])
+    rows, num_ways = np.arange(len(layers)), len(chosen) + 1
+    which: Any = np.repeat(rows, num_ways)
     for _ in range(ROUNDS):
         own = ways[rows, now], link[rows, now], spares[rows, now]
         left_s, surplus = link_s - own[1].sum(), own[2].sum() - need
@@ -107,10 +131,10 @@ def _improved(layers: Sequence[Spared], choice: Relief, need: float, link_s: flo
         if not possible.any():
             break
         for at in divmod(int(np.where(possible, gains, np.inf).argmin()), len(which)):
-            now[which[at]] = at % 3
+            now[which[at]] = at % num_ways
     parts = (
         frozenset(each.layer for each, n in zip(layers, now, strict=True) if n == way)
-        for way in (1, 2)
+        for way in range(1, num_ways)
     )
     return Relief(*parts)
 
@@ -118,14 +142,14 @@ def _improved(layers: Sequence[Spared], choice: Relief, need: float, link_s: flo
 def _reliefs(layers: Sequence[Spared], need: float, link_s: float) -> Iterator[Relief]:
     """All that must be computed again; then of what is sufficient at a price of the link, and those
     that first fill the link."""
-    every = _knapsack([each for each in layers if each.seconds < math.inf], need)
+    every = _knapsack(layers, need)
     if every is not None:
-        yield _relief(every, [])
+        yield _relief(every)
     if link_s <= 0:
         return
-    for again, host in _sufficient(layers, need, link_s):
+    for kept, host in _sufficient(layers, need, link_s):
         if (more := _cheapest_again(host, link_s)) is not None:
-            yield _relief([*again, *more], [each for each in host if each not in more])
+            yield _relief([*kept, *more], [each for each in host if each not in _layers(more)])
     fits = [each for each in layers if 0 < each.copying <= link_s]
     for worth in (lambda e: e.seconds / e.copying, lambda e: e.seconds, lambda e: e.away_bytes):
         left_s, left = link_s, need
@@ -134,19 +158,27 @@ def _reliefs(layers: Sequence[Spared], need: float, link_s: float) -> Iterator[R
             if each.copying <= left_s and left > 0:
                 host.append(each)
                 left_s, left = left_s - each.copying, left - each.away_bytes
-        rest = [each for each in layers if each not in host and each.seconds < math.inf]
-        kept = _knapsack(rest, left) if left > 0 else []
-        if host and kept is not None:
-            yield _relief(kept, host)
+        rest = [each for each in layers if each not in host]
+        found = _knapsack(rest, left) if left > 0 else []
+        if host and found is not None:
+            yield _relief(found, host)
 
 
-def _relief(again: Sequence[Spared], host: Sequence[Spared]) -> Relief:
-    return Relief(*(frozenset(each.layer for each in part) for part in (again, host)))
+def _layers(ways: Iterable[_Way]) -> list[Spared]:
+    return [way.layer for way in ways]
+
+
+def _relief(ways: Sequence[_Way], host: Sequence[Spared] = ()) -> Relief:
+    return Relief(
+        frozenset(way.layer.layer for way in ways if not way.is_part),
+        frozenset(each.layer for each in host),
+        frozenset(way.layer.layer for way in ways if way.is_part),
+    )
 
 
 def _sufficient(
     layers: Sequence[Spared], need: float, link_s: float
-) -> Iterator[tuple[Sequence[Spared], Sequence[Spared]]]:
+) -> Iterator[tuple[list[_Way], list[Spared]]]:
     """Those to be computed again, and those on the host, that spare ``need`` for the least, at
     various prices of a second on the link."""
     own = {each.layer: each for each in layers}
@@ -154,13 +186,17 @@ def _sufficient(
     high = max((ratio for ratio in ratios if ratio < math.inf), default=0.0) * 2 + 1.0
     low, price = 0.0, high
     for _ in range(PRICES):
-        priced = list(_priced(layers, price))
-        found = _knapsack(priced, need)
+        found = _knapsack([_priced(each, price) for each in layers], need)
         if found is None:
             return
-        again = [own[each.layer] for each in found if each.seconds == own[each.layer].seconds]
-        host = [own[each.layer] for each in found if each.seconds != own[each.layer].seconds]
-        yield again, host
+        kept, host = list[_Way](), list[Spared]()
+        for way in found:
+            layer = own[way.layer.layer]
+            if way.is_part or way.seconds == layer.seconds:
+                kept.append(replace(way, layer=layer))
+            else:
+                host.append(layer)
+        yield kept, host
         if sum(each.copying for each in host) > link_s:
             low = price
         else:
@@ -168,76 +204,93 @@ def _sufficient(
         price = (low + high) / 2
 
 
-def _priced(layers: Sequence[Spared], price: float) -> Iterator[Spared]:
-    """What may be computed again, or is dearer for its bytes than the link is, at its price."""
-    for each in layers:
-        away_s = price * each.copying if each.away_bytes > 0 else math.inf
-        if away_s * each.num_bytes < each.seconds * each.away_bytes:
-            yield replace(each, seconds=away_s, num_bytes=each.away_bytes)
-        elif each.seconds < math.inf:
-            yield each
+def _priced(layer: Spared, price: float) -> Spared:
+    """To be computed again, or on the host at that price of the link, where that is cheaper for its
+    bytes."""
+    away_s = price * layer.copying if layer.away_bytes > 0 else math.inf
+    if away_s * layer.num_bytes < layer.seconds * layer.away_bytes:
+        return replace(layer, seconds=away_s, num_bytes=layer.away_bytes)
+    return layer
 
 
-def _cheapest_again(host: Sequence[Spared], link_s: float) -> list[Spared] | None:
+def _cheapest_again(host: Sequence[Spared], link_s: float) -> list[_Way] | None:
     """Which of these are to be computed again, in the fewest seconds, if the link has so much time
     for the others; None if it has too little."""
     must = [each for each in host if each.copying > link_s]
     if any(each.seconds == math.inf for each in must):
         return None
     over = sum(each.copying for each in host if each.copying <= link_s) - link_s
+    found = [_Way(each, each.seconds, each.num_bytes, False) for each in must]
     if over <= 0:
-        return must
+        return found
     may = [each for each in host if 0 < each.copying <= link_s and each.seconds < math.inf]
-    again = _knapsack([replace(each, num_bytes=each.copying) for each in may], over)
+    again = _knapsack([replace(e, num_bytes=e.copying, part_bytes=0.0) for e in may], over)
     own = {each.layer: each for each in may}
-    return None if again is None else [*must, *(own[each.layer] for each in again)]
-
-
-def _knapsack(layers: Sequence[Spared], need: float) -> list[Spared] | None:
-    """Those with the fewest seconds that together spare ``need``; None where all do not."""
-    if sum(layer.num_bytes for layer in layers) < need:
+    if again is None:
         return None
-    by_seconds = sorted(layers, key=lambda each: each.seconds / each.num_bytes)
-    chosen = _without_surplus(_first_enough(by_seconds, need), need)
+    return found + [replace(way, layer=own[way.layer.layer]) for way in again]
+
+
+def _knapsack(layers: Sequence[Spared], need: float) -> list[_Way] | None:
+    """At most one way of each layer, with the fewest seconds, that together spare ``need``; None
+    where all do not."""
+    ways = [ways for layer in layers if (ways := layer.ways)]
+    if sum(max(way.num_bytes for way in own) for own in ways) < need:
+        return None
+    chosen = _without_surplus(_first_enough(ways, need), need)
     size = need / BINS
-    bins = [min(BINS, int(layer.num_bytes / size)) for layer in layers]
-    if sum(bins) < BINS:
+    bins = [[min(BINS, int(way.num_bytes / size)) for way in own] for own in ways]
+    if sum(map(max, bins)) < BINS:
         return chosen
     least = np.full(BINS + 1, np.inf)  # seconds that spare so many bins or more
     least[0] = 0.0
     taken = []
-    for layer, count in zip(layers, bins, strict=True):
-        before = np.concatenate((np.full(count, least[0]), least[: BINS + 1 - count]))
-        taken.append(before + layer.seconds < least)
-        least = np.minimum(least, before + layer.seconds)
-    found, left = [], BINS
-    for i in reversed(range(len(layers))):
-        if left > 0 and taken[i][left]:
-            found.append(layers[i])
-            left = max(0, left - bins[i])
+    for own, counts in zip(ways, bins, strict=True):
+        before: Any = least
+        way_of: Any = np.zeros(BINS + 1, np.int8)
+        for number, (way, count) in enumerate(zip(own, counts, strict=True), 1):
+            with_it = np.concatenate((np.full(count, before[0]), before[: BINS + 1 - count]))
+            way_of[with_it + way.seconds < least] = number
+            least = np.minimum(least, with_it + way.seconds)
+        taken.append(way_of)
+    found, left = list[_Way](), BINS
+    for i in reversed(range(len(ways))):
+        if left > 0 and (number := int(taken[i][left])):
+            found.append(ways[i][number - 1])
+            left = max(0, left - bins[i][number - 1])
     return min(_without_surplus(found, need), chosen, key=_seconds)
 
 
-def _first_enough(layers: Sequence[Spared], need: float) -> list[Spared]:
-    """The first that together spare ``need``."""
-    found, spared = [], 0.0
-    for layer in layers:
+def _first_enough(ways: Iterable[Sequence[_Way]], need: float) -> list[_Way]:
+    """The first for their seconds that together spare ``need``; of a layer the one that spares
+    more, once it comes."""
+    found, spared = dict[int, _Way](), 0.0
+    every = [way for own in ways for way in own]
+    for way in sorted(every, key=lambda way: way.seconds / way.num_bytes):
         if spared >= need:
             break
-        found.append(layer)
-        spared += layer.num_bytes
-    return found
+        before = found.get(way.layer.layer)
+        if before is None or before.num_bytes < way.num_bytes:
+            spared += way.num_bytes - (0.0 if before is None else before.num_bytes)
+            found[way.layer.layer] = way
+    return list(found.values())
 
 
-def _without_surplus(chosen: Sequence[Spared], need: float) -> list[Spared]:
-    """Without those, the dearest first, that are not needed beside the others."""
-    left, surplus = list(chosen), sum(layer.num_bytes for layer in chosen) - need
-    for layer in sorted(chosen, key=lambda each: -each.seconds):
-        if layer.num_bytes <= surplus:
-            left.remove(layer)
-            surplus -= layer.num_bytes
+def _without_surplus(chosen: Sequence[_Way], need: float) -> list[_Way]:
+    """Without those, the dearest first, that are not needed beside the others; or with less of
+    them, where that is enough."""
+    left, surplus = list[_Way](), sum(way.num_bytes for way in chosen) - need
+    for way in sorted(chosen, key=lambda each: -each.seconds):
+        if way.num_bytes <= surplus:
+            surplus -= way.num_bytes
+            continue
+        less = [w for w in way.layer.ways if w.is_part and w.seconds < way.seconds]
+        if less and way.num_bytes - less[0].num_bytes <= surplus:
+            surplus -= way.num_bytes - less[0].num_bytes
+            way = less[0]
+        left.append(way)
     return left
 
 
-def _seconds(layers: Sequence[Spared]) -> float:
-    return sum(layer.seconds for layer in layers)
+def _seconds(ways: Sequence[_Way]) -> float:
+    return sum(way.seconds for way in ways)

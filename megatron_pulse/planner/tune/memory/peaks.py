@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from megatron_pulse.planner.layout.crossing import SkipCarrier, carried
 from megatron_pulse.planner.partition.memory import sent_alone
 from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Schedule
-from megatron_pulse.planner.tune.stages import Stages
+from megatron_pulse.planner.tune.stages import Stages, kept_beside
 from megatron_pulse.profile.profile import LayerTimes
 
 type _Of = tuple[Kind, int]
@@ -54,8 +54,9 @@ def _works(
     for stage in range(len(stages.saved_bytes)):
         forward = within = behind = later = held = again = 0.0
         for i in reversed(stages.partition.layers_of_stage(stage)):
-            recomputed, whole = i in stages.recompute, times[i].peak_bytes / parts[i]
-            extra = max(0.0, whole - times[i].saved_bytes / parts[i])
+            recomputed = i in stages.recompute
+            whole = times[i].most_bytes(i in stages.selective) / parts[i]
+            extra = max(0.0, whole - kept_beside(times[i], i, stages.relief) / parts[i])
             alone = times[i].forward_bytes / parts[i] or whole
             forward = max(forward, (alone if recomputed else extra) - later)
             within = max(within, (whole if recomputed else extra) - held)

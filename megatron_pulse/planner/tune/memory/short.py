@@ -1,7 +1,9 @@
-"""A search where memory may be short: all activations computed again, beside as few as are needed.
+"""A search where memory may be short: all activations computed again, or all that are cheap,
+beside as few as are needed.
 
-To compute as few as are needed takes a search of its own for all cuts. All of them takes none, fits
-where anything does, and is sometimes sooner::
+To compute as few as are needed takes a search of its own for all cuts. All of them, or of what is
+cheap, takes none, fits where anything does, and is sometimes sooner; with the cuts of that as few
+as are needed are sooner still::
 
     found at once, nothing computed again  |-------- as few as needed, or none --------|
     nothing found                          |- 0.2 -|---- all ----|---- the same again ----|
@@ -10,10 +12,13 @@ where anything does, and is sometimes sooner::
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
+from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.search import search
@@ -22,6 +27,12 @@ from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, keep
 UNANSWERED, ALL_SHARE, LEAST_SHARE = 0.2, 0.25, 0.1
 """Shares of the seconds: after which all is tried where nothing was found; for all where what was
 found computes some again; and for all even where the search before took too long."""
+
+OF_ALL = (Recompute.SELECTIVE, Recompute.ALWAYS)
+"""What is found at once for any cuts."""
+
+FEWER = 3
+"""Of the best of these, whose cuts are tried with as few as are needed."""
 
 
 def search_short(
@@ -42,24 +53,41 @@ def search_short(
         progress(found)
         if few and not found.outcomes and first.spent > UNANSWERED * seconds:
             first.seconds = first.spent - finish_s  # with nothing found it would take these too
-        elif few and found.outcomes and found.outcomes[0].stages.recompute:
+        elif few and found.outcomes and found.outcomes[0].stages.relief.computes:
             first.seconds = min(first.seconds, (1 - ALL_SHARE) * seconds)
 
     found = search(evaluator, candidates, keep, first, look, finish_s)
-    if not few or (found.outcomes and not found.outcomes[0].stages.recompute):
+    if not few or (found.outcomes and not found.outcomes[0].stages.relief.computes):
         return found
-    again = evaluator.candidates(replace(choices, recompute=(Recompute.ALWAYS,)))
+    again = evaluator.candidates(replace(choices, recompute=OF_ALL))
     unanswered = not found.outcomes and found.num_left > 0
     rest = max(seconds - found.seconds, LEAST_SHARE * seconds)
     with_all = search(
         evaluator, again, keep, Budget(rest / 2 if unanswered else rest), progress, finish_s
     )
+    _with_fewer(evaluator, with_all, keep)
     left = seconds - found.seconds - with_all.seconds
     if unanswered and left > UNANSWERED * seconds:
         spent = found.seconds
         found = search(evaluator, candidates, keep, Budget(left), progress, finish_s)
         found.seconds += spent
     return _both(found, with_all, keep)
+
+
+def _with_fewer(evaluator: Evaluator, found: Tuning, keep: int) -> None:
+    """Add what the best of each kind comes to with its cuts where as few as are needed are."""
+    listed, began = Shortlist(keep), time.monotonic()
+    for outcome in found.outcomes:
+        listed.add(outcome)
+    for outcome in found.outcomes[:FEWER]:
+        config = replace(outcome.config, recompute=Recompute.NEEDED)
+        with suppress(UnfitError):
+            stages = evaluator.cut(config, outcome.stages.partition)
+            fewer = evaluator.evaluate(config, stages=stages)
+            if evaluator.has_room(fewer):
+                listed.add(fewer)
+    found.outcomes = listed.best
+    found.seconds += time.monotonic() - began
 
 
 def _both(one: Tuning, other: Tuning, keep: int) -> Tuning:

@@ -10,7 +10,8 @@ from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.memory import in_flight
 from megatron_pulse.planner.tune.config import Config, Recompute
-from megatron_pulse.planner.tune.memory.knapsack import Relief, Spared, least_work
+from megatron_pulse.planner.tune.memory.knapsack import Spared, least_work
+from megatron_pulse.planner.tune.memory.relief import Relief
 from megatron_pulse.planner.tune.stages import Cut, Stages
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 
@@ -38,10 +39,10 @@ class Sparing(Cut):
     the host."""
 
     def needed(self, config: Config, partition: Partition) -> Relief:
-        """The layers to compute again with these cuts, and those whose activations wait on the
-        host, so that there is room for what is in flight at about full rate; where all of a device
-        do not spare enough, fewer will be."""
-        stages = self.cut_with(config, partition, frozenset())
+        """The layers to compute again with these cuts, all or what is cheap, and those whose
+        activations wait on the host, so that there is room for what is in flight at about full
+        rate; where all of a device do not spare enough, fewer will be."""
+        stages = self.cut_with(config, partition, Relief())
         placement, flying = (
             partition.placement,
             self._flying(config, 1.0 if config.ample else FEWER),
@@ -63,7 +64,7 @@ class Sparing(Cut):
             found = _least_work(every, need, stages.working_bytes[device], link_s)
             if found is None:
                 found = Relief(frozenset(each.layer for each in every))
-            chosen = Relief(chosen.again | found.again, chosen.host | found.host)
+            chosen |= found
         return chosen
 
     def holds(self, config: Config, stages: Stages, share: float) -> bool:
@@ -95,20 +96,26 @@ class Sparing(Cut):
         frozen = ELEMENT_BYTES[self.profile.dtype] / each
         return MemoryRule(self.cluster.usable_bytes, each, (0.0,) * stages, frozen)
 
-    def levels(self, config: Config) -> list[frozenset[int]]:
+    def levels(self, config: Config) -> list[Relief]:
         """More and more layers, from none to all that spare bytes, first those that spare the most
         for a second's work."""
-        layers = sorted(
-            self._sparing(config, range(len(self.profile.layers)), 1.0),
-            key=lambda each: each.seconds / each.num_bytes,
+        every = list(self._sparing(config, range(len(self.profile.layers)), 1.0))
+        ways = sorted(
+            (way for each in every for way in each.ways),
+            key=lambda way: way.seconds / way.num_bytes,
         )
-        total, spared = sum(each.num_bytes for each in layers), 0.0
-        levels, taken = [frozenset[int]()], set[int]()
-        for each in layers:
-            taken.add(each.layer)
-            spared += each.num_bytes
-            if spared >= total * len(levels) / LEVELS * (1 - 1e-9):
-                levels.append(frozenset(taken))
+        total = sum(max(way.num_bytes for way in each.ways) for each in every)
+        levels, spared = [Relief()], dict[int, float]()
+        again, part = set[int](), set[int]()
+        for way in ways:
+            layer = way.layer.layer
+            if spared.get(layer, 0.0) >= way.num_bytes:
+                continue
+            spared[layer] = way.num_bytes
+            part.discard(layer)
+            (part if way.is_part else again).add(layer)
+            if sum(spared.values()) >= total * len(levels) / LEVELS * (1 - 1e-9):
+                levels.append(Relief(frozenset(again), selective=frozenset(part)))
         return levels
 
     def _flying(self, config: Config, share: float) -> tuple[float, ...]:
@@ -118,14 +125,22 @@ class Sparing(Cut):
 
     def _sparing(self, config: Config, layers: Iterable[int], times: float) -> Iterator[Spared]:
         """What each of ``layers`` takes and spares ``times`` in flight, where it spares any."""
-        kept = self.costs(config, frozenset())
-        again = self.costs(config, self.profile.recomputed(True))
+        none, whole = self.costs(config, Relief()), self.profile.recomputed(True)
+        again = self.costs(config, Relief(whole))
+        part = self.costs(config, Relief(selective=whole))
         held, link = self._times_at(config.micro_batch_size), self.cluster.to_host
         for i in layers:
-            fewer = kept.saved_bytes[i] - again.saved_bytes[i]
-            if fewer > 0 and i not in self.profile.embedders:
-                seconds = again.backward_s[i] - kept.backward_s[i]
-                transient = held[i].peak_bytes / self.parts(config, i)
-                copying = inf if link is None else kept.saved_bytes[i] / link.bytes_per_s
-                away = max(0.0, times - TRAVELLING) * fewer
-                yield Spared(i, seconds, times * fewer, transient, away, copying)
+            fewer, less = (none.saved_bytes[i] - costs.saved_bytes[i] for costs in (again, part))
+            if max(fewer, less) > 0 and i not in self.profile.embedders:
+                copying = inf if link is None else none.saved_bytes[i] / link.bytes_per_s
+                yield Spared(
+                    i,
+                    again.backward_s[i] - none.backward_s[i] if fewer > 0 else inf,
+                    times * max(0, fewer),
+                    held[i].peak_bytes / self.parts(config, i),
+                    max(0.0, times - TRAVELLING) * max(0, fewer),
+                    copying,
+                    part.backward_s[i] - none.backward_s[i] if less > 0 else inf,
+                    times * max(0, less),
+                    (held[i].most_bytes(True) - held[i].kept_bytes(True)) / self.parts(config, i),
+                )

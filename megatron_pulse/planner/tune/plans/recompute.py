@@ -22,6 +22,7 @@ from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.problem import Certificate, Synthesis
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.memory.relief import Relief
 from megatron_pulse.planner.tune.plans.filling import filling_faults
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 
@@ -77,7 +78,8 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
     evaluator = Evaluator(*of, self_conditioning=plan.self_conditioning, state=plan.state)
     config, count = _config(plan), plan.num_microbatches
     evaluator.refuse(config)
-    stages = evaluator.cut_with(config, plan.partition, plan.recomputed, plan.offloaded)
+    relief = Relief(plan.recomputed, plan.offloaded, plan.selected)
+    stages = evaluator.cut_with(config, plan.partition, relief)
     if not _close(plan.problem.cap or (), evaluator.problem(config, count, stages).cap or ()):
         config = replace(config, ample=True)
     problem, known = evaluator.problem(config, count, stages), plan.provenance["schedule"]

@@ -58,6 +58,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, sequence_parallel: bool) -> 
         profile=costs,
         self_conditioning=outcome.self_conditioning,
         offload=tuple(names[i] for i in sorted(stages.offload)),
+        selective=tuple(names[i] for i in sorted(stages.selective)),
     )
 
 

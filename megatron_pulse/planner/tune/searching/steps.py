@@ -120,7 +120,7 @@ class Steps:
         if any(recomputes_nothing(config, stages) for stages in choices):
             raise UnfitError(Unfit.SAME, f"{config}: no activations need to be computed again")
         estimates = [evaluator.cut_estimate(config, stages) for stages in choices]
-        fitting = [i for i, stages in enumerate(choices) if evaluator.fits(stages)]
+        fitting = [i for i, stages in enumerate(choices) if evaluator.fits(stages, config.split)]
 
         def expected(i: int) -> float:
             return estimates[i] * self.corrections.of_cuts(candidate.kind, choices[i].partition)
@@ -212,7 +212,7 @@ class Steps:
         todo = [(candidate.reached_s, candidate.seconds, candidate.stages)]
         seen = [candidate.stages.partition]
         for stages in choices[1:]:
-            if stages.partition not in seen and evaluator.fits(stages):
+            if stages.partition not in seen and evaluator.fits(stages, config.split):
                 seen.append(stages.partition)
                 quick = self.evaluate(config, "quick", stages)
                 todo.append((quick.step_s, self.hoped_s(quick), stages))

@@ -58,11 +58,14 @@ class Variants:
         self._seen: set[Tried] = set()
 
     def may_be(self, config: Config, bound: float) -> None:
-        """The config may be tried; and so may what has activations on the host, of those that has
-        some computed again, if need be."""
+        """The config may be tried; and so may, where some may be computed again if need be, what
+        has activations on the host, and what computes all again that is cheap."""
         self.bounds[config] = bound
-        if config.recompute is Recompute.NEEDED and self.evaluator.cluster.host is not None:
-            self.bounds[replace(config, recompute=Recompute.HOST)] = bound
+        if config.recompute is Recompute.NEEDED:
+            if self.evaluator.cluster.host is not None:
+                self.bounds[replace(config, recompute=Recompute.HOST)] = bound
+            if self.evaluator.profile.selects:
+                self.bounds[replace(config, recompute=Recompute.SELECTIVE)] = bound
 
     def add(self, outcome: Outcome) -> None:
         """What was simulated may be the best of its kind and size."""
@@ -109,7 +112,8 @@ class Variants:
             self._seen.add((config, cuts))
             with suppress(UnfitError):
                 stages = self.evaluator.cut(config, cuts)
-                if self.evaluator.fits(stages) and not recomputes_nothing(config, stages):
+                fits = self.evaluator.fits(stages, config.split)
+                if fits and not recomputes_nothing(config, stages):
                     yield config, stages
 
     def _all(self, good: Outcome) -> Iterator[Tried]:
@@ -131,9 +135,8 @@ class Variants:
         """What a step of these cuts takes in the order of the good one's, where the same layers are
         computed again or on the host; the soonest first."""
         played, times = InOrder(self.evaluator, good), {}
-        again, away = good.stages.recompute, good.stages.offload
         for each in moved:
-            stages = self.evaluator.cut_with(good.config, each, again, away)
+            stages = self.evaluator.cut_with(good.config, each, good.stages.relief)
             times[each] = played.step_s(stages)
         return dict(sorted(times.items(), key=lambda item: item[1]))
 
@@ -161,4 +164,4 @@ def recomputes_nothing(config: Config, stages: Stages) -> bool:
     """Whether as little recomputation as is needed is none, or nothing is on the host."""
     if config.recompute is Recompute.HOST:
         return not stages.offload
-    return config.recompute is Recompute.NEEDED and not stages.recompute
+    return config.recompute is Recompute.NEEDED and not stages.relief.computes

@@ -53,6 +53,7 @@ class Opponent:
         """How it would run."""
         size, again, way = self.fitted.way.micro_batch_size, self.fitted.again, self.fitted.sharding
         told = [f"b = {size}", *[f"{len(again.layers)} layers recomputed"] * bool(again.layers)]
+        told += [f"what is cheap of {len(again.part)} layers recomputed"] * bool(again.part)
         return ", ".join([*told, str(way), f"{self.fitted.needs_bytes / 1e9:.3g} GB"])
 
     def beside(self, throughput: float) -> str:
@@ -80,6 +81,7 @@ class Opponent:
             "reduce_once": way.reduce_once,
             "prefetch": way.prefetch,
             "recomputed": len(self.fitted.again.layers),
+            "selective": len(self.fitted.again.part),
             "memory_bytes": self.fitted.needs_bytes,
         }
 

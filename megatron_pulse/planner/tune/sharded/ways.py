@@ -1,13 +1,13 @@
 """All ways to shard a chain that divide the batch, under a cap on memory.
 
 Samples of a microbatch, how often parameters are gathered and gradients reduced, units,
-prefetching. Layers are recomputed, those first whose activations take most for the time of their
-forward, until the step fits.
+prefetching. Layers are recomputed, all or what is cheap of them, first what spares most for its
+time, until the step fits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -35,30 +35,84 @@ PREFETCH = (1, 3, 6)
 
 
 class Recomputed(NamedTuple):
-    """Layers that are computed again, and the bytes of activations that then are held: from forward
-    to backward, and at most while a layer is computed again."""
+    """Layers that are computed again, and those of which what is cheap is; the bytes of activations
+    that then are held: from forward to backward, and at most while a layer is computed again."""
 
     layers: frozenset[int]
+    part: frozenset[int]
     kept: float
     again: float
 
 
-def recomputed(costs: ChainCosts, inputs: Sequence[float], room: float) -> Recomputed:
-    """As few as fit ``room``, or all that gain; ``inputs`` are what a recomputed layer keeps."""
-    gains = [saved - taken for saved, taken in zip(costs.saved_bytes, inputs, strict=True)]
+class Recomputable(NamedTuple):
+    """A chain that keeps all, what layers take alone, and all that is not cheap."""
+
+    every: ChainCosts
+    inputs: ChainCosts
+    dear: ChainCosts
+
+    def of(self, layer: int, again: Recomputed) -> ChainCosts:
+        """The one that the layer is in."""
+        if layer in again.layers:
+            return self.inputs
+        return self.dear if layer in again.part else self.every
+
+    def more_s(self, layer: int, again: Recomputed) -> float:
+        """Seconds that its backward takes longer."""
+        costs = self.of(layer, again)
+        return costs.backward_s[layer] - self.every.backward_s[layer]
+
+    def made_bytes(self, layer: int, costs: ChainCosts) -> float:
+        """What is there of its activations while they are computed again, if it is in ``costs``."""
+        kept = 0 if costs is self.inputs else costs.saved_bytes[layer]
+        return float(self.every.saved_bytes[layer] - kept)
+
+
+def recomputed(chain: Recomputable, room: float) -> Recomputed:
+    """As little as fits ``room``, or all that gains; first what spares most for its seconds."""
+    every = chain.every
+    choices = [
+        (
+            every.saved_bytes[i] - costs.saved_bytes[i],
+            costs.backward_s[i] - every.backward_s[i],
+            i,
+            costs,
+        )
+        for costs in (chain.inputs, chain.dear)
+        for i in range(len(every))
+    ]
     order = sorted(
-        (i for i, gain in enumerate(gains) if gain > 0),
-        key=lambda i: gains[i] / max(costs.forward_s[i], 1e-12),
+        (choice for choice in choices if choice[0] > 0),
+        key=lambda choice: choice[0] / max(choice[1], 1e-12),
         reverse=True,
     )
-    kept, again, chosen = float(sum(costs.saved_bytes)), 0.0, set()
-    for i in order:
-        if kept + again <= room:
+    kept = float(sum(every.saved_bytes))
+    chosen = dict[int, ChainCosts]()
+
+    def held(layer: int, costs: ChainCosts | None) -> float:
+        return (every if costs is None else costs).saved_bytes[layer]
+
+    def made(chosen: Mapping[int, ChainCosts]) -> float:
+        return max((chain.made_bytes(i, costs) for i, costs in chosen.items()), default=0.0)
+
+    for _, _, i, costs in order:
+        if kept + made(chosen) <= room:
             break
-        chosen.add(i)
-        kept -= gains[i]
-        again = max(again, float(costs.saved_bytes[i]))
-    return Recomputed(frozenset(chosen), kept, again)
+        if held(i, costs) < held(i, chosen.get(i)):
+            kept += held(i, costs) - held(i, chosen.get(i))
+            chosen[i] = costs
+    for i in sorted(chosen, key=lambda i: every.backward_s[i] - chosen[i].backward_s[i]):
+        for less in (None, chain.dear):  # what is not needed beside the others, the dearest first
+            if less is chosen[i] or held(i, less) < held(i, chosen[i]):
+                continue
+            others = {j: costs for j, costs in chosen.items() if j != i}
+            others |= {} if less is None else {i: less}
+            more = held(i, less) - held(i, chosen[i])
+            if kept + more + made(others) <= room:
+                kept, chosen = kept + more, others
+                break
+    whole = frozenset(i for i, costs in chosen.items() if costs is chain.inputs)
+    return Recomputed(whole, frozenset(chosen) - whole, kept, made(chosen))
 
 
 class Way(NamedTuple):
@@ -109,7 +163,12 @@ class Ways:
         self.trained_bytes = STATE_BYTES + (AVERAGE_BYTES if averages else 0)
         self.moved = moved or (lambda count: self.element_bytes * count)
         self.costs = cache(lambda size: profile.at(size, False))
-        self.inputs = cache(lambda size: profile.at(size, True).saved_bytes)
+        every = range(len(profile.layers))
+        self.kept = cache(
+            lambda size: Recomputable(
+                self.costs(size), profile.at(size, True), profile.at(size, False, every)
+            )
+        )
         self.recomputed = cache(self._recomputed)
         self.bare = cache(self._bare)
         self._peak = cache(self._peak_of)
@@ -135,12 +194,11 @@ class Ways:
     def fit(self, way: Way) -> FittedWay:
         """The way with its costs."""
         again = self.again(way)
-        size, costs = way.micro_batch_size, self.costs(way.micro_batch_size)
-        inputs, units = self.inputs(way.micro_batch_size), []
+        costs, kept = self.costs(way.micro_batch_size), self.kept(way.micro_batch_size)
+        units = []
         for bare, own in zip(self.bare(way.about), self._grouped(way.about), strict=True):
-            twice = again.layers.intersection(own)
             forward_s = sum(costs.forward_s[i] for i in own)
-            backward_s = sum(costs.backward_s[i] + costs.forward_s[i] * (i in twice) for i in own)
+            backward_s = sum(kept.of(i, again).backward_s[i] for i in own)
             units.append(
                 ShardedUnit(
                     self.time_scale * forward_s,
@@ -148,12 +206,12 @@ class Ways:
                     bare.moved_bytes,
                     bare.parameter_bytes,
                     bare.state_bytes,
-                    float(sum((inputs if i in twice else costs.saved_bytes)[i] for i in own)),
-                    float(max((costs.saved_bytes[i] for i in twice), default=0)),
+                    float(sum(kept.of(i, again).saved_bytes[i] for i in own)),
+                    max(kept.made_bytes(i, kept.of(i, again)) for i in own),
                     bare.trained,
                 )
             )
-        sharding = self._sharding(way, tuple(units), self.count(size))
+        sharding = self._sharding(way, tuple(units), self.count(way.micro_batch_size))
         return FittedWay(way, again, sharding, state_bytes(sharding) + peak_bytes(sharding))
 
     def _bare(self, about: int) -> tuple[ShardedUnit, ...]:
@@ -179,7 +237,8 @@ class Ways:
         """Seconds that a device computes in a step."""
         costs = self.costs(way.micro_batch_size)
         each = sum(costs.forward_s) + sum(costs.backward_s)
-        each += sum(costs.forward_s[i] for i in self.again(way).layers)
+        again, kept = self.again(way), self.kept(way.micro_batch_size)
+        each += sum(kept.more_s(i, again) for i in again.layers | again.part)
         return self.time_scale * each * self.count(way.micro_batch_size)
 
     def hopeless(self, way: Way) -> bool:
@@ -202,4 +261,4 @@ class Ways:
         return peak_bytes(self._sharding(way, self.bare(way.about), count))
 
     def _recomputed(self, size: int, room: float) -> Recomputed:
-        return recomputed(self.costs(size), self.inputs(size), room)
+        return recomputed(self.kept(size), room)

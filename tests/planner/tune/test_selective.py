@@ -1,0 +1,130 @@
+"""Plans that compute again what is cheap: made, shown, checked, and better than whole layers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_pulse.cli.main import main
+from megatron_pulse.planner.layout.layouts import LAYOUTS
+from megatron_pulse.planner.plan_file.plan_file import (
+    PlanFile,
+    PlanFileError,
+    save_plan,
+    to_record,
+)
+from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.tune.plans.to_plan import plan_of
+from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.sharded.opponent import opponent
+from tests.planner.tune.problems import cluster, profile
+
+CONFIG = Config(4, 1, 1, 1, LAYOUTS["sequential"], ample=True, recompute=Recompute.NEEDED)
+
+
+def evaluator(dear: tuple[float, float] | None = (0.5, 0.6), memory_gb: float = 2.5) -> Evaluator:
+    """Four stages in a row with room for about half of what they would hold."""
+    chain = profile(random.Random(5), 24, 0, parameters=1_000_000, saved_mb=150.0, dear=dear)
+    return Evaluator(chain, cluster(1, 4, memory_gb), 12)
+
+
+@pytest.fixture(scope="module")
+def plan() -> PlanFile:
+    of = evaluator()
+    return plan_of(of.evaluate(CONFIG), of, False)
+
+
+def test_a_plan_says_of_what_layers(
+    plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 0 < len(plan.selective) < 24
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_checked(tmp_path / "plan.json") == plan
+    assert main(["show", str(tmp_path / "plan.json")]) == 0
+    said = capsys.readouterr().out
+    assert "what is cheap computed again of layers " in said
+    assert f"--pulse-recompute-selective {plan.selective[0]}" in said
+    assert max(plan.predicted["memory_bytes"]) <= evaluator().cluster.usable_bytes
+
+
+def test_it_costs_less_than_whole_layers() -> None:
+    with_part, whole = evaluator().evaluate(CONFIG), evaluator(None).evaluate(CONFIG)
+    assert with_part.stages.selective and not whole.stages.selective
+    assert whole.stages.recompute
+    assert with_part.step_s < 0.97 * whole.step_s
+    for of in (evaluator(), evaluator(None)):
+        found = search(of, of.candidates(Choices(pipeline=(4,), tensor=(1,))))
+        assert max(found.outcomes[0].memory_bytes) <= of.cluster.usable_bytes
+        assert bool(found.outcomes[0].stages.selective) <= (of.profile.times[1][0].selective_s > 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_minds_what_weight_gradients_wait_with(seed: int) -> None:
+    """That may be more than what is kept until the input gradient."""
+    rng = random.Random(seed)
+    chain = profile(rng, 16, 0, parameters=1_000_000, saved_mb=150.0, dear=(0.2, 0.6))
+    of = Evaluator(chain, cluster(1, 4, rng.uniform(1.0, 2.5)), 24)
+    found = search(of, of.candidates(Choices(pipeline=(4,), tensor=(1,), split=(True,))))
+    for outcome in found.outcomes:
+        assert max(outcome.memory_bytes) <= of.cluster.usable_bytes
+        assert not faults_for(outcome.problem, outcome.synthesis.schedule)
+
+
+def test_what_is_against_it_may_do_the_same() -> None:
+    """FSDP2 with as much memory for each device."""
+    least = [
+        opponent(of.profile, of.cluster, 24)
+        for of in (evaluator(memory_gb=4.0), evaluator(None, 4.0))
+    ]
+    with_part, whole = (found.step_s for found in least if found is not None)
+    assert least[0] is not None and least[0].fitted.again.part
+    assert with_part < whole
+
+
+EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a layer less": (lambda r: r["selective"].pop(), "times.backward."),
+    "none": (lambda r: r.pop("selective"), "times.backward."),
+    "an unknown layer": (
+        lambda r: r["selective"].append("other"),
+        "selective: no stage has a layer 'other'",
+    ),
+    "one that is computed again whole": (
+        lambda r: r["recompute"].append(r["selective"][0]),
+        "is in recompute too; it is in one of them",
+    ),
+    "cheaper": (
+        lambda r: [layer.update(selective_s=0.0) for layer in r["profile"]["times"]["1"]],
+        "times.backward.",
+    ),
+    "smaller": (
+        lambda r: [layer.update(selective_bytes=1) for layer in r["profile"]["times"]["1"]],
+        "times.saved_bytes.",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_plan_is_refused(edit: str, plan: PlanFile, tmp_path: Path) -> None:
+    change, reason = EDITS[edit]
+    record = json.loads(json.dumps(to_record(plan)))
+    change(record)
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    with pytest.raises(PlanFileError) as refused:
+        load_checked(tmp_path / "plan.json")
+    assert reason in str(refused.value)
+
+
+def test_nothing_is_computed_again_where_that_is_asked() -> None:
+    of = evaluator()
+    never = of.evaluate(replace(CONFIG, recompute=Recompute.NEVER, ample=False))
+    always = of.evaluate(replace(CONFIG, recompute=Recompute.ALWAYS))
+    assert not never.stages.relief.computes and not always.stages.selective
