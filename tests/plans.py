@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from megatron_pulse.planner.cluster.cluster import ClusterLink, Shared, cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
@@ -19,13 +22,14 @@ from megatron_pulse.planner.observe.trace import (
     merge_step,
 )
 from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.plan_file.plan_file import PlanFile
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, to_record
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.devices import ELEMENT_BYTES
 from megatron_pulse.profile.profile import (
@@ -91,6 +95,14 @@ def small_plan(
     problem = evaluator.problem(config, MICROBATCHES)
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
     return plan_of(outcome, evaluator, sequence_parallel=False)
+
+
+def load_edited(plan: PlanFile, change: Callable[[Any], Any], folder: Path) -> PlanFile:
+    """``plan`` as it is read from a file in ``folder`` after a ``change`` of its record."""
+    record = json.loads(json.dumps(to_record(plan)))
+    change(record)
+    (folder / "plan.json").write_text(json.dumps(record))
+    return load_checked(folder / "plan.json")
 
 
 def steps_of(

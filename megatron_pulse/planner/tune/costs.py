@@ -103,10 +103,13 @@ class Costs:
 
     def relief(self, config: Config) -> Relief:
         """What is not kept whatever memory there is."""
+        return self._relief_of(config.recompute)
+
+    def _relief_of(self, recompute: Recompute) -> Relief:
         every = self.profile.recomputed(True)
-        if config.recompute is Recompute.ALWAYS:
+        if recompute is Recompute.ALWAYS:
             return Relief(every)
-        return Relief(selective=every) if config.recompute is Recompute.SELECTIVE else Relief()
+        return Relief(selective=every) if recompute is Recompute.SELECTIVE else Relief()
 
     def costs(self, config: Config, relief: Relief | None = None) -> ChainCosts:
         """Costs of the chain on one tensor-parallel rank, that keeps not all of these layers
@@ -184,7 +187,7 @@ class Costs:
         micro_batch_size: int,
         recompute: frozenset[int],
         tensor: int,
-        selective: frozenset[int] = frozenset(),
+        selective: frozenset[int],
     ) -> ChainCosts:
         costs = self.profile.at(micro_batch_size, recompute, selective)
         if tensor == 1:
@@ -261,16 +264,14 @@ class Costs:
     def _make_totals(
         self, micro_batch_size: int, recompute: Recompute, tensor: int, split: bool
     ) -> Totals:
-        none, every = frozenset[int](), self.profile.recomputed(True)
-        kept, again, part = (
-            self._costs_of(micro_batch_size, whole, tensor, cheap)
-            for whole, cheap in ((none, none), (every, none), (none, every))
-        )
-        of_all = {Recompute.ALWAYS: again, Recompute.SELECTIVE: part}
-        costs = of_all.get(recompute, kept).of_schedule(split)
+        def of(recompute: Recompute) -> ChainCosts:
+            relief = self._relief_of(recompute)
+            return self._costs_of(micro_batch_size, relief.again, tensor, relief.selective)
+
+        costs = of(recompute).of_schedule(split)
         saved = costs.saved_bytes
         if recompute.as_needed:
-            saved = tuple(map(min, kept.saved_bytes, again.saved_bytes))
+            saved = tuple(map(min, saved, of(Recompute.ALWAYS).saved_bytes))
         backward_s = []
         for i, (forward, backward) in enumerate(
             zip(costs.forward_s, costs.backward_s, strict=True)

@@ -19,7 +19,6 @@ from megatron_pulse.profile.measuring.layer_call import (
     LayerCall,
     LeavingWeights,
     Running,
-    Selecting,
 )
 from megatron_pulse.profile.measuring.memory import (
     KeptStorages,
@@ -158,15 +157,23 @@ def _work(
     ]
     between = torch.zeros(_BETWEEN_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
 
-    def work(mark: Callable[[], None]) -> None:
+    def both_passes[T](
+        mark: Callable[[], None], within: Callable[[Any], AbstractContextManager[T]]
+    ) -> T:
         between.add_(1)
         mark()
-        results = call.forward()
+        with within(call.module) as entered:
+            results = call.forward()
         mark()
         between.add_(1)
         mark()
         _add_to(sums, call.backward(results, seeds))
+        del results
         mark()
+        return entered
+
+    def work(mark: Callable[[], None]) -> None:
+        both_passes(mark, _plainly)
         if call.inputs and call.trained:
             with call.frozen():
                 results = call.forward()
@@ -175,31 +182,11 @@ def _work(
                 call.input_gradients(results, seeds)
                 mark()
         if running is not None:
-            selective_work(mark, running.selecting)
+            both_passes(mark, running.selecting)
             split_work(mark, running.leaving)
 
-    def selective_work(mark: Callable[[], None], selecting: Selecting) -> None:
-        between.add_(1)
-        mark()
-        with selecting(call.module):
-            results = call.forward()
-        mark()
-        between.add_(1)
-        mark()
-        _add_to(sums, call.backward(results, seeds))
-        mark()
-
     def split_work(mark: Callable[[], None], leaving: LeavingWeights) -> None:
-        between.add_(1)
-        mark()
-        with leaving(call.module) as compute_left:
-            results = call.forward()
-        mark()
-        between.add_(1)
-        mark()
-        _add_to(sums, call.backward(results, seeds))
-        del results
-        mark()
+        compute_left = both_passes(mark, leaving)
         between.add_(1)
         mark()
         compute_left()

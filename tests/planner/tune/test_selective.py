@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,6 @@ from megatron_pulse.planner.plan_file.plan_file import (
     PlanFile,
     PlanFileError,
     save_plan,
-    to_record,
 )
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
@@ -27,6 +25,7 @@ from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.sharded.opponent import opponent
 from tests.planner.tune.problems import cluster, profile
+from tests.plans import load_edited
 
 CONFIG = Config(4, 1, 1, 1, LAYOUTS["sequential"], ample=True, recompute=Recompute.NEEDED)
 
@@ -115,11 +114,8 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_plan_is_refused(edit: str, plan: PlanFile, tmp_path: Path) -> None:
     change, reason = EDITS[edit]
-    record = json.loads(json.dumps(to_record(plan)))
-    change(record)
-    (tmp_path / "plan.json").write_text(json.dumps(record))
     with pytest.raises(PlanFileError) as refused:
-        load_checked(tmp_path / "plan.json")
+        load_edited(plan, change, tmp_path)
     assert reason in str(refused.value)
 
 

@@ -149,7 +149,8 @@ def _reliefs(layers: Sequence[Spared], need: float, link_s: float) -> Iterator[R
         return
     for kept, host in _sufficient(layers, need, link_s):
         if (more := _cheapest_again(host, link_s)) is not None:
-            yield _relief([*kept, *more], [each for each in host if each not in _layers(more)])
+            again = [way.layer for way in more]
+            yield _relief([*kept, *more], [each for each in host if each not in again])
     fits = [each for each in layers if 0 < each.copying <= link_s]
     for worth in (lambda e: e.seconds / e.copying, lambda e: e.seconds, lambda e: e.away_bytes):
         left_s, left = link_s, need
@@ -162,10 +163,6 @@ def _reliefs(layers: Sequence[Spared], need: float, link_s: float) -> Iterator[R
         found = _knapsack(rest, left) if left > 0 else []
         if host and found is not None:
             yield _relief(found, host)
-
-
-def _layers(ways: Iterable[_Way]) -> list[Spared]:
-    return [way.layer for way in ways]
 
 
 def _relief(ways: Sequence[_Way], host: Sequence[Spared] = ()) -> Relief:
