@@ -170,7 +170,7 @@ class _Followed(TorchDispatchMode):
         """The tensors of which it is made where those of ``kept`` are there; None where one of
         them, or what is between, was written into."""
         found: list[Tensor] = []
-        if made.is_written:
+        if made.is_written or made.differs:
             return None
         for leaf in tree_leaves((made.args, made.kwargs)):
             if isinstance(leaf, _View):
@@ -250,6 +250,11 @@ class _Made:
         there = kept.get(self.key) if self.storage() is not None else None
         return there if there is not None and self.is_like(there) else None
 
+    @property
+    def differs(self) -> bool:
+        """Whether something that it is made of was written into since that was noted."""
+        return self._versions() != self.versions
+
     def _versions(self) -> tuple[int, ...]:
         leaves = tree_leaves((self.args, self.kwargs))
         return tuple(leaf._version for leaf in leaves if isinstance(leaf, Tensor))
@@ -270,7 +275,7 @@ class _Made:
         """The operator's result."""
         if (known := self.value) is not None:
             return known
-        if self._versions() != self.versions:
+        if self.differs:
             raise _written()
         args, kwargs = tree_map_only(_View, _View.take, (self.args, self.kwargs))
         result = self.func(*args, **kwargs)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.selective import LEAST_BYTES, Selective
@@ -189,6 +190,21 @@ def test_what_is_written_into_since_is_said() -> None:
             (x, hidden, w, y)[write].add_(1)
         with pytest.raises(PulseError, match="was written into since"):
             result.sum().backward()
+
+
+def test_what_writes_and_does_not_say_so_is_noticed_within_the_layer() -> None:
+    """Its version is another at the end."""
+    found = []
+    for selective in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(32, SIZE, requires_grad=True)
+        mean = torch.zeros(32, SIZE)
+        with Selective([mean]).saving() if selective else nullcontext():
+            result = (x + mean) * x
+            with _disable_current_modes():
+                mean.add_(1)
+        found.append(torch.autograd.grad(result.sum(), x))
+    assert torch.equal(*found[0], *found[1])
 
 
 def test_buffers_are_saved_as_they_are() -> None:
