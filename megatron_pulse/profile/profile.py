@@ -221,7 +221,7 @@ class Profile:
         """The layers that can run on every device."""
         return frozenset(edge.source for edge in self.conditioning if edge.embedder)
 
-    @property
+    @cached_property
     def selects(self) -> bool:
         """Whether it is known what is kept where what is cheap is computed again."""
         return any(layer.selective_bytes for layers in self.times.values() for layer in layers)

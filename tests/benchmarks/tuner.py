@@ -7,7 +7,8 @@
 Clusters are presets, or N:G for N A100s of 80 GB, eight to a node with NVLink, whose nodes share G
 Gb/s. Times of layers are analytic. A step has so many samples for each device. Both searches stop
 after seconds of their own process's time, so that a busy machine does not bear on them (--wall:
-after seconds of the wall's). Answers are those of the search, before whole schedules are made.
+after seconds of the wall's). Answers are of whole schedules, as `pulse tune` makes them of the best
+in a quarter of the default's seconds, without a solver.
 Loss is how much more throughput the best of the restricted searches has than the answer. Degrees
 are searched alone unless no config of theirs can be sooner than the answer, by its bound; first for
 20 seconds each, then those that come within 5 % of the best for as long as --reference says.
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -39,6 +42,7 @@ from megatron_pulse.planner.tune.config import Choices, Config, divisors
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Budget, Clock
+from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.profile.devices import Roofline
@@ -121,8 +125,8 @@ def machine(name: str) -> Cluster:
     return Cluster(name, nodes, 8, 80.0, "A100-80GB", nvlink, network if nodes > 1 else None, 0.9)
 
 
-def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer:
-    """What a search of so many seconds finds."""
+def answer(cell: Cell, choices: Choices, seconds: float, finish_s: float, clock: Clock) -> Answer:
+    """What a search of so many seconds finds, with whole schedules."""
     evaluator, better = cell.evaluator(), [(0.0, 0.0)]
 
     def progress(now: Tuning) -> None:
@@ -130,29 +134,35 @@ def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer
             better.append((now.seconds, now.outcomes[0].throughput))
 
     found = search(evaluator, evaluator.candidates(choices), 10, Budget(seconds, clock), progress)
-    best = found.outcomes[0] if found.outcomes else None
-    reached = best.throughput if best else 0.0
+    reached = found.outcomes[0].throughput if found.outcomes else 0.0
     near_s = next((s for s, rate in better if rate >= 0.99 * reached), 0.0)
+    spent_s, proved = found.seconds, found.proved
+    if found.outcomes:
+        with tempfile.TemporaryDirectory() as nothing_known:
+            os.environ["PULSE_CACHE_DIR"] = nothing_known
+            finish(evaluator, found, finish_s, "none", clock=clock)
+    best = found.outcomes[0] if found.outcomes else None
     config = str(best.config) if best else "nothing fits"
-    numbers = found.num_configs, found.num_simulated, found.proved
-    return Answer(reached, config, near_s, found.seconds, *numbers)
+    rate = best.throughput if best else 0.0
+    return Answer(rate, config, near_s, spent_s, found.num_configs, found.num_simulated, proved)
 
 
 def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
     """The answer to a cell after ``seconds``, and those of each degree alone, of the promising ones
     after ``reference``."""
     clock = time.monotonic if wall else time.process_time
-    evaluator = cell.evaluator()
-    result = Result(cell.cluster, cell.model, answer(cell, Choices(), seconds, clock), {})
+    evaluator, finish_s = cell.evaluator(), seconds / 4
+    result = Result(cell.cluster, cell.model, answer(cell, Choices(), seconds, finish_s, clock), {})
     first_s, alone = min(FIRST_S, reference), result.alone
     for degree in divisors(machine(cell.cluster).num_devices) if reference else ():
         only = Choices(pipeline=(degree,))
         least_s = least_step(evaluator, evaluator.candidates(only))
         if least_s * result.answer.throughput < evaluator.global_batch_size:
-            alone[degree] = answer(cell, only, first_s, clock)
+            alone[degree] = answer(cell, only, first_s, finish_s, clock)
     for degree, first in alone.items() if reference > first_s else ():
         if first.throughput > NEAR * result.best.throughput and not first.proved:
-            longer = answer(cell, Choices(pipeline=(degree,)), reference, clock)
+            only = Choices(pipeline=(degree,))
+            longer = answer(cell, only, reference, finish_s, clock)
             alone[degree] = max(first, longer, key=lambda a: a.throughput)
     return result
 

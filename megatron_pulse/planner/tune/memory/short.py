@@ -77,7 +77,7 @@ def search_short(
 def _with_fewer(evaluator: Evaluator, found: Tuning, keep: int) -> None:
     """Add what the best of each kind comes to with its cuts where as few as are needed are."""
     listed, began = Shortlist(keep), time.monotonic()
-    for outcome in found.outcomes:
+    for outcome in (*found.near, *found.outcomes):
         listed.add(outcome)
     for outcome in found.outcomes[:FEWER]:
         config = replace(outcome.config, recompute=Recompute.NEEDED)
@@ -86,14 +86,14 @@ def _with_fewer(evaluator: Evaluator, found: Tuning, keep: int) -> None:
             fewer = evaluator.evaluate(config, stages=stages)
             if evaluator.has_room(fewer):
                 listed.add(fewer)
-    found.outcomes = listed.best
+    found.outcomes, found.near = listed.best, listed.near
     found.seconds += time.monotonic() - began
 
 
 def _both(one: Tuning, other: Tuning, keep: int) -> Tuning:
     """Two searches of different configs as one."""
     listed = Shortlist(keep)
-    for outcome in (*one.outcomes, *other.outcomes):
+    for outcome in (*one.near, *other.near, *one.outcomes, *other.outcomes):
         listed.add(outcome)
     rivals = dict(one.rivals)
     for name, rival in other.rivals.items():
@@ -103,6 +103,7 @@ def _both(one: Tuning, other: Tuning, keep: int) -> Tuning:
         degrees[degree] = degrees[degree] + counts if degree in degrees else counts
     return Tuning(
         outcomes=listed.best,
+        near=listed.near,
         refused=one.refused + other.refused,
         examples={**other.examples, **one.examples},
         rivals=rivals,

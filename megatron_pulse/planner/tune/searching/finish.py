@@ -1,61 +1,180 @@
-"""Whole schedules for the best configs that a search found."""
+"""Whole schedules for the best configs that a search found.
+
+A search simulates a part of a step and goes on from there, which is some percent from the truth
+where links have as much to do as devices: what begins little sooner or later changes which message
+waits for which. So in the end the best are told apart by whole steps, other cuts of the same config
+among them::
+
+    at once     all of them, by schedules that are found at once
+    moved       the best with its layers moved, as long as that is sooner
+    searched    the best few, by schedules that are searched for
+    solved      the best few in the time that is left, by what ``solver`` says
+"""
 
 from __future__ import annotations
 
-import math
 import time
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
 
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.cache import cached
-from megatron_pulse.planner.schedule.search.synthesize import synthesize
+from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.solve import solve
 from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.searching.tuning import Tuning, simplicity
+from megatron_pulse.planner.tune.in_order import InOrder
+from megatron_pulse.planner.tune.queueing import soonest
+from megatron_pulse.planner.tune.searching.budget import Budget, Clock
+from megatron_pulse.planner.tune.searching.tuning import Tried, Tuning, simplicity, tried
+from megatron_pulse.planner.tune.searching.variants import recomputes_nothing
 
 LARGEST = 40_000
 """Operations of a step beyond which its schedule is the first that is found."""
 
 LEAST_S = 2.0
-"""Seconds for a schedule below which none is searched for: on a busy machine a solver takes as long
-to start. What the search found is kept, or the first schedule taken where that is not whole."""
+"""Seconds for a schedule below which none is solved for: on a busy machine a solver takes as long
+to start."""
+
+AT_ONCE_SHARE, MOVED_SHARE, SEARCHED_SHARE = 0.4, 0.4, 0.5
+"""Of the time that is left, for the first three rounds."""
+
+STARTS = 2.5
+"""Times as long as for a schedule that is found at once each start of a search takes."""
+
+MOVED, TRIED = 200, 4
+"""Moved cuts that are played in the order of the best's schedule, and of these the soonest that get
+schedules of their own."""
 
 
 def finish(
-    evaluator: Evaluator, found: Tuning, seconds: float, solver: str = "auto", count: int = 3
+    evaluator: Evaluator,
+    found: Tuning,
+    seconds: float,
+    solver: str = "auto",
+    count: int = 3,
+    clock: Clock = time.monotonic,
 ) -> None:
-    """Find whole schedules for the ``count`` best, in about ``seconds`` altogether; sort anew.
+    """Find whole schedules for the best, in about ``seconds`` altogether; sort anew.
 
-    A schedule of the search is kept where it is of all microbatches and sooner. Once the time is
-    spent, only what then is the best still gets a whole schedule, so that it can run.
+    ``count`` configs are searched for, and solved. A schedule of the search is kept where it is of
+    all microbatches and sooner. Once the time is spent, only what then is the best still gets a
+    whole schedule, so that it can run.
     """
-    began = time.monotonic()
-    whole: set[Config] = set()
-    while todo := [o for o in found.outcomes[:count] if o.config not in whole]:
-        left = seconds - (time.monotonic() - began)
-        if left <= 0 and found.outcomes[0] is not todo[0]:
-            break
-        outcome = todo[0]
-        better = _whole(evaluator, outcome, max(0.0, min(left, seconds / count)), solver)
-        whole.add(outcome.config)
-        if not evaluator.has_room(better):  # more than the part of it that was simulated
+    budget = Budget(seconds, clock)
+    rounds = _Rounds(evaluator, found, budget)
+    rounds.go(0, len(rounds.listed), AT_ONCE_SHARE)
+    rounds.move(MOVED_SHARE)
+    rounds.go(evaluator.effort, count, SEARCHED_SHARE)
+    rounds.solve(solver, count)
+    found.outcomes = rounds.once()
+    found.seconds += budget.spent
+
+
+class _Rounds:
+    """What was found, as whole steps as far as these are known."""
+
+    def __init__(self, evaluator: Evaluator, found: Tuning, budget: Budget) -> None:
+        self.evaluator, self.budget = evaluator, budget
+        self.most = len(found.outcomes)
+        self.listed: dict[Tried, Outcome] = {tried(o): o for o in (*found.near, *found.outcomes)}
+
+    def ranked(self) -> list[Outcome]:
+        """All, whole steps before others, the soonest first."""
+
+        def rank(outcome: Outcome) -> tuple[object, ...]:
+            return outcome.extrapolated, outcome.step_s, simplicity(outcome.config)
+
+        return sorted(self.listed.values(), key=rank)
+
+    def once(self) -> list[Outcome]:
+        """The soonest of each config."""
+        best: dict[Config, Outcome] = {}
+        for outcome in self.ranked():
+            best.setdefault(outcome.config, outcome)
+        return list(best.values())[: self.most]
+
+    def go(self, effort: int, count: int, share: float) -> None:
+        """Whole schedules of that effort for the ``count`` soonest, within a share of the time."""
+        until = self.budget.spent + share * self.budget.left
+        for outcome in self.ranked()[:count]:
+            if self.work(outcome) > LARGEST:
+                continue
+            if self.has_time("schedule", self.work(outcome, effort), until):
+                self.schedule(outcome, effort)
+
+    def move(self, share: float) -> None:
+        """The best with its layers moved, as long as that is sooner, within a share of the time."""
+        until = self.budget.spent + share * self.budget.left
+        best = None
+        while best is not (best := next(iter(self.ranked()), None)):
+            if best is None or best.extrapolated or self.work(best) > LARGEST:
+                return
+            played: dict[Partition, float] = {}
+            in_order = InOrder(self.evaluator, best)
+            moved = self.evaluator.moved_cuts(best.config, best.stages.partition)
+            for cuts in islice(moved, MOVED):
+                if (best.config, cuts) in self.listed:
+                    continue
+                if not self.has_time("in order", self.work(best), (self.budget.spent + until) / 2):
+                    break
+                with self.budget.timed("in order", self.work(best)):
+                    stages = self.evaluator.cut_with(best.config, cuts, best.stages.relief)
+                    played[cuts] = in_order.step_s(stages)
+            for cuts in sorted(played, key=played.__getitem__)[:TRIED]:
+                if self.has_time("schedule", self.work(best), until):
+                    self.cut(best, cuts)
+
+    def cut(self, best: Outcome, cuts: Partition) -> None:
+        """The best with these cuts instead, if they fit."""
+        with suppress(UnfitError):
+            stages = self.evaluator.cut(best.config, cuts)
+            fits = self.evaluator.fits(stages, best.config.split)
+            if fits and not recomputes_nothing(best.config, stages):
+                self.schedule(replace(best, stages=stages, extrapolated=True), 0)
+
+    def solve(self, solver: str, count: int) -> None:
+        """Whole schedules by ``solver`` for the ``count`` soonest configs, as far as there is time
+        for it, and one for the soonest of all in any case."""
+        done: set[Tried] = set()
+        part_s = max(LEAST_S, self.budget.left / max(1, count))
+        while todo := [o for o in self.once()[:count] if tried(o) not in done]:
+            outcome, seconds = todo[0], min(self.budget.left, part_s)
+            done.add(tried(outcome))
+            if seconds >= LEAST_S and self.work(outcome) <= LARGEST:
+                self.compare(outcome, cached(self.problem(outcome), seconds, solver, solve))
+            elif outcome.extrapolated and outcome is self.ranked()[0]:
+                self.schedule(outcome, 0)
+
+    def schedule(self, outcome: Outcome, effort: int) -> None:
+        """A whole schedule of that effort."""
+        problem = self.problem(outcome)
+        with self.budget.timed("schedule", self.work(outcome, effort)):
+            made, _ = soonest(problem, outcome.stages.edges, effort, bounded=effort > 0)
+            self.compare(outcome, made)
+
+    def compare(self, outcome: Outcome, made: Synthesis) -> None:
+        """Keep a whole schedule if it is the first or sooner. More may be held than in the part
+        that was simulated: if devices have no room for it, there is no outcome."""
+        whole = self.evaluator.evaluate(outcome.config, made, stages=outcome.stages)
+        if not self.evaluator.has_room(whole):
             if outcome.extrapolated:
-                found.outcomes.remove(outcome)
-            continue
-        if outcome.extrapolated or better.step_s < outcome.step_s:
-            found.outcomes[found.outcomes.index(outcome)] = better
-        found.outcomes.sort(key=lambda o: (o.step_s, simplicity(o.config)))
-    found.seconds += time.monotonic() - began
+                self.listed.pop(tried(outcome), None)
+        elif outcome.extrapolated or whole.step_s < outcome.step_s:
+            self.listed[tried(outcome)] = whole
 
+    def problem(self, outcome: Outcome) -> ScheduleProblem:
+        """Of all microbatches."""
+        config = outcome.config
+        count = config.num_microbatches(self.evaluator.global_batch_size)
+        return self.evaluator.problem(config, count, outcome.stages)
 
-def _whole(evaluator: Evaluator, outcome: Outcome, seconds: float, solver: str) -> Outcome:
-    """The outcome's config with a schedule of all microbatches."""
-    config, stages = outcome.config, outcome.stages
-    hurried = seconds < LEAST_S or evaluator.size(config, whole=True) > LARGEST
-    if hurried and not outcome.extrapolated:
-        return outcome
-    problem = evaluator.problem(
-        config, config.num_microbatches(evaluator.global_batch_size), stages
-    )
-    if hurried:
-        return evaluator.evaluate(config, synthesize(problem, math.inf, 0), stages=stages)
-    return evaluator.evaluate(config, cached(problem, seconds, solver, solve), stages=stages)
+    def work(self, outcome: Outcome, effort: int = 0) -> float:
+        """Operations of the whole step, times what a schedule of that effort takes of each."""
+        return self.evaluator.size(outcome.config, whole=True) * (1 + STARTS * effort)
+
+    def has_time(self, kind: str, work: float, until: float) -> bool:
+        """Whether work on a whole step ends in time."""
+        return self.budget.spent + self.budget.estimate(kind, work) <= until

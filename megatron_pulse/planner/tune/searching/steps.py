@@ -252,7 +252,7 @@ class Steps:
 
     def tell(self) -> None:
         """What there is by now."""
-        self.found.outcomes = self.listed.best
+        self.found.outcomes, self.found.near = self.listed.best, self.listed.near
         self.found.seconds = self.budget.spent
         self.progress(self.found)
 

@@ -6,12 +6,19 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from megatron_pulse.planner.layout.layouts import WHOLE
+from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit
 from megatron_pulse.planner.tune.evaluate import Outcome
 from megatron_pulse.planner.tune.sharded.opponent import Opponent
 
 EQUAL = 1 + 1e-9
+
+type Tried = tuple[Config, Partition]
+"""A config with these cuts"""
+
+CUTS = 2
+"""Times as many outcomes are kept with all their cuts as configs are."""
 
 
 @dataclass
@@ -21,10 +28,12 @@ class Tuning:
     ``bound_s`` is the least that any config could take that was left. ``examples`` has one refusal
     in full for each reason. ``rivals`` are the best of every degree and layout that was simulated,
     by "P=4" or "fold exact", and ``degrees`` counts refusals by pipeline degree. ``opponent`` is
-    what FSDP2 would come to. ``seconds`` do not have in them the ``ready_s`` of compiling.
+    what FSDP2 would come to. ``near`` are the best with all their cuts. ``seconds`` do not have in
+    them the ``ready_s`` of compiling.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
+    near: list[Outcome] = field(default_factory=list)
     refused: Counter[Unfit] = field(default_factory=Counter)
     examples: dict[Unfit, str] = field(default_factory=dict)
     rivals: dict[str, Outcome] = field(default_factory=dict)
@@ -49,18 +58,28 @@ def keep_soonest[K](best: dict[K, Outcome], of: K, outcome: Outcome) -> None:
         best[of] = outcome
 
 
+def tried(outcome: Outcome) -> Tried:
+    """Its config and cuts."""
+    return outcome.config, outcome.stages.partition
+
+
 class Shortlist:
-    """The best outcomes so far, each way of running once."""
+    """The best outcomes so far, each way of running once; and ``near``, with all their cuts."""
 
     def __init__(self, keep: int) -> None:
         self.keep = keep
         self.outcomes: dict[Config, Outcome] = {}
+        self.near: list[Outcome] = []
         self.same: set[Config] = set()
         self.best: list[Outcome] = []
         self.limit = float("inf")
 
     def add(self, outcome: Outcome) -> None:
         """Take it in, or replace what was simulated less thoroughly."""
+        near: dict[Tried, Outcome] = {}
+        for other in (*self.near, outcome):
+            keep_soonest(near, tried(other), other)
+        self.near = sorted(near.values(), key=lambda o: o.step_s)[: CUTS * self.keep]
         before = self.outcomes.get(outcome.config)
         if before is not None and before.step_s <= outcome.step_s:
             return

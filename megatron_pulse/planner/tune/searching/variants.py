@@ -15,10 +15,8 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.in_order import InOrder
 from megatron_pulse.planner.tune.searching.candidates import KnownCuts
 from megatron_pulse.planner.tune.searching.kinds import Kind, kind_of, neighbours
-from megatron_pulse.planner.tune.searching.tuning import keep_soonest
+from megatron_pulse.planner.tune.searching.tuning import Tried, keep_soonest
 from megatron_pulse.planner.tune.stages import Stages
-
-type Tried = tuple[Config, Partition]
 
 type Alike = tuple[Kind, int]
 """Degree and layout, and size of microbatches"""
@@ -118,14 +116,14 @@ class Variants:
 
     def _all(self, good: Outcome) -> Iterator[Tried]:
         own, cuts, evaluator = good.config, good.stages.partition, self.evaluator
+        alike = [config for config in neighbours(own) if self._may_have(config, own, cuts)]
+        sizes = [c for c in alike if c.micro_batch_size != own.micro_batch_size]
+        yield from ((config, cuts) for config in sizes)
         moved = batched(evaluator.moved_cuts(own, cuts), TOGETHER)
         nearest = self._in_order(good, next(moved, ()))
         promising = [each for each in nearest if nearest[each] < (1 - GAIN) * good.step_s]
         yield from ((own, each) for each in promising[:PROMISING])
-        for config in neighbours(own):
-            stricter = config.layout.collocates and not own.layout.collocates
-            if config in self.bounds and config.placement == cuts.placement and not stricter:
-                yield config, cuts
+        yield from ((config, cuts) for config in alike if config not in sizes)
         most = MOVED * evaluator.cut_estimate(own, good.stages)
         yield from ((config, cuts) for config in self._twice(own, cuts, most))
         for some in chain([nearest], (self._in_order(good, each) for each in moved)):
@@ -146,14 +144,17 @@ class Variants:
         found: dict[Config, float] = {}
         once = {own, *neighbours(own)}
         for config in (two for one in once - {own} for two in neighbours(one)):
-            stricter = config.layout.collocates and not own.layout.collocates
-            if config in once or config in found or config not in self.bounds or stricter:
+            if config in once or config in found or not self._may_have(config, own, cuts):
                 continue
-            if config.placement == cuts.placement:
-                with suppress(UnfitError):
-                    stages = self.evaluator.cut(config, cuts)
-                    found[config] = self.evaluator.cut_estimate(config, stages)
+            with suppress(UnfitError):
+                stages = self.evaluator.cut(config, cuts)
+                found[config] = self.evaluator.cut_estimate(config, stages)
         return sorted((c for c in found if found[c] < most), key=found.__getitem__)
+
+    def _may_have(self, config: Config, own: Config, cuts: Partition) -> bool:
+        """Whether ``config`` may be tried with the cuts of ``own``."""
+        stricter = config.layout.collocates and not own.layout.collocates
+        return config in self.bounds and config.placement == cuts.placement and not stricter
 
 
 def _alike(config: Config) -> Alike:
