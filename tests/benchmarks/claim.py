@@ -33,6 +33,7 @@ from tests.benchmarks.contestants import SOLVER_S, contestants, needed_bytes, tu
 from tests.benchmarks.emulation import (
     BACKBONES,
     MODEL_S,
+    OPERATION_S,
     Emulation,
     emulate,
     more_sizes,
@@ -44,6 +45,9 @@ RATES = (10.0, 2.5, 1.25)
 """GB/s of a V100: the paper's link to one of them alone, to 4, and to all 8 of its node at once."""
 
 V100_GB, USABLE = 32.0, 0.9
+
+KEPT, FINISH_S = 4, 10.0
+"""Of the tuner's configs, which get whole schedules, and seconds for these."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ def measure(
 def tune(
     emulation: Emulation, rate: float, samples: int, args: argparse.Namespace, memory_gb: float
 ) -> Outcome | None:
-    """The tuner's choice for as many V100s on such links; None if nothing fits ``memory_gb``.
+    """The tuner's choice for as many V100s on such links, whose operations take as much longer as
+    they do here; None if nothing fits ``memory_gb``.
 
     It chooses among its ways to use the devices; microbatches are those of all contestants, or
     under a cap those that pipelines may take, recomputed or not.
@@ -166,11 +171,20 @@ def tune(
     from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
     from megatron_pulse.planner.tune.config import Choices, Recompute
     from megatron_pulse.planner.tune.evaluate import Evaluator
+    from megatron_pulse.planner.tune.searching.finish import finish
     from megatron_pulse.planner.tune.searching.search import search
 
     link = ClusterLink("other", rate, 10.0, Shared.DEVICE)
     cluster = Cluster(
-        "claim", args.ranks, 1, memory_gb, "V100-32GB", link, link, usable_memory=USABLE
+        "claim",
+        args.ranks,
+        1,
+        memory_gb,
+        "V100-32GB",
+        link,
+        link,
+        usable_memory=USABLE,
+        operation_us=1e6 * OPERATION_S / emulation.time_scale,
     )
     sizes = [emulation.micro_batch_size]
     if args.memory_gb:
@@ -182,7 +196,9 @@ def tune(
         recompute=(Recompute.NEVER, *[Recompute.NEEDED] * bool(args.memory_gb)),
     )
     evaluator = Evaluator(emulation.profile, cluster, samples)
-    found = search(evaluator, evaluator.candidates(choices), keep=1)
+    found = search(evaluator, evaluator.candidates(choices), KEPT)
+    if found.outcomes:
+        finish(evaluator, found, FINISH_S, "none")
     return found.outcomes[0] if found.outcomes else None
 
 

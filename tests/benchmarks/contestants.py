@@ -20,6 +20,7 @@ from megatron_pulse.planner.partition.volume import relayed, volume
 from megatron_pulse.planner.schedule.check.validate import peak_activations
 from megatron_pulse.planner.schedule.problem import (
     ScheduleProblem,
+    Synthesis,
     boundary_s,
     stage_problem,
 )
@@ -63,7 +64,8 @@ def tuned(
     entered: Sequence[Contestant],
     way: str = "",
 ) -> Contestant:
-    """What the tuner picked: one of ``entered`` if it is the same, else another contestant.
+    """What the tuner picked, by the plan's schedule: one of ``entered`` if it is the same, else
+    another contestant.
 
     Data parallel is the one that is entered; the tuner's pipelines are the product's own.
     ``emulation`` is of the picked microbatch, ``way`` says how it is run.
@@ -73,7 +75,11 @@ def tuned(
     partition, problem = outcome.stages.partition, outcome.problem
     count = outcome.config.num_microbatches(outcome.global_batch_size)
     plan = Planner(emulation, link, partition.placement.num_devices, count, 0.0)
-    found = plan.synthesized(TUNED, partition, outcome.config.split, cap=problem.cap)
+    alike = replace(plan.problem(plan.costs, partition, outcome.config.split), cap=problem.cap)
+    made = outcome.synthesis
+    if made.schedule.recomputed_apart:  # here it is a part of backwards
+        made = synthesize(alike, float("inf"), SYNTHESIS_EFFORT)
+    found = plan.scheduled(TUNED, partition, alike, made)
     for c in entered:
         if (c.partition, c.schedule, c.way) == (partition, found.schedule, way):
             return c
@@ -169,15 +175,19 @@ class Planner:
         partition: Partition,
         split: bool = False,
         solver: bool = False,
-        cap: tuple[float, ...] | None = None,
     ) -> Contestant:
         problem = self.problem(self.costs, partition, split)
-        problem = replace(problem, cap=cap or problem.cap)
         found = (
             solve(problem, self.solver_s)
             if solver
             else synthesize(problem, float("inf"), SYNTHESIS_EFFORT)
         )
+        return self.scheduled(name, partition, problem, found)
+
+    def scheduled(
+        self, name: str, partition: Partition, problem: ScheduleProblem, found: Synthesis
+    ) -> Contestant:
+        """Ours by this schedule."""
         made = self.make(name, Engine.OURS, self.costs, partition, problem)
         edges = edges_of(self.costs, partition, lambda a, b: self.link)
         predicted = replay(problem, found.schedule, edges).timeline.makespan

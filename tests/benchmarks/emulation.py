@@ -27,6 +27,10 @@ FULL_RATE_BYTES_PER_S = 20e6
 MODEL_S = 0.6
 """What the forward and the backward of the whole backbone on one microbatch become."""
 
+OPERATION_S = 5e-4
+"""What an operation of ours takes here beside what it sleeps: the median of 230 rows of the claim,
+whose steps took that much longer than predicted for each."""
+
 PAPER_LINK_BYTES_PER_S = 10e9
 """Between the V100 nodes of the paper."""
 
