@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_pulse.cli.output import columns, table
 from megatron_pulse.cli.plan.plan_text import filling_facts, homes, policies
-from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
 from megatron_pulse.planner.tune.plans.policies import EncodedPlan
 from megatron_pulse.planner.tune.searching.explain import certainty, explain
 from megatron_pulse.planner.tune.searching.fewer import Fewer
@@ -21,7 +21,10 @@ _COLUMNS = (
 
 _NOTABLE_S = 2.0
 
-_STARRED = "* of 3 P microbatches, continued at the rate of their end"
+_STARRED = (
+    f"* of {CORE} P microbatches, continued at the rate of their last half, which is not exact: "
+    "listed behind whole steps"
+)
 
 
 def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:

@@ -36,6 +36,7 @@ class Unfit(StrEnum):
     STATE = "weights, gradients and optimizer state do not fit"
     ACTIVATIONS = "activations do not fit"
     PARTITION = "no legal partition"
+    LONG = "too many microbatches for a schedule"
     SHARDS = "tensor parallelism divides nothing, or not evenly"
     SLOWER = "slower than those listed, by its lower bound"
     SAME = "comes to the same as another config"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -15,10 +15,11 @@ from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.step.replay import Edge, link_bound, replay
 from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
+from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES
 from megatron_pulse.planner.tune.lighter import LighterCuts
 from megatron_pulse.planner.tune.memory.peaks import most_in_use
-from megatron_pulse.planner.tune.queueing import soonest
+from megatron_pulse.planner.tune.queueing import schedules
 from megatron_pulse.planner.tune.stages import Stages
 
 CORE = 4
@@ -27,6 +28,9 @@ adds, one more does. Steps are 4 % off then (mean, U-ViT and SD v2 of a hundred 
 
 LARGE = 5000
 """Operations beyond which an evaluation takes the first schedule: others take seconds to find."""
+
+MOST = 500_000
+"""Operations of a step beyond which it is not planned: to find any order of them takes long."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Evaluator(LighterCuts):
     @cached_property
     def _simulated(
         self,
-    ) -> Callable[..., tuple[Synthesis, Timeline]]:
+    ) -> Callable[..., list[tuple[Synthesis, Timeline]]]:
         return lru_cache(maxsize=128)(self._simulate)
 
     def on(self, cluster: Cluster, state: ParameterState | None = None) -> Evaluator:
@@ -111,6 +115,13 @@ class Evaluator(LighterCuts):
             known = tuple(r for r in choices.recompute if r is not Recompute.SELECTIVE)
             choices = replace(choices, recompute=known)
         return list(configs(devices, inside, self.global_batch_size, has_skips, choices))
+
+    def refuse(self, config: Config) -> None:
+        """Raises UnfitError for what no partition can mend, and for steps that are too long."""
+        super().refuse(config)
+        if (size := self.size(config, whole=True)) > MOST:
+            said = f"{config}: {size:,} operations of a step, {MOST:,} can be planned"
+            raise UnfitError(Unfit.LONG, said)
 
     def simulated_microbatches(self, config: Config) -> int:
         """Microbatches of which ``evaluate`` simulates a step."""
@@ -142,10 +153,10 @@ class Evaluator(LighterCuts):
         problem = self.problem(config, core, stages)
         if synthesis is None:
             effort = 0 if quick or self.size(config) > LARGE else self.effort
-            found, timeline = self._simulated(problem, stages.edges, effort)
+            made = self._simulated(problem, stages.edges, effort)
         else:
-            found = synthesis
-            timeline = replay(problem, found.schedule, stages.edges).timeline
+            made = [(synthesis, replay(problem, synthesis.schedule, stages.edges).timeline)]
+        found, timeline, memory = self._first_with_room(config, stages, made)
         makespan = timeline.makespan
         pipeline_s = makespan + stages.copying_s
         if count > core:
@@ -163,9 +174,6 @@ class Evaluator(LighterCuts):
         held = stages.per_device(stages.trained)
         optimizer_s = self.optimizer_s(config, max(held))
         busy = sum(timeline.busy) / core * count / config.pipeline
-        times = self._times_at(config.micro_batch_size)
-        parts = [self.parts(config, i) for i in range(len(times))]
-        memory = stages.memory_bytes(most_in_use(stages, times, parts, found.schedule))
         moved = volume(stages.costs, stages.partition).total * config.tensor
         gradient = self.gradient_bytes
         back = PARAMETER_BYTES[self.profile.dtype] if config.distributed_optimizer else gradient
@@ -193,7 +201,24 @@ class Evaluator(LighterCuts):
     def has_room(self, outcome: Outcome) -> bool:
         """Whether devices have the memory that the outcome's schedule takes; caps count what works
         apart from what it works on, and skips between stages of a device not at all."""
-        return max(outcome.memory_bytes) <= self.cluster.usable_bytes * (1 + 1e-9)
+        return self._fit(outcome.memory_bytes)
+
+    def _fit(self, memory: tuple[float, ...]) -> bool:
+        return max(memory) <= self.cluster.usable_bytes * (1 + 1e-9)
+
+    def _first_with_room(
+        self, config: Config, stages: Stages, made: Sequence[tuple[Synthesis, Timeline]]
+    ) -> tuple[Synthesis, Timeline, tuple[float, ...]]:
+        """The first for which devices have room, or the first of all, and what each device has."""
+        times = self._times_at(config.micro_batch_size)
+        parts = [self.parts(config, i) for i in range(len(times))]
+        every = []
+        for found, timeline in made:
+            used = most_in_use(stages, times, parts, found.schedule)
+            every.append((found, timeline, stages.memory_bytes(used)))
+            if self._fit(every[-1][2]):
+                return every[-1]
+        return every[0]
 
     def _simulate(
         self,
@@ -201,20 +226,18 @@ class Evaluator(LighterCuts):
         edges: tuple[Edge, ...],
         effort: int,
         bounded: bool = True,
-    ) -> tuple[Synthesis, Timeline]:
-        """The soonest schedule of that effort or none, and when everything happens."""
-        found, timeline = soonest(problem, edges, effort, bounded)
+    ) -> list[tuple[Synthesis, Timeline]]:
+        """Schedules of that effort or none, the soonest first, and when everything happens."""
+        made = schedules(problem, edges, effort, bounded)
         if effort:
-            least = self._simulated(problem, edges, 0)
-            if least[1].makespan < timeline.makespan:
-                return least
-        return found, timeline
+            made = [*made, *self._simulated(problem, edges, 0)]
+        return sorted(made, key=lambda each: each[1].makespan)
 
     def _pace(self, config: Config, stages: Stages, timeline: Timeline, effort: int) -> float:
         """Seconds of one more microbatch: what the last half of those simulated adds."""
         count = timeline.schedule.num_microbatches
         fewer = self.problem(config, max(1, count // 2), stages)
-        shorter = self._simulated(fewer, stages.edges, effort, effort > 0)[1].makespan
+        shorter = self._simulated(fewer, stages.edges, effort, effort > 0)[0][1].makespan
         measured = (timeline.makespan - shorter) / (count - fewer.num_microbatches)
         link = link_bound(replace(fewer, num_microbatches=1), stages.edges)
         return max(measured, max(timeline.busy) / count, link)

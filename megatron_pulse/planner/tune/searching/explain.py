@@ -104,6 +104,7 @@ def certainty(found: Tuning) -> list[str]:
         schedule = "proved: these stages have none that is shorter within this memory"
     else:
         schedule = f"not proved: these stages may have one that is {certificate.gap:.1%} shorter"
+    whole = "" if best.extrapolated else " by whole steps"
     waits = best.timeline.makespan / certificate.makespan - 1
     if not best.extrapolated and waits > NOTED:
         schedule += f", if no message waits for another; that some do makes it {waits:.1%} longer"
@@ -111,13 +112,14 @@ def certainty(found: Tuning) -> list[str]:
         rest = "proved: none that was left can be sooner than the best, as cut and simulated here"
     else:
         better = 1 - found.bound_s / best.step_s
+        most = f"none can take more than {better:.1%} off the best step"
         rest = (
-            f"not proved: {found.num_left:,} were left when the time was up; none can take more "
-            f"than {better:.1%} off the best step"
+            f"not proved: {found.num_left:,} were left when the time was up; "
+            f"{most if found.bound_s > 0 else 'how good they can be is not known'}"
         )
     return [
         f"its schedule: {schedule}",
-        f"among the {found.num_simulated:,} simulated configs: the soonest",
+        f"among the {found.num_simulated:,} simulated configs: the soonest{whole}",
         f"among all {found.num_configs:,} configs: {rest}",
     ]
 
@@ -166,7 +168,11 @@ def nothing_fits(
     if not remedies:
         more = "more nodes" if cluster.inter_node else "the file names no link to more nodes"
         tried = f"nothing that was tried: other degrees, sizes, recomputation, {more}"
-        remedies.append(tried if budget.left else "more --seconds: no time to try what would fit")
+        remedies.append(
+            tried
+            if budget.left
+            else "more --seconds it is said what would fit: there was no time to try"
+        )
     return "; ".join(said) + "".join(f"\n  with {remedy}" for remedy in remedies)
 
 

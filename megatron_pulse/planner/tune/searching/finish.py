@@ -13,7 +13,9 @@ among them::
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -26,9 +28,15 @@ from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.in_order import InOrder
-from megatron_pulse.planner.tune.queueing import soonest
+from megatron_pulse.planner.tune.queueing import schedules
 from megatron_pulse.planner.tune.searching.budget import Budget, Clock
-from megatron_pulse.planner.tune.searching.tuning import Tried, Tuning, simplicity, tried
+from megatron_pulse.planner.tune.searching.tuning import (
+    Tried,
+    Tuning,
+    simplicity,
+    tried,
+    what_runs,
+)
 from megatron_pulse.planner.tune.searching.variants import recomputes_nothing
 
 LARGEST = 40_000
@@ -43,6 +51,9 @@ AT_ONCE_SHARE, MOVED_SHARE, SEARCHED_SHARE = 0.4, 0.4, 0.5
 
 STARTS = 2.5
 """Times as long as for a schedule that is found at once each start of a search takes."""
+
+UNTIMED = 3
+"""Whole schedules that are made without time to make the best one whole."""
 
 MOVED, TRIED = 200, 4
 """Moved cuts that are played in the order of the best's schedule, and of these the soonest that get
@@ -69,8 +80,13 @@ def finish(
     rounds.move(MOVED_SHARE)
     rounds.go(evaluator.effort, count, SEARCHED_SHARE)
     rounds.solve(solver, count)
+    rounds.settle()
     found.outcomes = rounds.once()
     found.seconds += budget.spent
+
+
+def _rank(outcome: Outcome) -> tuple[object, ...]:
+    return outcome.step_s, simplicity(outcome.config)
 
 
 class _Rounds:
@@ -79,22 +95,39 @@ class _Rounds:
     def __init__(self, evaluator: Evaluator, found: Tuning, budget: Budget) -> None:
         self.evaluator, self.budget = evaluator, budget
         self.most = len(found.outcomes)
-        self.listed: dict[Tried, Outcome] = {tried(o): o for o in (*found.near, *found.outcomes)}
+        every = {tried(outcome): outcome for outcome in (*found.near, *found.outcomes)}
+        alike: dict[tuple[object, ...], Outcome] = {}
+        for outcome in sorted(every.values(), key=_rank):
+            alike.setdefault(what_runs(outcome), outcome)
+        self.listed: dict[Tried, Outcome] = {tried(o): o for o in alike.values()}
 
     def ranked(self) -> list[Outcome]:
-        """All, whole steps before others, the soonest first."""
-
-        def rank(outcome: Outcome) -> tuple[object, ...]:
-            return outcome.extrapolated, outcome.step_s, simplicity(outcome.config)
-
-        return sorted(self.listed.values(), key=rank)
+        """All, the soonest first."""
+        return sorted(self.listed.values(), key=_rank)
 
     def once(self) -> list[Outcome]:
-        """The soonest of each config."""
+        """The soonest of each config, and what runs the same only once; where there was no time to
+        know of any that it is sooner, the soonest whole step is the first."""
         best: dict[Config, Outcome] = {}
-        for outcome in self.ranked():
-            best.setdefault(outcome.config, outcome)
+        seen: set[tuple[object, ...]] = set()
+        ranked = self.ranked()
+        for outcome in (*[o for o in ranked if not o.extrapolated][:1], *ranked):
+            same = what_runs(outcome)
+            if outcome.config not in best and same not in seen:
+                best[outcome.config] = outcome
+            seen.add(same)
         return list(best.values())[: self.most]
+
+    def settle(self) -> None:
+        """Let what is the soonest be whole, as long as there is time, and for some without."""
+        for number in itertools.count():
+            ranked = self.ranked()
+            if not ranked or not ranked[0].extrapolated:
+                return
+            enough = number >= UNTIMED and not all(o.extrapolated for o in ranked)
+            if enough and not self.has_time("schedule", self.work(ranked[0]), self.budget.seconds):
+                return
+            self.schedule(ranked[0], 0)
 
     def go(self, effort: int, count: int, share: float) -> None:
         """Whole schedules of that effort for the ``count`` soonest, within a share of the time."""
@@ -108,24 +141,35 @@ class _Rounds:
     def move(self, share: float) -> None:
         """The best with its layers moved, as long as that is sooner, within a share of the time."""
         until = self.budget.spent + share * self.budget.left
-        best = None
-        while best is not (best := next(iter(self.ranked()), None)):
-            if best is None or best.extrapolated or self.work(best) > LARGEST:
+        seen: set[Tried] = set()
+        while ranked := self.ranked():
+            best = ranked[0]
+            if tried(best) in seen or self.work(best) > LARGEST:
                 return
-            played: dict[Partition, float] = {}
-            in_order = InOrder(self.evaluator, best)
-            moved = self.evaluator.moved_cuts(best.config, best.stages.partition)
-            for cuts in islice(moved, MOVED):
-                if (best.config, cuts) in self.listed:
-                    continue
-                if not self.has_time("in order", self.work(best), (self.budget.spent + until) / 2):
-                    break
+            if not best.extrapolated:
+                seen.add(tried(best))
+                for cuts in self.promising(best, (self.budget.spent + until) / 2):
+                    if self.has_time("schedule", self.work(best), until):
+                        self.cut(best, cuts)
+            elif self.has_time("schedule", self.work(best), until):
+                self.schedule(best, 0)
+            else:
+                return
+
+    def promising(self, best: Outcome, until: float) -> list[Partition]:
+        """The best's cuts with layers moved, those that are soonest in the order of its schedule,
+        as far as there is time to look."""
+        played: dict[Partition, float] = {}
+        in_order = InOrder(self.evaluator, best)
+        moved = self.evaluator.moved_cuts(best.config, best.stages.partition)
+        for cuts in islice(moved, MOVED):
+            if not self.has_time("in order", self.work(best), until):
+                break
+            if (best.config, cuts) not in self.listed:
                 with self.budget.timed("in order", self.work(best)):
                     stages = self.evaluator.cut_with(best.config, cuts, best.stages.relief)
                     played[cuts] = in_order.step_s(stages)
-            for cuts in sorted(played, key=played.__getitem__)[:TRIED]:
-                if self.has_time("schedule", self.work(best), until):
-                    self.cut(best, cuts)
+        return sorted(played, key=played.__getitem__)[:TRIED]
 
     def cut(self, best: Outcome, cuts: Partition) -> None:
         """The best with these cuts instead, if they fit."""
@@ -137,33 +181,40 @@ class _Rounds:
 
     def solve(self, solver: str, count: int) -> None:
         """Whole schedules by ``solver`` for the ``count`` soonest configs, as far as there is time
-        for it, and one for the soonest of all in any case."""
+        for it."""
         done: set[Tried] = set()
         part_s = max(LEAST_S, self.budget.left / max(1, count))
         while todo := [o for o in self.once()[:count] if tried(o) not in done]:
             outcome, seconds = todo[0], min(self.budget.left, part_s)
             done.add(tried(outcome))
             if seconds >= LEAST_S and self.work(outcome) <= LARGEST:
-                self.compare(outcome, cached(self.problem(outcome), seconds, solver, solve))
-            elif outcome.extrapolated and outcome is self.ranked()[0]:
-                self.schedule(outcome, 0)
+                self.compare(outcome, [cached(self.problem(outcome), seconds, solver, solve)])
 
     def schedule(self, outcome: Outcome, effort: int) -> None:
-        """A whole schedule of that effort."""
-        problem = self.problem(outcome)
+        """A whole schedule of that effort. More may be held than in the part that was simulated: if
+        devices have no room for it, nor for one that is searched for, there is no outcome."""
+        problem, edges = self.problem(outcome), outcome.stages.edges
         with self.budget.timed("schedule", self.work(outcome, effort)):
-            made, _ = soonest(problem, outcome.stages.edges, effort, bounded=effort > 0)
-            self.compare(outcome, made)
+            made = [found for found, _ in schedules(problem, edges, effort, effort > 0)]
+            has_room = self.compare(outcome, made)
+        if has_room or not outcome.extrapolated:
+            return
+        more, until = self.evaluator.effort, self.budget.seconds
+        if effort < more and self.has_time("schedule", self.work(outcome, more), until):
+            self.schedule(outcome, more)
+        else:
+            self.listed.pop(tried(outcome), None)
 
-    def compare(self, outcome: Outcome, made: Synthesis) -> None:
-        """Keep a whole schedule if it is the first or sooner. More may be held than in the part
-        that was simulated: if devices have no room for it, there is no outcome."""
-        whole = self.evaluator.evaluate(outcome.config, made, stages=outcome.stages)
-        if not self.evaluator.has_room(whole):
-            if outcome.extrapolated:
-                self.listed.pop(tried(outcome), None)
-        elif outcome.extrapolated or whole.step_s < outcome.step_s:
-            self.listed[tried(outcome)] = whole
+    def compare(self, outcome: Outcome, made: Sequence[Synthesis]) -> bool:
+        """Keep the first of these for which devices have room if it is the first that is whole, or
+        sooner; whether there is one."""
+        for found in made:
+            whole = self.evaluator.evaluate(outcome.config, found, stages=outcome.stages)
+            if self.evaluator.has_room(whole):
+                if outcome.extrapolated or whole.step_s < outcome.step_s:
+                    self.listed[tried(outcome)] = whole
+                return True
+        return False
 
     def problem(self, outcome: Outcome) -> ScheduleProblem:
         """Of all microbatches."""

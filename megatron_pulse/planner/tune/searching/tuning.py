@@ -88,14 +88,14 @@ class Shortlist:
         self.outcomes = {o.config: o for o in ranked[: 8 * self.keep]}
         once: dict[tuple[object, ...], Outcome] = {}
         for other in ranked:
-            first = once.setdefault(_what_runs(other), other)
+            first = once.setdefault(what_runs(other), other)
             if first is not other:
                 self.same.add(other.config)
         self.best = list(once.values())[: self.keep]
         self.limit = self.best[-1].step_s if len(self.best) == self.keep else float("inf")
 
 
-def _what_runs(outcome: Outcome) -> tuple[object, ...]:
+def what_runs(outcome: Outcome) -> tuple[object, ...]:
     """The same for configs that run the same: ample room that is not used, or a fold whose skips
     stay at home without being made to."""
     config, partition = outcome.config, outcome.stages.partition

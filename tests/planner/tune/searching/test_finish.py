@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.queueing import soonest
+from megatron_pulse.planner.tune.queueing import schedules
 from megatron_pulse.planner.tune.searching import finish as finishing
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.search import search
-from megatron_pulse.planner.tune.searching.tuning import Tuning, tried
+from megatron_pulse.planner.tune.searching.tuning import Tuning, tried, what_runs
 from tests.planner.tune.problems import cluster, profile
 from tests.planner.tune.searching.clock import Clock
 
@@ -45,9 +46,11 @@ def _found_for(seed: int, pipeline: int, gbs: float) -> tuple[Evaluator, Tuning]
 def whole_s(evaluator: Evaluator, outcome: Outcome, effort: int = 0) -> float:
     """Seconds of the whole step with a schedule of that effort; infinite if it has no room."""
     problem = evaluator.problem(outcome.config, BATCH, outcome.stages)
-    made, _ = soonest(problem, outcome.stages.edges, effort)
-    found = evaluator.evaluate(outcome.config, made, stages=outcome.stages)
-    return found.step_s if evaluator.has_room(found) else math.inf
+    for made, _ in schedules(problem, outcome.stages.edges, effort):
+        found = evaluator.evaluate(outcome.config, made, stages=outcome.stages)
+        if evaluator.has_room(found):
+            return found.step_s
+    return math.inf
 
 
 def test_finalists_have_whole_schedules() -> None:
@@ -102,12 +105,62 @@ def test_layers_of_the_best_are_moved_as_long_as_that_is_sooner() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_no_time_still_gives_the_best_a_whole_schedule(seed: int) -> None:
+    """The soonest by what is known of it, or one of the few that were looked at."""
     evaluator, found = found_for(seed, 4, 0.8)
     about_s = {tried(o): o.step_s for o in (*found.near, *found.outcomes)}
-    finish(evaluator, found, 0.0)
+    finish(evaluator, found, 0.0, count=0)
     best, *others = found.outcomes
-    assert about_s[tried(best)] <= min(about_s[tried(o)] for o in others)
-    assert not best.extrapolated and all(outcome.extrapolated for outcome in others)
+    assert not best.extrapolated
+    assert sorted(set(about_s.values())).index(about_s[tried(best)]) < finishing.UNTIMED
+    assert sum(not outcome.extrapolated for outcome in others) < finishing.UNTIMED
+
+
+def test_a_long_step_that_is_the_best_is_not_passed_over_for_a_short_one() -> None:
+    """Of more operations than are searched for, where others have fewer."""
+    chain = profile(random.Random(1), 16, 0, 1.0, parameters=60_000_000, saved_mb=20.0)
+    evaluator = Evaluator(chain, cluster(1, 8, memory_gb=3.0, intra_gbs=50.0), 2048)
+    evaluator.effort = 1
+    long = Choices(pipeline=(8,), tensor=(1,), micro_batch_size=(1,), recompute=(Recompute.NEVER,))
+    candidates = evaluator.candidates(long)
+    found = search(evaluator, [c for c in candidates if c.layout in (FOLD_EXACT, ROW)], keep=4)
+    assert evaluator.size(found.outcomes[0].config, whole=True) > finishing.LARGEST
+    about_s = found.outcomes[0].step_s
+    finish(evaluator, found, 5.6, "none", count=1)
+    assert not found.outcomes[0].extrapolated
+    assert found.outcomes[0].step_s == pytest.approx(about_s, rel=0.03)
+
+
+def test_what_has_no_room_by_the_soonest_schedule_has_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if the soonest of two never had room, and with all of them, none has."""
+    evaluator, found = found_for(0, 4, 0.8)
+    outcome = found.outcomes[0]
+    problem = evaluator.problem(outcome.config, BATCH, outcome.stages)
+    made = schedules(problem, outcome.stages.edges, 0)
+    assert len(made) == 2 and made[0][1].makespan <= made[1][1].makespan
+    tight = made[0][0].schedule.order
+
+    def has_room(self: Evaluator, whole: Outcome) -> bool:
+        return whole.synthesis.schedule.order != tight
+
+    monkeypatch.setattr(Evaluator, "has_room", has_room)
+    alone = replace(found, outcomes=[outcome], near=[])
+    finish(evaluator, alone, 0.0)
+    assert alone.outcomes[0].timeline.makespan == pytest.approx(made[1][1].makespan)
+    monkeypatch.setattr(Evaluator, "has_room", lambda self, whole: False)
+    none = replace(found, outcomes=[outcome], near=[])
+    finish(evaluator, none, 0.0)
+    assert none.outcomes == []
+
+
+def test_what_runs_the_same_is_listed_once() -> None:
+    """A fold whose skips stay at home without being made to."""
+    for seed in range(4):
+        evaluator, found = found_for(seed, 4, 0.8)
+        finish(evaluator, found, 1.0, "none")
+        same = [what_runs(outcome) for outcome in found.outcomes]
+        assert len(set(same)) == len(same)
 
 
 def test_where_messages_queue_a_schedule_for_slower_links_may_be_sooner() -> None:
@@ -117,8 +170,8 @@ def test_where_messages_queue_a_schedule_for_slower_links_may_be_sooner() -> Non
         evaluator, found = found_for(seed, 4, 0.8)
         outcome = found.outcomes[0]
         problem = evaluator.problem(outcome.config, BATCH, outcome.stages)
-        made, timeline = soonest(problem, outcome.stages.edges, 0)
-        alone, plain = soonest(problem, (), 0)  # no message that could wait: links as they are
+        made, timeline = schedules(problem, outcome.stages.edges, 0)[0]
+        ((alone, plain),) = schedules(problem, (), 0)  # no message that could wait: one is enough
         assert faults_for(problem, made.schedule) == []
         as_it_is = evaluator.evaluate(outcome.config, alone, stages=outcome.stages)
         gains.append(1 - timeline.makespan / as_it_is.timeline.makespan)
@@ -137,9 +190,9 @@ def test_finishing_takes_its_seconds(monkeypatch: pytest.MonkeyPatch, slowness: 
     def slow(problem: ScheduleProblem, edges: Any, effort: int, bounded: bool = True) -> Any:
         took.append(slowness * 30e-6 * problem.num_microbatches * 24 * (1 + 3 * effort))
         clock.now += took[-1]
-        return soonest(problem, edges, effort, bounded)
+        return schedules(problem, edges, effort, bounded)
 
-    monkeypatch.setattr(finishing, "soonest", slow)
+    monkeypatch.setattr(finishing, "schedules", slow)
     monkeypatch.setattr(finishing, "LEAST_S", math.inf)
     finish(evaluator, found, 2.0, clock=clock)
     assert clock.now <= max(2.2, took[0] + 0.2)
