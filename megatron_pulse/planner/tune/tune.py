@@ -57,10 +57,11 @@ def tune(
         rest = Budget(max(0.0, seconds - found.seconds) + finish_s)
         raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates, rest))
     progress("whole schedules", found)
+    searched = time.monotonic()
     if not evaluator.self_conditioning:  # how FSDP2 runs forwards of their own is not predicted
         of = evaluator.profile, evaluator.cluster, evaluator.global_batch_size
         found.opponent = opponent(*of, evaluator.adam_s, evaluator.state.averages)
-    finish(evaluator, found, finish_s, solver)
+    finish(evaluator, found, max(0.0, finish_s - (time.monotonic() - searched)), solver)
     if not found.outcomes:
         raise UntunableError(
             "nothing fits: whole schedules of the best take more memory than what was simulated of "
