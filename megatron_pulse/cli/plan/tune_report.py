@@ -21,10 +21,7 @@ _COLUMNS = (
 
 _NOTABLE_S = 2.0
 
-_STARRED = (
-    f"* of {CORE} P microbatches, continued at the rate of their last half, which is not exact: "
-    "listed behind whole steps"
-)
+_STARRED = f"* of {CORE} P microbatches, continued at the rate of their last half: not exact"
 
 
 def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:

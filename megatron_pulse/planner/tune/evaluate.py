@@ -24,7 +24,7 @@ from megatron_pulse.planner.tune.stages import Stages
 
 CORE = 4
 """Microbatches for each pipeline device that are simulated, at the most; what the last half of them
-adds, one more does. Steps are 4 % off then (mean, U-ViT and SD v2 of a hundred configs)."""
+adds, one more does. Steps are 4 % off then (mean of thirty configs, U-ViT and SD v2)."""
 
 LARGE = 5000
 """Operations beyond which an evaluation takes the first schedule: others take seconds to find."""
@@ -204,7 +204,7 @@ class Evaluator(LighterCuts):
         return self._fit(outcome.memory_bytes)
 
     def _fit(self, memory: tuple[float, ...]) -> bool:
-        return max(memory) <= self.cluster.usable_bytes * (1 + 1e-9)
+        return max(memory) <= self.cluster.usable_bytes * _TIGHT
 
     def _first_with_room(
         self, config: Config, stages: Stages, made: Sequence[tuple[Synthesis, Timeline]]
