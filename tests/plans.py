@@ -10,6 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_pulse.cli.main import main
 from megatron_pulse.planner.cluster.cluster import ClusterLink, Shared, cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.observe.trace import (
@@ -22,7 +25,7 @@ from megatron_pulse.planner.observe.trace import (
     merge_step,
 )
 from megatron_pulse.planner.partition.memory import ParameterState
-from megatron_pulse.planner.plan_file.plan_file import PlanFile, to_record
+from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan, to_record
 from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.message import Message
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -103,6 +106,14 @@ def load_edited(plan: PlanFile, change: Callable[[Any], Any], folder: Path) -> P
     change(record)
     (folder / "plan.json").write_text(json.dumps(record))
     return load_checked(folder / "plan.json")
+
+
+def shown(plan: PlanFile, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``pulse show`` says of ``plan``, which is read from a file in ``folder`` as it was."""
+    save_plan(plan, folder / "plan.json")
+    assert load_checked(folder / "plan.json") == plan
+    assert main(["show", str(folder / "plan.json")]) == 0
+    return capsys.readouterr().out
 
 
 def steps_of(

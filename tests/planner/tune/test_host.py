@@ -10,22 +10,19 @@ from typing import Any
 
 import pytest
 
-from megatron_pulse.cli.main import main
 from megatron_pulse.planner.layout.layouts import LAYOUTS
 from megatron_pulse.planner.plan_file.plan_file import (
     PlanFile,
     PlanFileError,
-    save_plan,
 )
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.searching.search import search
 from tests.planner.tune.problems import cluster, profile
-from tests.plans import load_edited
+from tests.plans import load_edited, shown
 
 
 def evaluator(host_gbs: float = 50.0, memory_gb: float = 1.6) -> Evaluator:
@@ -48,10 +45,7 @@ def test_a_plan_says_what_waits_on_the_host(
 ) -> None:
     assert plan.offload and plan.schedule.offloaded
     assert faults_for(plan.problem, plan.schedule) == []
-    save_plan(plan, tmp_path / "plan.json")
-    assert load_checked(tmp_path / "plan.json") == plan
-    assert main(["show", str(tmp_path / "plan.json")]) == 0
-    said = capsys.readouterr().out
+    said = shown(plan, tmp_path, capsys)
     assert "on the host, where there is no room, of layers" in said
     assert "forwards that may leave: " in said and "ms each way, beside computing" in said
     usable = evaluator().cluster.usable_bytes

@@ -10,22 +10,19 @@ from typing import Any
 
 import pytest
 
-from megatron_pulse.cli.main import main
 from megatron_pulse.planner.layout.layouts import LAYOUTS
 from megatron_pulse.planner.plan_file.plan_file import (
     PlanFile,
     PlanFileError,
-    save_plan,
 )
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.plans.recompute import load_checked
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.sharded.opponent import opponent
 from tests.planner.tune.problems import cluster, profile
-from tests.plans import load_edited
+from tests.plans import load_edited, shown
 
 CONFIG = Config(4, 1, 1, 1, LAYOUTS["sequential"], ample=True, recompute=Recompute.NEEDED)
 
@@ -46,10 +43,7 @@ def test_a_plan_says_of_what_layers(
     plan: PlanFile, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 0 < len(plan.selective) < 24
-    save_plan(plan, tmp_path / "plan.json")
-    assert load_checked(tmp_path / "plan.json") == plan
-    assert main(["show", str(tmp_path / "plan.json")]) == 0
-    said = capsys.readouterr().out
+    said = shown(plan, tmp_path, capsys)
     assert "what is cheap computed again of layers " in said
     assert f"--pulse-recompute-selective {plan.selective[0]}" in said
     assert max(plan.predicted["memory_bytes"]) <= evaluator().cluster.usable_bytes
