@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_pulse.planner.schedule.compiled import compiled, part
+from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
 from megatron_pulse.planner.schedule.operations import Kind
 
 CODES = {kind: code for code, kind in enumerate(Kind)}
@@ -68,107 +68,160 @@ class Step(NamedTuple):
     copying: Any
 
 
-class _State(NamedTuple):
-    """``position`` is how many operations a device has ended; what has not has no ``end`` (NaN).
+class _Channels(NamedTuple):
+    """From which device to which; what others the same one sends or receives over is found from
+    ``first_from`` and ``first_to`` of a device over ``next_from`` and ``next_to`` (-1: the end)."""
 
-    Messages are numbered as they are made; those that wait on a device follow each other from
-    ``head`` over ``following`` (-1: the end). ``counts`` are the events and messages so far, and
-    the transfers that have begun. ``copied`` is when what an O or L stands for is where it should,
-    ``leaving`` and ``coming`` until when devices copy to the host and back.
-    """
-
-    start: Any
-    end: Any
-    awaited: Any
-    position: Any
-    computing: Any
-    sending: Any
-    receiving: Any
-    sending_s: Any
-    head: Any
-    tail: Any
-    following: Any
     source: Any
     destination: Any
-    consumer: Any
-    seconds: Any
-    order: Any
-    begun: Any
-    counts: Any
-    copied: Any
-    leaving: Any
-    coming: Any
+    first_from: Any
+    first_to: Any
+    next_from: Any
+    next_to: Any
 
 
 @compiled
 def play_step(step: Step) -> Any:
     """Starts and ends of operations (NaN: never), how many each device has ended, how long it is
     sending; and of all messages source, destination, consumer, seconds and begin, with the order
-    in which they began to travel."""
-    num, devices, num_messages = len(step.kind), len(step.first) - 1, 0
-    for i in range(num):
-        if _passes(step.kind[i]):
-            sent, stage = _sent(step, step.kind[i]), step.stage[i]
-            num_messages += sent.first[stage + 1] - sent.first[stage]
-    state = _State(
-        np.full(num, np.nan),
-        np.full(num, np.nan),
-        np.zeros(num, np.int64),
-        np.zeros(devices, np.int64),
-        np.zeros(devices, np.bool_),
-        np.zeros(devices, np.bool_),
-        np.zeros(devices, np.bool_),
-        np.zeros(devices, np.float64),
-        np.full(devices, -1),
-        np.full(devices, -1),
-        np.full(num_messages, -1),
-        np.zeros(num_messages, np.int64),
-        np.zeros(num_messages, np.int64),
-        np.zeros(num_messages, np.int64),
-        np.zeros(num_messages, np.float64),
-        np.zeros(num_messages, np.int64),
-        np.zeros(num_messages, np.float64),
-        np.zeros(3, np.int64),
-        np.zeros(num, np.float64),
-        np.zeros(devices, np.float64),
-        np.zeros(devices, np.float64),
-    )
-    for i in range(num):
-        if step.kind[i] == _FORWARD:
-            state.awaited[i] = step.received[step.stage[i]]
-        elif _passes(step.kind[i]):
-            state.awaited[i] = step.returned[step.stage[i]]
-    events = [(0.0, 0, 0)]
-    events.pop()
-    for device in range(devices):
-        _advance(step, state, events, device, 0.0)
+    in which they began to travel.
+
+    An event is the end of an operation, a message's arrival, or a time at which a device is to look
+    again. After each what waits on the devices that it frees is sent, then devices go on. Messages
+    are numbered as they are made; those that wait on a channel follow each other from ``head`` over
+    ``following`` (-1: the end).
+    """
+    first, kind, stage, home = step.first, step.kind, step.stage, step.home
+    num, devices = len(kind), len(first) - 1
+    device, awaited, required, copy, num_messages = _prepared(step)
+    start, end = np.full(num, np.nan), np.full(num, np.nan)
+    position = zeros(devices)
+    computing = np.zeros(devices, np.bool_)
+    # Channels, and what travels on them
+    channels = _channels(step.forward, step.back, home, devices)
+    sending, receiving = np.zeros(devices, np.bool_), np.zeros(devices, np.bool_)
+    sending_s = np.zeros(devices)
+    head, tail = np.full(len(channels.source), -1), np.full(len(channels.source), -1)
+    following, channel_of = np.full(num_messages, -1), zeros(num_messages)
+    consumer, order = zeros(num_messages), zeros(num_messages)
+    seconds, begun = np.zeros(num_messages), np.zeros(num_messages)
+    # When what an O or L stands for is where it should, until when devices copy to the host or back
+    copied, leaving, coming = np.zeros(num), np.zeros(devices), np.zeros(devices)
+    events = [(0.0, d, num + num_messages + d) for d in range(devices)]  # a heap as it is
+    made = sent = 0
+    pushed, woken, awake = devices, zeros(devices + 2), 0
     while len(events) > 0:
         now, _, event = heappop(events)
+        source = destination = -1
         if event < num:
-            _finish(step, state, events, event, now)
+            done, own, here = event, stage[event], device[event]
+            end[done] = now
+            computing[here] = False
+            position[here] += 1
+            woken[0], awake = here, 1
+            if kind[done] == _RELOAD:
+                coming[here] = max(coming[here], now) + step.copying[own]
+                copied[done] = coming[here]
+            elif kind[done] == _FORWARD and copy[done] >= 0:
+                leaving[here] = max(leaving[here], now) + step.copying[own]
+                copied[copy[done]] = leaving[here]
+            elif kind[done] == _FILLER:
+                for other in range(devices):
+                    woken[awake] = other
+                    awake += 1
+            if _passes(kind[done]):
+                going = step.forward if kind[done] == _FORWARD else step.back
+                for k in range(going.first[own], going.first[own + 1]):
+                    to, channel = going.number[k], _channel(channels, here, home[going.number[k]])
+                    channel_of[made], seconds[made] = channel, going.seconds[k]
+                    consumer[made] = step.number[kind[done], to, step.microbatch[done]]
+                    if head[channel] < 0:
+                        head[channel] = made
+                    else:
+                        following[tail[channel]] = made
+                    tail[channel] = made
+                    made += 1
+                source = here
+                beside = step.after[own] if kind[done] == _FORWARD else step.before[own]
+                if beside >= 0 and home[beside] != here:
+                    woken[awake] = home[beside]
+                    awake += 1
         elif event < num + num_messages:
-            _arrive(step, state, events, event - num, now)
+            channel = channel_of[event - num]
+            source, destination = channels.source[channel], channels.destination[channel]
+            sending[source] = receiving[destination] = False
+            if consumer[event - num] >= 0:
+                awaited[consumer[event - num]] -= 1
+            woken[0], awake = destination, 1
         else:
-            _advance(step, state, events, event - num - num_messages, now)
-    found = state.source, state.destination, state.consumer, state.seconds, state.begun, state.order
-    return state.start, state.end, state.position, state.sending_s, found
+            woken[0], awake = event - num - num_messages, 1
+        while True:  # of what waits only what has the same source or destination can begin now
+            message = _first(head, sending, receiving, channels, source, destination)
+            if message < 0:
+                break
+            channel = channel_of[message]
+            head[channel] = following[message]
+            of = channels.source[channel]
+            sending[of] = receiving[channels.destination[channel]] = True
+            sending_s[of] += seconds[message]
+            begun[message], order[sent] = now, message
+            sent += 1
+            heappush(events, (now + seconds[message], pushed, num + message))
+            pushed += 1
+        for d in woken[:awake]:
+            i = first[d] + position[d]
+            if computing[d] or i == first[d + 1] or awaited[i] > 0:
+                continue
+            ready = 0.0
+            if kind[i] == _FILLER:
+                ready = _sliced(step.needs, end, i)
+            elif kind[i] == _OFFLOAD:
+                ready = copied[i]
+            elif kind[i] != _FORWARD and copy[i] >= 0:
+                ready = copied[copy[i]]
+            if now < ready < np.inf:
+                heappush(events, (ready, pushed, num + num_messages + d))
+                pushed += 1
+            elif ready <= now and (required[i] < 0 or not np.isnan(end[required[i]])):
+                computing[d] = True
+                start[i] = now
+                heappush(events, (now + step.duration[i], pushed, i))
+                pushed += 1
+    among = channels.source[channel_of], channels.destination[channel_of]
+    return start, end, position, sending_s, (*among, consumer, seconds, begun, order)
+
+
+@part
+def _prepared(step: Step) -> tuple[Any, Any, Any, Any, int]:
+    """Of each operation its device, how many messages it waits for, the operation that must have
+    ended beside these (-1: none; its own number: what does not exist), and the O of a forward or
+    the L of a backward (-1: none). And how many messages there will be."""
+    kind, stage, num = step.kind, step.stage, len(step.kind)
+    device, awaited, num_messages = zeros(num), zeros(num), 0
+    required, copy = np.full(num, -1), np.full(num, -1)
+    for d in range(len(step.first) - 1):
+        device[step.first[d] : step.first[d + 1]] = d
+    for i in range(num):
+        own, m = stage[i], step.microbatch[i]
+        of, needed = _needed(step, i)
+        if of >= 0:
+            low, high = min(of, own), max(of, own)
+            if step.home[of] == device[i] or not step.linked[low, high]:
+                required[i] = needed if needed >= 0 else i
+        if kind[i] == _FORWARD:
+            awaited[i] = step.received[own]
+            copy[i] = step.number[_OFFLOAD, own, m]
+            num_messages += step.forward.first[own + 1] - step.forward.first[own]
+        elif _passes(kind[i]):
+            awaited[i] = step.returned[own]
+            copy[i] = step.number[_RELOAD, own, m]
+            num_messages += step.back.first[own + 1] - step.back.first[own]
+    return device, awaited, required, copy, num_messages
 
 
 @part
 def _passes(kind: int) -> bool:
     return kind == _FORWARD or kind == _BACKWARD or kind == _INPUT_GRAD
-
-
-@part
-def _sent(step: Step, kind: int) -> Table:
-    """What operations of a kind that passes send, by their stages."""
-    return step.forward if kind == _FORWARD else step.back
-
-
-@part
-def _push(state: _State, events: Any, time: float, event: int) -> None:
-    state.counts[0] += 1
-    heappush(events, (time, state.counts[0], event))
 
 
 @part
@@ -190,136 +243,67 @@ def _needed(step: Step, i: int) -> tuple[int, int]:
 
 
 @part
-def _advance(step: Step, state: _State, events: Any, device: int, now: float) -> None:
-    """Start the device's next operation if it is free and the inputs are there."""
-    i = step.first[device] + state.position[device]
-    if state.computing[device] or i == step.first[device + 1] or state.awaited[i] > 0:
-        return
-    if step.kind[i] == _FILLER:
-        ready = now
-        for k in range(step.needs.first[i], step.needs.first[i + 1]):
-            end = state.end[step.needs.number[k]]
-            if np.isnan(end):
-                return
-            ready = max(ready, end + step.needs.seconds[k])
-        if ready > now:
-            _push(state, events, ready, len(step.kind) + len(state.source) + device)
-            return
-    ready = _there(step, state, i)
-    if ready > now:
-        _push(state, events, ready, len(step.kind) + len(state.source) + device)
-        return
-    stage, needed = _needed(step, i)
-    if stage >= 0 and (needed < 0 or np.isnan(state.end[needed])):
-        own = step.stage[i]
-        low, high = min(stage, own), max(stage, own)
-        if step.home[stage] == device or not step.linked[low, high]:
-            return  # nothing is sent between the two, but the one must have run
-    state.computing[device] = True
-    state.start[i] = now
-    _push(state, events, now + step.duration[i], i)
+def _sliced(needs: Table, end: Any, i: int) -> float:
+    """When a filler's slice has what it waits for; infinite where some has not ended."""
+    ready = 0.0
+    for k in range(needs.first[i], needs.first[i + 1]):
+        if np.isnan(end[needs.number[k]]):
+            return np.inf
+        ready = max(ready, end[needs.number[k]] + needs.seconds[k])
+    return ready
 
 
 @part
-def _there(step: Step, state: _State, i: int) -> float:
-    """When what an O waits for is on the host, or what a backward takes has come back."""
-    kind = step.kind[i]
-    if kind == _OFFLOAD:
-        return float(state.copied[i])
-    if kind == _BACKWARD or kind == _INPUT_GRAD:
-        back = step.number[_RELOAD, step.stage[i], step.microbatch[i]]
-        return float(state.copied[back]) if back >= 0 else 0.0
-    return 0.0
+def _channels(forward: Table, back: Table, home: Any, devices: int) -> _Channels:
+    """Those between devices that send to each other."""
+    most = len(forward.number) + len(back.number)
+    channels = _Channels(
+        zeros(most),
+        zeros(most),
+        np.full(devices, -1),
+        np.full(devices, -1),
+        np.full(most, -1),
+        np.full(most, -1),
+    )
+    count = 0
+    for sent in (forward, back):
+        for stage in range(len(home)):
+            source = home[stage]
+            for k in range(sent.first[stage], sent.first[stage + 1]):
+                destination = home[sent.number[k]]
+                if _channel(channels, source, destination) < 0:
+                    channels.source[count], channels.destination[count] = source, destination
+                    channels.next_from[count] = channels.first_from[source]
+                    channels.next_to[count] = channels.first_to[destination]
+                    channels.first_from[source] = channels.first_to[destination] = count
+                    count += 1
+    return channels
 
 
 @part
-def _copy(step: Step, state: _State, i: int, device: int, now: float) -> None:
-    """Begin what an operation that ends has copied, behind what is on its way."""
-    kind, stage = step.kind[i], step.stage[i]
-    if kind == _RELOAD:
-        state.coming[device] = max(state.coming[device], now) + step.copying[stage]
-        state.copied[i] = state.coming[device]
-    elif kind == _FORWARD:
-        leaves = step.number[_OFFLOAD, stage, step.microbatch[i]]
-        if leaves >= 0:
-            state.leaving[device] = max(state.leaving[device], now) + step.copying[stage]
-            state.copied[leaves] = state.leaving[device]
+def _channel(channels: _Channels, source: int, destination: int) -> int:
+    """The number of the one between two devices; -1: there is none."""
+    channel = channels.first_from[source]
+    while channel >= 0 and channels.destination[channel] != destination:
+        channel = channels.next_from[channel]
+    return int(channel)
 
 
 @part
-def _finish(step: Step, state: _State, events: Any, i: int, now: float) -> None:
-    kind, stage = step.kind[i], step.stage[i]
-    device: Any = np.searchsorted(step.first, i, side="right") - 1
-    state.end[i] = now
-    state.computing[device] = False
-    state.position[device] += 1
-    _copy(step, state, i, device, now)
-    if _passes(kind):
-        sent = _sent(step, kind)
-        for k in range(sent.first[stage], sent.first[stage + 1]):
-            message = state.counts[1]
-            state.counts[1] += 1
-            to = sent.number[k]
-            state.source[message] = device
-            state.destination[message] = step.home[to]
-            state.consumer[message] = step.number[kind, to, step.microbatch[i]]
-            state.seconds[message] = sent.seconds[k]
-            if state.head[device] < 0:
-                state.head[device] = message
-            else:
-                state.following[state.tail[device]] = message
-            state.tail[device] = message
-    first, behind = _next(state, device)
-    if first >= 0:
-        _send(step, state, events, first, behind, now)
-    _advance(step, state, events, device, now)
-    if kind == _FILLER:
-        for other in range(len(state.position)):
-            _advance(step, state, events, other, now)
-    if _passes(kind):
-        beside = step.after[stage] if kind == _FORWARD else step.before[stage]
-        if beside >= 0 and step.home[beside] != device:
-            _advance(step, state, events, step.home[beside], now)
-
-
-@part
-def _next(state: _State, device: int) -> tuple[int, int]:
-    """The first message that waits on the device and can begin, and that before it (-1: none)."""
-    behind, message = -1, -1 if state.sending[device] else state.head[device]
-    while message >= 0 and state.receiving[state.destination[message]]:
-        behind, message = message, state.following[message]
-    return message, behind
-
-
-@part
-def _send(step: Step, state: _State, events: Any, message: int, behind: int, now: float) -> None:
-    device, seconds = state.source[message], state.seconds[message]
-    if behind < 0:
-        state.head[device] = state.following[message]
-    else:
-        state.following[behind] = state.following[message]
-    if state.tail[device] == message:
-        state.tail[device] = behind
-    state.sending[device] = state.receiving[state.destination[message]] = True
-    state.sending_s[device] += seconds
-    state.begun[message] = now
-    state.order[state.counts[2]] = message
-    state.counts[2] += 1
-    _push(state, events, now + seconds, len(step.kind) + message)
-
-
-@part
-def _arrive(step: Step, state: _State, events: Any, message: int, now: float) -> None:
-    state.sending[state.source[message]] = state.receiving[state.destination[message]] = False
-    if state.consumer[message] >= 0:
-        state.awaited[state.consumer[message]] -= 1
-    while True:
-        first, before_it = -1, -1
-        for device in range(len(state.head)):
-            one, behind = _next(state, device)
-            if one >= 0 and (first < 0 or one < first):
-                first, before_it = one, behind
-        if first < 0:
-            break
-        _send(step, state, events, first, before_it, now)
-    _advance(step, state, events, state.destination[message], now)
+def _first(
+    head: Any, sending: Any, receiving: Any, channels: _Channels, source: int, destination: int
+) -> int:
+    """The first message from the source, or to the destination, that waits and can begin (-1:
+    none)."""
+    found = -1
+    channel = -1 if source < 0 or sending[source] else channels.first_from[source]
+    while channel >= 0:
+        if head[channel] >= 0 and not receiving[channels.destination[channel]]:
+            found = head[channel] if found < 0 else min(found, head[channel])
+        channel = channels.next_from[channel]
+    channel = -1 if destination < 0 or receiving[destination] else channels.first_to[destination]
+    while channel >= 0:
+        if head[channel] >= 0 and not sending[channels.source[channel]]:
+            found = head[channel] if found < 0 else min(found, head[channel])
+        channel = channels.next_to[channel]
+    return int(found)
