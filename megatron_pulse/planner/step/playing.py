@@ -96,10 +96,11 @@ def play_step(step: Step) -> Any:
     device, awaited, required, copy, num_messages = _prepared(step)
     start, end = np.full(num, np.nan), np.full(num, np.nan)
     position = zeros(devices)
-    computing = np.zeros(devices, np.bool_)
+    computing: Any = np.zeros(devices, np.bool_)
     # Channels, and what travels on them
     channels = _channels(step.forward, step.back, home, devices)
-    sending, receiving = np.zeros(devices, np.bool_), np.zeros(devices, np.bool_)
+    sending: Any = np.zeros(devices, np.bool_)
+    receiving: Any = np.zeros(devices, np.bool_)
     sending_s = np.zeros(devices)
     head, tail = np.full(len(channels.source), -1), np.full(len(channels.source), -1)
     following, channel_of = np.full(num_messages, -1), zeros(num_messages)

@@ -8,30 +8,61 @@ delay of the path (../README.md: Search).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import combinations
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from megatron_pulse.planner.schedule.compiled import compiled, part, zeros
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
-from megatron_pulse.planner.schedule.search.template import Template, steady_peak
+from megatron_pulse.planner.schedule.search.template import Template
 
-Busy = tuple[tuple[int, int], ...]
-"""What is taken of a device's period: (begin, end) in order, begin in [0, period)."""
+ROUNDING = 1e-12
+"""Share of a device's memory that is not counted as above it: units may be too many for doubles."""
 
 
-@dataclass(slots=True)
-class _State:
-    """A partial template: starts by class (-1: none), and by device what memory it comes to."""
+class _Classes(NamedTuple):
+    """Of each class its duration, device, change of memory, earliest start, and the class and lag
+    that it waits for (-1: none); which are weight gradients, and which the last of their stages.
+    ``cap`` is by device."""
 
-    start: list[int]
-    busy: list[Busy]
-    delay: int
-    life: list[int]
-    open: list[int]
-    excess: float
-    score: tuple[float, float] = (0.0, 0.0)
+    duration: Any
+    device: Any
+    change: Any
+    head: Any
+    source: Any
+    lag: Any
+    apart: Any
+    last: Any
+    cap: Any
+
+
+class _Path(NamedTuple):
+    """The classes in the order in which they are placed. What comes after step i of it on the same
+    device takes, ascending, ``later[first[i]:first[i + 1]]``; ``sums[begin[i]:begin[i + 1]]`` are
+    sums of some of these: of up to three where they are few."""
+
+    classes: Any
+    later: Any
+    first: Any
+    sums: Any
+    begin: Any
+
+
+class _States(NamedTuple):
+    """Partial templates, a row each: starts by class (-1: none); what is taken of each device's
+    period, ``taken`` times from ``begin`` in [0, period) to ``end``, in order; the path's delay;
+    and by device what memory it comes to: ``life + held * delay`` over the period."""
+
+    start: Any
+    begin: Any
+    end: Any
+    taken: Any
+    delay: Any
+    life: Any
+    held: Any
+    excess: Any
 
 
 def beam_templates(
@@ -41,134 +72,279 @@ def beam_templates(
 
     The best may exceed a cap (``template.faults``): its order is then still a good start.
     """
-    return _Beam(shop, period).search(width, branches)[:count]
+    states, following = _empty(shop, width), _empty(shop, width)
+    found = _search(_classes(shop), _path(shop), states, following, period, branches)
+    return [Template(period, tuple(start)) for start in found[:count].tolist()]
 
 
-class _Beam:
-    def __init__(self, shop: JobShop, period: int) -> None:
-        self.shop, self.period = shop, period
-        step, num = shop.num_microbatches, shop.placement.num_stages
-        self.duration = [shop.duration[k * step] for k in range(shop.num_classes)]
-        self.device = [shop.device[k * step] for k in range(shop.num_classes)]
-        self.change = [shop.delta[k * step] for k in range(shop.num_classes)]
-        self.source = [
-            (shop.before[k * step][0][0] // step, shop.before[k * step][0][1])
-            if shop.before[k * step]
-            else (-1, 0)
-            for k in range(shop.num_classes)
-        ]
-        self.heads = shop.heads()
-        self.path = list(range(num))
-        for stage in reversed(range(num)):
-            self.path += range(num + stage, shop.num_classes, num)
-        self.last = range(shop.num_classes - num, shop.num_classes)
+def _classes(shop: JobShop) -> _Classes:
+    step, num, classes = shop.num_microbatches, shop.placement.num_stages, shop.num_classes
+    waits = [shop.before[k * step][:1] for k in range(classes)]
+    columns = (
+        shop.duration[::step],
+        shop.device[::step],
+        shop.heads(),
+        [each[0][0] // step if each else -1 for each in waits],
+        [each[0][1] if each else 0 for each in waits],
+    )
+    duration, device, head, source, lag = (np.array(c, dtype=np.int64) for c in columns)
+    apart = np.array([shop.kinds[k // num] is Kind.WEIGHT_GRAD for k in range(classes)])
+    change, cap = (np.array(c, dtype=np.float64) for c in (shop.delta[::step], shop.cap))
+    last = np.arange(classes) >= classes - num
+    return _Classes(duration, device, change, head, source, lag, apart, last, cap)
 
-    def search(self, width: int, branches: int) -> list[Template]:
-        shop = self.shop
-        devices = shop.placement.num_devices
-        life = [0] * devices
-        for device, change, head in zip(self.device, self.change, self.heads, strict=True):
-            life[device] -= change * head
-        empty: list[Busy] = [()] * devices
-        states = [_State([-1] * shop.num_classes, empty, 0, life, [0] * devices, 0.0)]
-        for at, k in enumerate(self.path):
-            later = tuple(
-                sorted(
-                    self.duration[j]
-                    for j in self.path[at + 1 :]
-                    if self.device[j] == self.device[k]
-                )
-            )
-            found = [
-                self.placed(state, k, t)
-                for state in states
-                for t in self.places(state, k, later, branches)
-            ]
-            found.sort(key=lambda state: state.score)
-            states = found[:width]
-        return [Template(self.period, tuple(s.start)) for s in states]
 
-    def places(self, state: _State, k: int, later: tuple[int, ...], branches: int) -> list[int]:
-        """When class k can start, the earliest first."""
-        period, need = self.period, self.duration[k]
-        j, lag = self.source[k]
-        ready = 0 if j < 0 else state.start[j] + self.duration[j] + lag
-        busy = state.busy[self.device[k]]
-        if not busy:
-            return [ready]
-        offset = ready % period
-        options = set()
-        sizes = _sums(later)
-        gaps = list(_gaps(busy, period))
-        for g, (begin, end) in enumerate(gaps):
-            room = end - begin - need
-            if room < 0:
+def _path(shop: JobShop) -> _Path:
+    step, num, classes = shop.num_microbatches, shop.placement.num_stages, shop.num_classes
+    path = list(range(num))
+    for stage in reversed(range(num)):
+        path += range(num + stage, classes, num)
+    rest: list[list[int]] = [[] for _ in shop.cap]
+    later, sums = [], []
+    for k in reversed(path):
+        sizes = rest[shop.device[k * step]]
+        most = 3 if len(sizes) <= 3 else 2 if len(sizes) <= 5 else 1
+        later.append(sorted(sizes))
+        sums.append({sum(c) for n in range(1, most + 1) for c in combinations(sizes, n)})
+        sizes.append(shop.duration[k * step])
+    tables: list[Any] = [np.array(path)]
+    for rows in (later[::-1], sums[::-1]):
+        tables.append(np.array([size for row in rows for size in row], dtype=np.int64))
+        tables.append(np.cumsum([0, *map(len, rows)]))
+    return _Path(*tables)
+
+
+def _empty(shop: JobShop, count: int) -> _States:
+    """So many templates without any class."""
+    classes, devices, heads = shop.num_classes, len(shop.cap), shop.heads()
+    each = [shop.classes_of(d) for d in range(devices)]
+    most = max(map(len, each))
+    life = [
+        float(-sum(shop.delta[k * shop.num_microbatches] * heads[k] for k in mine)) for mine in each
+    ]
+    return _States(
+        np.full((count, classes), -1),
+        np.zeros((count, devices, most), np.int64),
+        np.zeros((count, devices, most), np.int64),
+        np.zeros((count, devices), np.int64),
+        np.zeros(count, np.int64),
+        np.array([life] * count),
+        np.zeros((count, devices)),
+        np.zeros(count),
+    )
+
+
+@compiled
+def _search(
+    classes: _Classes,
+    path: _Path,
+    states: _States,
+    following: _States,
+    period: int,
+    branches: int,
+) -> Any:
+    """The starts of all templates that are left in the end, the best first; begins with the first
+    of ``states``, which has no class."""
+    live, width = 1, len(following.delay)
+    options, parent, at = zeros(branches), zeros(width), zeros(width)
+    over, delay = np.zeros(width), zeros(width)
+    for step in range(len(path.classes)):
+        k = path.classes[step]
+        device, source = classes.device[k], classes.source[k]
+        later = path.later[path.first[step] : path.first[step + 1]]
+        sums = path.sums[path.begin[step] : path.begin[step + 1]]
+        found = 0
+        for s in range(live):
+            ready = 0
+            if source >= 0:
+                ready = states.start[s, source] + classes.duration[source] + classes.lag[k]
+            begin, end = states.begin[s, device], states.end[s, device]
+            taken, need = states.taken[s, device], classes.duration[k]
+            num = _places(begin, end, taken, ready, need, period, later, sums, options)
+            for o in range(num):
+                much, late = _score(classes, states, s, k, options[o], period)
+                place = found
+                while place > 0 and (
+                    much < over[place - 1] or (much == over[place - 1] and late < delay[place - 1])
+                ):
+                    place -= 1
+                if place == width:
+                    continue
+                found = min(width, found + 1)
+                for other in range(found - 1, place, -1):
+                    over[other], delay[other] = over[other - 1], delay[other - 1]
+                    parent[other], at[other] = parent[other - 1], at[other - 1]
+                over[place], delay[place], parent[place], at[place] = much, late, s, options[o]
+        for s in range(found):
+            _place(classes, states, parent[s], following, s, k, at[s], period)
+        states, following, live = following, states, found
+    return states.start[:live]
+
+
+@part
+def _places(
+    begins: Any,
+    ends: Any,
+    taken: int,
+    ready: int,
+    need: int,
+    period: int,
+    later: Any,
+    sums: Any,
+    options: Any,
+) -> int:
+    """How many ``options`` there are, not before ``ready``, the earliest first."""
+    if taken == 0:
+        options[0] = ready
+        return 1
+    gaps, choices, left, count = zeros(taken), zeros(2 * len(sums) + 3), zeros(taken + 1), 0
+    for i in range(taken):
+        following = begins[i + 1] if i + 1 < taken else begins[0] + period
+        gaps[i] = following - ends[i]
+    for i in range(taken):
+        room = gaps[i] - need
+        if gaps[i] <= 0 or room < 0:
+            continue
+        choices[0], choices[1], num = 0, room, 2
+        for k in range(len(sums)):
+            if sums[k] < room:
+                choices[num], choices[num + 1] = sums[k], room - sums[k]
+                num += 2
+        into = (ready - ends[i]) % period
+        if into <= room:
+            choices[num] = into
+            num += 1
+        for k in range(num):
+            choice = choices[k]
+            t = ready + (ends[i] + choice - ready) % period
+            place = count
+            while place > 0 and options[place - 1] > t:
+                place -= 1
+            if place == len(options) or (place > 0 and options[place - 1] == t):
                 continue
-            into = (offset - begin) % period
-            choices = {0, room}
-            choices.update(s for s in sizes if s < room)
-            choices.update(room - s for s in sizes if s < room)
-            if into <= room:
-                choices.add(into)
-            rest = [e - b for i, (b, e) in enumerate(gaps) if i != g]
-            for c in choices:
-                left = tuple(sorted(x for x in (*rest, c, room - c) if x))
-                if _fits(left, later):
-                    options.add(ready + (begin + c - offset) % period)
-        return sorted(options)[:branches]
-
-    def placed(self, state: _State, k: int, t: int) -> _State:
-        shop, period, device = self.shop, self.period, self.device[k]
-        start = state.start.copy()
-        start[k] = t
-        begin = t % period
-        busy = state.busy.copy()
-        busy[device] = tuple(sorted((*busy[device], (begin, begin + self.duration[k]))))
-        delay = t - self.heads[k]
-        life, held, excess = state.life, state.open, state.excess
-        if self.change[k]:
-            life, held = life.copy(), held.copy()
-            life[device] -= self.change[k] * delay
-            held[device] += self.change[k]
-        if shop.kinds[k // shop.placement.num_stages] is Kind.WEIGHT_GRAD:
-            delay = state.delay
-        if k in self.last and all(start[b] >= 0 for b in self.last if self.device[b] == device):
-            peak = steady_peak(shop, Template(period, tuple(start)), device)
-            cap = shop.cap[device]
-            excess += max(0, peak - cap) / max(cap, 1)
-        over = excess
-        for d, cap in enumerate(shop.cap):
-            rate = (life[d] + held[d] * delay) / period
-            if held[d] and rate > cap:
-                over += (rate - cap) / max(cap, 1)
-        return _State(start, busy, delay, life, held, excess, (over, delay))
+            for j in range(taken):
+                left[j] = gaps[j]
+            left[i], left[taken] = choice, room - choice
+            if not _fits(left, later):
+                continue
+            count = min(len(options), count + 1)
+            for other in range(count - 1, place, -1):
+                options[other] = options[other - 1]
+            options[place] = t
+    return count
 
 
-def _gaps(busy: Busy, period: int) -> Iterator[tuple[int, int]]:
-    for i, (_, end) in enumerate(busy):
-        following = busy[i + 1][0] if i + 1 < len(busy) else busy[0][0] + period
-        if following > end:
-            yield end, following
-
-
-@lru_cache(maxsize=1 << 16)
-def _sums(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sums of some of the sizes: of up to three where they are few."""
-    most = 3 if len(sizes) <= 3 else 2 if len(sizes) <= 5 else 1
-    return tuple({sum(c) for n in range(1, most + 1) for c in combinations(sizes, n)})
-
-
-@lru_cache(maxsize=1 << 16)
-def _fits(gaps: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether all sizes (ascending) can be packed into the gaps."""
-    if not sizes:
-        return True
-    if sum(sizes) > sum(gaps) or not gaps or sizes[-1] > gaps[-1]:
+@part
+def _fits(gaps: Any, sizes: Any) -> bool:
+    """Whether all sizes (ascending) can be packed into the gaps: each, from the largest on, goes
+    into one gap after the other, of gaps that are alike into the first."""
+    chosen, depth, spare = zeros(len(sizes) + 1), 0, 0
+    for i in range(len(gaps)):
+        spare += gaps[i]
+    for i in range(len(sizes)):
+        chosen[i] = -1
+        spare -= sizes[i]
+    if spare < 0:
         return False
-    largest, rest = sizes[-1], sizes[:-1]
-    for i, gap in enumerate(gaps):
-        if gap >= largest and (i == 0 or gaps[i - 1] != gap):
-            left = (*gaps[:i], *gaps[i + 1 :], *((gap - largest,) if gap > largest else ()))
-            if _fits(tuple(sorted(left)), rest):
-                return True
+    while depth < len(sizes):
+        size, gap = sizes[len(sizes) - 1 - depth], chosen[depth]
+        if gap >= 0:
+            gaps[gap] += size
+        gap += 1
+        while gap < len(gaps) and (gaps[gap] < size or _before(gaps, gap)):
+            gap += 1
+        if gap == len(gaps):
+            if depth == 0:
+                return False
+            chosen[depth] = -1
+            depth -= 1
+        else:
+            gaps[gap] -= size
+            chosen[depth] = gap
+            depth += 1
+    return True
+
+
+@part
+def _before(gaps: Any, gap: int) -> bool:
+    """Whether one before it is alike."""
+    for other in range(gap):
+        if gaps[other] == gaps[gap]:
+            return True
     return False
+
+
+@part
+def _score(
+    classes: _Classes, states: _States, s: int, k: int, t: int, period: int
+) -> tuple[float, int]:
+    """Memory above the caps, in shares of them, and the path's delay, if class k starts at t."""
+    device, late = classes.device[k], t - classes.head[k]
+    life = states.life[s, device] - classes.change[k] * late
+    held = states.held[s, device] + classes.change[k]
+    delay = states.delay[s] if classes.apart[k] else late
+    over = states.excess[s] + _excess(classes, states, s, k, t, period)
+    for d in range(len(classes.cap)):
+        cap = classes.cap[d]
+        alive, lives = (held, life) if d == device else (states.held[s, d], states.life[s, d])
+        rate = (lives + alive * delay) / period
+        if alive != 0 and rate > cap * (1 + ROUNDING):
+            over += (rate - cap) / max(cap, 1.0)
+    return over, delay
+
+
+@part
+def _excess(classes: _Classes, states: _States, s: int, k: int, t: int, period: int) -> float:
+    """What the device of class k holds above its cap in steady state, as a share, where k, at t, is
+    the last of its device's last classes to be placed."""
+    device, start = classes.device[k], states.start[s]
+    if not classes.last[k]:
+        return 0.0
+    for b in range(len(start)):
+        if classes.last[b] and classes.device[b] == device and b != k and start[b] < 0:
+            return 0.0
+    most, cap = 0.0, classes.cap[device]
+    for now in range(len(start)):
+        if classes.device[now] == device and classes.change[now] > 0:
+            peak = 0.0
+            for b in range(len(start)):
+                if classes.device[b] == device:
+                    begun = (t if now == k else start[now]) - (t if b == k else start[b])
+                    peak += classes.change[b] * (begun // period)
+            most = max(most, peak)
+    return max(0.0, most - cap) / max(cap, 1.0) if most > cap * (1 + ROUNDING) else 0.0
+
+
+@part
+def _place(
+    classes: _Classes,
+    states: _States,
+    s: int,
+    following: _States,
+    to: int,
+    k: int,
+    t: int,
+    period: int,
+) -> None:
+    """Let template ``to`` of the following ones be s with class k at t."""
+    device, late, change = classes.device[k], t - classes.head[k], classes.change[k]
+    following.excess[to] = states.excess[s] + _excess(classes, states, s, k, t, period)
+    following.delay[to] = states.delay[s] if classes.apart[k] else late
+    for b in range(len(classes.device)):
+        following.start[to, b] = t if b == k else states.start[s, b]
+    for d in range(len(classes.cap)):
+        following.life[to, d], following.held[to, d] = states.life[s, d], states.held[s, d]
+        following.taken[to, d] = states.taken[s, d]
+        for i in range(states.taken[s, d]):
+            following.begin[to, d, i] = states.begin[s, d, i]
+            following.end[to, d, i] = states.end[s, d, i]
+    following.life[to, device] -= change * late
+    following.held[to, device] += change
+    at, begin = following.taken[to, device], t % period
+    while at > 0 and following.begin[to, device, at - 1] > begin:
+        following.begin[to, device, at] = following.begin[to, device, at - 1]
+        following.end[to, device, at] = following.end[to, device, at - 1]
+        at -= 1
+    following.begin[to, device, at] = begin
+    following.end[to, device, at] = begin + classes.duration[k]
+    following.taken[to, device] += 1

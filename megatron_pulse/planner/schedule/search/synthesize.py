@@ -39,6 +39,7 @@ from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import Certificate, ScheduleProblem, Synthesis
 from megatron_pulse.planner.schedule.recompute import with_recomputation
 from megatron_pulse.planner.schedule.search.anneal import anneal
+from megatron_pulse.planner.schedule.search.beam import beam_templates
 from megatron_pulse.planner.schedule.search.extend import extended
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import exact_time, job_shop
@@ -173,6 +174,7 @@ def get_ready() -> None:
         shop = job_shop(problem)
         exact_time(problem, shop)(shop.timed(shop.lines(next(starts(shop)))))
         anneal(shop, improve(shop, next(starts(shop))), float)
+        beam_templates(shop, shop.most_load)
         next(Widening(problem, shop).starts(lambda: math.inf, lambda _: 1.0), None)
     if (spent := time.monotonic() - began) > NOTABLE_S:
         log.info("compiled the search for schedules in %.1f s; it is kept on disk", spent)
