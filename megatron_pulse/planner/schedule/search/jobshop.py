@@ -209,10 +209,12 @@ def exact_time(problem: ScheduleProblem, shop: JobShop) -> Callable[[Sequence[in
     count, num = shop.num_microbatches, shop.placement.num_stages
     duration = [problem.duration(kind, s) for kind in shop.kinds for s in range(num)]
     each: Any = np.repeat(np.array(duration, dtype=np.float64), count)
-    lag = np.array([[problem.lag(s, t) for t in range(num)] for s in range(num)], dtype=np.float64)
+    between = np.array([*(problem.lag(s, s + 1) for s in range(num - 1)), 0.0])
     first, edges, _ = shop.waits
     waiting: Any = np.repeat(np.arange(len(each)), np.diff(first))
-    waits = Waits(first, edges, lag[edges // count % num, waiting // count % num])
+    source, own = edges // count % num, waiting // count % num
+    lags = np.where(source == own, 0.0, between[np.minimum(source, own)])
+    waits = Waits(first, edges, lags)
 
     def seconds(start: Sequence[int]) -> float:
         return float((played(shop.lines(start), waits, each) + each).max())
