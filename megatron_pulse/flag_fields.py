@@ -40,7 +40,7 @@ class Range:
             return []
         shown = f"{value:g}" if isinstance(value, float) else f"{value:,}"
         shown = shown if len(shown) <= 40 else f"{shown[:20]}..."
-        must = f"finite, {self.must}" if value == math.inf else self.must
+        must = self.must if math.isfinite(value) else f"finite, {self.must}"
         return [f"{flag} is {shown}; it must be {must}"]
 
 

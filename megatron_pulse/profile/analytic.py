@@ -84,7 +84,9 @@ def analyse(
     context, halved = meta_context(roofline.dtype), meta_context(roofline.dtype, tensor=2)
     counted: dict[str, tuple[ModuleSizes, list[LayerWork], float]] = {}
     kinds = [layer_kind(backbone, i) for i in range(len(backbone.layers))]
-    layers = tqdm(kinds, "counting", unit="layer", delay=2, disable=not progress or None)
+    layers = tqdm(
+        kinds, "counting", unit="layer", delay=2, leave=False, disable=not progress or None
+    )
     named = naming_module_faults(backbone, roofline.dtype)
     with named, some_process_group(), torch.device("meta"):
         for i, kind in enumerate(layers):

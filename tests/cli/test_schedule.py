@@ -222,9 +222,9 @@ CASES = {
     "flags": (
         "--times x.json -p 0 -m 0 --waves 0 --placement sequential --micro-batch-size 0 --cap -1 "
         "--link-gbs 0 --link-us -1 --seconds nan --split --name 1f1b --draw o.png --csv o.txt "
-        "--json o.txt",
+        "--json o.txt --solver highs --no-cache",
         [
-            "17 faults",
+            "20 faults",
             "x.json: there is no such file",
             "--num-devices is 0",
             "--microbatches is 0",
@@ -237,7 +237,10 @@ CASES = {
             "--link-gbs is for --profile; write 'link'",
             "--link-us is -1",
             "--link-us is for --profile",
-            "--seconds is nan",
+            "--seconds is nan; it must be finite, 0 or more",
+            "--solver is for what is synthesized",
+            "--no-cache is for what is synthesized",
+            "--seconds is for what is synthesized",
             "--split is for what is synthesized",
             "must end in .svg, .html or .json",
             "must end in .csv",

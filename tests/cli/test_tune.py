@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,13 +128,34 @@ def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("flags", "said"),
     [
         ("--cluster nowhere", "no cluster is called 'nowhere'"),
-        ("--pipeline 3", "no degrees divide both 4 devices and a global batch of 16"),
-        ("--global-batch-size 15 --tensor 1 --pipeline 2", "no degrees divide"),
+        ("--cluster dgx-a100:x", "behind the colon goes a number of nodes"),
+        ("--tensor 3", "no tensor degree of 3 divides both 4 devices and the 4 of a node"),
+        ("--pipeline 3", "no pipeline degree of 3 divides 4 devices with a tensor degree of 1, 2"),
+        ("--pipeline 4 --tensor 2", "with a tensor degree of 2: 1, 2 do"),
+        ("--layouts", "no layout of one device for a pipeline degree of 2, 4"),
+        ("--global-batch-size 15 --tensor 1 --pipeline 2", "15 cannot be divided among 2 replicas"),
+        ("--micro-batch-size 3", "no microbatch size of 3 divides what a replica has of a global"),
     ],
 )
 def test_refuses(here: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str) -> None:
-    assert main(f"{ASKED} {flags} {FAST}".split()) == 2
+    more = (
+        ["--layouts", "one device", "--pipeline", "2,4"] if flags == "--layouts" else flags.split()
+    )
+    assert main([*ASKED.split(), *more, *FAST.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_cannot_be_is_refused_before_anything_is_measured(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Layers are counted for seconds, and need torch."""
+    asked = "tune --backbone uvit-2.7b --cluster dgx-a100 --global-batch-size 16 --pipeline 3"
+    began = time.process_time()
+    assert main(asked.split()) == 2
+    assert "no pipeline degree of 3 divides 8 devices" in capsys.readouterr().err
+    assert main(f"{asked} --worlds 4,8 -o plans".split()) == 2
+    assert "no pipeline degree of 3 divides 8 devices" in capsys.readouterr().err
+    assert time.process_time() - began < 2 and not (here / "plans").exists()
 
 
 def test_an_unknown_device_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

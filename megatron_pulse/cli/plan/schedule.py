@@ -68,6 +68,8 @@ examples:
   pulse schedule --times times.json -p 8 -m 32 --name zb-v --draw trace.json   (ui.perfetto.dev)
 """
 
+_SECONDS = 10.0
+
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``schedule``."""
@@ -127,7 +129,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="auto",
         help="exact solver after the construction (default auto: what is installed and fits)",
     )
-    add("--seconds", type=float, default=10.0, metavar="S", help="to search (default 10)")
+    add("--seconds", type=float, metavar="S", help=f"to search (default {_SECONDS:g})")
     own = parser.add_mutually_exclusive_group()
     own.add_argument(
         "--name",
@@ -170,6 +172,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Solve or evaluate, then print, write and draw."""
     require(_faults(args))
+    args.seconds = _SECONDS if args.seconds is None else args.seconds
     from megatron_pulse.cli.plan.schedule_input import from_profile, from_times
     from megatron_pulse.cli.plan.schedule_report import (
         ScheduleReport,
@@ -354,6 +357,17 @@ def _faults(args: argparse.Namespace) -> list[str]:
     faults += out_of(FROM_ZERO, args, "link_us", "seconds")
     if args.cap is not None and not args.cap > 0:
         faults.append(f"--cap is {args.cap:g}; it must be above 0")
+    if args.name != "auto" or args.schedule is not None:
+        searching = {
+            "--solver": args.solver != "auto",
+            "--no-cache": args.no_cache,
+            "--seconds": args.seconds is not None and args.encoders is None,
+        }
+        faults += [
+            f"{flag} is for what is synthesized; a given schedule is taken as it is"
+            for flag, given in searching.items()
+            if given
+        ]
     if args.split and (args.name != "auto" or args.schedule is not None):
         faults.append("--split is for what is synthesized; a given schedule splits or does not")
     faults += check_file(args.draw, "--draw", *DRAWINGS)

@@ -165,6 +165,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.planner.tune.searching.fewer import fewer_devices
+    from megatron_pulse.planner.tune.tune import check_choices
     from megatron_pulse.profile.cautions import (
         device_caution,
         rank_threads,
@@ -175,11 +176,14 @@ def run(args: argparse.Namespace) -> None:
     where = cluster(args.cluster)
     if args.no_offload:
         where = replace(where, host=None)
+    parts = _worlds(args, where)
+    for part in parts.values() or [where]:
+        check_choices(part, args.global_batch_size, _choices(args))
     with mending(ValueError):
         profile = _profile(args, where)
     require(_no_cascade(profile) + _no_half_gradients(args, profile))
-    if args.worlds is not None:
-        _tune_worlds(args, profile, where)
+    if parts:
+        _tune_worlds(args, profile, parts)
         return
     warn(
         device_caution(profile, where.device),
@@ -219,7 +223,22 @@ def run(args: argparse.Namespace) -> None:
     answer(args, lines, partial(as_json, found, evaluator, made, fewer))
 
 
-def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> None:
+def _worlds(args: argparse.Namespace, where: Cluster) -> dict[int, Cluster]:
+    """The parts of the cluster that have so many devices as ``--worlds`` says, the most first."""
+    worlds = sorted(_numbers(args.worlds) or (), reverse=True)
+    parts = {world: where.part(world) for world in worlds}
+    require(
+        [
+            f"--worlds {world}: {where.name} has {where.nodes} node(s) of "
+            f"{where.devices_per_node} devices: give whole nodes of it, or part of one"
+            for world, part in parts.items()
+            if part is None
+        ]
+    )
+    return {world: part for world, part in parts.items() if part is not None}
+
+
+def _tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, Cluster]) -> None:
     """A plan for each number of devices, each searched for by itself; a folder of them.
 
     A run goes from one to the other with its optimizer's state, so all have that of the first, or
@@ -232,19 +251,9 @@ def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.planner.tune.tune import UntunableError
 
-    worlds = sorted(_numbers(args.worlds) or (), reverse=True)
-    parts = {world: where.part(world) for world in worlds}
-    require(
-        [
-            f"--worlds {world}: {where.name} has {where.nodes} node(s) of "
-            f"{where.devices_per_node} devices: give whole nodes of it, or part of one"
-            for world, part in parts.items()
-            if part is None
-        ]
-    )
     choices = _choices(args)
     with mending(ValueError):
-        there = optimizer_beside(args.output, worlds)
+        there = optimizer_beside(args.output, list(parts))
     if there is not None:
         choices = replace(choices, distributed_optimizer=(there,))
     backbone = _backbone_of(profile)
@@ -254,7 +263,6 @@ def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
     records: dict[str, Any] = {}
     faults: list[str] = []
     for world, part in parts.items():
-        assert part is not None
         of = profile, part, args.global_batch_size, divides, heads
         evaluator = Evaluator(*of, args.self_conditioning or 0.0, _state(args))
         try:
@@ -270,6 +278,8 @@ def _tune_worlds(args: argparse.Namespace, profile: Profile, where: Cluster) -> 
         file = world_file(args.output, world)
         save_plan(plan_of(best, evaluator, divides), file)
         lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")
+        if found.opponent is not None and found.opponent.throughput > best.throughput:
+            lines.append(f"  {found.opponent.beside(best.throughput)}")
         records[str(world)] = as_json(found, evaluator, None)
     answer(args, lines, lambda: records)
     require(faults)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -32,7 +34,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.policies import Policy, encode_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
-from megatron_pulse.planner.tune.tune import UntunableError, tune
+from megatron_pulse.planner.tune.tune import UntunableError, check_choices, tune
 from megatron_pulse.profile.devices import USABLE
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.memory_format import in_format_of, in_given_format
@@ -120,19 +122,18 @@ def _tune(
     assert cluster is not None
     if options.memory_gb is not None:
         cluster = replace(cluster, memory_gb=options.memory_gb, usable_memory=1.0)
-    backbone = load_here(args, options)
+    backbone, choices = load_here(args, options), _choices(line)
+    with _refusing(backbone):
+        check_choices(cluster, args.global_batch_size, choices)
     print(f"measuring {backbone.name} and tuning for {cluster.num_devices} ranks", flush=True)
-    choices, profile = _choices(line), _measure(args, options, backbone)
+    profile = _measure(args, options, backbone)
     divided = backbone.divides_sequences
     of = profile, cluster, args.global_batch_size
     own, state = options.self_conditioning or 0.0, parameter_state(args, options)
     evaluator = Evaluator(*of, divided, backbone.num_heads, own, state)
     seconds = options.solver_seconds
-    try:
-        with HERE.during("tuning", patient=True, grants_s=seconds):
-            found = tune(evaluator, choices, finish_s=seconds, solver=options.solver)
-    except UntunableError as error:
-        raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
+    with _refusing(backbone), HERE.during("tuning", patient=True, grants_s=seconds):
+        found = tune(evaluator, choices, finish_s=seconds, solver=options.solver)
     best = found.outcomes[0]
     plan = _filled(plan_of(best, evaluator, divided), options, backbone)
     save_plan(plan, path)
@@ -141,6 +142,15 @@ def _tune(
     if found.opponent is not None:
         print(f"{found.opponent.beside(best.throughput)} ({found.opponent.facts})", flush=True)
     return plan
+
+
+@contextmanager
+def _refusing(backbone: Backbone) -> Iterator[None]:
+    """What cannot be tuned is a fault of the flag."""
+    try:
+        yield
+    except UntunableError as error:
+        raise ValueError(f"--pulse-auto: {backbone.name}: {error}") from error
 
 
 def _filled(plan: PlanFile, options: PulseOptions, backbone: Backbone) -> PlanFile:

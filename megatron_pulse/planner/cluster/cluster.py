@@ -311,6 +311,8 @@ def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
     text = str(name_or_path)
     presets = cluster_presets()
     counted = re.fullmatch(r"(.+):(\d+)", text)
+    if counted is None and text.partition(":")[0] in presets and ":" in text:
+        raise ClusterError(f"{text}: behind the colon goes a number of nodes, as in dgx-a100:4")
     if counted and nodes is None and not Path(text).exists():
         text, nodes = counted[1], int(counted[2])
     if text in presets:

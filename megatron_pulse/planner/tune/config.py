@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
@@ -139,6 +139,60 @@ def configs(
                         divided,
                         inside,
                     )
+
+
+def why_none(
+    num_devices: int,
+    devices_per_node: int,
+    global_batch_size: int,
+    has_skips: bool,
+    choices: Choices,
+) -> str | None:
+    """Why there are no ``configs``, and what there can be; None where there are."""
+    degrees = [
+        (pipeline, tensor)
+        for pipeline, tensor in product(divisors(num_devices), choices.tensor)
+        if not (num_devices % (pipeline * tensor) or devices_per_node % tensor)
+    ]
+    if not degrees:
+        return (
+            f"no tensor degree of {_listed(choices.tensor)} divides both {num_devices} devices and "
+            f"the {devices_per_node} of a node"
+        )
+    able, wanted = {pipeline for pipeline, _ in degrees}, choices.pipeline
+    degrees = [each for each in degrees if wanted is None or each[0] in wanted]
+    if not degrees:
+        return (
+            f"no pipeline degree of {_listed(wanted or ())} divides {num_devices} devices with a "
+            f"tensor degree of {_listed(choices.tensor)}: {_listed(able)} do"
+        )
+    layouts = set(choices.layouts) - (set() if has_skips else {FOLD_SOFT})
+    names, asked = ", ".join(map(str, choices.layouts)), {pipeline for pipeline, _ in degrees}
+    degrees = [
+        each for each in degrees if (WHOLE in layouts if each[0] == 1 else layouts - {WHOLE})
+    ]
+    if not degrees:
+        return (
+            f"no layout of {names} for a pipeline degree of {_listed(asked)}: {WHOLE} is for 1, "
+            f"the others for more{'' if has_skips else f', {FOLD_SOFT} for backbones with skips'}"
+        )
+    shares = {num_devices // (pipeline * tensor) for pipeline, tensor in degrees}
+    samples = {global_batch_size // data for data in shares if global_batch_size % data == 0}
+    if not samples:
+        return (
+            f"a global batch of {global_batch_size} cannot be divided among {_listed(shares)} "
+            "replicas, which there would be: take a multiple of one of these"
+        )
+    if not any(_sizes(each, choices.micro_batch_size) for each in samples):
+        return (
+            f"no microbatch size of {_listed(choices.micro_batch_size or ())} divides what a "
+            f"replica has of a global batch of {global_batch_size}: {_listed(samples)} samples"
+        )
+    return None
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(numbers)))
 
 
 def divisors(number: int) -> list[int]:

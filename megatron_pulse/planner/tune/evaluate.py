@@ -189,7 +189,7 @@ class Evaluator(LighterCuts):
             pipeline_s=pipeline_s,
             reduce_s=reduce_s,
             optimizer_s=optimizer_s,
-            bubble=1 - busy / pipeline_s,
+            bubble=max(0.0, 1 - busy / pipeline_s),
             memory_bytes=memory,
             pipeline_bytes=moved / config.micro_batch_size,
             data_bytes=reduced / self.global_batch_size,

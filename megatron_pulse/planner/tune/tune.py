@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 from megatron_pulse.faults import UserError
-from megatron_pulse.planner.tune.config import Choices
+from megatron_pulse.planner.cluster.cluster import Cluster
+from megatron_pulse.planner.tune.config import Choices, why_none
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.memory.short import search_short
 from megatron_pulse.planner.tune.searching.budget import Budget
@@ -19,6 +20,16 @@ from megatron_pulse.planner.tune.sharded.opponent import opponent
 
 class UntunableError(UserError):
     """No config can run; the message says what would have to change."""
+
+
+def check_choices(
+    cluster: Cluster, global_batch_size: int, choices: Choices, has_skips: bool = True
+) -> None:
+    """Raises UntunableError where there are no configs of these choices whatever a profile says
+    (``has_skips``: of a backbone whether it has any)."""
+    of = cluster.num_devices, cluster.devices_per_node, global_batch_size, has_skips
+    if (why := why_none(*of, choices)) is not None:
+        raise UntunableError(why)
 
 
 def tune(
@@ -40,11 +51,8 @@ def tune(
     began = time.monotonic()
     candidates = evaluator.candidates(choices)
     if not candidates:
-        raise UntunableError(
-            f"no degrees divide both {evaluator.cluster.num_devices} devices and a global batch of "
-            f"{evaluator.global_batch_size} as asked: data degree x microbatch size must divide "
-            "the batch, pipeline x tensor the devices, tensor the devices of a node"
-        )
+        has_skips = bool(evaluator.profile.skips)
+        check_choices(evaluator.cluster, evaluator.global_batch_size, choices, has_skips)
     seconds, looked = search_s - (time.monotonic() - began), partial(progress, "tuning")
     found = search_short(evaluator, choices, candidates, keep, seconds, looked, finish_s)
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - seconds))
