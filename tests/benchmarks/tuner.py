@@ -7,8 +7,8 @@
 Clusters are presets, or N:G for N A100s of 80 GB, eight to a node with NVLink, whose nodes share G
 Gb/s. Times of layers are analytic. A step has so many samples for each device. Both searches stop
 after seconds of their own process's time, so that a busy machine does not bear on them (--wall:
-after seconds of the wall's). Answers are of whole schedules, as `pulse tune` makes them of the best
-in a quarter of the default's seconds, without a solver.
+after seconds of the wall's), of which 70 % are the search's and the rest for whole schedules of the
+best, without a solver, as `pulse tune` has it.
 Loss is how much more throughput the best of the restricted searches has than the answer. Degrees
 are searched alone unless no config of theirs can be sooner than the answer, by its bound; first for
 20 seconds each, then those that come within 5 % of the best for as long as --reference says.
@@ -45,6 +45,7 @@ from megatron_pulse.planner.tune.searching.budget import Budget, Clock
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
+from megatron_pulse.planner.tune.tune import FINISH_SHARE
 from megatron_pulse.profile.devices import Roofline
 from megatron_pulse.profile.profile import Profile
 
@@ -125,22 +126,23 @@ def machine(name: str) -> Cluster:
     return Cluster(name, nodes, 8, 80.0, "A100-80GB", nvlink, network if nodes > 1 else None, 0.9)
 
 
-def answer(cell: Cell, choices: Choices, seconds: float, finish_s: float, clock: Clock) -> Answer:
-    """What a search of so many seconds finds, with whole schedules."""
+def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer:
+    """What is found in so many seconds, whole schedules among them."""
     evaluator, better = cell.evaluator(), [(0.0, 0.0)]
 
     def progress(now: Tuning) -> None:
         if now.outcomes and now.outcomes[0].throughput > better[-1][1] * SHOWN:
             better.append((now.seconds, now.outcomes[0].throughput))
 
-    found = search(evaluator, evaluator.candidates(choices), 10, Budget(seconds, clock), progress)
+    budget = Budget((1 - FINISH_SHARE) * seconds, clock)
+    found = search(evaluator, evaluator.candidates(choices), 10, budget, progress)
     reached = found.outcomes[0].throughput if found.outcomes else 0.0
     near_s = next((s for s, rate in better if rate >= 0.99 * reached), 0.0)
     spent_s, proved = found.seconds, found.proved
     if found.outcomes:
         with tempfile.TemporaryDirectory() as nothing_known:
             os.environ["PULSE_CACHE_DIR"] = nothing_known
-            finish(evaluator, found, finish_s, "none", clock=clock)
+            finish(evaluator, found, FINISH_SHARE * seconds, "none", clock=clock)
     best = found.outcomes[0] if found.outcomes else None
     config = str(best.config) if best else "nothing fits"
     rate = best.throughput if best else 0.0
@@ -151,18 +153,18 @@ def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
     """The answer to a cell after ``seconds``, and those of each degree alone, of the promising ones
     after ``reference``."""
     clock = time.monotonic if wall else time.process_time
-    evaluator, finish_s = cell.evaluator(), seconds / 4
-    result = Result(cell.cluster, cell.model, answer(cell, Choices(), seconds, finish_s, clock), {})
+    evaluator = cell.evaluator()
+    result = Result(cell.cluster, cell.model, answer(cell, Choices(), seconds, clock), {})
     first_s, alone = min(FIRST_S, reference), result.alone
     for degree in divisors(machine(cell.cluster).num_devices) if reference else ():
         only = Choices(pipeline=(degree,))
         least_s = least_step(evaluator, evaluator.candidates(only))
         if least_s * result.answer.throughput < evaluator.global_batch_size:
-            alone[degree] = answer(cell, only, first_s, finish_s, clock)
+            alone[degree] = answer(cell, only, first_s, clock)
     for degree, first in alone.items() if reference > first_s else ():
         if first.throughput > NEAR * result.best.throughput and not first.proved:
             only = Choices(pipeline=(degree,))
-            longer = answer(cell, only, reference, finish_s, clock)
+            longer = answer(cell, only, reference, clock)
             alone[degree] = max(first, longer, key=lambda a: a.throughput)
     return result
 
@@ -223,7 +225,7 @@ def main() -> None:
     add("--clusters", nargs="+", default=CLUSTERS, metavar="NAME", help="presets or N:G")
     add("--models", nargs="+", default=MODELS, metavar="NAME", help="of 'pulse backbones'")
     add("--batch", type=int, default=8, metavar="N", help="samples for each device (default 8)")
-    add("--seconds", type=float, default=22.4, help="of the answer (default 22.4: 80 %% of 28)")
+    add("--seconds", type=float, default=28.0, help="of the answer (default 28)")
     add("--reference", type=float, default=60.0, help="of each degree alone; 0: none (default 60)")
     add("--wall", action="store_true", help="seconds of the wall's clock, not the process's")
     add("--jobs", type=int, default=1, help="processes, one cell each at a time")
@@ -241,7 +243,7 @@ def main() -> None:
     above = sum(loss > 1 for loss in losses)
     print(f"\n{len(results)} cells; loss of {max(losses):.1f} % at most, above 1 % in {above}")
     late = max(r.answer.spent_s for r in results)
-    print(f"longest search: {late:.1f} s of {args.seconds:g}")
+    print(f"longest search: {late:.1f} s of {(1 - FINISH_SHARE) * args.seconds:g}")
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
 

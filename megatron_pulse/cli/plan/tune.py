@@ -65,7 +65,6 @@ examples:
       --pipeline 2,4,8 --tensor 1 --layouts 'fold exact,sequential' --no-recompute
 """
 _PROFILED = (1, 8)
-_FINISH_SHARE = 0.2
 _FILL_S = 10.0
 _FILLED = 3
 """Configs that encoders are tried in: the fastest without them need not be with them."""
@@ -315,9 +314,9 @@ def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> 
     """The best configs with whole schedules, beneath a bar of the time that they may take."""
     from tqdm import tqdm
 
-    from megatron_pulse.planner.tune.tune import tune
+    from megatron_pulse.planner.tune.tune import FINISH_SHARE, tune
 
-    total, finish_s = round(args.seconds), _FINISH_SHARE * args.seconds
+    total, finish_s = round(args.seconds), FINISH_SHARE * args.seconds
     with tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
 
         def progress(what: str, now: Tuning) -> None:

@@ -17,6 +17,9 @@ from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.sharded.opponent import opponent
 
+FINISH_SHARE = 0.3
+"""Of the seconds of a decision, for whole schedules of the best."""
+
 
 class UntunableError(UserError):
     """No config can run; the message says what would have to change."""

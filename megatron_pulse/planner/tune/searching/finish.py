@@ -6,15 +6,17 @@ waits for which. So in the end the best are told apart by whole steps, other cut
 among them::
 
     at once     all of them, by schedules that are found at once
-    moved       the best with its layers moved, as long as that is sooner
+    moved       the best with its layers moved, and so on; what comes near it, by turns
     searched    the best few, by schedules that are searched for
     solved      the best few in the time that is left, by what ``solver`` says
+    moved       again, in what is left after that
 """
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -46,7 +48,7 @@ LEAST_S = 2.0
 """Seconds for a schedule below which none is solved for: on a busy machine a solver takes as long
 to start."""
 
-AT_ONCE_SHARE, MOVED_SHARE, SEARCHED_SHARE = 0.4, 0.4, 0.5
+AT_ONCE_SHARE, MOVED_SHARE, SEARCHED_SHARE = 0.4, 0.5, 0.5
 """Of the time that is left, for the first three rounds."""
 
 STARTS = 2.5
@@ -54,6 +56,9 @@ STARTS = 2.5
 
 UNTIMED = 3
 """Whole schedules that are made without time to make the best one whole."""
+
+CLOSE = 1.04
+"""Times the best, up to which layers of a step are moved."""
 
 MOVED, TRIED = 200, 4
 """Moved cuts that are played in the order of the best's schedule, and of these the soonest that get
@@ -81,6 +86,7 @@ def finish(
     rounds.go(evaluator.effort, count, SEARCHED_SHARE)
     rounds.solve(solver, count)
     rounds.settle()
+    rounds.move(1.0)
     found.outcomes = rounds.once()
     found.seconds += budget.spent
 
@@ -100,6 +106,8 @@ class _Rounds:
         for outcome in sorted(every.values(), key=_rank):
             alike.setdefault(what_runs(outcome), outcome)
         self.listed: dict[Tried, Outcome] = {tried(o): o for o in alike.values()}
+        self._moved: set[Tried] = set()
+        self._moving_s: defaultdict[Config, float] = defaultdict(float)
 
     def ranked(self) -> list[Outcome]:
         """All, the soonest first."""
@@ -139,22 +147,35 @@ class _Rounds:
                 self.schedule(outcome, effort)
 
     def move(self, share: float) -> None:
-        """The best with its layers moved, as long as that is sooner, within a share of the time."""
+        """The best with its layers moved, then what comes near it, by turns of their configs,
+        within a share of the time."""
         until = self.budget.spent + share * self.budget.left
-        seen: set[Tried] = set()
-        while ranked := self.ranked():
-            best = ranked[0]
-            if tried(best) in seen or self.work(best) > LARGEST:
-                return
-            if not best.extrapolated:
-                seen.add(tried(best))
-                for cuts in self.promising(best, (self.budget.spent + until) / 2):
-                    if self.has_time("schedule", self.work(best), until):
-                        self.cut(best, cuts)
-            elif self.has_time("schedule", self.work(best), until):
-                self.schedule(best, 0)
+        while (good := self.unmoved()) is not None and self.budget.spent < until:
+            began = self.budget.spent
+            has_time = self.has_time("schedule", self.work(good), until)
+            if good.extrapolated and has_time:
+                self.schedule(good, 0)
             else:
-                return
+                self._moved.add(tried(good))
+            if not good.extrapolated:
+                for cuts in self.promising(good, (began + until) / 2):
+                    if self.has_time("schedule", self.work(good), until):
+                        self.cut(good, cuts)
+            self._moving_s[good.config] += self.budget.spent - began
+
+    def unmoved(self) -> Outcome | None:
+        """The next whose layers are moved: the soonest of the config that had the least time for
+        that so far, the best's half as much; None if all that is near was."""
+        ranked = [outcome for outcome in self.ranked() if self.work(outcome) <= LARGEST]
+        first: dict[Config, Outcome] = {}
+        for outcome in ranked:
+            if outcome.step_s < CLOSE * ranked[0].step_s and tried(outcome) not in self._moved:
+                first.setdefault(outcome.config, outcome)
+
+        def had(config: Config) -> float:
+            return self._moving_s[config] / (2 if config == ranked[0].config else 1)
+
+        return first[min(first, key=had)] if first else None
 
     def promising(self, best: Outcome, until: float) -> list[Partition]:
         """The best's cuts with layers moved, those that are soonest in the order of its schedule,

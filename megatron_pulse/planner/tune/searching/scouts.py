@@ -12,7 +12,7 @@ from megatron_pulse.planner.tune.searching.candidates import Candidate, Reached,
 from megatron_pulse.planner.tune.searching.steps import Steps, TooLongError, work_of
 from megatron_pulse.planner.tune.searching.tuning import simplicity
 
-LEARNT_SHARE, SIMULATED_SHARE = 0.02, 0.015
+LEARNT_SHARE, SIMULATED_SHARE = 0.02, 0.025
 """Of the time that is left, what cuts for one more way to share nodes may take, and a simulation of
 one."""
 
