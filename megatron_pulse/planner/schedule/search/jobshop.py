@@ -18,7 +18,7 @@ import numpy as np
 from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.schedule.operations import Kind, Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
-from megatron_pulse.planner.schedule.search.playing import Waits, played
+from megatron_pulse.planner.schedule.search.playing import Waits, completes, played
 
 TICKS = 1000
 """Ticks of the longest operation when the durations are not whole numbers."""
@@ -144,6 +144,16 @@ class JobShop:
         known = self._operations
         order = tuple(tuple(known[i] for i in line) for line in self.lines(start))
         return Schedule(name, self.placement, self.num_microbatches, order)
+
+    def can_run(self, schedule: Schedule) -> bool:
+        """Whether the schedule has every operation once, on its device, and none waits for ever."""
+        number = self._numbers
+        lines = [[number.get(op, -1) for op in order] for order in schedule.order]
+        home = [
+            self.device[i] == d if i >= 0 else False for d, line in enumerate(lines) for i in line
+        ]
+        every = sorted(i for line in lines for i in line)
+        return all(home) and every == list(range(len(self.device))) and completes(lines, self.waits)
 
     def earliest(self, schedule: Schedule) -> list[int]:
         """Start times of a valid schedule's orders, each operation as early as they allow."""

@@ -21,12 +21,23 @@ class Waits(NamedTuple):
 def played(lines: Sequence[Sequence[int]], waits: Waits, duration: Any) -> Any:
     """The start of every operation, each as early as its device's line and ``waits`` allow, in the
     unit of ``lags`` and ``duration``, arrays of one type; lines are without circular waits."""
+    return _play(*_joined(lines), waits, duration)[0]
+
+
+def completes(lines: Sequence[Sequence[int]], waits: Waits) -> bool:
+    """Whether nothing in these lines of all operations waits for ever."""
+    duration: Any = np.ones(len(waits.first) - 1)
+    return bool(_play(*_joined(lines), waits, duration)[1].all())
+
+
+def _joined(lines: Sequence[Sequence[int]]) -> tuple[Any, Any]:
     firsts: Any = np.cumsum([0, *map(len, lines)])
-    return _play(np.array([i for line in lines for i in line]), firsts, waits, duration)
+    return np.array([i for line in lines for i in line]), firsts
 
 
 @compiled
-def _play(line: Any, firsts: Any, waits: Waits, duration: Any) -> Any:
+def _play(line: Any, firsts: Any, waits: Waits, duration: Any) -> tuple[Any, Any]:
+    """Starts of the operations, and which of them have ended."""
     devices, num = len(firsts) - 1, len(duration)
     start: Any = np.zeros_like(duration)
     ended: Any = np.zeros(num, np.bool_)
@@ -53,4 +64,4 @@ def _play(line: Any, firsts: Any, waits: Waits, duration: Any) -> Any:
                 at += 1
                 progress = True
             position[device], clock[device] = at, now
-    return start
+    return start, ended

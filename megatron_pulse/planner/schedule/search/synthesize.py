@@ -31,8 +31,7 @@ import numpy as np
 from megatron_pulse.planner.layout.placement import Placement, fold
 from megatron_pulse.planner.schedule.bound.bounds import device_bound, lower_bound
 from megatron_pulse.planner.schedule.bound.order_bound import BOUND_WORK
-from megatron_pulse.planner.schedule.check.validate import validate
-from megatron_pulse.planner.schedule.classic.names import CLASSICS
+from megatron_pulse.planner.schedule.classic.names import CLASSICS, SPLIT
 from megatron_pulse.planner.schedule.compiled import compiling
 from megatron_pulse.planner.schedule.offload import with_offload
 from megatron_pulse.planner.schedule.operations import Schedule
@@ -184,8 +183,10 @@ def classics(problem: ScheduleProblem) -> list[Schedule]:
     """The classic schedules that are an answer to ``problem``."""
     found = []
     for name in CLASSICS:
+        if (name in SPLIT) != (problem.weight_grad is not None):
+            continue
         known = _classic(name, problem.placement, problem.num_microbatches)
-        if known is not None and known[0].kinds == problem.kinds and _has_room(problem, known[1]):
+        if known is not None and _has_room(problem, known[1]):
             found.append(known[0])
     return found
 
@@ -207,12 +208,16 @@ def _classic(
     name: str, placement: Placement, num_microbatches: int
 ) -> tuple[Schedule, list[Any]] | None:
     """A classic schedule, proven but for what devices hold, and of each device how many activations
-    of each of its stages (columns) it ever has (rows); None if it is not for the placement."""
+    of each of its stages (columns) it ever has (rows); None if it is not for the placement: what
+    waits for itself, or has microbatches in another order, ends nowhere."""
     try:
         schedule = CLASSICS[name](placement, num_microbatches)
     except ValueError:
         return None
-    if validate(schedule):
+    each = (1.0,) * placement.num_stages
+    split = each if name in SPLIT else None
+    shop = job_shop(ScheduleProblem(placement, num_microbatches, each, each, weight_grad=split))
+    if not shop.can_run(schedule):
         return None
     alive = []
     for device, order in enumerate(schedule.order):

@@ -5,7 +5,7 @@ where links have as much to do as devices: what begins little sooner or later ch
 waits for which. So in the end the best are told apart by whole steps, other cuts of the same config
 among them::
 
-    at once     all of them, by schedules that are found at once
+    at once     all of them, by schedules that are found at once; long ones if they are the best
     moved       the best with its layers moved, and so on; what comes near it, by turns
     searched    the best few, by schedules that are searched for
     solved      the best few in the time that is left, by what ``solver`` says
@@ -54,8 +54,9 @@ AT_ONCE_SHARE, MOVED_SHARE, SEARCHED_SHARE = 0.4, 0.5, 0.5
 STARTS = 2.5
 """Times as long as for a schedule that is found at once each start of a search takes."""
 
-UNTIMED = 3
-"""Whole schedules that are made without time to make the best one whole."""
+UNTIMED, OVER = 3, 4 / 3
+"""Whole schedules that are made in some more time to make the best one whole, and times as long as
+all is to take that it may take then: a tenth of all seconds of a decision."""
 
 CLOSE = 1.04
 """Times the best, up to which layers of a step are moved."""
@@ -82,6 +83,7 @@ def finish(
     budget = Budget(seconds, clock)
     rounds = _Rounds(evaluator, found, budget)
     rounds.go(0, len(rounds.listed), AT_ONCE_SHARE)
+    rounds.settle()
     rounds.move(MOVED_SHARE)
     rounds.go(evaluator.effort, count, SEARCHED_SHARE)
     rounds.solve(solver, count)
@@ -127,13 +129,15 @@ class _Rounds:
         return list(best.values())[: self.most]
 
     def settle(self) -> None:
-        """Let what is the soonest be whole, as long as there is time, and for some without."""
+        """Let what is the soonest be whole, as long as there is time, and for some a little more;
+        the first of all in any case."""
         for number in itertools.count():
             ranked = self.ranked()
             if not ranked or not ranked[0].extrapolated:
                 return
-            enough = number >= UNTIMED and not all(o.extrapolated for o in ranked)
-            if enough and not self.has_time("schedule", self.work(ranked[0]), self.budget.seconds):
+            until = self.budget.seconds * (1 if number >= UNTIMED else OVER)
+            some = not all(outcome.extrapolated for outcome in ranked)
+            if some and not self.has_time("schedule", self.work(ranked[0]), until):
                 return
             self.schedule(ranked[0], 0)
 
