@@ -26,6 +26,7 @@ from megatron_pulse.planner.schedule.classic.split import dualpipe_v
 from megatron_pulse.planner.schedule.operations import Operation, Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.registry import make_schedule
+from megatron_pulse.planner.schedule.search.jobshop import job_shop
 from tests.planner.schedules import simulate
 
 HOMES = {
@@ -48,6 +49,37 @@ FULL_RATE = {
 }
 """Microbatches from which a device waits no longer than it must, the cap that is kept throughout,
 and the makespan then, in half stages."""
+
+
+@given(st.integers(0, 10**9))
+def test_what_can_run_is_what_validates(seed: int) -> None:
+    """Of classics on their placements and others', and with some operations swapped, gone, twice,
+    or elsewhere."""
+    chance = random.Random(seed)
+    placement = chance.choice([sequential, interleaved, fold])(chance.randint(1, 4))
+    count, name = chance.randint(1, 6), chance.choice(list(CLASSICS))
+    try:
+        schedule = CLASSICS[name](placement, count)
+    except ValueError:
+        return
+    order = [list(line) for line in schedule.order]
+    line, other = chance.choice(order), chance.choice(order)
+    i, j = (chance.randrange(len(line)) for _ in range(2))
+    match chance.randrange(5):
+        case 0:
+            line[i], line[j] = line[j], line[i]
+        case 1:
+            other.insert(chance.randint(0, len(other)), line.pop(i))
+        case 2:
+            line.insert(j, line[i])
+        case 3:
+            line.pop(i)
+    changed = Schedule(name, placement, count, tuple(map(tuple, order)))
+    each = (1.0,) * placement.num_stages
+    split = each if name in SPLIT else None
+    shop = job_shop(ScheduleProblem(placement, count, each, each, weight_grad=split))
+    valid = validate(changed) == [] and changed.kinds == schedule.kinds  # forwards alone are too
+    assert shop.can_run(changed) == valid
 
 
 def timed(schedule: Schedule, stage: float = 1, link: float = 0.0) -> Timeline:

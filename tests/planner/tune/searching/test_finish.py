@@ -19,6 +19,7 @@ from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.queueing import schedules
 from megatron_pulse.planner.tune.searching import finish as finishing
+from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning, tried, what_runs
@@ -102,6 +103,28 @@ def test_layers_of_the_best_are_moved_as_long_as_that_is_sooner() -> None:
         gains.append(1 - found.outcomes[0].step_s / least_s)
     assert min(gains) >= 0
     assert sum(gain > 1e-3 for gain in gains) >= 1
+
+
+def test_layers_of_what_is_near_are_moved_by_turns() -> None:
+    """The best's first, then those of the config that had less time; what is far is left out."""
+    evaluator, found = found_for(1, 4, 0.8)
+    rounds = finishing._Rounds(evaluator, found, Budget(1e9))
+    rounds.go(0, len(rounds.listed), 1.0)
+    best, *others, far = rounds.ranked()
+    rounds.listed[tried(far)] = replace(far, step_s=2 * best.step_s)
+    found_s, turns = replace(best, step_s=1.01 * best.step_s), []
+    for cuts in evaluator.moved_cuts(best.config, best.stages.partition):
+        stages = replace(best.stages, partition=cuts)
+        rounds.listed[best.config, cuts] = replace(found_s, stages=stages)
+        if len(rounds.listed) == 12:
+            break
+    while (good := rounds.unmoved()) is not None:
+        rounds._moved.add(tried(good))
+        rounds._moving_s[good.config] += 1.0
+        turns.append(good.config)
+    other = others[0].config
+    assert turns[:4] == [best.config, other, best.config, best.config]
+    assert other in turns[4:] and len(turns) == len(rounds.listed) - 1
 
 
 @pytest.mark.parametrize("seed", range(2))
