@@ -40,7 +40,8 @@ class Range:
             return []
         shown = f"{value:g}" if isinstance(value, float) else f"{value:,}"
         shown = shown if len(shown) <= 40 else f"{shown[:20]}..."
-        must = self.must if math.isfinite(value) else f"finite, {self.must}"
+        finite = isinstance(value, int) or math.isfinite(value)
+        must = self.must if finite else f"finite, {self.must}"
         return [f"{flag} is {shown}; it must be {must}"]
 
 

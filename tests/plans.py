@@ -1,4 +1,4 @@
-"""A small plan with its profile, and traces of runs of it; nothing of them needs torch."""
+"""A small plan with its profile, and traces of runs of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_pulse.cli.main import main
+from megatron_pulse.cli.megatron import prepare_megatron
 from megatron_pulse.planner.cluster.cluster import ClusterLink, Shared, cluster
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.observe.trace import (
@@ -32,9 +33,10 @@ from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.plans.recompute import load_checked
+from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
 from megatron_pulse.profile.devices import ELEMENT_BYTES
+from megatron_pulse.profile.parameters import count_parameters
 from megatron_pulse.profile.profile import (
     LayerTimes,
     Profile,
@@ -51,6 +53,7 @@ MICRO_BATCH, MICROBATCHES, REPLICAS = 2, 4, 2
 @cache
 def small_profile() -> Profile:
     """Uneven layers of milliseconds, at two sizes."""
+    prepare_megatron()
     backbone = load_backbone("uvit-tiny", OPTIONS)
     element = ELEMENT_BYTES["float32"]
 
@@ -69,9 +72,9 @@ def small_profile() -> Profile:
         "made up",
         tuple(
             ProfiledLayer(
-                layer.name, 10_000, sum(spec.bytes_per_sample(element) for spec in layer.inputs)
+                layer.name, held, sum(spec.bytes_per_sample(element) for spec in layer.inputs)
             )
-            for layer in backbone.layers
+            for layer, held in zip(backbone.layers, count_parameters(backbone), strict=True)
         ),
         {size: tuple(times(i, size) for i in range(count)) for size in (1, 2)},
         tuple(
@@ -98,6 +101,13 @@ def small_plan(
     problem = evaluator.problem(config, MICROBATCHES)
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
     return plan_of(outcome, evaluator, sequence_parallel=False)
+
+
+def with_other_parameters(plan: PlanFile) -> PlanFile:
+    """``plan`` as if its second layer had half the parameters, with all that follows from it."""
+    first, second, *rest = plan.profile.layers
+    layers = first, replace(second, parameters=second.parameters // 2), *rest
+    return recomputed(replace(plan, profile=replace(plan.profile, layers=layers)))
 
 
 def load_edited(plan: PlanFile, change: Callable[[Any], Any], folder: Path) -> PlanFile:

@@ -21,7 +21,7 @@ from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.profile.files import save_profile
 from tests.by_hand import unsealed_record
 from tests.cli.conftest import Refused, of_class
-from tests.plans import small_plan, small_profile, trace_of
+from tests.plans import small_plan, small_profile, trace_of, with_other_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +158,23 @@ def test_check_lists_faults_of_form(here: Path, capsys: pytest.CaptureFixture[st
     for command in ("check", "show"):
         assert main([command, "bad.json"]) == 2
         assert "bad.json cannot be read as a plan" in capsys.readouterr().err
+
+
+def test_check_counts_parameters_where_it_is_told_to(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_plan(small_plan(), "a.json")
+    save_plan(with_other_parameters(small_plan()), "b.json")
+    held = sum(layer.parameters for layer in small_profile().layers)
+    assert (
+        f"in order; {held:,} parameters"
+        in as_json("check a.json --count", capsys)["checked"]["backbone"]
+    )
+    assert main(["check", "b.json"]) == 0
+    assert "parameters" not in capsys.readouterr().out
+    assert main(["check", "b.json", "--count"]) == 2
+    said = "profile.layers.1.parameters is 2,096; 'in_blocks.0.attn' of uvit-tiny has 4,192"
+    assert said in capsys.readouterr().err
 
 
 def test_show_tells_people(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,7 @@ from tests.integration.runs import (
     run,
     train,
 )
+from tests.plans import with_other_parameters
 from tests.ranks import RanksFailed, run_ranks, said_once
 from tests.runtime.tiny import FAMILIES
 
@@ -214,6 +215,13 @@ def test_a_broken_plan_is_refused(tmp_path: Path) -> None:
     plan.write_text(json.dumps(record))
     message = refused(2, "--pulse-plan", str(plan))
     assert "is missing on device 0" in message
+
+
+def test_a_plan_that_counts_other_parameters_is_refused(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "plan.json", Config(2, 1, 1, 2, FOLD_EXACT))
+    save_plan(with_other_parameters(load_checked(plan)), plan)
+    message = refused(2, "--pulse-plan", str(plan))
+    assert "profile.layers.1.parameters is " in message and "in_blocks.0.attn" in message
 
 
 def differ(folder: str) -> None:

@@ -21,7 +21,8 @@ Looks at everything that a run with --pulse-plan would stumble over, and lists a
   form       the file has every field, and each is what it may be
   schedule   every operation is there once, on its device, and nothing waits in a circle
   backbone   the stages hold the layers of the backbone's chain, each once and in order, and
-             between them is as much as the plan counts
+             between them is as much as the plan counts; with --count, layers are built, without
+             weights, to see whether they have as many parameters (as when a run starts)
   skips      both ends of each are on one device, or it has a route of its own
   messages   compiled for every device, and no order of NCCL calls can block
   figures    times, messages, memory and what is predicted are what the layers' costs come to,
@@ -31,10 +32,11 @@ Looks at everything that a run with --pulse-plan would stumble over, and lists a
              device holds within its memory
   ranks      the machines have as many
 
-Needs no GPU and no other rank. The exit status is 0 for a plan that can run, else 2.
+Needs no GPU, no other rank, and no torch but for --count. The exit status is 0 for a plan that can
+run, else 2.
 
 examples:
-  pulse check plan.json
+  pulse check plan.json --count
   pulse check plan.json --json | jq .faults
 """
 
@@ -50,6 +52,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = add_parser(commands, "check", "say whether a plan can run", _DESCRIPTION, run)
     parser.add_argument("plan", type=Path, metavar="PLAN", help="what 'pulse tune' wrote")
     add_code_flag(parser, "the plan")
+    parser.add_argument("--count", action="store_true", help="count parameters too: takes seconds")
     add_json(parser, to_file=False)
 
 
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
             fine = {"form": "as it should be", "schedule": _schedule(plan)}
         elif plan is not None and faults_for(plan.problem, plan.schedule):
             legal = None
-        more, found = _against_the_world(record, legal)
+        more, found = _against_the_world(record, legal, args.count)
         faults, fine = faults + more, {**fine, **found}
     lines = []
     if plan is not None and not faults:
@@ -113,26 +116,30 @@ def _figures(plan: PlanFile) -> str:
 
 
 def _against_the_world(
-    record: Mapping[str, Any], plan: PlanFile | None
+    record: Mapping[str, Any], plan: PlanFile | None, count: bool
 ) -> tuple[list[str], dict[str, str]]:
     """The plan, if it is legal in itself, and its backbone, and the machines of its record."""
     from megatron_pulse.cli.megatron import prepare_megatron
     from megatron_pulse.planner.plan_file.check import check_backbone, machine_faults, on_machines
     from megatron_pulse.planner.tune.plans.recompute import figure_faults
+    from megatron_pulse.profile.parameters import count_parameters
     from megatron_pulse.profile.trained import patterns_of
     from model_specs import load_recorded
 
     faults: list[str] = []
     fine: dict[str, str] = {}
+    parameters: tuple[int, ...] | None = None
     try:
-        if any(patterns_of(record["backbone"])):
+        if count or any(patterns_of(record["backbone"])):
             prepare_megatron()
         backbone = load_recorded(record["backbone"])
-    except (ValueError, TypeError) as error:
+        if count:
+            parameters = count_parameters(backbone)
+    except (ValueError, TypeError, OverflowError) as error:
         faults.append(f"backbone: {error}")
     else:
         if plan is not None:
-            faults, fine = check_backbone(plan, backbone)
+            faults, fine = check_backbone(plan, backbone, parameters)
     faults += machine_faults(record)
     if plan is not None:
         if not (more := figure_faults(record, plan)):

@@ -15,6 +15,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.backbone.named import matching_layers
+from megatron_pulse.faults import all_of
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.planning.layers import require_own_layers, require_waiting_layers
 from megatron_pulse.planner.cluster.link import Link
@@ -23,6 +24,7 @@ from megatron_pulse.planner.layout.placement import Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, MemoryRules
 from megatron_pulse.planner.partition.memory import ParameterState, bytes_per_parameter, in_flight
+from megatron_pulse.planner.plan_file.check import parameter_faults
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.files import from_json, to_json
 from megatron_pulse.planner.step.find_schedules import find_schedules
@@ -74,6 +76,8 @@ def plan_run(
         plan = _by_file(given, backbone)
     require_waiting_layers(args, plan)
     counts = count_parameters(backbone)
+    if given is not None and (faults := parameter_faults(given, backbone, counts)):
+        raise PlanError(all_of(faults))
     _require_memory(args, plan, counts)
     compute_bytes = ELEMENT_BYTES[compute_dtype(args)]
     choices = choose_embedders(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -20,8 +20,11 @@ from megatron_pulse.profile.memory_format import format_of
 from megatron_pulse.profile.trained import patterns_of
 
 
-def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict[str, str]]:
-    """Every fault of the plan for this backbone, and what was found fine, by what was checked.
+def check_backbone(
+    given: PlanFile, backbone: Backbone, parameters: Sequence[int] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Every fault of the plan for this backbone, whose layers have so many ``parameters`` if that
+    is known, and what was found fine, by what was checked.
 
     Messages are compiled and proven with embedders sent and with embedders on every device,
     whichever a run then chooses.
@@ -29,10 +32,13 @@ def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict
     if faults := list(_name_faults(given, backbone)):
         return faults, {}
     faults = [*_size_faults(given, backbone), *_tensor_faults(given, backbone)]
+    if parameters is not None:
+        faults += parameter_faults(given, backbone, parameters)
     count, laid = len(backbone.layers), format_of(backbone.record)
     fine = {
         "backbone": f"its {count} layers are those of {backbone.name}, in order"
         + f"; convolutions {laid}" * bool(laid)
+        + f"; {sum(parameters or ()):,} parameters" * (parameters is not None)
     }
     plan = Plan(
         backbone,
@@ -69,6 +75,20 @@ def check_backbone(given: PlanFile, backbone: Backbone) -> tuple[list[str], dict
         counts = " or, embedders everywhere, ".join(sizes)
         fine["messages"] = f"{counts} in a step; no order of NCCL calls can block"
     return faults, fine
+
+
+def parameter_faults(given: PlanFile, backbone: Backbone, counts: Sequence[int]) -> list[str]:
+    """Layers of which the plan's costs have other parameters than these of the backbone, which
+    counts them where it can be built (``count_parameters``)."""
+    profile = given.profile
+    return [
+        f"profile.layers.{i}.parameters is {costs.parameters:,}; {layer.name!r} of {backbone.name} "
+        f"has {count:,}"
+        for i, (layer, costs, count) in enumerate(
+            zip(backbone.layers, profile.layers, counts, strict=False)
+        )
+        if costs.parameters != count
+    ]
 
 
 def machine_faults(record: Mapping[str, Any]) -> list[str]:

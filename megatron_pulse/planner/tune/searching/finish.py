@@ -168,8 +168,9 @@ class _Rounds:
             self._moving_s[good.config] += self.budget.spent - began
 
     def unmoved(self) -> Outcome | None:
-        """The next whose layers are moved: the soonest of the config that had the least time for
-        that so far, the best's half as much; None if all that is near was."""
+        """The next whose layers are moved: one of the best's config, which has as much time for
+        that as all others together, or the soonest of that which had the least so far; None if all
+        that is near was."""
         ranked = [outcome for outcome in self.ranked() if self.work(outcome) <= LARGEST]
         first: dict[Config, Outcome] = {}
         for outcome in ranked:
@@ -177,7 +178,8 @@ class _Rounds:
                 first.setdefault(outcome.config, outcome)
 
         def had(config: Config) -> float:
-            return self._moving_s[config] / (2 if config == ranked[0].config else 1)
+            share = max(1, len(first) - 1) if config == ranked[0].config else 1
+            return self._moving_s[config] / share
 
         return first[min(first, key=had)] if first else None
 

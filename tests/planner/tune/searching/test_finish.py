@@ -106,7 +106,7 @@ def test_layers_of_the_best_are_moved_as_long_as_that_is_sooner() -> None:
 
 
 def test_layers_of_what_is_near_are_moved_by_turns() -> None:
-    """The best's first, then those of the config that had less time; what is far is left out."""
+    """The best's config has as much time as others together; what is far is left out."""
     evaluator, found = found_for(1, 4, 0.8)
     rounds = finishing._Rounds(evaluator, found, Budget(1e9))
     rounds.go(0, len(rounds.listed), 1.0)
@@ -123,8 +123,8 @@ def test_layers_of_what_is_near_are_moved_by_turns() -> None:
         rounds._moving_s[good.config] += 1.0
         turns.append(good.config)
     other = others[0].config
-    assert turns[:4] == [best.config, other, best.config, best.config]
-    assert other in turns[4:] and len(turns) == len(rounds.listed) - 1
+    assert turns[:4] == [best.config, other, best.config, other]
+    assert len(turns) == len(rounds.listed) - 1
 
 
 @pytest.mark.parametrize("seed", range(2))
