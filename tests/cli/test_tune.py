@@ -129,11 +129,17 @@ def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> N
     [
         ("--cluster nowhere", "no cluster is called 'nowhere'"),
         ("--cluster dgx-a100:x", "behind the colon goes a number of nodes"),
-        ("--tensor 3", "no tensor degree of 3 divides both 4 devices and the 4 of a node"),
+        (
+            "--tensor 3",
+            "no tensor degree of 3 divides both 4 devices and the 4 of a node: 1, 2, 4 do",
+        ),
         ("--pipeline 3", "no pipeline degree of 3 divides 4 devices with a tensor degree of 1, 2"),
         ("--pipeline 4 --tensor 2", "with a tensor degree of 2: 1, 2 do"),
         ("--layouts", "no layout of one device for a pipeline degree of 2, 4"),
-        ("--global-batch-size 15 --tensor 1 --pipeline 2", "15 cannot be divided among 2 replicas"),
+        (
+            "--global-batch-size 15 --tensor 1 --pipeline 2",
+            "15 is no multiple of 2, the numbers of replicas",
+        ),
         ("--micro-batch-size 3", "no microbatch size of 3 divides what a replica has of a global"),
     ],
 )

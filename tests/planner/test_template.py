@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import time
 from itertools import islice
 
 import pytest
 from hypothesis import given, settings
 
-from megatron_pulse.planner.layout.placement import fold
+from megatron_pulse.planner.layout.placement import fold, interleaved
 from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.anneal import anneal
-from megatron_pulse.planner.schedule.search.beam import beam_templates
+from megatron_pulse.planner.schedule.search.beam import MOST_WORK, beam_templates
 from megatron_pulse.planner.schedule.search.extend import extended
 from megatron_pulse.planner.schedule.search.improve import improve
 from megatron_pulse.planner.schedule.search.jobshop import JobShop, job_shop
@@ -106,3 +108,15 @@ def test_steady_templates_are_few_once_time_is_up() -> None:
     shop = job_shop(equal(fold(2), 12, 4))
     asked = [len(list(steady(shop, lambda over=over: over))) for over in (True, False)]
     assert asked[0] == 1 < asked[1]
+
+
+def test_many_classes_of_all_lengths_on_a_device_take_no_minutes() -> None:
+    """To see whether they fit would: then there is no template."""
+    chance, placement = random.Random(1), interleaved(2, 12)
+    times = [tuple(chance.uniform(0.1, 3) for _ in range(placement.num_stages)) for _ in range(3)]
+    shop = job_shop(ScheduleProblem(placement, 8, *times))
+    beam_templates(shop, 2 * shop.most_load)
+    began = time.process_time()
+    found = beam_templates(shop, shop.most_load)
+    assert time.process_time() - began < 1e-6 * MOST_WORK  # a fiftieth of that, or for minutes
+    assert all(template.period == shop.most_load for template in found)

@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.planner.tune.searching.fewer import fewer_devices
-    from megatron_pulse.planner.tune.tune import check_choices
+    from megatron_pulse.planner.tune.tune import UntunableError, check_choices
     from megatron_pulse.profile.cautions import (
         device_caution,
         rank_threads,
@@ -176,8 +176,13 @@ def run(args: argparse.Namespace) -> None:
     if args.no_offload:
         where = replace(where, host=None)
     parts = _worlds(args, where)
+    faults: list[str] = []
     for part in parts.values() or [where]:
-        check_choices(part, args.global_batch_size, _choices(args))
+        try:
+            check_choices(part, args.global_batch_size, _choices(args))
+        except UntunableError as error:
+            faults.append(f"--worlds {part.num_devices}: {error}" if parts else str(error))
+    require(faults)
     with mending(ValueError):
         profile = _profile(args, where)
     require(_no_cascade(profile) + _no_half_gradients(args, profile))

@@ -179,7 +179,7 @@ def play_step(step: Step) -> Any:
             elif kind[i] == _OFFLOAD:
                 ready = copied[i]
             elif kind[i] != _FORWARD and copy[i] >= 0:
-                ready = copied[copy[i]]
+                ready = np.inf if np.isnan(end[copy[i]]) else copied[copy[i]]
             if now < ready < np.inf:
                 heappush(events, (ready, pushed, num + num_messages + d))
                 pushed += 1

@@ -125,7 +125,8 @@ def link_bound(problem: ScheduleProblem, edges: Sequence[Edge]) -> float:
 
 
 def replay(problem: ScheduleProblem, schedule: Schedule, edges: Sequence[Edge]) -> Replay:
-    """Run ``schedule`` with ``problem``'s durations and these messages (not its link times).
+    """Run ``schedule``, a valid one, with ``problem``'s durations and these messages (not its link
+    times).
 
     Fillers take the times that the schedule gives; what they send to each other takes its lag and
     holds up nothing. Raises DeadlockError when devices wait for

@@ -155,9 +155,10 @@ def why_none(
         if not (num_devices % (pipeline * tensor) or devices_per_node % tensor)
     ]
     if not degrees:
+        both = [t for t in divisors(devices_per_node) if num_devices % t == 0]
         return (
             f"no tensor degree of {_listed(choices.tensor)} divides both {num_devices} devices and "
-            f"the {devices_per_node} of a node"
+            f"the {devices_per_node} of a node: {_listed(both)} do"
         )
     able, wanted = {pipeline for pipeline, _ in degrees}, choices.pipeline
     degrees = [each for each in degrees if wanted is None or each[0] in wanted]
@@ -180,8 +181,8 @@ def why_none(
     samples = {global_batch_size // data for data in shares if global_batch_size % data == 0}
     if not samples:
         return (
-            f"a global batch of {global_batch_size} cannot be divided among {_listed(shares)} "
-            "replicas, which there would be: take a multiple of one of these"
+            f"a global batch of {global_batch_size} is no multiple of {_listed(shares)}, the "
+            "numbers of replicas that there can be"
         )
     if not any(_sizes(each, choices.micro_batch_size) for each in samples):
         return (

@@ -18,6 +18,10 @@ from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.planner.schedule.search.jobshop import JobShop
 from megatron_pulse.planner.schedule.search.template import Template
 
+MOST_WORK = 30_000_000
+"""Sizes put into gaps to see whether all fit, beyond which there is no template: with twenty
+classes of all lengths on a device that would take minutes."""
+
 ROUNDING = 1e-12
 """Share of a device's memory that is not counted as above it: units may be too many for doubles."""
 
@@ -145,7 +149,7 @@ def _search(
 ) -> Any:
     """The starts of all templates that are left in the end, the best first; begins with the first
     of ``states``, which has no class."""
-    live, width = 1, len(following.delay)
+    live, width, work = 1, len(following.delay), zeros(1)
     options, parent, at = zeros(branches), zeros(width), zeros(width)
     over, delay = np.zeros(width), zeros(width)
     for step in range(len(path.classes)):
@@ -160,7 +164,7 @@ def _search(
                 ready = states.start[s, source] + classes.duration[source] + classes.lag[k]
             begin, end = states.begin[s, device], states.end[s, device]
             taken, need = states.taken[s, device], classes.duration[k]
-            num = _places(begin, end, taken, ready, need, period, later, sums, options)
+            num = _places(begin, end, taken, ready, need, period, later, sums, options, work)
             for o in range(num):
                 much, late = _score(classes, states, s, k, options[o], period)
                 place = found
@@ -178,6 +182,8 @@ def _search(
         for s in range(found):
             _place(classes, states, parent[s], following, s, k, at[s], period)
         states, following, live = following, states, found
+        if work[0] > MOST_WORK:
+            live = 0
     return states.start[:live]
 
 
@@ -192,6 +198,7 @@ def _places(
     later: Any,
     sums: Any,
     options: Any,
+    work: Any,
 ) -> int:
     """How many ``options`` there are, not before ``ready``, the earliest first."""
     if taken == 0:
@@ -225,7 +232,7 @@ def _places(
             for j in range(taken):
                 left[j] = gaps[j]
             left[i], left[taken] = choice, room - choice
-            if not _fits(left, later):
+            if not _fits(left, later, work):
                 continue
             count = min(len(options), count + 1)
             for other in range(count - 1, place, -1):
@@ -235,9 +242,10 @@ def _places(
 
 
 @part
-def _fits(gaps: Any, sizes: Any) -> bool:
+def _fits(gaps: Any, sizes: Any, work: Any) -> bool:
     """Whether all sizes (ascending) can be packed into the gaps: each, from the largest on, goes
-    into one gap after the other, of gaps that are alike into the first."""
+    into one gap after the other, of gaps that are alike into the first. What is put into a gap is
+    counted; once that is too much, nothing fits."""
     chosen, depth, spare = zeros(len(sizes) + 1), 0, 0
     for i in range(len(gaps)):
         spare += gaps[i]
@@ -247,6 +255,9 @@ def _fits(gaps: Any, sizes: Any) -> bool:
     if spare < 0:
         return False
     while depth < len(sizes):
+        work[0] += 1
+        if work[0] > MOST_WORK:
+            return False
         size, gap = sizes[len(sizes) - 1 - depth], chosen[depth]
         if gap >= 0:
             gaps[gap] += size

@@ -153,6 +153,8 @@ class JobShop:
             self.device[i] == d if i >= 0 else False for d, line in enumerate(lines) for i in line
         ]
         every = sorted(i for line in lines for i in line)
+        if len(lines) != len(self.cap):
+            return False
         return all(home) and every == list(range(len(self.device))) and completes(lines, self.waits)
 
     def earliest(self, schedule: Schedule) -> list[int]:
