@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -83,3 +84,32 @@ def test_what_is_kept_counts_for_the_sources_that_it_is_of(
     assert again.made == 42 and again.double.stats.cache_hits
     later = made("Couple", 3, "second")
     assert later.made == 63 and not later.double.stats.cache_hits
+
+
+ALL_READY = """
+import gc, random
+from numba.core.dispatcher import Dispatcher
+from megatron_pulse.planner.schedule.search import synthesize
+from megatron_pulse.planner.step import replay
+from megatron_pulse.planner.tune.config import Choices
+from megatron_pulse.planner.tune.evaluate import Evaluator
+from megatron_pulse.planner.tune.tune import tune
+from tests.planner.tune.problems import cluster, profile
+
+def known():
+    made = (one for one in gc.get_objects() if isinstance(one, Dispatcher))
+    return {one.py_func.__qualname__: len(one.signatures) for one in made if one.signatures}
+
+synthesize.get_ready()
+replay.get_ready()
+before = known()
+evaluator = Evaluator(profile(random.Random(0), 14, 6), cluster(2, 4, inter_gbs=2.0), 64)
+tune(evaluator, Choices(), 4.0, 2.0, "none")
+assert known() == before, {name: n for name, n in known().items() if n != before.get(name)}
+assert before
+"""
+
+
+def test_nothing_is_compiled_while_a_search_counts_its_seconds() -> None:
+    """What the first simulation would compile for a second is what others are taken to need."""
+    subprocess.run([sys.executable, "-c", ALL_READY], check=True, timeout=240)

@@ -26,7 +26,7 @@ def played(lines: Sequence[Sequence[int]], waits: Waits, duration: Any) -> Any:
 
 def completes(lines: Sequence[Sequence[int]], waits: Waits) -> bool:
     """Whether nothing in these lines of all operations waits for ever."""
-    duration: Any = np.ones(len(waits.first) - 1)
+    duration: Any = np.ones(len(waits.first) - 1, dtype=np.int64)
     return bool(_play(*_joined(lines), waits, duration)[1].all())
 
 
