@@ -61,7 +61,7 @@ def test_every_fault_is_found() -> None:
     args = parsed(*"--x-seconds 0 --x-share nan --x-solver none --x-again".split())
     assert list(flag_faults(read_flags(Outer, args, "x-"), "x-")) == [
         "--x-seconds is 0; it must be above 0",
-        "--x-share is nan; it must be at least 0 and below 1",
+        "--x-share is nan; it must be finite, at least 0 and below 1",
         "--x-again needs --x-solver highs",
     ]
     with pytest.raises(ValueError, match=r"(?s)--x-option a: .*--x-option b: write it as KEY"):

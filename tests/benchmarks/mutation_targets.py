@@ -43,10 +43,11 @@ class Target:
 
 _TUNE = ("--cluster", "cpu", "--global-batch-size", "16", "--seconds", "0.3", "--solver", "none",
          "--micro-batch-size", "2")  # fmt: skip
-_TIMES = ("schedule", "--times", "times.json", "-p", "2", "-m", "4", "--seconds", "0.3",
-          "--solver", "none", "--no-cache")  # fmt: skip
+_GIVEN = ("schedule", "--times", "times.json", "-p", "2", "-m", "4")
+_SEARCHED = ("--seconds", "0.3", "--solver", "none", "--no-cache")
+_TIMES = (*_GIVEN, *_SEARCHED)
 _VERIFY = ("data", "info", "latents:latents", "--verify")
-_LINKS = ("-p", "2", "-m", "4", "--seconds", "0.3", "--solver", "none", "--no-cache")
+_LINKS = ("-p", "2", "-m", "4", *_SEARCHED)
 
 TARGETS: dict[str, Target] = {
     "plan": Target(
@@ -121,7 +122,7 @@ TARGETS: dict[str, Target] = {
         check_trace,
         hashed=True,
     ),
-    "order": Target("order.csv", ((*_TIMES, "--schedule", "order.csv"),), check_order),
+    "order": Target("order.csv", ((*_GIVEN, "--schedule", "order.csv"),), check_order),
     "latents": Target(
         "latents/meta.json",
         (("data", "info", "latents:latents"), _VERIFY),
