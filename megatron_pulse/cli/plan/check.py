@@ -36,6 +36,7 @@ Needs no GPU, no other rank, and no torch but for --count. The exit status is 0 
 run, else 2.
 
 examples:
+  pulse check plan.json
   pulse check plan.json --count
   pulse check plan.json --json | jq .faults
 """

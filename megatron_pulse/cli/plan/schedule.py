@@ -358,6 +358,8 @@ def _faults(args: argparse.Namespace) -> list[str]:
     if args.cap is not None and not args.cap > 0:
         faults.append(f"--cap is {args.cap:g}; it must be above 0")
     if args.name != "auto" or args.schedule is not None:
+        if args.split:
+            faults.append("--split is for what is synthesized; a given schedule splits or does not")
         searching = {
             "--solver": args.solver != "auto",
             "--no-cache": args.no_cache,
@@ -368,8 +370,6 @@ def _faults(args: argparse.Namespace) -> list[str]:
             for flag, given in searching.items()
             if given
         ]
-    if args.split and (args.name != "auto" or args.schedule is not None):
-        faults.append("--split is for what is synthesized; a given schedule splits or does not")
     faults += check_file(args.draw, "--draw", *DRAWINGS)
     faults += check_file(args.csv, "--csv", ".csv")
     faults += json_faults(args)

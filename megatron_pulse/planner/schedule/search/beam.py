@@ -72,7 +72,8 @@ class _States(NamedTuple):
 def beam_templates(
     shop: JobShop, period: int, width: int = 32, branches: int = 5, count: int = 4
 ) -> list[Template]:
-    """Up to ``count`` templates of that period, those with the least memory over the caps first.
+    """Up to ``count`` templates of that period, those with the least memory over the caps first;
+    none where to see what fits takes more than ``MOST_WORK``.
 
     The best may exceed a cap (``template.faults``): its order is then still a good start.
     """
@@ -181,9 +182,7 @@ def _search(
                 over[place], delay[place], parent[place], at[place] = much, late, s, options[o]
         for s in range(found):
             _place(classes, states, parent[s], following, s, k, at[s], period)
-        states, following, live = following, states, found
-        if work[0] > MOST_WORK:
-            live = 0
+        states, following, live = following, states, 0 if work[0] > MOST_WORK else found
     return states.start[:live]
 
 

@@ -149,13 +149,10 @@ class JobShop:
         """Whether the schedule has every operation once, on its device, and none waits for ever."""
         number = self._numbers
         lines = [[number.get(op, -1) for op in order] for order in schedule.order]
-        home = [
-            self.device[i] == d if i >= 0 else False for d, line in enumerate(lines) for i in line
-        ]
-        every = sorted(i for line in lines for i in line)
-        if len(lines) != len(self.cap):
+        if sorted(i for line in lines for i in line) != list(range(len(self.device))):
             return False
-        return all(home) and every == list(range(len(self.device))) and completes(lines, self.waits)
+        at_home = all(self.device[i] == d for d, line in enumerate(lines) for i in line)
+        return at_home and len(lines) == len(self.cap) and completes(lines, self.waits)
 
     def earliest(self, schedule: Schedule) -> list[int]:
         """Start times of a valid schedule's orders, each operation as early as they allow."""
