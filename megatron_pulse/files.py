@@ -155,6 +155,8 @@ def read_json(path: str | Path, kind: FileKind, *, infinities: bool = False) -> 
     try:
         value = parse_json(text, infinities=infinities)
     except ValueError as error:
+        if Path(path).suffix in (".yaml", ".yml") and not text.lstrip().startswith("{"):
+            read_yaml(path, kind)  # says what it is instead
         raise _unreadable(path, kind, *faults_in(error)) from error
     return _of_kind(path, kind, value, text)
 

@@ -38,10 +38,12 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
     return lines
 
 
-def ends(names: Sequence[str]) -> str:
-    """The first and the last of a stage's layers, and how many they are."""
-    shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-    return f"{shown} ({len(names)})"
+def ends(layers: Sequence[int], names: Sequence[str]) -> str:
+    """The first and the last of a stage's ``layers``, of all those ``names``, and their numbers."""
+    first, last = layers[0], layers[-1]
+    if first == last:
+        return f"{names[first]} (layer {first})"
+    return f"{names[first]} ... {names[last]} (layers {first}-{last})"
 
 
 def columns(pairs: Sequence[tuple[str, str]], width: int = 10, indent: int = 2) -> list[str]:

@@ -145,8 +145,8 @@ def _device_table(result: PartitionReport) -> list[str]:
             f"{found.memory_bytes[device] / 1e9:.2f}",
         )
         for stage in stages:
-            names = [costs.names[i] for i in partition.layers_of_stage(stage)]
-            rows.append((*row, f"{stage}: {ends(names)}"))
+            held = ends(partition.layers_of_stage(stage), costs.names)
+            rows.append((*row, f"{stage}: {held}"))
             row = ("",) * len(row)
     return table(rows, left=(-1,))
 

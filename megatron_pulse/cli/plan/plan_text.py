@@ -239,13 +239,14 @@ DEVICE_COLUMNS = ("device", "ranks", "busy", "idle", "sends", "activations", "me
 
 def devices(plan: PlanFile, replayed: Replay) -> list[tuple[str, ...]]:
     """A row of ``DEVICE_COLUMNS`` for each device; stages with the layers that they hold."""
-    line, placement = replayed.timeline, plan.partition.placement
+    line, partition = replayed.timeline, plan.partition
+    names = [name for stage in plan.stages for name in stage]
     peaks = held_most(plan.problem, plan.schedule)
     rows: list[tuple[str, ...]] = []
     for device in range(plan.pipeline):
         held = []
-        for stage in placement.stages_of_device(device):
-            held.append(f"{stage}: {ends(plan.stages[stage])}")
+        for stage in partition.placement.stages_of_device(device):
+            held.append(f"{stage}: {ends(partition.layers_of_stage(stage), names)}")
         rows.append(
             (
                 str(device),

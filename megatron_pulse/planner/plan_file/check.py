@@ -129,8 +129,8 @@ def on_machines(given: PlanFile) -> dict[str, str]:
     return {
         "ranks": f"{given.world_size} ({degrees}); {cluster.name} has {cluster.num_devices}",
         "memory": f"activations of the schedule at their peak {peak / 1e9:.3g} GB of "
-        f"{cap / 1e9:.3g} GB, on the fullest device; all in all at most {max(held) / 1e9:.3g} of "
-        f"{limit / 1e9:.3g} GB",
+        f"{cap / 1e9:.3g} GB, on the device with least room; all in all at most "
+        f"{max(held) / 1e9:.3g} of {limit / 1e9:.3g} GB",
     }
 
 
