@@ -4,11 +4,11 @@
     .venv/bin/python -m tests.benchmarks.tuner --reference 20 --jobs 2       # over an hour
     .venv/bin/python -m tests.benchmarks.tuner --clusters 64:25 dgx-a100 --models sdxl flux-dev
 
-Clusters are presets, or N:G for N A100s of 80 GB, eight to a node with NVLink, whose nodes share G
-Gb/s. Times of layers are analytic. A step has so many samples for each device. Both searches stop
-after seconds of their own process's time, so that a busy machine does not bear on them (--wall:
-after seconds of the wall's), of which 70 % are the search's and the rest for whole schedules of the
-best, without a solver, as `pulse tune` has it.
+Clusters are presets, files, or N:G for N A100s of 80 GB, eight to a node with NVLink, whose nodes
+share G Gb/s, or N:G:M, of which M GB are there. Times of layers are analytic. A step has so many
+samples for each device. Both searches are those of `pulse tune`, whole schedules included, without a
+solver, and stop after seconds of their own process's time, so that a busy machine does not bear on
+them (--wall: after seconds of the wall's).
 Loss is how much more throughput the best of the restricted searches has than the answer. Degrees
 are searched alone unless no config of theirs can be sooner than the answer, by its bound; first for
 20 seconds each, then those that come within 5 % of the best for as long as --reference says.
@@ -41,11 +41,9 @@ from megatron_pulse.planner.cluster.cluster import (
 from megatron_pulse.planner.tune.config import Choices, Config, divisors
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.searching.budget import Budget, Clock
-from megatron_pulse.planner.tune.searching.finish import finish
-from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.searching.budget import Clock
 from megatron_pulse.planner.tune.searching.tuning import Tuning
-from megatron_pulse.planner.tune.tune import FINISH_SHARE
+from megatron_pulse.planner.tune.tune import FINISH_SHARE, UntunableError, tune
 from megatron_pulse.profile.devices import Roofline
 from megatron_pulse.profile.profile import Profile
 
@@ -114,39 +112,41 @@ class Result:
 
 
 def machine(name: str) -> Cluster:
-    """A preset, or N:G as the module has it; raises ClusterError."""
-    number, _, rate = name.partition(":")
+    """A preset or a file, or N:G as the module has it; raises ClusterError."""
+    number, rate, *memory = name.split(":")[:3] if ":" in name else (name, "")
     if not number.isdigit():
         return cluster(name)
-    if not rate.isdigit() or int(number) % 8:
-        raise ClusterError(f"{name!r}: write N:G, N a multiple of 8 and G in Gb/s, or a preset")
+    if not all(word.isdigit() for word in (rate, *memory)) or int(number) % 8:
+        raise ClusterError(
+            f"{name!r}: write N:G or N:G:M, N a multiple of 8, G in Gb/s, M in GB, or a preset"
+        )
     nvlink = ClusterLink("nvlink", 300.0, 5.0, Shared.DEVICE)
     network = ClusterLink("ethernet", int(rate) / 8, 20.0, Shared.NODE)
     nodes = int(number) // 8
-    return Cluster(name, nodes, 8, 80.0, "A100-80GB", nvlink, network if nodes > 1 else None, 0.9)
+    memory_gb = float(memory[0]) if memory else 80.0
+    between = network if nodes > 1 else None
+    return Cluster(name, nodes, 8, memory_gb, "A100-80GB", nvlink, between, 0.9)
 
 
 def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer:
     """What is found in so many seconds, whole schedules among them."""
-    evaluator, better = cell.evaluator(), [(0.0, 0.0)]
+    better = [(0.0, 0.0)]
 
-    def progress(now: Tuning) -> None:
+    def progress(what: str, now: Tuning) -> None:
         if now.outcomes and now.outcomes[0].throughput > better[-1][1] * SHOWN:
             better.append((now.seconds, now.outcomes[0].throughput))
 
-    budget = Budget((1 - FINISH_SHARE) * seconds, clock)
-    found = search(evaluator, evaluator.candidates(choices), 10, budget, progress)
-    reached = found.outcomes[0].throughput if found.outcomes else 0.0
-    near_s = next((s for s, rate in better if rate >= 0.99 * reached), 0.0)
-    spent_s, proved = found.seconds, found.proved
-    if found.outcomes:
-        with tempfile.TemporaryDirectory() as nothing_known:
-            os.environ["PULSE_CACHE_DIR"] = nothing_known
-            finish(evaluator, found, FINISH_SHARE * seconds, "none", clock=clock)
-    best = found.outcomes[0] if found.outcomes else None
-    config = str(best.config) if best else "nothing fits"
-    rate = best.throughput if best else 0.0
-    return Answer(rate, config, near_s, spent_s, found.num_configs, found.num_simulated, proved)
+    finish_s = FINISH_SHARE * seconds
+    of = cell.evaluator(), choices, seconds - finish_s, finish_s, "none", 10, progress, clock
+    with tempfile.TemporaryDirectory() as nothing_known:
+        os.environ["PULSE_CACHE_DIR"] = nothing_known
+        try:
+            found = tune(*of)
+        except UntunableError:
+            return Answer(0.0, "nothing fits", 0.0, seconds, 0, 0, False)
+    near_s = next((s for s, rate in better if rate >= 0.99 * better[-1][1]), 0.0)
+    best, sizes = found.outcomes[0], (found.num_configs, found.num_simulated)
+    return Answer(best.throughput, str(best.config), near_s, found.seconds, *sizes, found.proved)
 
 
 def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
@@ -243,7 +243,7 @@ def main() -> None:
     above = sum(loss > 1 for loss in losses)
     print(f"\n{len(results)} cells; loss of {max(losses):.1f} % at most, above 1 % in {above}")
     late = max(r.answer.spent_s for r in results)
-    print(f"longest search: {late:.1f} s of {(1 - FINISH_SHARE) * args.seconds:g}")
+    print(f"longest: {late:.1f} s of {args.seconds:g}")
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
 

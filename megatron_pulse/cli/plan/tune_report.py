@@ -52,7 +52,9 @@ def report(found: Tuning, evaluator: Evaluator, explained: bool) -> list[str]:
                 rest.append(f"           for example {example}")
     if found.num_left:
         rest.append(f"  {found.num_left:7,d}  not looked at any further: the time was up")
-    lines += ["the rest:", *rest] if rest else []
+    whole = found.num_configs - sum(found.refused.values()) - found.num_left
+    rest.append(f"  {whole:7,d}  simulated with cuts of their own and the best known ones")
+    lines += [f"what became of the {found.num_configs:,} configs:", *rest]
     if explained:
         lines += ["", *explain(found)]
     return lines

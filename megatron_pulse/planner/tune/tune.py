@@ -11,7 +11,7 @@ from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import Choices, why_none
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.memory.short import search_short
-from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.budget import Budget, Clock
 from megatron_pulse.planner.tune.searching.explain import nothing_fits
 from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.tuning import Tuning
@@ -43,21 +43,22 @@ def tune(
     solver: str = "auto",
     keep: int = 10,
     progress: Callable[[str, Tuning], None] = lambda what, found: None,
+    clock: Clock = time.monotonic,
 ) -> Tuning:
     """The ``keep`` best configs, the best of them with whole schedules, soonest first, and FSDP2.
 
-    ``search_s`` seconds at most go to the search over configs, about ``finish_s`` to schedules of
+    ``search_s`` seconds by ``clock`` at most go to the search over configs, about ``finish_s`` to schedules of
     all microbatches by ``solver``. ``progress`` is called after every step of the search and once
     before the schedules, with what is being done. Compiling, once on a machine, is not counted.
     Raises UntunableError.
     """
-    began = time.monotonic()
+    began = clock()
     candidates = evaluator.candidates(choices)
     if not candidates:
         has_skips = bool(evaluator.profile.skips)
         check_choices(evaluator.cluster, evaluator.global_batch_size, choices, has_skips)
-    seconds, looked = search_s - (time.monotonic() - began), partial(progress, "tuning")
-    found = search_short(evaluator, choices, candidates, keep, seconds, looked, finish_s)
+    seconds, looked = search_s - (clock() - began), partial(progress, "tuning")
+    found = search_short(evaluator, choices, candidates, keep, seconds, looked, finish_s, clock)
     finish_s = max(0.0, finish_s - max(0.0, found.seconds - seconds))
     if not found.outcomes and found.num_left:
         raise UntunableError(
@@ -65,14 +66,14 @@ def tune(
             "give it more seconds, or fewer choices"
         )
     if not found.outcomes:
-        rest = Budget(max(0.0, seconds - found.seconds) + finish_s)
+        rest = Budget(max(0.0, seconds - found.seconds) + finish_s, clock)
         raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates, rest))
     progress("whole schedules", found)
-    searched = time.monotonic()
+    searched = clock()
     if not evaluator.self_conditioning:  # how FSDP2 runs forwards of their own is not predicted
         of = evaluator.profile, evaluator.cluster, evaluator.global_batch_size
         found.opponent = opponent(*of, evaluator.adam_s, evaluator.state.averages)
-    finish(evaluator, found, max(0.0, finish_s - (time.monotonic() - searched)), solver)
+    finish(evaluator, found, max(0.0, finish_s - (clock() - searched)), solver, clock=clock)
     if not found.outcomes:
         raise UntunableError(
             "nothing fits: whole schedules of the best take more memory than what was simulated of "

@@ -5,9 +5,9 @@ To compute as few as are needed takes a search of its own for all cuts. All of t
 cheap, takes none, fits where anything does, and is sometimes sooner; with the cuts of that as few
 as are needed are sooner still::
 
-    found at once, nothing computed again  |-------- as few as needed, or none --------|
+    none of the best computes any again    |-------- as few as needed, or none --------|
     nothing found                          |- 0.2 -|---- all ----|---- the same again ----|
-    what is found computes some again      |-------- the same --------|------ all ------|
+    some of the best compute some again    |-------- the same --------|------ all ------|
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from dataclasses import replace
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.searching.budget import Budget
+from megatron_pulse.planner.tune.searching.budget import Budget, Clock
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, keep_soonest
+from megatron_pulse.planner.tune.searching.variants import recomputes_nothing
 
 UNANSWERED, ALL_SHARE, LEAST_SHARE = 0.2, 0.25, 0.1
-"""Shares of the seconds: after which all is tried where nothing was found; for all where what was
-found computes some again; and for all even where the search before took too long."""
+"""Shares of the seconds: after which all is tried where nothing was found; for all where some of
+what was found computes some again; and for all even where the search before took too long."""
 
 OF_ALL = (Recompute.SELECTIVE, Recompute.ALWAYS)
 """What is found at once for any cuts."""
@@ -43,51 +44,59 @@ def search_short(
     seconds: float,
     progress: Callable[[Tuning], None],
     finish_s: float,
+    clock: Clock = time.monotonic,
 ) -> Tuning:
     """What ``search`` finds of ``candidates``, those of ``choices``; and where these may compute as
-    few activations again as are needed, and have to, of those that compute all."""
+    few activations again as are needed, and some of the best have to, of those that compute all."""
     few = Recompute.NEEDED in choices.recompute and Recompute.ALWAYS not in choices.recompute
-    first = Budget(seconds)
+    first = Budget(seconds, clock)
 
     def look(found: Tuning) -> None:
         progress(found)
         if few and not found.outcomes and first.spent > UNANSWERED * seconds:
             first.seconds = first.spent - finish_s  # with nothing found it would take these too
-        elif few and found.outcomes and found.outcomes[0].stages.relief.computes:
-            first.seconds = min(first.seconds, (1 - ALL_SHARE) * seconds)
+        elif few and found.outcomes:
+            first.seconds = (1 - ALL_SHARE * _is_short(found)) * seconds
 
     found = search(evaluator, candidates, keep, first, look, finish_s)
-    if not few or (found.outcomes and not found.outcomes[0].stages.relief.computes):
+    if not few or (found.outcomes and not _is_short(found)):
         return found
     again = evaluator.candidates(replace(choices, recompute=OF_ALL))
     unanswered = not found.outcomes and found.num_left > 0
     rest = max(seconds - found.seconds, LEAST_SHARE * seconds)
     with_all = search(
-        evaluator, again, keep, Budget(rest / 2 if unanswered else rest), progress, finish_s
+        evaluator, again, keep, Budget(rest / 2 if unanswered else rest, clock), progress, finish_s
     )
-    _with_fewer(evaluator, with_all, keep)
+    _with_fewer(evaluator, with_all, keep, clock)
     left = seconds - found.seconds - with_all.seconds
     if unanswered and left > UNANSWERED * seconds:
         spent = found.seconds
-        found = search(evaluator, candidates, keep, Budget(left), progress, finish_s)
+        found = search(evaluator, candidates, keep, Budget(left, clock), progress, finish_s)
         found.seconds += spent
     return _both(found, with_all, keep)
 
 
-def _with_fewer(evaluator: Evaluator, found: Tuning, keep: int) -> None:
+def _is_short(found: Tuning) -> bool:
+    """Whether some of the best compute activations again."""
+    return any(outcome.stages.relief.computes for outcome in found.outcomes)
+
+
+def _with_fewer(evaluator: Evaluator, found: Tuning, keep: int, clock: Clock) -> None:
     """Add what the best of each kind comes to with its cuts where as few as are needed are."""
-    listed, began = Shortlist(keep), time.monotonic()
+    listed, began = Shortlist(keep), clock()
     for outcome in (*found.near, *found.outcomes):
         listed.add(outcome)
     for outcome in found.outcomes[:FEWER]:
         config = replace(outcome.config, recompute=Recompute.NEEDED)
         with suppress(UnfitError):
             stages = evaluator.cut(config, outcome.stages.partition)
+            if recomputes_nothing(config, stages):
+                continue
             fewer = evaluator.evaluate(config, stages=stages)
             if evaluator.has_room(fewer):
                 listed.add(fewer)
     found.outcomes, found.near = listed.best, listed.near
-    found.seconds += time.monotonic() - began
+    found.seconds += clock() - began
 
 
 def _both(one: Tuning, other: Tuning, keep: int) -> Tuning:

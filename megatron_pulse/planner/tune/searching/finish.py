@@ -6,8 +6,9 @@ waits for which. So in the end the best are told apart by whole steps, other cut
 among them::
 
     at once     all of them, by schedules that are found at once; long ones if they are the best
+    searched    by schedules that are searched for, the soonest first
     moved       the best with its layers moved, and so on; what comes near it, by turns
-    searched    the best few, by schedules that are searched for
+    searched    what is the best by then
     solved      the best few in the time that is left, by what ``solver`` says
     moved       again, in what is left after that
 """
@@ -48,11 +49,12 @@ LEAST_S = 2.0
 """Seconds for a schedule below which none is solved for: on a busy machine a solver takes as long
 to start."""
 
-AT_ONCE_SHARE, MOVED_SHARE, SEARCHED_SHARE = 0.4, 0.5, 0.5
-"""Of the time that is left, for the first three rounds."""
+AT_ONCE_SHARE, SEARCHED_SHARE, MOVED_SHARE = 0.4, 0.4, 0.5
+"""Of the time that is left, for the first rounds."""
 
-STARTS = 2.5
-"""Times as long as for a schedule that is found at once each start of a search takes."""
+STARTS = 1.5
+"""Times as long as for a schedule that is found at once each start of a search is taken to need,
+before one was timed: of steps of 128 to 12,288 operations 0 to 1.6."""
 
 UNTIMED, OVER = 3, 4 / 3
 """Whole schedules that are made in some more time to make the best one whole, and times as long as
@@ -76,16 +78,17 @@ def finish(
 ) -> None:
     """Find whole schedules for the best, in about ``seconds`` altogether; sort anew.
 
-    ``count`` configs are searched for, and solved. A schedule of the search is kept where it is of
+    ``count`` configs are solved. A schedule of the search is kept where it is of
     all microbatches and sooner. Once the time is spent, only what then is the best still gets a
     whole schedule, so that it can run.
     """
     budget = Budget(seconds, clock)
     rounds = _Rounds(evaluator, found, budget)
-    rounds.go(0, len(rounds.listed), AT_ONCE_SHARE)
+    rounds.go(0, AT_ONCE_SHARE)
     rounds.settle()
+    rounds.go(evaluator.effort, SEARCHED_SHARE)
     rounds.move(MOVED_SHARE)
-    rounds.go(evaluator.effort, count, SEARCHED_SHARE)
+    rounds.go(evaluator.effort, SEARCHED_SHARE)
     rounds.solve(solver, count)
     rounds.settle()
     rounds.move(1.0)
@@ -108,6 +111,8 @@ class _Rounds:
         for outcome in sorted(every.values(), key=_rank):
             alike.setdefault(what_runs(outcome), outcome)
         self.listed: dict[Tried, Outcome] = {tried(o): o for o in alike.values()}
+        self._at_once: dict[Tried, float] = {}
+        self._searched: set[Tried] = set()
         self._moved: set[Tried] = set()
         self._moving_s: defaultdict[Config, float] = defaultdict(float)
 
@@ -137,17 +142,18 @@ class _Rounds:
                 return
             until = self.budget.seconds * (1 if number >= UNTIMED else OVER)
             some = not all(outcome.extrapolated for outcome in ranked)
-            if some and not self.has_time("schedule", self.work(ranked[0]), until):
+            if some and not self.has_time(*self.making(ranked[0]), until):
                 return
             self.schedule(ranked[0], 0)
 
-    def go(self, effort: int, count: int, share: float) -> None:
-        """Whole schedules of that effort for the ``count`` soonest, within a share of the time."""
+    def go(self, effort: int, share: float) -> None:
+        """Whole schedules of that effort for all that have none, the soonest first, within a share
+        of the time."""
         until = self.budget.spent + share * self.budget.left
-        for outcome in self.ranked()[:count]:
-            if self.work(outcome) > LARGEST:
+        for outcome in self.ranked():
+            if self.work(outcome) > LARGEST or (effort and tried(outcome) in self._searched):
                 continue
-            if self.has_time("schedule", self.work(outcome, effort), until):
+            if self.has_time(*self.making(outcome, effort), until):
                 self.schedule(outcome, effort)
 
     def move(self, share: float) -> None:
@@ -156,15 +162,15 @@ class _Rounds:
         until = self.budget.spent + share * self.budget.left
         while (good := self.unmoved()) is not None and self.budget.spent < until:
             began = self.budget.spent
-            has_time = self.has_time("schedule", self.work(good), until)
+            has_time = self.has_time(*self.making(good), until)
             if good.extrapolated and has_time:
                 self.schedule(good, 0)
             else:
                 self._moved.add(tried(good))
             if not good.extrapolated:
                 for cuts in self.promising(good, (began + until) / 2):
-                    if self.has_time("schedule", self.work(good), until):
-                        self.cut(good, cuts)
+                    if self.has_time(*self.making(good), until):
+                        self.cut(good, cuts, until)
             self._moving_s[good.config] += self.budget.spent - began
 
     def unmoved(self) -> Outcome | None:
@@ -198,13 +204,21 @@ class _Rounds:
                     played[cuts] = in_order.step_s(stages)
         return sorted(played, key=played.__getitem__)[:TRIED]
 
-    def cut(self, best: Outcome, cuts: Partition) -> None:
-        """The best with these cuts instead, if they fit."""
+    def cut(self, best: Outcome, cuts: Partition, until: float) -> None:
+        """The best with these cuts instead, if they fit; its schedule is searched for where the
+        best's was and what is found at once is sooner than what was for the best."""
         with suppress(UnfitError):
             stages = self.evaluator.cut(best.config, cuts)
             fits = self.evaluator.fits(stages, best.config.split)
-            if fits and not recomputes_nothing(best.config, stages):
-                self.schedule(replace(best, stages=stages, extrapolated=True), 0)
+            if not fits or recomputes_nothing(best.config, stages):
+                return
+            moved = replace(best, stages=stages, extrapolated=True)
+            self.schedule(moved, 0)
+            before_s, effort = self._at_once.get(tried(best), 0.0), self.evaluator.effort
+            sooner = self._at_once.get(tried(moved), before_s) < before_s
+            if sooner and tried(best) in self._searched:
+                if self.has_time(*self.making(moved, effort), until):
+                    self.schedule(self.listed[tried(moved)], effort)
 
     def solve(self, solver: str, count: int) -> None:
         """Whole schedules by ``solver`` for the ``count`` soonest configs, as far as there is time
@@ -221,27 +235,31 @@ class _Rounds:
         """A whole schedule of that effort. More may be held than in the part that was simulated: if
         devices have no room for it, nor for one that is searched for, there is no outcome."""
         problem, edges = self.problem(outcome), outcome.stages.edges
-        with self.budget.timed("schedule", self.work(outcome, effort)):
+        if effort:
+            self._searched.add(tried(outcome))
+        with self.budget.timed(*self.making(outcome, effort)):
             made = [found for found, _ in schedules(problem, edges, effort, effort > 0)]
-            has_room = self.compare(outcome, made)
-        if has_room or not outcome.extrapolated:
+            whole = self.compare(outcome, made)
+        if whole is not None and not effort:
+            self._at_once[tried(outcome)] = whole.step_s
+        if whole is not None or not outcome.extrapolated:
             return
         more, until = self.evaluator.effort, self.budget.seconds
-        if effort < more and self.has_time("schedule", self.work(outcome, more), until):
+        if effort < more and self.has_time(*self.making(outcome, more), until):
             self.schedule(outcome, more)
         else:
             self.listed.pop(tried(outcome), None)
 
-    def compare(self, outcome: Outcome, made: Sequence[Synthesis]) -> bool:
-        """Keep the first of these for which devices have room if it is the first that is whole, or
-        sooner; whether there is one."""
+    def compare(self, outcome: Outcome, made: Sequence[Synthesis]) -> Outcome | None:
+        """The first of these for which devices have room, kept if it is the first that is whole, or
+        sooner."""
         for found in made:
             whole = self.evaluator.evaluate(outcome.config, found, stages=outcome.stages)
             if self.evaluator.has_room(whole):
                 if outcome.extrapolated or whole.step_s < outcome.step_s:
                     self.listed[tried(outcome)] = whole
-                return True
-        return False
+                return whole
+        return None
 
     def problem(self, outcome: Outcome) -> ScheduleProblem:
         """Of all microbatches."""
@@ -249,9 +267,13 @@ class _Rounds:
         count = config.num_microbatches(self.evaluator.global_batch_size)
         return self.evaluator.problem(config, count, outcome.stages)
 
-    def work(self, outcome: Outcome, effort: int = 0) -> float:
-        """Operations of the whole step, times what a schedule of that effort takes of each."""
-        return self.evaluator.size(outcome.config, whole=True) * (1 + STARTS * effort)
+    def work(self, outcome: Outcome) -> int:
+        """Operations of the whole step."""
+        return self.evaluator.size(outcome.config, whole=True)
+
+    def making(self, outcome: Outcome, effort: int = 0) -> tuple[str, float]:
+        """A whole schedule of that effort as work: kind and size."""
+        return f"schedule, {effort}", self.work(outcome) * (1 + STARTS * effort)
 
     def has_time(self, kind: str, work: float, until: float) -> bool:
         """Whether work on a whole step ends in time."""

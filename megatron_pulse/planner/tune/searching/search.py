@@ -99,7 +99,8 @@ class _ConfigSearch:
     def counted(self) -> Tuning:
         """What was found, and what became of the others."""
         found, listed = self.steps.found, self.steps.listed
-        rest = [*self.waiting.values(), *self.steps.aside]
+        waited = [*self.waiting.values(), *self.steps.aside]
+        rest = [c for c in waited if c.config not in listed.same]
         left = [c for c in rest if c.bound < listed.limit]
         found.refused[Unfit.SLOWER] += len(rest) - len(left)
         for candidate in rest:
@@ -109,8 +110,8 @@ class _ConfigSearch:
         found.bound_s = min((c.bound for c in left), default=float("inf"))
         if self.scouts.unseen:
             found.num_left, found.bound_s = found.num_left + self.scouts.unseen, 0.0
-        if listed.same:
-            found.refused[Unfit.SAME] += len(listed.same)
+        if same := len(waited) - len(rest):
+            found.refused[Unfit.SAME] += same
         found.seconds = self.steps.budget.spent
         return found
 

@@ -109,7 +109,7 @@ def test_layers_of_what_is_near_are_moved_by_turns() -> None:
     """The best's config has as much time as others together; what is far is left out."""
     evaluator, found = found_for(1, 4, 0.8)
     rounds = finishing._Rounds(evaluator, found, Budget(1e9))
-    rounds.go(0, len(rounds.listed), 1.0)
+    rounds.go(0, 1.0)
     best, *others, far = rounds.ranked()
     rounds.listed[tried(far)] = replace(far, step_s=2 * best.step_s)
     found_s, turns = replace(best, step_s=1.01 * best.step_s), []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 from hypothesis import given, settings
@@ -169,14 +170,15 @@ def test_says_what_would_fit() -> None:
 
 
 def test_refusals_add_up() -> None:
-    evaluator, candidates = random_evaluator(7)
-    seen: list[Tuning] = []
-    found = search(evaluator, candidates, keep=3, progress=seen.append)
-    listed = found.num_simulated - found.refused[Unfit.SAME]
-    assert seen and listed >= len(found.outcomes)
-    refused = sum(found.refused.values()) - found.refused[Unfit.SAME]
-    # Every config is refused, or was simulated; the slower of the simulated may be dropped twice.
-    assert refused <= found.num_configs <= refused + found.num_simulated
+    """Every config is counted once: refused, left, or simulated with cuts of its own."""
+    for seed, seconds in product(range(4, 8), (None, 1.0)):
+        evaluator, candidates = random_evaluator(seed)
+        seen: list[Tuning] = []
+        budget = None if seconds is None else Budget(seconds, time.process_time)
+        found = search(evaluator, candidates, 3, budget, seen.append)
+        assert seen and found.num_simulated >= len(found.outcomes)
+        refused = sum(found.refused.values()) + found.num_left
+        assert refused <= found.num_configs == len(candidates) <= refused + found.num_simulated
 
 
 def test_fewer_devices_are_said_where_they_are_faster() -> None:
