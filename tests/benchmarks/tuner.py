@@ -6,9 +6,9 @@
 
 Clusters are presets, files, or N:G for N A100s of 80 GB, eight to a node with NVLink, whose nodes
 share G Gb/s, or N:G:M, of which M GB are there. Times of layers are analytic. A step has so many
-samples for each device. Both searches are those of `pulse tune`, whole schedules included, without a
-solver, and stop after seconds of their own process's time, so that a busy machine does not bear on
-them (--wall: after seconds of the wall's).
+samples for each device. Both searches are those of `pulse tune`, whole schedules included, without
+a solver, and stop after seconds of their own process's time, so that a busy machine does not bear
+on them (--wall: after seconds of the wall's).
 Loss is how much more throughput the best of the restricted searches has than the answer. Degrees
 are searched alone unless no config of theirs can be sooner than the answer, by its bound; first for
 20 seconds each, then those that come within 5 % of the best for as long as --reference says.

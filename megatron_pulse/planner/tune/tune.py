@@ -47,10 +47,10 @@ def tune(
 ) -> Tuning:
     """The ``keep`` best configs, the best of them with whole schedules, soonest first, and FSDP2.
 
-    ``search_s`` seconds by ``clock`` at most go to the search over configs, about ``finish_s`` to schedules of
-    all microbatches by ``solver``. ``progress`` is called after every step of the search and once
-    before the schedules, with what is being done. Compiling, once on a machine, is not counted.
-    Raises UntunableError.
+    ``search_s`` seconds by ``clock`` at most go to the search over configs, about ``finish_s`` to
+    schedules of all microbatches by ``solver``. ``progress`` is called after every step of the
+    search and once before the schedules, with what is being done. Compiling, once on a machine, is
+    not counted. Raises UntunableError.
     """
     began = clock()
     candidates = evaluator.candidates(choices)

@@ -70,3 +70,31 @@ def test_where_nothing_is_computed_again_all_is_not_tried() -> None:
     never = short(evaluator(1.4), 20.0, replace(CHOICES, recompute=(Recompute.NEVER,)))
     assert never.num_configs == len(evaluator(1.4).candidates(CHOICES)) // 2
     assert all(not outcome.stages.recompute for outcome in never.outcomes)
+
+
+def test_all_has_its_time_while_any_of_the_best_computes_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if a search first found what computes some again, and then something sooner beside it."""
+    of = evaluator(1.5)
+    again = next(o for o in short(of, 20.0).outcomes if o.stages.relief.computes)
+    none = search(evaluator(16.0), of.candidates(CHOICES), 1).outcomes[0]
+    given: list[float] = []
+
+    def made(evaluator, candidates, keep, budget, progress, finish_s):  # type: ignore[no-untyped-def]
+        given.append(budget.seconds)
+        found = Tuning(outcomes=[])
+        for outcomes in stages:
+            found.outcomes = outcomes
+            progress(found)
+            given.append(budget.seconds)
+        return found
+
+    monkeypatch.setattr("megatron_pulse.planner.tune.memory.short.search", made)
+    stages = [[again], [none, again], [none]]
+    short(of, 40.0)
+    assert given == [40.0, 30.0, 30.0, 40.0], "given back, and no search for all"
+    given.clear()
+    stages = [[none], [none, again]]
+    short(of, 40.0)
+    assert given[:3] == [40.0, 40.0, 30.0] and len(given) == 6, "all is tried"

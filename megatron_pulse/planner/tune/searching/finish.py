@@ -193,12 +193,12 @@ class _Rounds:
         """The best's cuts with layers moved, those that are soonest in the order of its schedule,
         as far as there is time to look."""
         played: dict[Partition, float] = {}
-        in_order = InOrder(self.evaluator, best)
+        in_order, known = InOrder(self.evaluator, best), {*self.listed, *self._searched}
         moved = self.evaluator.moved_cuts(best.config, best.stages.partition)
         for cuts in islice(moved, MOVED):
             if not self.has_time("in order", self.work(best), until):
                 break
-            if (best.config, cuts) not in self.listed:
+            if (best.config, cuts) not in known:
                 with self.budget.timed("in order", self.work(best)):
                     stages = self.evaluator.cut_with(best.config, cuts, best.stages.relief)
                     played[cuts] = in_order.step_s(stages)

@@ -127,6 +127,28 @@ def test_layers_of_what_is_near_are_moved_by_turns() -> None:
     assert len(turns) == len(rounds.listed) - 1
 
 
+def test_schedules_are_searched_for_once_and_before_layers_are_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Moved ones too, but only of what was sooner at once than the best was."""
+    evaluator, found = found_for(1, 4, 0.8)
+    near = {tried(o) for o in (*found.near, *found.outcomes)}
+    made: list[tuple[bool, bool]] = []
+    searched: list[Any] = []
+
+    def recorded(rounds: Any, outcome: Outcome, effort: int) -> None:
+        made.append((tried(outcome) in near, effort > 0))
+        searched.extend([tried(outcome)] * (effort > 0))
+        schedule(rounds, outcome, effort)
+
+    schedule = finishing._Rounds.schedule
+    monkeypatch.setattr(finishing._Rounds, "schedule", recorded)
+    finish(evaluator, found, 1e9, count=0)
+    first_moved = made.index((False, False))
+    assert (True, True) in made[:first_moved] and (True, True) not in made[first_moved:]
+    assert (False, True) in made and len(set(searched)) == len(searched)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_no_time_still_gives_the_best_a_whole_schedule(seed: int) -> None:
     """The soonest by what is known of it, or one of the few that were looked at."""
