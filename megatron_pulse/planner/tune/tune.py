@@ -17,7 +17,7 @@ from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.sharded.opponent import opponent
 
-FINISH_SHARE = 0.3
+FINISH_SHARE = 0.4
 """Of the seconds of a decision, for whole schedules of the best."""
 
 

@@ -49,7 +49,7 @@ LEAST_S = 2.0
 """Seconds for a schedule below which none is solved for: on a busy machine a solver takes as long
 to start."""
 
-AT_ONCE_SHARE, SEARCHED_SHARE, MOVED_SHARE = 0.4, 0.4, 0.5
+AT_ONCE_SHARE, SEARCHED_SHARE, MOVED_SHARE = 0.4, 0.25, 0.5
 """Of the time that is left, for the first rounds."""
 
 STARTS = 1.5
@@ -61,7 +61,7 @@ UNTIMED, OVER = 3, 4 / 3
 all is to take that it may take then: a tenth of all seconds of a decision."""
 
 CLOSE = 1.04
-"""Times the best, up to which layers of a step are moved."""
+"""Times the best, up to which schedules of a step are searched for, and its layers moved."""
 
 MOVED, TRIED = 200, 4
 """Moved cuts that are played in the order of the best's schedule, and of these the soonest that get
@@ -148,10 +148,13 @@ class _Rounds:
 
     def go(self, effort: int, share: float) -> None:
         """Whole schedules of that effort for all that have none, the soonest first, within a share
-        of the time."""
+        of the time; if they are searched for, of what is near the best."""
         until = self.budget.spent + share * self.budget.left
         for outcome in self.ranked():
-            if self.work(outcome) > LARGEST or (effort and tried(outcome) in self._searched):
+            far = outcome.step_s >= CLOSE * self.ranked()[0].step_s
+            if self.work(outcome) > LARGEST or (
+                effort and (far or tried(outcome) in self._searched)
+            ):
                 continue
             if self.has_time(*self.making(outcome, effort), until):
                 self.schedule(outcome, effort)

@@ -2,7 +2,10 @@
 
 First all configs without a pipeline and the best of every degree and layout are simulated
 (``scouts``), unless its estimate from cuts is far from the best, the fewest stages first; how far
-that is from its estimate of even work corrects the others', for each tensor degree. From then on
+that is from its estimate of even work corrects the others', for each tensor degree. What takes much
+longer than its cuts let expect is looked at with others: where memory is short the first that are
+found may hold little (two waves of SD v2 4.6B over four of 24 GB: 375 samples/s, then 529). From
+then on
 whatever has the least time so far takes its next step (``steps``; estimates count with what
 simulations of as many ranks in the same places took for theirs), in the end by turns with what
 differs from the best in one thing, which is simulated with cuts of its own and with the best's, and
@@ -23,7 +26,7 @@ from megatron_pulse.planner.tune.costs import Unfit
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.candidates import Candidate, Queue, Reached
-from megatron_pulse.planner.tune.searching.kinds import by_kind, neighbours
+from megatron_pulse.planner.tune.searching.kinds import Kind, by_kind, neighbours
 from megatron_pulse.planner.tune.searching.scouts import Scouts
 from megatron_pulse.planner.tune.searching.steps import (
     FAR,
@@ -40,6 +43,10 @@ ALONE = 0.3
 
 CLOSE = 1.05
 """Times the best, up to which what differs from it in one thing is simulated with other cuts."""
+
+DOUBTFUL, AGAIN = 1.1, 0.2
+"""Times its estimate from cuts, from which a first simulation is doubted; and share of the time for
+others of these."""
 
 VARIED = 0.8
 """Share of the time after that which goes to variants of good configs."""
@@ -84,6 +91,11 @@ class _ConfigSearch:
         for configs in by_kind(candidates):
             for candidate in self.scouts.look(configs):
                 self.wait(candidate)
+        until = steps.budget.spent + AGAIN * steps.budget.left
+        for candidate in self.doubtful():
+            if steps.ended or steps.budget.spent >= until:
+                break
+            self.take(candidate)
         while self.queue and not steps.ended:
             varied_s = VARIED * self.late_s
             while not steps.ended and steps.variants.spent_s < varied_s and self.vary():
@@ -113,6 +125,22 @@ class _ConfigSearch:
         if same := len(waited) - len(rest):
             found.refused[Unfit.SAME] += same
         found.seconds = self.steps.budget.spent
+        return found
+
+    def doubtful(self) -> list[Candidate]:
+        """Of each degree and layout what was the soonest, if it took much longer than is estimated
+        from its cuts, which is near the best; the soonest first."""
+        steps, first = self.steps, dict[Kind, Candidate]()
+        most_s = FAR * steps.listed.best[0].step_s if steps.listed.best else 0.0
+        for one in sorted(self.waiting.values(), key=lambda c: c.reached_s):
+            if one.step is Reached.QUICK:
+                first.setdefault(one.kind, one)
+        found = []
+        for one in first.values():
+            assert one.stages is not None
+            seconds = steps.evaluator.cut_estimate(one.config, one.stages)
+            if DOUBTFUL * seconds < one.reached_s and seconds < most_s:
+                found.append(one)
         return found
 
     def take(self, candidate: Candidate) -> None:
