@@ -27,7 +27,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.candidates import Candidate, Queue, Reached
 from megatron_pulse.planner.tune.searching.kinds import Kind, by_kind, neighbours
-from megatron_pulse.planner.tune.searching.scouts import Scouts
+from megatron_pulse.planner.tune.searching.scouts import SIMULATED_SHARE, Scouts
 from megatron_pulse.planner.tune.searching.steps import (
     FAR,
     NEAR_SHARE,
@@ -44,9 +44,8 @@ ALONE = 0.3
 CLOSE = 1.05
 """Times the best, up to which what differs from it in one thing is simulated with other cuts."""
 
-DOUBTFUL, AGAIN = 1.1, 0.2
-"""Times its estimate from cuts, from which a first simulation is doubted; and share of the time for
-others of these."""
+DOUBTFUL = 1.1
+"""Times its estimate from cuts, from which a first simulation is doubted."""
 
 VARIED = 0.8
 """Share of the time after that which goes to variants of good configs."""
@@ -91,9 +90,8 @@ class _ConfigSearch:
         for configs in by_kind(candidates):
             for candidate in self.scouts.look(configs):
                 self.wait(candidate)
-        until = steps.budget.spent + AGAIN * steps.budget.left
         for candidate in self.doubtful():
-            if steps.ended or steps.budget.spent >= until:
+            if steps.ended or self.late_s >= 0:
                 break
             self.take(candidate)
         while self.queue and not steps.ended:
@@ -129,7 +127,7 @@ class _ConfigSearch:
 
     def doubtful(self) -> list[Candidate]:
         """Of each degree and layout what was the soonest, if it took much longer than is estimated
-        from its cuts, which is near the best; the soonest first."""
+        from its cuts, which is near the best, and is soon simulated again; the soonest first."""
         steps, first = self.steps, dict[Kind, Candidate]()
         most_s = FAR * steps.listed.best[0].step_s if steps.listed.best else 0.0
         for one in sorted(self.waiting.values(), key=lambda c: c.reached_s):
@@ -139,7 +137,8 @@ class _ConfigSearch:
         for one in first.values():
             assert one.stages is not None
             seconds = steps.evaluator.cut_estimate(one.config, one.stages)
-            if DOUBTFUL * seconds < one.reached_s and seconds < most_s:
+            soon = steps.budget.fits("quick", steps.evaluator.size(one.config), SIMULATED_SHARE)
+            if soon and DOUBTFUL * seconds < one.reached_s and seconds < most_s:
                 found.append(one)
         return found
 
