@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,15 @@ def draw(
     return f"drawn to {path}"
 
 
-def overwritten(flag: str, path: Path | None, *read: Path | None) -> list[str]:
-    """A fault for each file that is read and that ``flag`` would replace."""
-    if path is None or not path.exists():
-        return []
-    there = [other for other in read if other is not None and other.exists()]
-    return [f"{flag} {path} would replace what is read" for o in there if path.samefile(o)]
+def overwritten(written: Mapping[str, Path | None], *read: Path | str | None) -> list[str]:
+    """A fault for each flag of ``written`` whose file is one that is read, or another flag's."""
+    faults, others = [], dict[Path, str]()
+    there = [Path(path) for path in read if path is not None and Path(path).exists()]
+    for flag, path in written.items():
+        if path is None or path == _PRINT:
+            continue
+        if path.exists() and any(path.samefile(other) for other in there):
+            faults.append(f"{flag} {path} would replace what is read")
+        if (other := others.setdefault(path.resolve(), flag)) != flag:
+            faults.append(f"{flag} {path} is what {other} writes")
+    return faults

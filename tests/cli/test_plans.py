@@ -285,6 +285,29 @@ FLAGS = {
         "profile.json",
         ["2 faults", "-o plan.json would replace what is read", "--write-profile profile.json"],
     ),
+    "schedule over itself": (
+        "schedule --profile profile.json -p 2 -m 2 --json same.json --draw same.json --csv "
+        "profile.json",
+        [
+            "3 faults",
+            "the file name must end in .csv",
+            "--csv profile.json would replace what is read",
+            "--json same.json is what --draw writes",
+        ],
+    ),
+    "partition over itself": (
+        "partition --profile profile.json -p 2 --json profile.json",
+        ["--json profile.json would replace what is read"],
+    ),
+    "tune over itself": (
+        "tune --profile profile.json --cluster cpu --global-batch-size 8 -o profile.json "
+        "--json ./profile.json",
+        [
+            "3 faults",
+            "--output profile.json would replace what is read",
+            "--json profile.json is what --output writes",
+        ],
+    ),
     "compare no trace": (
         "compare plan.json profile.json",
         ["profile.json: this is a profile, not a trace: 'pulse tune"],

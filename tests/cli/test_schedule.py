@@ -281,6 +281,10 @@ CASES = {
         "--times whole.json -p 2 -m 2 --schedule order.csv",
         ["5 microbatches", "the problem 2"],
     ),
+    "own with another number": (
+        "--times whole.json -p 2 -m 5 --schedule typo.csv",
+        ["typo.csv: F2:9 on device 1: there is no microbatch 9", "typo.csv: F2:0 is missing"],
+    ),
     "own broken": (
         "--times whole.json -p 2 -m 5 --schedule broken.csv",
         ["F0:0 is missing", "device 1 runs B1:0 before F1:0"],
@@ -304,6 +308,7 @@ def test_bad_input_is_refused(case: str, here: Path, refused: Refused) -> None:
     (here / "order.csv").write_text(order)
     broken = order.replace("0F0,", "").replace("1F0,", "").replace("1B0,", "1B0,1F0,")
     (here / "broken.csv").write_text(broken)
+    (here / "typo.csv").write_text(order.replace("2F0,", "2F9,"))
     argv, expected = CASES[case]
     refused(["schedule", *argv.split()], *expected)
 

@@ -96,6 +96,5 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults.append("--profile and --write-profile come together")
     faults += check_file(args.write_profile, "--write-profile", ".json")
     faults += check_file(args.output, "-o", *DRAWINGS) + json_faults(args)
-    for flag, path in (("-o", args.output), ("--write-profile", args.write_profile)):
-        faults += overwritten(flag, path, args.plan, args.trace, args.profile)
-    return faults
+    written = {"-o": args.output, "--write-profile": args.write_profile, "--json": args.json}
+    return faults + overwritten(written, args.plan, args.trace, args.profile)

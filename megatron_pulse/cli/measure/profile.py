@@ -23,7 +23,7 @@ from megatron_pulse.cli.errors import (
 )
 from megatron_pulse.cli.megatron import prepare_megatron, prepare_profiling
 from megatron_pulse.cli.models.encoding import no_pipeline
-from megatron_pulse.cli.output import table
+from megatron_pulse.cli.output import overwritten, table
 from megatron_pulse.faults import unknown
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ONE, TO_4096, TO_MILLION, flag_name
 
@@ -158,6 +158,7 @@ def run(args: argparse.Namespace) -> None:
         faults += _encoder_faults(args)
     elif args.components is not None:
         faults.append("--components is for --encoders")
+    faults += overwritten({"--output": args.output}, args.from_table, args.encoders)
     require(faults)
     if args.encoders is not None:
         _profile_encoders(args)

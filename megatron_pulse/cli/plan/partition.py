@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pulse.cli.errors import add_parser, check_file, no_file, out_of, require, warn
-from megatron_pulse.cli.output import add_json, answer, json_faults, write
+from megatron_pulse.cli.output import add_json, answer, json_faults, overwritten, write
 from megatron_pulse.faults import unknown
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION, flag_name
 
@@ -260,4 +260,5 @@ def _faults(args: argparse.Namespace) -> list[str]:
         faults.append("give either --bytes-per-parameter or --distributed-optimizer")
     faults += json_faults(args)
     faults += check_file(args.draw, "--draw", ".svg")
-    return faults
+    written = {"--draw": args.draw, "--json": args.json}
+    return faults + overwritten(written, args.profile, args.from_table)

@@ -21,7 +21,7 @@ from megatron_pulse.cli.errors import (
     require,
     warn,
 )
-from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, write
+from megatron_pulse.cli.output import DRAWINGS, add_json, answer, json_faults, overwritten, write
 from megatron_pulse.faults import UserError
 from megatron_pulse.flag_fields import ABOVE_ZERO, FROM_ZERO, TO_4096, TO_MILLION
 
@@ -297,7 +297,8 @@ def _evaluated(
     limit = None if args.cap is None else cap(args, problem.placement, ())
     with mending(ValueError):
         problem = replace(problem, cap=limit)
-    require([f"{schedule.name}: {fault}" for fault in faults_for(problem, schedule)])
+    name = args.schedule or schedule.name
+    require([f"{name}: {fault}" for fault in faults_for(problem, schedule)])
     length, least = simulate(problem, schedule).makespan, lower_bound(problem)
     proved = length <= least * (1 + 1e-9)
     found = Certificate(length, least, proved, f"none: {schedule.name} as it is", 0.0)
@@ -373,4 +374,6 @@ def _faults(args: argparse.Namespace) -> list[str]:
     faults += check_file(args.draw, "--draw", *DRAWINGS)
     faults += check_file(args.csv, "--csv", ".csv")
     faults += json_faults(args)
+    written = {"--draw": args.draw, "--csv": args.csv, "--json": args.json}
+    faults += overwritten(written, args.profile, args.times, args.schedule, args.encoders)
     return sorted(set(faults), key=faults.index)

@@ -44,7 +44,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Print, then draw."""
     faults = check_file(args.output, "-o", *DRAWINGS)
-    require([*faults, *overwritten("-o", args.output, args.plan)])
+    require([*faults, *overwritten({"-o": args.output}, args.plan)])
     from megatron_pulse.cli.plan.plan_text import describe
     from megatron_pulse.planner.tune.plans.recompute import load_checked
 

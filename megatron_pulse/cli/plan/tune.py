@@ -19,7 +19,7 @@ from megatron_pulse.cli.errors import (
     require,
     warn,
 )
-from megatron_pulse.cli.output import add_json, answer, json_faults
+from megatron_pulse.cli.output import add_json, answer, json_faults, overwritten
 from megatron_pulse.flag_fields import ABOVE_ZERO, SHARE, TO_MILLION
 
 if TYPE_CHECKING:
@@ -470,4 +470,5 @@ def _faults(args: argparse.Namespace) -> list[str]:
     if args.worlds is None:
         faults += check_file(args.output, "--output", ".json")
     faults += json_faults(args)
-    return faults
+    written = {"--output": args.output, "--json": args.json}
+    return faults + overwritten(written, args.profile, args.cluster, args.encoders)

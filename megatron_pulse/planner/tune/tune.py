@@ -17,7 +17,7 @@ from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.sharded.opponent import opponent
 
-FINISH_SHARE = 0.4
+FINISH_SHARE = 0.35
 """Of the seconds of a decision, for whole schedules of the best."""
 
 
@@ -67,7 +67,7 @@ def tune(
         )
     if not found.outcomes:
         rest = Budget(max(0.0, seconds - found.seconds) + finish_s, clock)
-        raise UntunableError("nothing fits: " + nothing_fits(evaluator, choices, candidates, rest))
+        raise UntunableError(nothing_fits(evaluator, choices, candidates, rest))
     progress("whole schedules", found)
     searched = clock()
     if not evaluator.self_conditioning:  # how FSDP2 runs forwards of their own is not predicted

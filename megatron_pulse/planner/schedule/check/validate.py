@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.schedule.check.simulate import dependency, grid, waiting
@@ -81,6 +82,9 @@ def _told(held: float) -> str:
 def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
     """All faults of ``schedule`` as an answer to ``problem``; empty when it is one."""
     faults = []
+    numbers = {op.microbatch for o in schedule.order for op in o if op.kind is not Kind.FILLER}
+    if len(numbers) < schedule.num_microbatches:  # one that there is not is a fault of its own
+        schedule = replace(schedule, num_microbatches=problem.num_microbatches)
     if schedule.placement != problem.placement:
         faults.append(
             f"the schedule is for placement {schedule.placement.device_of_stage}, the problem for "

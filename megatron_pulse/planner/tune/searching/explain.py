@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -130,13 +131,16 @@ def nothing_fits(
     candidates: Iterable[Config],
     budget: Budget | None = None,
 ) -> str:
-    """What would have to change; each remedy is one that was tried and fits, in time."""
+    """Why none of ``candidates`` can run, and what would have to change; each remedy is one that
+    was tried and fits, in time."""
     budget = budget or Budget(float("inf"))
-    cluster = evaluator.cluster
+    cluster, candidates = evaluator.cluster, list(candidates)
     looking = Budget(budget.left / 2)  # the rest is for remedies
     need = _least_memory(evaluator, candidates, looking)
-    said = [f"each device has {cluster.usable_bytes / 1e9:.4g} GB to use"]
-    if need is not None:
+    said = [f"nothing fits: each device has {cluster.usable_bytes / 1e9:.4g} GB to use"]
+    if not _by_need(evaluator, candidates):
+        said = [f"nothing can run: {_reasons(evaluator, candidates)}"]
+    elif need is not None:
         looked = (
             "the least that any config needs is about"
             if looking.left
@@ -174,6 +178,19 @@ def nothing_fits(
             else "more --seconds it is said what would fit: there was no time to try"
         )
     return "; ".join(said) + "".join(f"\n  with {remedy}" for remedy in remedies)
+
+
+def _reasons(evaluator: Evaluator, candidates: Iterable[Config]) -> str:
+    """How many are refused for what, whatever the memory, each with an example."""
+    counts, examples = Counter[Unfit](), dict[Unfit, str]()
+    for config in candidates:
+        try:
+            evaluator.refuse(config)
+        except UnfitError as error:
+            counts[error.reason] += 1
+            examples.setdefault(error.reason, error.detail)
+    told = (f"{n} x {why} (for example {examples[why]})" for why, n in counts.most_common())
+    return ", ".join(told)
 
 
 def _smaller_states(evaluator: Evaluator) -> Iterator[tuple[str, ParameterState]]:

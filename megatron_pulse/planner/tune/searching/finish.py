@@ -63,6 +63,10 @@ all is to take that it may take then: a tenth of all seconds of a decision."""
 CLOSE = 1.04
 """Times the best, up to which schedules of a step are searched for, and its layers moved."""
 
+GAIN = 1.002
+"""Times a step by a searched schedule that it takes by one that is found at once, from which
+schedules of moved cuts are searched for too."""
+
 MOVED, TRIED = 200, 4
 """Moved cuts that are played in the order of the best's schedule, and of these the soonest that get
 schedules of their own."""
@@ -78,8 +82,8 @@ def finish(
 ) -> None:
     """Find whole schedules for the best, in about ``seconds`` altogether; sort anew.
 
-    ``count`` configs are solved. A schedule of the search is kept where it is of
-    all microbatches and sooner. Once the time is spent, only what then is the best still gets a
+    ``count`` are searched for again once layers were moved, and solved. A schedule of the search is
+    kept where it is of all microbatches and sooner. Once the time is spent, only what then is the best still gets a
     whole schedule, so that it can run.
     """
     budget = Budget(seconds, clock)
@@ -88,7 +92,7 @@ def finish(
     rounds.settle()
     rounds.go(evaluator.effort, SEARCHED_SHARE)
     rounds.move(MOVED_SHARE)
-    rounds.go(evaluator.effort, SEARCHED_SHARE)
+    rounds.go(evaluator.effort, SEARCHED_SHARE, count)
     rounds.solve(solver, count)
     rounds.settle()
     rounds.move(1.0)
@@ -146,11 +150,11 @@ class _Rounds:
                 return
             self.schedule(ranked[0], 0)
 
-    def go(self, effort: int, share: float) -> None:
-        """Whole schedules of that effort for all that have none, the soonest first, within a share
-        of the time; if they are searched for, of what is near the best."""
+    def go(self, effort: int, share: float, count: int | None = None) -> None:
+        """Whole schedules of that effort for the ``count`` soonest, or all, that have none, within
+        a share of the time; if they are searched for, of what is near the best."""
         until = self.budget.spent + share * self.budget.left
-        for outcome in self.ranked():
+        for outcome in self.ranked()[:count]:
             far = outcome.step_s >= CLOSE * self.ranked()[0].step_s
             if self.work(outcome) > LARGEST or (
                 effort and (far or tried(outcome) in self._searched)
@@ -208,8 +212,8 @@ class _Rounds:
         return sorted(played, key=played.__getitem__)[:TRIED]
 
     def cut(self, best: Outcome, cuts: Partition, until: float) -> None:
-        """The best with these cuts instead, if they fit; its schedule is searched for where the
-        best's was and what is found at once is sooner than what was for the best."""
+        """The best with these cuts instead, if they fit; its schedule is searched for where that
+        gained for the best and what is found at once is sooner than what was for the best."""
         with suppress(UnfitError):
             stages = self.evaluator.cut(best.config, cuts)
             fits = self.evaluator.fits(stages, best.config.split)
@@ -219,7 +223,7 @@ class _Rounds:
             self.schedule(moved, 0)
             before_s, effort = self._at_once.get(tried(best), 0.0), self.evaluator.effort
             sooner = self._at_once.get(tried(moved), before_s) < before_s
-            if sooner and tried(best) in self._searched:
+            if sooner and before_s > GAIN * best.step_s:
                 if self.has_time(*self.making(moved, effort), until):
                     self.schedule(self.listed[tried(moved)], effort)
 
