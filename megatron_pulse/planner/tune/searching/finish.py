@@ -83,8 +83,8 @@ def finish(
     """Find whole schedules for the best, in about ``seconds`` altogether; sort anew.
 
     ``count`` are searched for again once layers were moved, and solved. A schedule of the search is
-    kept where it is of all microbatches and sooner. Once the time is spent, only what then is the best still gets a
-    whole schedule, so that it can run.
+    kept where it is of all microbatches and sooner. Once the time is spent, only what then is the
+    best still gets a whole schedule, so that it can run.
     """
     budget = Budget(seconds, clock)
     rounds = _Rounds(evaluator, found, budget)
