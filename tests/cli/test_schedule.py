@@ -224,7 +224,8 @@ CASES = {
         "--link-gbs 0 --link-us -1 --seconds nan --split --name 1f1b --draw o.png --csv o.txt "
         "--json o.txt --solver highs --no-cache",
         [
-            "20 faults",
+            "21 faults",
+            "--json o.txt is what --csv writes",
             "x.json: there is no such file",
             "--num-devices is 0",
             "--microbatches is 0",
