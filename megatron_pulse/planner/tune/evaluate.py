@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.memory import ParameterState
@@ -17,8 +17,7 @@ from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES
-from megatron_pulse.planner.tune.lighter import LighterCuts
-from megatron_pulse.planner.tune.memory.peaks import most_in_use
+from megatron_pulse.planner.tune.memory.room import Caps, WithRoom
 from megatron_pulse.planner.tune.queueing import schedules
 from megatron_pulse.planner.tune.stages import Stages
 
@@ -83,10 +82,7 @@ class Outcome:
         }
 
 
-_TIGHT = 1 + 1e-9
-
-
-class Evaluator(LighterCuts):
+class Evaluator(WithRoom):
     """A chain whose configs are simulated.
 
     ``effort`` bounds the search for a schedule (see ``synthesize``), so that an evaluation always
@@ -153,14 +149,16 @@ class Evaluator(LighterCuts):
         problem = self.problem(config, core, stages)
         if synthesis is None:
             effort = 0 if quick or self.size(config) > LARGE else self.effort
-            made = self._simulated(problem, stages.edges, effort)
+            make = partial(self._simulated, edges=stages.edges, effort=effort)
+            found, timeline, memory, caps = self.with_room(config, stages, problem, make)
         else:
-            made = [(synthesis, replay(problem, synthesis.schedule, stages.edges).timeline)]
-        found, timeline, memory = self._first_with_room(config, stages, made)
+            timeline = replay(problem, synthesis.schedule, stages.edges).timeline
+            found, caps = synthesis, problem.cap
+            memory = self.held(config, stages, synthesis.schedule)
         makespan = timeline.makespan
         pipeline_s = makespan + stages.copying_s
         if count > core:
-            pipeline_s += (count - core) * self._pace(config, stages, timeline, effort)
+            pipeline_s += (count - core) * self._pace(config, stages, timeline, effort, caps)
         last = {
             stage: (timeline.start[op], timeline.end[op])
             for stage, op in completing(timeline.schedule).items()
@@ -201,24 +199,7 @@ class Evaluator(LighterCuts):
     def has_room(self, outcome: Outcome) -> bool:
         """Whether devices have the memory that the outcome's schedule takes; caps count what works
         apart from what it works on, and skips between stages of a device not at all."""
-        return self._fit(outcome.memory_bytes)
-
-    def _fit(self, memory: tuple[float, ...]) -> bool:
-        return max(memory) <= self.cluster.usable_bytes * _TIGHT
-
-    def _first_with_room(
-        self, config: Config, stages: Stages, made: Sequence[tuple[Synthesis, Timeline]]
-    ) -> tuple[Synthesis, Timeline, tuple[float, ...]]:
-        """The first for which devices have room, or the first of all, and what each device has."""
-        times = self._times_at(config.micro_batch_size)
-        parts = [self.parts(config, i) for i in range(len(times))]
-        every = []
-        for found, timeline in made:
-            used = most_in_use(stages, times, parts, found.schedule)
-            every.append((found, timeline, stages.memory_bytes(used)))
-            if self._fit(every[-1][2]):
-                return every[-1]
-        return every[0]
+        return self.fit_in(outcome.memory_bytes)
 
     def _simulate(
         self,
@@ -233,10 +214,14 @@ class Evaluator(LighterCuts):
             made = [*made, *self._simulated(problem, edges, 0)]
         return sorted(made, key=lambda each: each[1].makespan)
 
-    def _pace(self, config: Config, stages: Stages, timeline: Timeline, effort: int) -> float:
+    def _pace(
+        self, config: Config, stages: Stages, timeline: Timeline, effort: int, caps: Caps
+    ) -> float:
         """Seconds of one more microbatch: what the last half of those simulated adds."""
         count = timeline.schedule.num_microbatches
         fewer = self.problem(config, max(1, count // 2), stages)
+        if fewer.cap is not None and caps is not None:
+            fewer = replace(fewer, cap=tuple(map(min, fewer.cap, caps)))
         shorter = self._simulated(fewer, stages.edges, effort, effort > 0)[0][1].makespan
         measured = (timeline.makespan - shorter) / (count - fewer.num_microbatches)
         link = link_bound(replace(fewer, num_microbatches=1), stages.edges)

@@ -18,9 +18,9 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from megatron_pulse.planner.layout.placement import Partition
@@ -236,37 +236,42 @@ class _Rounds:
             outcome, seconds = todo[0], min(self.budget.left, part_s)
             done.add(tried(outcome))
             if seconds >= LEAST_S and self.work(outcome) <= LARGEST:
-                self.compare(outcome, [cached(self.problem(outcome), seconds, solver, solve)])
+                self.compare(outcome, cached(self.problem(outcome), seconds, solver, solve))
 
     def schedule(self, outcome: Outcome, effort: int) -> None:
         """A whole schedule of that effort. More may be held than in the part that was simulated: if
-        devices have no room for it, nor for one that is searched for, there is no outcome."""
-        problem, edges = self.problem(outcome), outcome.stages.edges
+        devices have no room for it with lower caps either, nor, where the search had found that
+        they have, for one that is searched for, there is no outcome."""
+        config, stages, until = outcome.config, outcome.stages, self.budget.seconds
         if effort:
             self._searched.add(tried(outcome))
+
+        def has_time(effort: int) -> bool:
+            return self.has_time(*self.making(outcome, effort), until)
+
         with self.budget.timed(*self.making(outcome, effort)):
-            made = [found for found, _ in schedules(problem, edges, effort, effort > 0)]
-            whole = self.compare(outcome, made)
+            make = partial(schedules, edges=stages.edges, effort=effort, bounded=effort > 0)
+            of = config, stages, self.problem(outcome), make, partial(has_time, effort)
+            whole = self.compare(outcome, self.evaluator.with_room(*of)[0])
         if whole is not None and not effort:
             self._at_once[tried(outcome)] = whole.step_s
         if whole is not None or not outcome.extrapolated:
             return
-        more, until = self.evaluator.effort, self.budget.seconds
-        if effort < more and self.has_time(*self.making(outcome, more), until):
+        more, is_listed = self.evaluator.effort, tried(outcome) in self.listed
+        if is_listed and effort < more and has_time(more):
             self.schedule(outcome, more)
         else:
             self.listed.pop(tried(outcome), None)
 
-    def compare(self, outcome: Outcome, made: Sequence[Synthesis]) -> Outcome | None:
-        """The first of these for which devices have room, kept if it is the first that is whole, or
-        sooner."""
-        for found in made:
-            whole = self.evaluator.evaluate(outcome.config, found, stages=outcome.stages)
-            if self.evaluator.has_room(whole):
-                if outcome.extrapolated or whole.step_s < outcome.step_s:
-                    self.listed[tried(outcome)] = whole
-                return whole
-        return None
+    def compare(self, outcome: Outcome, found: Synthesis) -> Outcome | None:
+        """The outcome by that schedule, if devices have room for it; kept if it is the first that
+        is whole, or sooner."""
+        whole = self.evaluator.evaluate(outcome.config, found, stages=outcome.stages)
+        if not self.evaluator.has_room(whole):
+            return None
+        if outcome.extrapolated or whole.step_s < outcome.step_s:
+            self.listed[tried(outcome)] = whole
+        return whole
 
     def problem(self, outcome: Outcome) -> ScheduleProblem:
         """Of all microbatches."""

@@ -169,16 +169,19 @@ class Steps:
 
     def simulate(self, candidate: Candidate) -> Candidate:
         """Simulated with a quick schedule; the first of a kind also with level cuts, where a device
-        has several stages: an estimate does not see what stages that differ wait for each other."""
-        config = candidate.config
+        has several stages, and in a fold that may be near the best with those between: an estimate
+        does not see what stages that differ wait for each other."""
+        config, evaluator = candidate.config, self.evaluator
         first = not self.corrections.know(candidate.kind)
         outcome = self.evaluate(config, "quick", candidate.stages)
         if first and config.layout.num_chunks > 1:
-            with suppress(UnfitError, TooLongError):
-                for cuts in self.found_by(self.evaluator.level_cuts, config):
-                    self.known.learn(candidate.kind, cuts)
-                    beside = self.evaluate(config, "quick", self.evaluator.cut(config, cuts))
-                    outcome = min(outcome, beside, key=lambda o: o.step_s)
+            near = not has_several(config) and not self.is_far(candidate)
+            for find in [evaluator.near_cuts] * near + [evaluator.level_cuts]:
+                with suppress(UnfitError, TooLongError):
+                    for cuts in self.found_by(find, config):
+                        self.known.learn(candidate.kind, cuts)
+                        beside = self.evaluate(config, "quick", evaluator.cut(config, cuts))
+                        outcome = min(outcome, beside, key=lambda o: o.step_s)
         return replace(
             candidate,
             seconds=self.hoped_s(outcome),

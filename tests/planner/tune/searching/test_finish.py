@@ -14,6 +14,7 @@ import pytest
 from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import faults_for
+from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
@@ -131,7 +132,7 @@ def test_schedules_are_searched_for_once_and_before_layers_are_moved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Moved ones too, but only of what was sooner at once than the best was."""
-    evaluator, found = found_for(1, 4, 0.8)
+    evaluator, found = found_for(2, 4, 0.8)
     near = {tried(o) for o in (*found.near, *found.outcomes)}
     made: list[tuple[bool, bool]] = []
     searched: list[Any] = []
@@ -187,14 +188,16 @@ def test_what_has_no_room_by_the_soonest_schedule_has_another(
     assert len(made) == 2 and made[0][1].makespan <= made[1][1].makespan
     tight = made[0][0].schedule.order
 
-    def has_room(self: Evaluator, whole: Outcome) -> bool:
-        return whole.synthesis.schedule.order != tight
+    much = (2 * evaluator.cluster.usable_bytes,) * 4
 
-    monkeypatch.setattr(Evaluator, "has_room", has_room)
+    def memory(self: Evaluator, config: Any, stages: Any, schedule: Schedule) -> tuple[float, ...]:
+        return much if schedule.order == tight else (0.0,) * 4
+
+    monkeypatch.setattr(Evaluator, "held", memory)
     alone = replace(found, outcomes=[outcome], near=[])
     finish(evaluator, alone, 0.0)
     assert alone.outcomes[0].timeline.makespan == pytest.approx(made[1][1].makespan)
-    monkeypatch.setattr(Evaluator, "has_room", lambda self, whole: False)
+    monkeypatch.setattr(Evaluator, "held", lambda *of: much)
     none = replace(found, outcomes=[outcome], near=[])
     finish(evaluator, none, 0.0)
     assert none.outcomes == []
