@@ -16,7 +16,8 @@ from pathlib import Path
 from megatron_pulse.cli import flags, run
 from megatron_pulse.cli.measure import compare, probe, profile
 from megatron_pulse.cli.models import backbones, checkpoint, curve, data, module, sample, weights
-from megatron_pulse.cli.plan import check, clusters, partition, schedule, show, tune
+from megatron_pulse.cli.plan import check, clusters, partition, schedule, show
+from megatron_pulse.cli.plan.tuning import tune
 from megatron_pulse.faults import UserError, unknown
 from megatron_pulse.full_disk import why_full
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams

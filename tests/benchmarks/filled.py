@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_pulse.cli.plan.tune import best_encoded
+from megatron_pulse.cli.plan.tuning.tune import best_encoded
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.cluster.link import Link
 from megatron_pulse.planner.fill.components import Component, FrozenLayer

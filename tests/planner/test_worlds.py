@@ -64,8 +64,14 @@ def test_a_plan_for_each_world(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]  # fmt: skip
     plans = tmp_path / "plans"
     assert main([*words, "--worlds", "4,2,1", "-o", str(plans)]) == 0
-    said = capsys.readouterr().out.splitlines()
+    *said, faster = capsys.readouterr().out.splitlines()
     assert [line.split(" devices: ")[0] for line in said] == ["4", "2", "1"]
+    rates = [float(line.split("; ")[1].split()[0]) for line in said]
+    best = ("4", "2", "1")[rates.index(max(rates))]
+    assert best != "4" and f"{best} devices are predicted to train this batch" in faster
+    more = float(faster.split("%")[0].split()[-1])
+    assert more == pytest.approx(100 * (max(rates) / rates[0] - 1), abs=0.2)
+    assert "faster than 4" in faster
     kinds = set()
     for world in (4, 2, 1):
         file = plan_for_world(plans, world)

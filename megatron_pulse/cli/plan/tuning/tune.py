@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_pulse.cli.backbone_flags import add_layers_flags, layers_faults, trained_backbone
+from megatron_pulse.cli.backbone_flags import add_layers_flags, layers_faults
 from megatron_pulse.cli.errors import (
     add_parser,
     check_file,
@@ -20,18 +20,23 @@ from megatron_pulse.cli.errors import (
     warn,
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults, overwritten
+from megatron_pulse.cli.plan.tuning.tune_input import (
+    backbone_of,
+    choices_of,
+    given_profile,
+    no_cascade,
+    no_half_gradients,
+    no_prediction_taken,
+    numbers,
+    state,
+    tuned,
+)
+from megatron_pulse.cli.plan.tuning.tune_worlds import tune_worlds, worlds_of
 from megatron_pulse.flag_fields import ABOVE_ZERO, SHARE, TO_MILLION
 
 if TYPE_CHECKING:
-    from megatron_pulse.backbone.chain import Backbone
-    from megatron_pulse.planner.cluster.cluster import Cluster
-    from megatron_pulse.planner.partition.memory import ParameterState
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
-    from megatron_pulse.planner.tune.config import Choices
-    from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.plans.policies import EncodedPlan
-    from megatron_pulse.planner.tune.searching.tuning import Tuning
-    from megatron_pulse.profile.profile import Profile
 
 _DESCRIPTION = """\
 Decides together what otherwise takes a week of trying: pipeline, data and tensor degree, microbatch
@@ -64,7 +69,6 @@ examples:
   pulse tune --backbone uvit-2.7b --cluster ours.yaml --global-batch-size 256 \\
       --pipeline 2,4,8 --tensor 1 --layouts 'fold exact,sequential' --no-recompute
 """
-_PROFILED = (1, 8)
 _FILL_S = 10.0
 _FILLED = 3
 """Configs that encoders are tried in: the fastest without them need not be with them."""
@@ -157,7 +161,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> None:
     """Search, then print and write."""
     require(_faults(args))
-    from megatron_pulse.cli.plan.tune_report import as_json, encoding, report
+    from megatron_pulse.cli.plan.tuning.tune_report import as_json, encoding, report
     from megatron_pulse.planner.cluster.cluster import cluster
     from megatron_pulse.planner.fill.table import EncoderTable, read_table
     from megatron_pulse.planner.plan_file.plan_file import save_plan
@@ -175,19 +179,19 @@ def run(args: argparse.Namespace) -> None:
     where = cluster(args.cluster)
     if args.no_offload:
         where = replace(where, host=None)
-    parts = _worlds(args, where)
+    parts = worlds_of(args, where)
     faults: list[str] = []
     for part in parts.values() or [where]:
         try:
-            check_choices(part, args.global_batch_size, _choices(args))
+            check_choices(part, args.global_batch_size, choices_of(args))
         except UntunableError as error:
             faults.append(f"--worlds {part.num_devices}: {error}" if parts else str(error))
     require(faults)
     with mending(ValueError):
-        profile = _profile(args, where)
-    require(_no_cascade(profile) + _no_half_gradients(args, profile))
+        profile = given_profile(args, where)
+    require(no_cascade(profile) + no_half_gradients(args, profile))
     if parts:
-        _tune_worlds(args, profile, parts)
+        tune_worlds(args, profile, parts)
         return
     warn(
         device_caution(profile, where.device),
@@ -197,15 +201,15 @@ def run(args: argparse.Namespace) -> None:
     encoders = EncoderTable([]) if args.encoders is None else read_table(args.encoders)
     if encoders.origin is not None:
         warn(*encoders.origin.cautions(profile))
-    choices = _choices(args)
+    choices = choices_of(args)
     of = profile, where, args.global_batch_size
-    backbone = _backbone_of(profile) if any(t > 1 for t in choices.tensor) else None
+    backbone = backbone_of(profile) if any(t > 1 for t in choices.tensor) else None
     divides = backbone is not None and backbone.divides_sequences
     if args.self_conditioning is not None:
-        require(_no_prediction_taken(profile))
+        require(no_prediction_taken(profile))
     heads = backbone.num_heads if backbone else ()
-    evaluator = Evaluator(*of, divides, heads, args.self_conditioning or 0.0, _state(args))
-    found = _tuned(args, evaluator, choices)
+    evaluator = Evaluator(*of, divides, heads, args.self_conditioning or 0.0, state(args))
+    found = tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
     if (fewer := fewer_devices(evaluator, found.outcomes[0], choices)) is not None:
         lines.append(fewer.beside(found.outcomes[0].throughput))
@@ -225,68 +229,6 @@ def run(args: argparse.Namespace) -> None:
         save_plan(encoded.plan if encoded else plain, args.output)
         lines.append(f"plan written to {args.output}")
     answer(args, lines, partial(as_json, found, evaluator, made, fewer))
-
-
-def _worlds(args: argparse.Namespace, where: Cluster) -> dict[int, Cluster]:
-    """The parts of the cluster that have so many devices as ``--worlds`` says, the most first."""
-    worlds = sorted(_numbers(args.worlds) or (), reverse=True)
-    parts = {world: where.part(world) for world in worlds}
-    require(
-        [
-            f"--worlds {world}: {where.name} has {where.nodes} node(s) of "
-            f"{where.devices_per_node} devices: give whole nodes of it, or part of one"
-            for world, part in parts.items()
-            if part is None
-        ]
-    )
-    return {world: part for world, part in parts.items() if part is not None}
-
-
-def _tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, Cluster]) -> None:
-    """A plan for each number of devices, each searched for by itself; a folder of them.
-
-    A run goes from one to the other with its optimizer's state, so all have that of the first, or
-    of the plans that are there already, divided over the replicas or not.
-    """
-    from megatron_pulse.cli.plan.tune_report import as_json
-    from megatron_pulse.planner.plan_file.plan_file import save_plan
-    from megatron_pulse.planner.plan_file.worlds import optimizer_beside, world_file
-    from megatron_pulse.planner.tune.evaluate import Evaluator
-    from megatron_pulse.planner.tune.plans.to_plan import plan_of
-    from megatron_pulse.planner.tune.tune import UntunableError
-
-    choices = _choices(args)
-    with mending(ValueError):
-        there = optimizer_beside(args.output, list(parts))
-    if there is not None:
-        choices = replace(choices, distributed_optimizer=(there,))
-    backbone = _backbone_of(profile)
-    divides = backbone is not None and backbone.divides_sequences
-    heads = backbone.num_heads if backbone else ()
-    lines: list[str] = []
-    records: dict[str, Any] = {}
-    faults: list[str] = []
-    for world, part in parts.items():
-        of = profile, part, args.global_batch_size, divides, heads
-        evaluator = Evaluator(*of, args.self_conditioning or 0.0, _state(args))
-        try:
-            found = _tuned(args, evaluator, choices)
-        except UntunableError as error:
-            beside = (
-                f" (with the kind of optimizer of {next(iter(records))} devices)" if records else ""
-            )
-            faults.append(f"--worlds {world}: {error}{beside}")
-            continue
-        best = found.outcomes[0]
-        choices = replace(choices, distributed_optimizer=(best.config.distributed_optimizer,))
-        file = world_file(args.output, world)
-        save_plan(plan_of(best, evaluator, divides), file)
-        lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")
-        if found.opponent is not None and found.opponent.throughput > best.throughput:
-            lines.append(f"  {found.opponent.beside(best.throughput)}")
-        records[str(world)] = as_json(found, evaluator, None)
-    answer(args, lines, lambda: records)
-    require(faults)
 
 
 def best_encoded(
@@ -315,139 +257,13 @@ def best_encoded(
     return max(found, key=lambda encoded: encoded.samples_per_s)
 
 
-def _tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
-    """The best configs with whole schedules, beneath a bar of the time that they may take."""
-    from tqdm import tqdm
-
-    from megatron_pulse.planner.tune.tune import FINISH_SHARE, tune
-
-    total, finish_s = round(args.seconds), FINISH_SHARE * args.seconds
-    with tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
-
-        def progress(what: str, now: Tuning) -> None:
-            bar.set_description(what, refresh=False)
-            bar.update(min(round(now.seconds), total) - bar.n)
-            if now.outcomes:
-                bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
-
-        return tune(
-            evaluator, choices, args.seconds - finish_s, finish_s, args.solver, args.top, progress
-        )
-
-
-def _profile(args: argparse.Namespace, where: Cluster) -> Profile:
-    """The given profile, or an analytic one on the cluster's device."""
-    if args.profile is not None:
-        from megatron_pulse.profile.files import load_profile
-
-        return load_profile(args.profile)
-    if where.peaks is None:
-        from megatron_pulse.profile.files import load_profile
-
-        known = load_profile(str(where.device))
-        require(
-            [
-                f"cluster {where.name!r} has a measured device ({known.device}): measure the "
-                f"backbone there with 'pulse profile --backbone {args.backbone} -o profile.json' "
-                "and give --profile profile.json"
-            ]
-        )
-    device = where.peaks
-    assert device is not None
-    require(device.dtype_faults("--dtype", args.dtype))
-    from megatron_pulse.cli.megatron import prepare_profiling
-    from megatron_pulse.profile.devices import Roofline
-
-    prepare_profiling()
-    from megatron_pulse.profile.analytic import analyse
-    from megatron_pulse.runtime.measure.running import RUNNING
-
-    roofline = Roofline(device, args.dtype or device.half_dtype)
-    backbone = trained_backbone(args, roofline.dtype)
-    return analyse(backbone, _PROFILED, roofline, progress=True, running=RUNNING)
-
-
-def _backbone_of(profile: Profile) -> Backbone | None:
-    """What was profiled, which says how tensor parallelism can divide it; None if not known."""
-    from model_specs import load_recorded
-
-    try:
-        return load_recorded(profile.backbone)
-    except (KeyError, ValueError):
-        return None
-
-
-def _no_cascade(profile: Profile) -> list[str]:
-    if len(profile.at(profile.micro_batch_sizes[0]).starts) == 1:
-        return []
-    return [
-        f"{profile.backbone['name']}: cascades are not searched for; 'pulse partition' and 'pulse "
-        "schedule' lay one over P devices, and it trains with --pipeline-model-parallel-size P"
-    ]
-
-
-def _no_half_gradients(args: argparse.Namespace, profile: Profile) -> list[str]:
-    if not args.grad_reduce_in_bf16 or profile.dtype == "bfloat16":
-        return []
-    return [f"--grad-reduce-in-bf16: for bfloat16, and the profile is of {profile.dtype}"]
-
-
-def _no_prediction_taken(profile: Profile) -> list[str]:
-    backbone = _backbone_of(profile)
-    if backbone is None or backbone.takes_prediction:
-        return []
-    takes, predicts = backbone.input_spec.shape[0], backbone.output_spec.shape[0]
-    return [
-        f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; who "
-        "conditions itself takes twice as many as it predicts (--option in_channels=8)"
-    ]
-
-
-def _state(args: argparse.Namespace) -> ParameterState:
-    from megatron_pulse.planner.partition.memory import ParameterState
-
-    return ParameterState(not args.no_averages, args.grad_reduce_in_bf16)
-
-
-def _choices(args: argparse.Namespace) -> Choices:
-    from megatron_pulse.planner.layout.layouts import LAYOUTS
-    from megatron_pulse.planner.tune.config import Choices, Recompute
-
-    choices = Choices()
-    layouts = choices.layouts
-    if args.layouts is not None:
-        layouts = tuple(LAYOUTS[name.strip()] for name in args.layouts.split(","))
-    recompute = choices.recompute
-    if args.recompute or args.no_recompute:
-        recompute = (Recompute.ALWAYS if args.recompute else Recompute.NEVER,)
-    return Choices(
-        layouts,
-        _numbers(args.pipeline),
-        _numbers(args.tensor) or choices.tensor,
-        _numbers(args.micro_batch_size),
-        (False,) if args.no_split else choices.split,
-        choices.ample,
-        recompute,
-    )
-
-
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    """Distinct numbers above 0, ascending; raises ValueError for other text."""
-    if text is None:
-        return None
-    numbers = sorted({int(word) for word in text.split(",")})
-    if numbers[0] < 1:
-        raise ValueError(text)
-    return tuple(numbers)
-
-
 def _faults(args: argparse.Namespace) -> list[str]:
     from megatron_pulse.planner.layout.layouts import LAYOUTS
 
     faults = out_of(TO_MILLION, args, "global_batch_size", "top")
     for name in ("pipeline", "tensor", "micro_batch_size", "worlds"):
         try:
-            _numbers(getattr(args, name))
+            numbers(getattr(args, name))
         except ValueError:
             flag = f"--{name.replace('_', '-')}"
             faults.append(f"{flag} {getattr(args, name)}: write whole numbers above 0 as 1,2,4")

@@ -1,0 +1,147 @@
+"""What ``pulse tune`` searches: choices and a profile from its arguments."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megatron_pulse.cli.backbone_flags import trained_backbone
+from megatron_pulse.cli.errors import require
+
+if TYPE_CHECKING:
+    from megatron_pulse.backbone.chain import Backbone
+    from megatron_pulse.planner.cluster.cluster import Cluster
+    from megatron_pulse.planner.partition.memory import ParameterState
+    from megatron_pulse.planner.tune.config import Choices
+    from megatron_pulse.planner.tune.evaluate import Evaluator
+    from megatron_pulse.planner.tune.searching.tuning import Tuning
+    from megatron_pulse.profile.profile import Profile
+
+_PROFILED = (1, 8)
+"""Microbatch sizes of an analytic profile."""
+
+
+def given_profile(args: argparse.Namespace, where: Cluster) -> Profile:
+    """The given profile, or an analytic one on the cluster's device."""
+    if args.profile is not None:
+        from megatron_pulse.profile.files import load_profile
+
+        return load_profile(args.profile)
+    if where.peaks is None:
+        from megatron_pulse.profile.files import load_profile
+
+        known = load_profile(str(where.device))
+        require(
+            [
+                f"cluster {where.name!r} has a measured device ({known.device}): measure the "
+                f"backbone there with 'pulse profile --backbone {args.backbone} -o profile.json' "
+                "and give --profile profile.json"
+            ]
+        )
+    device = where.peaks
+    assert device is not None
+    require(device.dtype_faults("--dtype", args.dtype))
+    from megatron_pulse.cli.megatron import prepare_profiling
+    from megatron_pulse.profile.devices import Roofline
+
+    prepare_profiling()
+    from megatron_pulse.profile.analytic import analyse
+    from megatron_pulse.runtime.measure.running import RUNNING
+
+    roofline = Roofline(device, args.dtype or device.half_dtype)
+    backbone = trained_backbone(args, roofline.dtype)
+    return analyse(backbone, _PROFILED, roofline, progress=True, running=RUNNING)
+
+
+def backbone_of(profile: Profile) -> Backbone | None:
+    """What was profiled, which says how tensor parallelism can divide it; None if not known."""
+    from model_specs import load_recorded
+
+    try:
+        return load_recorded(profile.backbone)
+    except (KeyError, ValueError):
+        return None
+
+
+def no_cascade(profile: Profile) -> list[str]:
+    if len(profile.at(profile.micro_batch_sizes[0]).starts) == 1:
+        return []
+    return [
+        f"{profile.backbone['name']}: cascades are not searched for; 'pulse partition' and 'pulse "
+        "schedule' lay one over P devices, and it trains with --pipeline-model-parallel-size P"
+    ]
+
+
+def no_half_gradients(args: argparse.Namespace, profile: Profile) -> list[str]:
+    if not args.grad_reduce_in_bf16 or profile.dtype == "bfloat16":
+        return []
+    return [f"--grad-reduce-in-bf16: for bfloat16, and the profile is of {profile.dtype}"]
+
+
+def no_prediction_taken(profile: Profile) -> list[str]:
+    backbone = backbone_of(profile)
+    if backbone is None or backbone.takes_prediction:
+        return []
+    takes, predicts = backbone.input_spec.shape[0], backbone.output_spec.shape[0]
+    return [
+        f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; who "
+        "conditions itself takes twice as many as it predicts (--option in_channels=8)"
+    ]
+
+
+def state(args: argparse.Namespace) -> ParameterState:
+    from megatron_pulse.planner.partition.memory import ParameterState
+
+    return ParameterState(not args.no_averages, args.grad_reduce_in_bf16)
+
+
+def choices_of(args: argparse.Namespace) -> Choices:
+    from megatron_pulse.planner.layout.layouts import LAYOUTS
+    from megatron_pulse.planner.tune.config import Choices, Recompute
+
+    choices = Choices()
+    layouts = choices.layouts
+    if args.layouts is not None:
+        layouts = tuple(LAYOUTS[name.strip()] for name in args.layouts.split(","))
+    recompute = choices.recompute
+    if args.recompute or args.no_recompute:
+        recompute = (Recompute.ALWAYS if args.recompute else Recompute.NEVER,)
+    return Choices(
+        layouts,
+        numbers(args.pipeline),
+        numbers(args.tensor) or choices.tensor,
+        numbers(args.micro_batch_size),
+        (False,) if args.no_split else choices.split,
+        choices.ample,
+        recompute,
+    )
+
+
+def numbers(text: str | None) -> tuple[int, ...] | None:
+    """Distinct numbers above 0, ascending; raises ValueError for other text."""
+    if text is None:
+        return None
+    numbers = sorted({int(word) for word in text.split(",")})
+    if numbers[0] < 1:
+        raise ValueError(text)
+    return tuple(numbers)
+
+
+def tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> Tuning:
+    """The best configs with whole schedules, beneath a bar of the time that they may take."""
+    from tqdm import tqdm
+
+    from megatron_pulse.planner.tune.tune import FINISH_SHARE, tune
+
+    total, finish_s = round(args.seconds), FINISH_SHARE * args.seconds
+    with tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
+
+        def progress(what: str, now: Tuning) -> None:
+            bar.set_description(what, refresh=False)
+            bar.update(min(round(now.seconds), total) - bar.n)
+            if now.outcomes:
+                bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
+
+        return tune(
+            evaluator, choices, args.seconds - finish_s, finish_s, args.solver, args.top, progress
+        )

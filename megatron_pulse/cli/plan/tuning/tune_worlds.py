@@ -1,0 +1,95 @@
+"""``pulse tune --worlds``: plans for a run that goes on with fewer devices."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_pulse.cli.errors import mending, require
+from megatron_pulse.cli.output import answer
+from megatron_pulse.cli.plan.tuning.tune_input import backbone_of, choices_of, numbers, state, tuned
+
+if TYPE_CHECKING:
+    from megatron_pulse.planner.cluster.cluster import Cluster
+    from megatron_pulse.planner.tune.evaluate import Outcome
+    from megatron_pulse.profile.profile import Profile
+
+
+def worlds_of(args: argparse.Namespace, where: Cluster) -> dict[int, Cluster]:
+    """The parts of the cluster that have so many devices as ``--worlds`` says, the most first."""
+    worlds = sorted(numbers(args.worlds) or (), reverse=True)
+    parts = {world: where.part(world) for world in worlds}
+    require(
+        [
+            f"--worlds {world}: {where.name} has {where.nodes} node(s) of "
+            f"{where.devices_per_node} devices: give whole nodes of it, or part of one"
+            for world, part in parts.items()
+            if part is None
+        ]
+    )
+    return {world: part for world, part in parts.items() if part is not None}
+
+
+def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, Cluster]) -> None:
+    """A plan for each number of devices, each searched for by itself; a folder of them.
+
+    A run goes from one to the other with its optimizer's state, so all have that of the first, or
+    of the plans that are there already, divided over the replicas or not.
+    """
+    from megatron_pulse.cli.plan.tuning.tune_report import as_json
+    from megatron_pulse.planner.plan_file.plan_file import save_plan
+    from megatron_pulse.planner.plan_file.worlds import optimizer_beside, world_file
+    from megatron_pulse.planner.tune.evaluate import Evaluator
+    from megatron_pulse.planner.tune.plans.to_plan import plan_of
+    from megatron_pulse.planner.tune.tune import UntunableError
+
+    choices = choices_of(args)
+    with mending(ValueError):
+        there = optimizer_beside(args.output, list(parts))
+    if there is not None:
+        choices = replace(choices, distributed_optimizer=(there,))
+    backbone = backbone_of(profile)
+    divides = backbone is not None and backbone.divides_sequences
+    heads = backbone.num_heads if backbone else ()
+    lines: list[str] = []
+    records: dict[str, Any] = {}
+    best_of: dict[int, Outcome] = {}
+    faults: list[str] = []
+    for world, part in parts.items():
+        of = profile, part, args.global_batch_size, divides, heads
+        evaluator = Evaluator(*of, args.self_conditioning or 0.0, state(args))
+        try:
+            found = tuned(args, evaluator, choices)
+        except UntunableError as error:
+            beside = (
+                f" (with the kind of optimizer of {next(iter(records))} devices)" if records else ""
+            )
+            faults.append(f"--worlds {world}: {error}{beside}")
+            continue
+        best = found.outcomes[0]
+        choices = replace(choices, distributed_optimizer=(best.config.distributed_optimizer,))
+        file = world_file(args.output, world)
+        save_plan(plan_of(best, evaluator, divides), file)
+        lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")
+        if found.opponent is not None and found.opponent.throughput > best.throughput:
+            lines.append(f"  {found.opponent.beside(best.throughput)}")
+        records[str(world)], best_of[world] = as_json(found, evaluator, None), best
+    if best_of:
+        lines += _faster_with_fewer(best_of)
+    answer(args, lines, lambda: records)
+    require(faults)
+
+
+def _faster_with_fewer(best_of: Mapping[int, Outcome]) -> list[str]:
+    """What to say where a part of the devices trains faster than more of them."""
+    fastest = max(best_of, key=lambda world: best_of[world].throughput)
+    most = max(best_of)
+    if fastest == most:
+        return []
+    more = best_of[fastest].throughput / best_of[most].throughput - 1
+    return [
+        f"{fastest} devices are predicted to train this batch {more:.1%} faster than {most}: leave "
+        "the others to something else, or take a larger one"
+    ]
