@@ -11,7 +11,8 @@ a solver, and stop after seconds of their own process's time, so that a busy mac
 on them (--wall: after seconds of the wall's).
 Loss is how much more throughput the best of the restricted searches has than the answer. Degrees
 are searched alone unless no config of theirs can be sooner than the answer, by its bound; first for
-20 seconds each, then those that come within 5 % of the best for as long as --reference says.
+5 seconds each, those that come within 25 % of the best for 20, and those within 5 % for as long as
+--reference says.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ CLUSTERS = (
     *("dgx-a100", "dgx-a100:8", "dgx-h100:8", "pulse-v100", "pulse-910a"),
     *("8:100", "64:100", "64:25", "256:100", "256:25", "1024:100", "1024:25"),
 )
-FIRST_S, NEAR = 20.0, 0.95
-"""Seconds of the first search of each degree alone, and share of the best throughput from which on
-it is searched for longer."""
+LOOKS = ((0.0, 5.0), (0.75, 20.0), (0.95, float("inf")))
+"""Searches of each degree alone: what share of the best throughput it has to have come to before,
+and for how many seconds at the most, where --reference says no less."""
 
 SHOWN = 1.001
 """Times the throughput before, from which an answer counts as a better one."""
@@ -155,17 +156,18 @@ def measure(cell: Cell, seconds: float, reference: float, wall: bool) -> Result:
     clock = time.monotonic if wall else time.process_time
     evaluator = cell.evaluator()
     result = Result(cell.cluster, cell.model, answer(cell, Choices(), seconds, clock), {})
-    first_s, alone = min(FIRST_S, reference), result.alone
+    alone = result.alone
     for degree in divisors(machine(cell.cluster).num_devices) if reference else ():
-        only = Choices(pipeline=(degree,))
-        least_s = least_step(evaluator, evaluator.candidates(only))
+        least_s = least_step(evaluator, evaluator.candidates(Choices(pipeline=(degree,))))
         if least_s * result.answer.throughput < evaluator.global_batch_size:
-            alone[degree] = answer(cell, only, first_s, clock)
-    for degree, first in alone.items() if reference > first_s else ():
-        if first.throughput > NEAR * result.best.throughput and not first.proved:
-            only = Choices(pipeline=(degree,))
-            longer = answer(cell, only, reference, clock)
-            alone[degree] = max(first, longer, key=lambda a: a.throughput)
+            alone[degree] = Answer(0.0, "not yet searched", 0.0, 0.0, 0, 0, False)
+    spent_s = 0.0
+    for near, most_s in LOOKS:
+        before_s, spent_s = spent_s, min(most_s, reference)
+        for degree, before in alone.items() if spent_s > before_s else ():
+            if before.throughput >= near * result.best.throughput and not before.proved:
+                longer = answer(cell, Choices(pipeline=(degree,)), spent_s, clock)
+                alone[degree] = max(before, longer, key=lambda a: a.throughput)
     return result
 
 
