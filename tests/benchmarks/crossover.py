@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,10 +17,9 @@ from pathlib import Path
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.searching.budget import Budget
-from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.sharded.opponent import opponent
 from megatron_pulse.profile.profile import Profile
+from tests.benchmarks.decide import decide
 from tests.benchmarks.emulation import BACKBONES, more_sizes, real_profile, setup_of
 
 USABLE = 0.9
@@ -59,9 +57,8 @@ class Place:
         """The tuner's samples/s, and its pick."""
         evaluator = Evaluator(self.profile, self.cluster(rate), self.samples)
         choices = Choices(tensor=(1,), micro_batch_size=self.profile.micro_batch_sizes)
-        budget = Budget(self.search_s, time.process_time)
-        found = search(evaluator, evaluator.candidates(choices), 1, budget)
-        if not found.outcomes:
+        found = decide(evaluator, choices, self.search_s)
+        if found is None:
             return 0.0, "nothing fits"
         return found.outcomes[0].throughput, str(found.outcomes[0].config)
 
@@ -104,7 +101,7 @@ def main() -> None:
     parser.add_argument("--memory-gb", type=float, default=32.0, help="of a device")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="times the usual")
     parser.add_argument("--rates", type=lambda t: [*map(float, t.split(","))], default=[10.0, 2.5])
-    parser.add_argument("--seconds", type=float, default=8.0, help="for each search")
+    parser.add_argument("--seconds", type=float, default=20.0, help="for each search")
     parser.add_argument("--json", type=Path, help="write rows here")
     args = parser.parse_args()
     rows = []

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,12 @@ from megatron_pulse.cli.megatron import prepare_profiling
 from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.memory.short import search_short
-from megatron_pulse.planner.tune.searching.budget import Budget
-from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.profile import Profile
 from megatron_pulse.profile.table import read_table
 from megatron_pulse.runtime.measure.running import RUNNING
+from tests.benchmarks.decide import decide
 from tests.benchmarks.emulation import real_backbone
 
 RANKS, USABLE = 4, 0.9
@@ -76,13 +73,8 @@ def best(
         of_whole_layers(profile) if way == "whole layers" else profile, cluster, samples
     )
     choices = Choices(pipeline=(RANKS,), tensor=(1,), micro_batch_size=sizes, recompute=WAYS[way])
-    budget = Budget(seconds, time.process_time)
-    candidates = evaluator.candidates(choices)
-    if Recompute.NEEDED in choices.recompute:
-        found = search_short(evaluator, choices, candidates, 3, seconds, lambda _: None, 0.0)
-    else:
-        found = search(evaluator, candidates, 1, budget)
-    return found.outcomes[0] if found.outcomes else None
+    found = decide(evaluator, choices, seconds)
+    return None if found is None else found.outcomes[0]
 
 
 def of_whole_layers(profile: Profile) -> Profile:

@@ -26,14 +26,12 @@ from megatron_pulse.planner.layout.layouts import FOLD_EXACT, ROW, WHOLE
 from megatron_pulse.planner.partition.volume import relayed
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
-from megatron_pulse.planner.tune.searching.budget import Budget
-from megatron_pulse.planner.tune.searching.finish import finish
-from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.profile.analytic import analyse
 from megatron_pulse.profile.devices import ELEMENT_BYTES, Device, Roofline
 from megatron_pulse.profile.profile import Profile
 from model_specs import load_backbone
+from tests.benchmarks.decide import decide
 
 DTYPE = "float16"
 APART = 0.3
@@ -140,15 +138,12 @@ def flops_per_sample(profile: Profile) -> float:
     return sum(costs.forward_s) + sum(costs.backward_s)
 
 
-def tuned(way: str, profile: Profile, where: Cluster, batch: int, seconds: float) -> Tuning:
-    """The best of a way."""
+def tuned(way: str, profile: Profile, where: Cluster, batch: int, seconds: float) -> Tuning | None:
+    """The best of a way; None where nothing fits."""
     evaluator = (Relayed if way == ONE_F_ONE_B else Evaluator)(
         profile, where, batch, profile.backbone["family"] != "unet"
     )
-    found = search(evaluator, evaluator.candidates(WAYS[way]), 3, Budget(seconds))
-    if found.outcomes:
-        finish(evaluator, found, seconds / 2, count=1)
-    return found
+    return decide(evaluator, WAYS[way], seconds)
 
 
 def explanation(setup: Setup, way: str, best: Outcome, flops: float, where: Cluster) -> str:
@@ -207,9 +202,8 @@ def main() -> None:
             more = OF_ALL if way == "tuner" else 1
             found = tuned(way, profile, where, batch, more * args.seconds)
             named = f"| {setup.title} ({size / 1e9:.2f}e9) | {where.num_devices} {where.name} "
-            if not found.outcomes:
-                why = found.refused.most_common(1)[0][0]
-                print(f"{named}| {way} | none: {why} | | | | | | |", flush=True)
+            if found is None:
+                print(f"{named}| {way} | nothing fits | | | | | | |", flush=True)
                 continue
             best = found.outcomes[0]
             reached[way] = best.throughput

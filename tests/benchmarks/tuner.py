@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -44,9 +42,9 @@ from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Clock
 from megatron_pulse.planner.tune.searching.tuning import Tuning
-from megatron_pulse.planner.tune.tune import FINISH_SHARE, UntunableError, tune
 from megatron_pulse.profile.devices import Roofline
 from megatron_pulse.profile.profile import Profile
+from tests.benchmarks.decide import decide
 
 MODELS = ("uvit-h", "sdxl", "sd-v2-4.6b", "hunyuan-dit-3b", "flux-dev")
 CLUSTERS = (
@@ -137,14 +135,9 @@ def answer(cell: Cell, choices: Choices, seconds: float, clock: Clock) -> Answer
         if now.outcomes and now.outcomes[0].throughput > better[-1][1] * SHOWN:
             better.append((now.seconds, now.outcomes[0].throughput))
 
-    finish_s = FINISH_SHARE * seconds
-    of = cell.evaluator(), choices, seconds - finish_s, finish_s, "none", 10, progress, clock
-    with tempfile.TemporaryDirectory() as nothing_known:
-        os.environ["PULSE_CACHE_DIR"] = nothing_known
-        try:
-            found = tune(*of)
-        except UntunableError:
-            return Answer(0.0, "nothing fits", 0.0, seconds, 0, 0, False)
+    found = decide(cell.evaluator(), choices, seconds, clock, progress)
+    if found is None:
+        return Answer(0.0, "nothing fits", 0.0, seconds, 0, 0, False)
     near_s = next((s for s, rate in better if rate >= 0.99 * better[-1][1]), 0.0)
     best, sizes = found.outcomes[0], (found.num_configs, found.num_simulated)
     return Answer(best.throughput, str(best.config), near_s, found.seconds, *sizes, found.proved)
