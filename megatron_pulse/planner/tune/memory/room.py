@@ -31,7 +31,6 @@ type Caps = tuple[float, ...] | None
 type Make = Callable[[ScheduleProblem], Sequence[tuple[Synthesis, Timeline]]]
 """Schedules of a problem, the soonest first, and when everything happens"""
 
-
 LOWERED = 3
 """Times that caps are lowered by what devices have too much."""
 
@@ -52,17 +51,17 @@ class WithRoom(LighterCuts):
         """The first that ``make`` makes of the problem for which devices have room, what each has
         and its caps. Where there is none, caps are lowered by what was too much, up to ``LOWERED``
         times, while it ``has_time``; in the end it is the first of all, with room or without."""
-        caps, first = problem.cap, None
+        lowered, first = problem, None
         for _ in range(LOWERED + 1):
-            for found, timeline in make(replace(problem, cap=caps)):
+            for found, timeline in make(lowered):
                 memory = self.held(config, stages, found.schedule)
-                first = first or (found, timeline, memory, caps)
+                first = first or (found, timeline, memory, lowered.cap)
                 if self.fit_in(memory):
-                    return _of_problem(found, problem, caps), timeline, memory, caps
-            lower = self._lower(stages, caps, memory, config.split)
-            if lower is None or not has_time():
+                    return _of_problem(found, problem, lowered.cap), timeline, memory, lowered.cap
+            caps = self._lower(stages, lowered.cap, memory, config.split)
+            if caps is None or not has_time():
                 break
-            caps = lower
+            lowered = replace(lowered, cap=caps)
         assert first is not None
         return first
 
