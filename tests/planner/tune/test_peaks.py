@@ -51,3 +51,25 @@ def test_what_weight_gradients_hold_is_there_until_they_are_computed(
     order = tuple(tuple(map(Operation.parse, row.split())) for row in rows)
     held = most_in_use(stages, times, (1,) * 4, replace(schedule, order=order))
     assert held == pytest.approx((4 * SAVED + PEAK - SAVED, peak + PEAK - SAVED))
+
+
+@pytest.mark.parametrize("first", [PEAK, 300e6])
+def test_computing_again_goes_forward_through_its_stage_and_the_backward_back(first: float) -> None:
+    """In R the first layer works before the second's activations are there, beside what is kept of
+    both; in the backward behind it when the second's are gone."""
+    chain = evaluator(2).profile
+    columns = {
+        size: (replace(column[0], peak_bytes=round(first)), *column[1:])
+        for size, column in chain.times.items()
+    }
+    found = Evaluator(replace(chain, times=columns), cluster(1, 2), 2)
+    config = Config(2, 1, 1, 1, ROW, recompute=Recompute.ALWAYS)
+    stages, schedule = found.stages(config), found.evaluate(config).synthesis.schedule
+    assert stages.partition.cuts == (0, 2, 4)
+    taken = stages.costs.saved_bytes[0]  # what a layer takes is all that is kept of it
+    rows = "F0:0 F0:1 R0:0 B0:0 R0:1 B0:1", "F1:0 B1:0 F1:1 B1:1"
+    order = tuple(tuple(map(Operation.parse, row.split())) for row in rows)
+    times = found.profile.times_at(1)
+    held = most_in_use(stages, times, (1,) * 4, replace(schedule, order=order))
+    second = SAVED - taken + PEAK  # beside what of the first layer is computed again
+    assert held == pytest.approx((4 * taken + max(first, second), 2 * taken + PEAK))

@@ -27,47 +27,56 @@ def most_in_use(
     its microbatches, and each layer's work is divided into so many ``parts``."""
     split, apart = Kind.WEIGHT_GRAD in schedule.kinds, schedule.recomputed_apart
     begins, ends = _changes(stages, split)
-    works = _works(stages, times, parts, split)
+    works, apart_works = _works(stages, times, parts, split)
     again = stages.again_bytes or (0.0,) * len(stages.saved_bytes)
     peaks = []
     for order in schedule.order:
         held = most = 0.0
         for op in order:
-            kind, of = op.kind, (op.kind, op.stage)
-            computed = kind in BACKWARDS and (op.stage, op.microbatch) in apart
-            if computed:
-                of = Kind.RECOMPUTE, op.stage
-            held += begins.get((kind, op.stage), 0.0)
-            most = max(most, held + works.get(of, 0.0))
-            held += ends.get((kind, op.stage), 0.0) - (again[op.stage] if computed else 0.0)
+            of = op.kind, op.stage
+            computed = op.kind in BACKWARDS and (op.stage, op.microbatch) in apart
+            held += begins.get(of, 0.0)
+            most = max(most, held + (apart_works if computed else works).get(of, 0.0))
+            held += ends.get(of, 0.0) - (again[op.stage] if computed else 0.0)
         peaks.append(most)
     return tuple(peaks)
 
 
 def _works(
     stages: Stages, times: Sequence[LayerTimes], parts: Sequence[int], split: bool
-) -> Mapping[_Of, float]:
-    """What operations have in use at most, beyond what is held when a forward ends or a backward
-    begins: one that computes its activations again itself, or (R) whose R has."""
-    costs, found = stages.costs, dict[_Of, float]()
+) -> tuple[Mapping[_Of, float], Mapping[_Of, float]]:
+    """What operations have in use at most, beyond what is held when a forward ends, or another
+    begins; and a backward whose activations an R has computed again.
+
+    With layers 0 to 2, when layer 1 works (saved: s, computed again: a; what is held: all below)::
+
+        F             s0 s1 ..     counted from its end
+        R             s0 s1 s2     a0 a1 ..       R goes forward too
+        B             s0 s1 ..     a1 alone, as its own work
+        B after an R  s0 s1 ..     a0 a1 ..
+    """
+    costs, back = stages.costs, _back(split)
+    works, apart = dict[_Of, float](), dict[_Of, float]()
     waiting = costs.waiting_bytes or costs.saved_bytes
     for stage in range(len(stages.saved_bytes)):
-        forward = within = behind = later = held = again = 0.0
+        forward = backward = computing = after = saved_later = held_later = again_later = 0.0
         for i in reversed(stages.partition.layers_of_stage(stage)):
             recomputed = i in stages.recompute
             whole = times[i].most_bytes(i in stages.selective) / parts[i]
-            extra = max(0.0, whole - kept_beside(times[i], i, stages.relief) / parts[i])
+            own = max(0.0, whole - kept_beside(times[i], i, stages.relief) / parts[i])
             alone = times[i].forward_bytes / parts[i] or whole
-            forward = max(forward, (alone if recomputed else extra) - later)
-            within = max(within, (whole if recomputed else extra) - held)
-            behind = max(behind, extra - held - again)
-            later += costs.saved_bytes[i]
-            held += costs.saved_bytes[i] - (waiting[i] if split else 0.0)
-            again += costs.again_bytes[i] if costs.again_bytes else 0.0
-        found[Kind.FORWARD, stage] = forward
-        found[_back(split), stage] = within
-        found[Kind.RECOMPUTE, stage] = behind
-    return found
+            again = costs.again_bytes[i] if costs.again_bytes else 0.0
+            forward = max(forward, (alone if recomputed else own) - saved_later)
+            backward = max(backward, own - held_later)
+            after = max(after, own - again - held_later - again_later)
+            if recomputed:
+                computing = max(computing, own - again - again_later)
+            saved_later += costs.saved_bytes[i]
+            held_later += costs.saved_bytes[i] - (waiting[i] if split else 0.0)
+            again_later += again
+        works[Kind.FORWARD, stage], works[Kind.RECOMPUTE, stage] = forward, computing
+        works[back, stage], apart[back, stage] = backward, after
+    return works, apart
 
 
 def _changes(stages: Stages, split: bool) -> tuple[Mapping[_Of, float], Mapping[_Of, float]]:
