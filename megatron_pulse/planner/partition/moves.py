@@ -1,8 +1,9 @@
-"""Where else a chain may be cut: one cut moved by some layers, or it and its mirror, or others."""
+"""Where else a chain may be cut: one cut moved by some layers, or it and its mirror, or others; and
+to go on from cut to cut as long as it gets better."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, pairwise
 
 FARTHEST = 4
@@ -33,6 +34,27 @@ def moves(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     yield from _moved(cuts, pairs)
     halves = [mirrored(*one) for one in ones if 2 * one[0] < last]
     yield from _moved(cuts, ((*a, *b) for a, b in combinations(halves, 2)))
+
+
+def descended[T](
+    start: T,
+    moved: Callable[[T], Iterable[T]],
+    value: Callable[[T], float],
+    looks: Iterator[object],
+    gain: float = 1e-9,
+) -> T:
+    """``start`` with something ``moved``, and that again, as long as its ``value`` falls by that
+    share of it, to 0 at the least: each time the first that does so. Each value takes one of
+    ``looks``; when there is none any more it is left at that."""
+    best, least = start, value(start)
+    while least > 0:
+        for other, _ in zip(moved(best), looks, strict=False):
+            if (found := value(other)) < (1 - gain) * least:
+                best, least = other, found
+                break
+        else:
+            break
+    return best
 
 
 def _moved(cuts: tuple[int, ...], every: Iterable[Move]) -> Iterator[tuple[int, ...]]:

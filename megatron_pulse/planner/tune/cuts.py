@@ -1,8 +1,8 @@
-"""Where a config's chain is cut: without regard to memory, and so that activations have room."""
+"""Where a config's chain is cut without regard to memory, and what stages by given cuts are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -14,7 +14,6 @@ from megatron_pulse.planner.layout.placement import Partition, Placement, fold, 
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.moves import moves
-from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.memory.sparing import Sparing
@@ -24,12 +23,6 @@ type CostsKey = tuple[int, frozenset[int], int, frozenset[int]]
 """What a chain's costs depend on: microbatch size, what is computed again, tensor degree, and of
 what that is cheap."""
 
-SHARES = (1.0, 0.7, 0.4)
-"""Of what is in flight at full rate, for which cuts are looked for that leave room."""
-
-MOVES = 200
-"""Moved cuts that are looked at, at the most, where activations are computed again."""
-
 NEAR = 0.02
 """How far above the least or an even load one is that counts as near it, as a share."""
 
@@ -37,16 +30,11 @@ NEARER = 0.005, 0.01
 """And others, where cuts are found at once."""
 
 
-class ChainOnCluster(Sparing):
-    """One backbone's chain on one cluster: the stages and schedule problems of configs.
+class Cuts(Sparing):
+    """One backbone's chain on one cluster, cut in several ways.
 
-    Arguments are those of ``Costs``. Where ``stages`` may be given, the default are the config's
-    own.
+    Arguments are those of ``Costs``.
     """
-
-    @cached_property
-    def _stages_of(self) -> Callable[[Config], Stages | UnfitError]:
-        return lru_cache(maxsize=4096)(self._make_stages)
 
     @cached_property
     def _cut_of(self) -> Callable[[Config, Partition], Stages]:
@@ -62,23 +50,10 @@ class ChainOnCluster(Sparing):
     ) -> Callable[[CostsKey, Placement, Goal], Partition | PartitionError]:
         return lru_cache(maxsize=1024)(self._find_partition)
 
-    def stages(self, config: Config) -> Stages:
-        """The config's own: of its best cuts. Raises UnfitError."""
-        found = self._stages_of(_what_bears(config))
-        if isinstance(found, UnfitError):
-            raise UnfitError(found.reason, found.detail)
-        return found
-
-    def problem(
-        self, config: Config, num_microbatches: int, stages: Stages | None = None
-    ) -> ScheduleProblem:
-        """The schedule to find; its memory is bytes. Raises UnfitError."""
-        return self.problem_of(config, num_microbatches, stages or self.stages(config))
-
     def cut(self, config: Config, partition: Partition) -> Stages:
         """The config's stages by these cuts, whether or not they fit; of as few layers as are
         needed activations are computed again, where it says so."""
-        return self._cut_of(_what_bears(config), partition)
+        return self._cut_of(what_bears(config), partition)
 
     def level_cuts(self, config: Config) -> list[Partition]:
         """Cuts with the least largest stage, whatever memory; raises UnfitError for none.
@@ -100,19 +75,6 @@ class ChainOnCluster(Sparing):
         ]
         return list(dict.fromkeys(found))
 
-    def roomy_cuts(self, config: Config) -> list[Partition]:
-        """Cuts that leave room for activations: for all that are in flight at full rate, and, where
-        they have a larger load, for a part of these. None where memory binds none of the others."""
-        best, goal = self.stages(config), self._goal(config)
-        found: list[Partition] = []
-        for share in SHARES:
-            if self.holds(config, best, share):
-                break
-            with_room = self._with_room(config, goal, best, share)
-            if isinstance(with_room, Partition) and with_room not in found:
-                found.append(with_room)
-        return found
-
     def moved_cuts(self, config: Config, partition: Partition) -> Iterator[Partition]:
         """Legal cuts that differ by one cut moved by some layers, the nearest first, then by all or
         two moved by one."""
@@ -120,6 +82,10 @@ class ChainOnCluster(Sparing):
             moved = Partition(config.placement, cuts)
             if _is_legal(self.costs(config), moved, config.layout.collocates):
                 yield moved
+
+    def moved_stages(self, config: Config, stages: Stages) -> Iterator[Stages]:
+        """The config's stages by moved cuts, whether or not they fit."""
+        return (self.cut(config, cuts) for cuts in self.moved_cuts(config, stages.partition))
 
     def _make_cut(self, config: Config, partition: Partition) -> Stages:
         if not config.recompute.as_needed:
@@ -173,110 +139,6 @@ class ChainOnCluster(Sparing):
             goal = replace(goal, order=("load",))
         return Partition(placement, self._best_cuts(config, spread(placement), goal).cuts)
 
-    def _make_stages(self, config: Config) -> Stages | UnfitError:
-        placement, goal = config.placement, self._goal(config)
-        found = self._partition_of(self._costs_key(config), placement, goal)
-        if isinstance(found, PartitionError):
-            return UnfitError(Unfit.PARTITION, f"{config}: {found}")
-        free = self.cut(config, found)
-        fitting = [free] * self.fits(free)
-        if fitting and not (free.relief.computes and config.recompute.as_needed):
-            return free
-        why: object = "no cuts that were found leave room for a microbatch on every device"
-        for share in SHARES:
-            with_room = self._with_room(config, goal, free, share)
-            if isinstance(with_room, Partition):
-                stages = self.cut(config, with_room)
-                fitting += [stages] * self.fits(stages)
-                if config.recompute.as_needed:
-                    fitting += self._with_less_beside(config, goal, free, share)
-                break
-            why = with_room
-        if not fitting:
-            with suppress(PartitionError):
-                rule = self.optimizer_rule(config)
-                least = self.cut(config, self._under(rule, self.costs(config), placement, goal))
-                fitting += [least] * self.fits(least)
-        if not fitting:
-            return UnfitError(Unfit.ACTIVATIONS, f"{config}: {why}")
-        if config.recompute.as_needed:
-            fitting = self._moved(config, goal, fitting)
-        return min(fitting, key=lambda stages: self._load_s(goal, stages))
-
-    def _load_s(self, goal: Goal, stages: Stages) -> float:
-        """Seconds of the busiest device on a microbatch, with its messages."""
-        return max(goal.evaluate(stages.costs, stages.partition).load_s)
-
-    def _moved(self, config: Config, goal: Goal, fitting: Sequence[Stages]) -> list[Stages]:
-        """The same with cuts moved as long as that is better, first those of the least load: what
-        each device computes again is found anew, and as much is in flight."""
-        found, looks = [], iter(range(MOVES))
-        for stages in sorted(fitting, key=lambda stages: self._load_s(goal, stages)):
-            share = next((share for share in SHARES if self.holds(config, stages, share)), 0.0)
-            while (better := self._better(config, goal, stages, share, looks)) is not None:
-                stages = better
-            found.append(stages)
-        return found
-
-    def _better(
-        self, config: Config, goal: Goal, stages: Stages, share: float, looks: Iterator[int]
-    ) -> Stages | None:
-        """The first with a cut moved that has a smaller load and holds as much; None where none
-        does, or ``looks`` are used up."""
-        least = self._load_s(goal, stages)
-        moves = self.moved_cuts(config, stages.partition)
-        for _, partition in zip(looks, moves, strict=False):
-            moved = self.cut(config, partition)
-            smaller = self._load_s(goal, moved) < least * (1 - 1e-9)
-            if smaller and self.holds(config, moved, share):
-                return moved
-        return None
-
-    def _with_less_beside(
-        self, config: Config, goal: Goal, free: Stages, share: float
-    ) -> list[Stages]:
-        """Cuts as if every device needed as little beside activations as one does, if it is so."""
-        found = self._with_room(config, goal, free, share, of=min)
-        if not isinstance(found, Partition):
-            return []
-        stages = self.cut(config, found)
-        return [stages] if self.holds(config, stages, share) else []
-
-    def _with_room(
-        self,
-        config: Config,
-        goal: Goal,
-        free: Stages,
-        share: float,
-        of: Callable[[tuple[float, ...]], float] = max,
-    ) -> Partition | PartitionError:
-        """Cuts that leave room for a share of what is in flight at full rate, or why there are
-        none.
-
-        Where activations may be computed again, it is of as few layers (``levels``) as give any
-        such cuts; which of them a device then has to is found for it alone (``cut``). Messages and
-        what works are taken to need on all devices as much as ``of`` them with ``free`` cuts, and
-        these layers.
-        """
-        placement, levels = config.placement, [self.relief(config)]
-        if config.recompute.as_needed:
-            levels = self.levels(config)
-        low, high = 0, len(levels) - 1
-        found: Partition | PartitionError = PartitionError("no cuts leave room for activations")
-        while low <= high:
-            middle = (low + high) // 2
-            costs = self.costs(config, levels[middle])
-            beside = self.cut_with(config, free.partition, levels[middle]).transient_bytes
-            rule = self.rule(config, share, of(beside))
-            try:
-                found = self._under(rule, costs, placement, goal)
-                high = middle - 1
-            except PartitionError as error:
-                if not isinstance(found, Partition):
-                    found = error
-                low = middle + 1
-        return found
-
     def _under(
         self, rule: MemoryRule, costs: ChainCosts, placement: Placement, goal: Goal
     ) -> Partition:
@@ -308,7 +170,7 @@ def spread(placement: Placement) -> Placement:
     return fold(num // 2) if placement.kind.mirrored and num > 1 else sequential(num)
 
 
-def _what_bears(config: Config) -> Config:
+def what_bears(config: Config) -> Config:
     """What bears on a config's stages: not split backwards, nor ample room where nothing is
     computed again."""
     key = replace(config, split=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
 from megatron_pulse.planner.tune.config import Config, Recompute
-from megatron_pulse.planner.tune.cuts import ChainOnCluster
+from megatron_pulse.planner.tune.memory.sparing import round_trips
+from megatron_pulse.planner.tune.roomy import ChainOnCluster
 from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
 from megatron_pulse.profile.devices import known_device
 from megatron_pulse.profile.profile import Profile
@@ -183,7 +184,7 @@ class Estimator(ChainOnCluster):
         """About what a step takes with these stages, whether or not they fit; with ``held``
         parameters on the heaviest device in place of their own."""
         heaviest = max(stages.per_device(stages.trained)) if held is None else held
-        work = max(stages.busy_s(config.split), self._held_s(config, stages))
+        work = max(stages.busy_s(config.split), self.held_s(config, stages))
         return self._about(config, work, _delay(stages.edges), heaviest)
 
     def timed_estimate(self, config: Config, stages: Stages) -> float:
@@ -191,7 +192,7 @@ class Estimator(ChainOnCluster):
         0.1), and a better guide among cuts whose parameters differ."""
         count = config.num_microbatches(self.global_batch_size)
         problem = self.problem_of(config, count, stages, anyhow=True)
-        work = max(stages.busy_s(config.split), self._held_s(config, stages))
+        work = max(stages.busy_s(config.split), self.held_s(config, stages))
         about = self._pipeline_s(config, work, _delay(stages.edges))
         path = MicrobatchPath(problem.without_recomputation)
         least = _pipeline_bound(problem, path, stages)
@@ -203,26 +204,6 @@ class Estimator(ChainOnCluster):
         """Seconds of the optimizer, and of the forwards before a step."""
         most = max(stages.per_device(stages.trained))
         return self.optimizer_s(config, most) + self._forwards_s(config)
-
-    def _held_s(self, config: Config, stages: Stages) -> float:
-        """Seconds of a microbatch that the memory for activations asks for: it cannot come and go
-        sooner than what devices hold of one, times how long, fills their room."""
-        home, spent = stages.partition.placement, list(stages.stage_s(config.split))
-        for stage, seconds in _round_trips(stages.edges):
-            spent[stage] += seconds
-        kept, until_back = stages.least_bytes(config.split), 0.0
-        filled = [0.0] * config.pipeline
-        for stage in reversed(range(home.num_stages)):
-            until_back += spent[stage]
-            filled[home.device_of_stage[stage]] += kept[stage] * until_back
-        least_s = 0.0
-        for device, least in enumerate(stages.per_device(kept)):
-            room = max(self.left(stages, device), least)
-            if not config.ample:
-                room = min(room, config.pipeline * least)
-            if least:
-                least_s = max(least_s, filled[device] / room)
-        return least_s
 
     def optimizer_s(self, config: Config, parameters: float) -> float:
         """Seconds of Adam over the ``parameters`` of a rank."""
@@ -292,14 +273,6 @@ def _pipeline_bound(problem: ScheduleProblem, path: MicrobatchPath, stages: Stag
     return max(least, link_bound(problem, stages.edges))
 
 
-def _round_trips(edges: Iterable[Edge]) -> Iterator[tuple[int, float]]:
-    """Of each message to the next stage the stage that sends it, and seconds there and, where its
-    gradient is wanted, back."""
-    for edge in edges:
-        if edge.destination == edge.source + 1:
-            yield edge.source, (1 + edge.wants) * edge.seconds
-
-
 def _delay(edges: Iterable[Edge]) -> float:
     """How long a microbatch travels, there and back."""
-    return sum(seconds for _, seconds in _round_trips(edges))
+    return sum(seconds for _, seconds in round_trips(edges))

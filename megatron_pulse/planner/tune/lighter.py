@@ -11,15 +11,17 @@ long as the estimate gains.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache
-from itertools import islice
+from functools import cached_property, lru_cache, partial
+from math import inf
 
 from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import PartitionError
+from megatron_pulse.planner.partition.moves import descended
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.cuts import spread
 from megatron_pulse.planner.tune.estimate import Estimator
+from megatron_pulse.planner.tune.stages import Stages
 
 LIGHTER = 0.9
 """Times the parameters of the heaviest device that the next cuts may have."""
@@ -105,16 +107,11 @@ class LighterCuts(Estimator):
         goes on to fit; after ``left`` estimates it is left at that."""
         if config.recompute.as_needed:  # what fits is worked out anew for each cut
             return cuts
-        stages = self.cut(config, cuts)
-        least_s, fits = self.timed_estimate(config, stages), self.fits(stages)
-        while left > 0:
-            for moved in islice(self.moved_cuts(config, cuts), left):
-                left -= 1
-                stages = self.cut(config, moved)
-                step_s = self.timed_estimate(config, stages)
-                if step_s < (1 - GAIN) * least_s and (not fits or self.fits(stages)):
-                    cuts, least_s = moved, step_s
-                    break
-            else:
-                break
-        return cuts
+        start = self.cut(config, cuts)
+        fits = self.fits(start)
+
+        def step_s(stages: Stages) -> float:
+            return self.timed_estimate(config, stages) if self.fits(stages) or not fits else inf
+
+        moved = partial(self.moved_stages, config)
+        return descended(start, moved, step_s, iter(range(left)), GAIN).partition

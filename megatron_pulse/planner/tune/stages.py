@@ -120,6 +120,12 @@ class Stages:
             sums[device] += value
         return tuple(sums)
 
+    def least_held(self, split: bool) -> tuple[float, ...]:
+        """Bytes that each device holds at the least: with one microbatch, or while the optimizer
+        works."""
+        kept = zip(self.working_bytes, self.per_device(self.kept_bytes(split)), strict=True)
+        return self.memory_bytes(tuple(map(sum, kept)))
+
     def stage_s(self, split: bool) -> tuple[float, ...]:
         """Seconds that each stage computes for a microbatch."""
         return self.partition.per_stage(self.costs.of_schedule(split).work_s)

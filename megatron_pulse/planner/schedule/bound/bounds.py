@@ -25,6 +25,9 @@ from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.compiled import compiled
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 
+MANY = 64
+"""Activations of the largest size, from which on a cap is taken to be full."""
+
 
 def lower_bound(
     problem: ScheduleProblem, work: float = BOUND_WORK, until: float = math.inf
@@ -127,7 +130,7 @@ def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
     """max over devices with a cap: first start + shares of the cap times lives + what follows.
 
     An activation takes what it takes at the least, and lives at the least from the start of its
-    forward to the end of what frees it.
+    forward to the end of what frees it. Of a cap counts what whole ones fill.
     """
     problem = problem.with_least_memory
     if problem.cap is None:
@@ -139,6 +142,7 @@ def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
         if not cap:
             continue
         stages = problem.placement.stages_of_device(device)
+        cap = filled(cap, [problem.activation_of(s) for s in stages])
         need = 0.0
         for s in stages:
             back = 2 * num - 1 - s
@@ -147,6 +151,18 @@ def memory_bound(problem: ScheduleProblem, path: MicrobatchPath | None = None) -
         follows = 0.0 if problem.weight_grad else path.last[2 * num - 1 - stages[0]]
         bound = max(bound, path.first[stages[0]] + problem.num_microbatches * need + follows)
     return bound
+
+
+def filled(cap: float, sizes: Sequence[float]) -> float:
+    """What whole activations of these sizes fill of ``cap`` at the most; all of it where there are
+    more than two sizes, or it has room for many."""
+    first, *others = sorted({size for size in sizes if size > 0}, reverse=True) or [0.0]
+    cap *= 1 + 1e-9  # what a schedule may exceed it by
+    if len(others) > 1 or not 0 < cap <= MANY * first:
+        return cap
+    each = others[0] if others else math.inf
+    counts = range(math.floor(cap / first) + 1)
+    return max(n * first + ((cap - n * first) // each * each if others else 0.0) for n in counts)
 
 
 def jackson(jobs: Sequence[Sequence[float]] | Any) -> float:

@@ -9,6 +9,8 @@ from math import inf
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.memory import in_flight
+from megatron_pulse.planner.schedule.bound.bounds import filled
+from megatron_pulse.planner.step.replay import Edge
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.memory.knapsack import Spared, least_work
 from megatron_pulse.planner.tune.memory.relief import Relief
@@ -79,6 +81,28 @@ class Sparing(Cut):
         )
         return all(self.left(stages, device) >= need for device, need in enumerate(held))
 
+    def held_s(self, config: Config, stages: Stages) -> float:
+        """Seconds of a microbatch that the memory for activations asks for: it cannot come and go
+        sooner than what devices hold of one, times how long, fills what whole ones can of their
+        room."""
+        home, spent = stages.partition.placement, list(stages.stage_s(config.split))
+        for stage, seconds in round_trips(stages.edges):
+            spent[stage] += seconds
+        kept, until_back = stages.least_bytes(config.split), 0.0
+        taken = [0.0] * config.pipeline
+        for stage in reversed(range(home.num_stages)):
+            until_back += spent[stage]
+            taken[home.device_of_stage[stage]] += kept[stage] * until_back
+        least_s = 0.0
+        for device, least in enumerate(stages.per_device(kept)):
+            room = max(self.left(stages, device), least)
+            if not config.ample:
+                room = min(room, config.pipeline * least)
+            if least:
+                own = [kept[stage] for stage in home.stages_of_device(device)]
+                least_s = max(least_s, taken[device] / filled(room, own))
+        return least_s
+
     def rule(self, config: Config, share: float, beside: float) -> MemoryRule:
         """What a device may hold beside so many bytes, with that share of full rate's in flight."""
         per_parameter = self.per_parameter(config)
@@ -144,3 +168,11 @@ class Sparing(Cut):
                     times * max(0, less),
                     (held[i].most_bytes(True) - held[i].kept_bytes(True)) / self.parts(config, i),
                 )
+
+
+def round_trips(edges: Iterable[Edge]) -> Iterator[tuple[int, float]]:
+    """Of each message to the next stage the stage that sends it, and seconds there and, where its
+    gradient is wanted, back."""
+    for edge in edges:
+        if edge.destination == edge.source + 1:
+            yield edge.source, (1 + edge.wants) * edge.seconds

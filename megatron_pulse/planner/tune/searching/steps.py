@@ -222,9 +222,8 @@ class Steps:
         todo.sort(key=lambda each: each[0])
         self.known.learn(candidate.kind, todo[0][2].partition)
         for rank, (_, hoped_s, stages) in enumerate(todo):
-            if hoped_s < self.listed.best[0].step_s and (
-                rank < SEARCHED or stages.partition == own
-            ):
+            best_s = self.listed.best[0].step_s if self.listed.best else float("inf")
+            if hoped_s < best_s and (rank < SEARCHED or stages.partition == own):
                 self.evaluate(config, "searched", stages)
 
     def evaluate(self, config: Config, how: str, stages: Stages | None) -> Outcome:
