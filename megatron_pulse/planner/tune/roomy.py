@@ -136,7 +136,7 @@ class ChainOnCluster(Cuts):
             share = next((share for share in SHARES if self.holds(config, stages, share)), 0.0)
 
             def seconds(other: Stages) -> float:
-                fits = self.holds(config, other, share)
+                fits = self.fits(other) and self.holds(config, other, share)
                 return self._period_s(config, goal, other) if fits else inf
 
             return descended(stages, partial(self.moved_stages, config), seconds, looks)

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from math import isinf
 
 from megatron_pulse.planner.schedule.search import synthesize
 from megatron_pulse.planner.step import replay
@@ -46,6 +48,10 @@ CLOSE = 1.05
 
 DOUBTFUL = 1.1
 """Times its estimate from cuts, from which a first simulation is doubted."""
+
+SPARE, WIDER = 3.0, (2.0, 5.0)
+"""When nothing is left: times what all took that may be taken again, and times as far from the best
+as variants, and what has some, otherwise are."""
 
 VARIED = 0.8
 """Share of the time after that which goes to variants of good configs."""
@@ -104,7 +110,28 @@ class _ConfigSearch:
                 self.take(candidate)
         while not steps.ended and self.vary():
             pass
+        self.go_on()
         return self.counted()
+
+    def go_on(self) -> None:
+        """When nothing is left of a budget's: schedules for all that is close, then variants of
+        what is farther from the best, and farther variants; for some times as long as all took."""
+        steps = self.steps
+        until = (1 + SPARE) * steps.budget.spent
+
+        def ended() -> bool:
+            return isinf(steps.budget.seconds) or steps.ended or steps.budget.spent > until
+
+        steps.share = NEAR_SHARE
+        for close in steps.listed.near:
+            if ended() or close.step_s > CLOSE * steps.listed.best[0].step_s:
+                break
+            with suppress(TooLongError):
+                steps.evaluate(close.config, "searched", close.stages)
+        for margin in WIDER:
+            steps.variants.widen(margin)
+            while not ended() and self.vary():
+                pass
 
     def counted(self) -> Tuning:
         """What was found, and what became of the others."""
@@ -184,9 +211,7 @@ class _ConfigSearch:
         """Simulate one variant of the best, or of the best of a kind that is not far behind;
         whether there was one."""
         steps = self.steps
-        if not steps.listed.best:
-            return False
-        best = steps.listed.best[0]
+        best = next(iter(steps.listed.best), None)
         for good in steps.variants.turns(best, FAR):
             steps.share = NEAR_SHARE if good is best else SHARE
             began = steps.budget.spent

@@ -236,10 +236,10 @@ class Steps:
         found.num_simulated = len(self._simulated)
         expected = self.evaluator.cut_estimate(config, outcome.stages)
         self.corrections.took(config, outcome.stages.partition, outcome.step_s / expected)
+        self.variants.add(outcome)
         if not self.evaluator.has_room(outcome):
             return outcome
         self.listed.add(outcome)
-        self.variants.add(outcome)
         for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
             keep_soonest(found.rivals, rival, outcome)
         return outcome

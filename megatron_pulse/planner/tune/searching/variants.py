@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import batched, chain
+from heapq import heappop, heappush
+from itertools import batched, chain, islice
 
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.tune.config import Config, Recompute
@@ -18,11 +19,14 @@ from megatron_pulse.planner.tune.searching.kinds import Kind, kind_of, neighbour
 from megatron_pulse.planner.tune.searching.tuning import Tried, keep_soonest
 from megatron_pulse.planner.tune.stages import Stages
 
-type Alike = tuple[Kind, int]
-"""Degree and layout, and size of microbatches"""
+type Alike = tuple[Kind, int, bool]
+"""Degree and layout, size of microbatches, and whether devices have room"""
 
 CLOSE = 1.03
 """Times the best, up to which the best with microbatches of another size has variants too."""
+
+OVERFULL = 1.05
+"""Times what a device may use, up to which moved cuts may have room."""
 
 LEAST_SHARE = 0.1
 """Of the time that variants have of what takes as long as the best, what all good ones' have."""
@@ -33,6 +37,10 @@ MOVED = 1.03
 TOGETHER = 48
 """Moved cuts of which the one is simulated first that is the soonest in the same order."""
 
+STEEP = 4
+"""Power of what a device would hold, as a share of what it may, times which cuts without room are
+estimated as a way to others."""
+
 GAIN, PROMISING = 1e-3, 3
 """What moved cuts gain in the same order that come before all other variants, and how many do."""
 
@@ -42,7 +50,8 @@ class Variants:
     and has its cuts, which need not be its own; then what differs in two, and the config with a cut
     moved, or two, where that is not estimated much longer. Each comes once.
 
-    What took much longer than the config with other cuts is not tried with these.
+    What took much longer than the config with other cuts is not tried with these. Of what devices
+    have only just no room for, variants may have some.
     ``bounds`` are the configs that may be tried, and what a step of each takes at the least.
     """
 
@@ -50,6 +59,7 @@ class Variants:
         self.evaluator, self.known = evaluator, known
         self.bounds: dict[Config, float] = {}
         self._best_of: dict[Alike, Outcome] = {}
+        self._margin = 1.0
         self._spent_s: defaultdict[Alike, float] = defaultdict(float)
         self._times: dict[tuple[Config, Config], float] = {}
         self._left: dict[Tried, Iterator[Tried]] = {}
@@ -67,26 +77,39 @@ class Variants:
 
     def add(self, outcome: Outcome) -> None:
         """What was simulated may be the best of its kind and size."""
-        keep_soonest(self._best_of, _alike(outcome.config), outcome)
+        if max(outcome.memory_bytes) <= OVERFULL * self.evaluator.cluster.usable_bytes:
+            keep_soonest(self._best_of, self._alike(outcome), outcome)
 
-    def turns(self, best: Outcome, far: float) -> list[Outcome]:
-        """The best, the best of every kind that takes less than ``far`` times as long, and of every
-        size of microbatches that takes about as long; first what variants of its kind and size had
-        the least time so far for its share: the best has twice that of what takes as long, and that
-        the less the longer it takes."""
-        good, kinds = {_alike(best.config): (best, 2.0)}, {kind_of(best.config)}
-        for other in sorted(self._best_of.values(), key=lambda o: o.step_s):
-            kind, times = kind_of(other.config), other.step_s / best.step_s
-            if other is not best and (times < CLOSE or (times < far and kind not in kinds)):
-                share = max(LEAST_SHARE, 1 - (times - 1) / (far - 1))
-                good.setdefault(_alike(other.config), (other, share))
-            kinds.add(kind)
+    def widen(self, margin: float) -> None:
+        """From now on what is so many times as far from the best has variants, and these may be as
+        much farther from it."""
+        self._margin = margin
+        self._left.clear()
+
+    def turns(self, best: Outcome | None, far: float) -> list[Outcome]:
+        """The best, the best of every kind that takes less than ``far`` times as long, of every
+        size of microbatches that takes about as long, and what would be sooner but has no room;
+        first what variants of its kind and size had the least time so far for its share: the best
+        has twice that of what takes as long, and that the less the longer it takes."""
+        ranked = sorted(self._best_of.items(), key=lambda item: item[1].step_s)
+        least_s = float("inf") if best is None else best.step_s
+        good = {a: (one, 1.0) for a, one in ranked if not a[-1] and one.step_s < least_s}
+        if best is not None:
+            good[self._alike(best)] = best, 2.0
+            far, close = self._wider(far), self._wider(CLOSE)
+            kinds = {kind_of(best.config)}
+            for alike, other in ranked:
+                kind, times = kind_of(other.config), other.step_s / least_s
+                if alike[-1] and (times < close or (times < far and kind not in kinds)):
+                    share = max(LEAST_SHARE, 1 - (times - 1) / (far - 1))
+                    good.setdefault(alike, (other, share))
+                    kinds.add(kind)
         in_turn = sorted(good, key=lambda alike: self._spent_s[alike] / good[alike][1])
         return [good[alike][0] for alike in in_turn]
 
     def took(self, good: Outcome, seconds: float) -> None:
         """Variants of ``good`` had so much more time."""
-        self._spent_s[_alike(good.config)] += seconds
+        self._spent_s[self._alike(good)] += seconds
 
     def compared(self, good: Outcome, other: Config, times: float) -> None:
         """A step of ``other`` with the cuts of ``good`` took so many times as long."""
@@ -105,7 +128,7 @@ class Variants:
         for config, cuts in chain(known, self._left.setdefault(key, self._all(good))):
             if (config, cuts) in self._seen or self.bounds[config] >= limit:
                 continue
-            if self._times.get((good.config, config), 1.0) > MOVED:
+            if self._times.get((good.config, config), 1.0) > self._wider(MOVED):
                 continue
             self._seen.add((config, cuts))
             with suppress(UnfitError):
@@ -116,6 +139,7 @@ class Variants:
 
     def _all(self, good: Outcome) -> Iterator[Tried]:
         own, cuts, evaluator = good.config, good.stages.partition, self.evaluator
+        farthest = self._wider(MOVED)
         alike = [config for config in neighbours(own) if self._may_have(config, own, cuts)]
         sizes = [c for c in alike if c.micro_batch_size != own.micro_batch_size]
         yield from ((config, cuts) for config in sizes)
@@ -124,10 +148,13 @@ class Variants:
         promising = [each for each in nearest if nearest[each] < (1 - GAIN) * good.step_s]
         yield from ((own, each) for each in promising[:PROMISING])
         yield from ((config, cuts) for config in alike if config not in sizes)
-        most = MOVED * evaluator.cut_estimate(own, good.stages)
+        most = farthest * evaluator.cut_estimate(own, good.stages)
         yield from ((config, cuts) for config in self._twice(own, cuts, most))
         for some in chain([nearest], (self._in_order(good, each) for each in moved)):
-            yield from ((own, each) for each in some if some[each] < MOVED * good.step_s)
+            yield from ((own, each) for each in some if some[each] < farthest * good.step_s)
+        if self._margin > 1:
+            ways = [own, *(config for config in alike if config.recompute is not own.recompute)]
+            yield from ((config, each) for each in self._farther(own, cuts) for config in ways)
 
     def _in_order(self, good: Outcome, moved: Iterable[Partition]) -> dict[Partition, float]:
         """What a step of these cuts takes in the order of the good one's, where the same layers are
@@ -137,6 +164,22 @@ class Variants:
             stages = self.evaluator.cut_with(good.config, each, good.stages.relief)
             times[each] = played.step_s(stages)
         return dict(sorted(times.items(), key=lambda item: item[1]))
+
+    def _farther(self, config: Config, cuts: Partition) -> Iterator[Partition]:
+        """Moves upon moves, without end: always of what is estimated to be the soonest so far, or
+        nearest to it that has no room."""
+        evaluator, found, known = self.evaluator, [(0.0, 0, cuts)], {cuts}
+        usable = evaluator.cluster.usable_bytes
+        while found:
+            _, _, at = heappop(found)
+            yield at
+            for moved in islice(evaluator.moved_cuts(config, at), TOGETHER):
+                if moved not in known:
+                    known.add(moved)
+                    stages = evaluator.cut(config, moved)
+                    over = max(1.0, max(stages.least_held(config.split)) / usable)
+                    seconds = over**STEEP * evaluator.cut_estimate(config, stages)
+                    heappush(found, (seconds, len(known), moved))
 
     def _twice(self, own: Config, cuts: Partition, most: float) -> list[Config]:
         """What differs in two things and may have these cuts, where it is estimated to take less
@@ -156,9 +199,12 @@ class Variants:
         stricter = config.layout.collocates and not own.layout.collocates
         return config in self.bounds and config.placement == cuts.placement and not stricter
 
+    def _alike(self, outcome: Outcome) -> Alike:
+        has_room = self.evaluator.has_room(outcome)
+        return kind_of(outcome.config), outcome.config.micro_batch_size, has_room
 
-def _alike(config: Config) -> Alike:
-    return kind_of(config), config.micro_batch_size
+    def _wider(self, times: float) -> float:
+        return 1 + self._margin * (times - 1)
 
 
 def recomputes_nothing(config: Config, stages: Stages) -> bool:
