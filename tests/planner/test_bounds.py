@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_pulse.planner.layout.placement import fold, sequential
 from megatron_pulse.planner.schedule.bound.bounds import (
     device_bound,
+    filled,
     jackson,
     last_gradients,
     lower_bound,
@@ -105,8 +108,25 @@ def test_memory_bound_is_the_rate_times_the_microbatches() -> None:
     """Room for one microbatch: on device 0 they follow each other."""
     problem = equal(sequential(3), 5, cap=1)
     assert memory_bound(problem) == 5 * 9
+    assert memory_bound(equal(sequential(3), 5, cap=1.9)) == pytest.approx(5 * 9)  # still for one
     assert optimum(equal(sequential(3), 2, cap=1)) == lower_bound(equal(sequential(3), 2, cap=1))
     assert memory_bound(equal(sequential(3), 5)) == 0
+
+
+@given(
+    st.floats(0.5, 12), st.lists(st.sampled_from([0.0, 0.3, 0.7, 1.0, 2.5]), min_size=1, max_size=4)
+)
+def test_what_whole_activations_fill_of_a_cap(cap: float, sizes: list[float]) -> None:
+    """Beside all numbers of each size; of more than two it is not said."""
+    kinds = {size for size in sizes if size}
+    if not kinds or max(kinds) > cap:
+        return
+    most = max(
+        held
+        for counts in itertools.product(*(range(int(cap / size) + 2) for size in kinds))
+        if (held := sum(n * s for n, s in zip(counts, kinds, strict=True))) <= cap * (1 + 1e-9)
+    )
+    assert filled(cap, sizes) == pytest.approx(most if len(kinds) < 3 else cap)
 
 
 def test_jackson() -> None:

@@ -1,9 +1,10 @@
 """Where else a chain may be cut: one cut moved by some layers, or it and its mirror, or others; and
-to go on from cut to cut as long as it gets better."""
+to go on from cut to cut as long as it gets better, or to others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from heapq import heappop, heappush
 from itertools import combinations, pairwise
 
 FARTHEST = 4
@@ -55,6 +56,24 @@ def descended[T](
         else:
             break
     return best
+
+
+def farther[T: Hashable](
+    start: T, moved: Callable[[T], Iterable[T]], value: Callable[[T], float]
+) -> Iterator[T]:
+    """``start``, and what it comes to when something is ``moved``, and again, each once: the next
+    is always one more move of what has the least ``value`` so far."""
+    found = [(value(start), 0, iter(moved(start)))]
+    known = {start}
+    yield start
+    while found:
+        other = next((one for one in found[0][-1] if one not in known), None)
+        if other is None:
+            heappop(found)
+            continue
+        heappush(found, (value(other), len(known), iter(moved(other))))
+        known.add(other)
+        yield other
 
 
 def _moved(cuts: tuple[int, ...], every: Iterable[Move]) -> Iterator[tuple[int, ...]]:

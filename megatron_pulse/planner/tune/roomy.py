@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache, partial
+from itertools import islice
 from math import inf
 
 from megatron_pulse.planner.layout.placement import Partition
 from megatron_pulse.planner.partition.find import Goal, PartitionError
-from megatron_pulse.planner.partition.moves import descended
+from megatron_pulse.planner.partition.moves import descended, farther
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
@@ -102,21 +103,23 @@ class ChainOnCluster(Cuts):
     def _roomier(self, config: Config, goal: Goal, free: Stages) -> list[Stages]:
         """Cuts moved until every device has room for a microbatch by its own needs, first those
         that are found as if all needed as little beside as one; none where none come to that."""
-        starts = [free]
+        starts = [free.partition]
         found = self._with_room(config, goal, free, 0.0, of=min)
         if isinstance(found, Partition):
-            starts.insert(0, self.cut(config, found))
-        looks, limit = iter(range(MOVES)), self.cluster.usable_bytes
+            starts.insert(0, found)
+        limit = self.cluster.usable_bytes
 
-        def fullness(stages: Stages) -> float:
-            if self.fits(stages):
-                return 0.0
-            return sum((held / limit) ** STEEP for held in stages.least_held(split=False))
+        def fullness(cuts: Partition) -> float:
+            held = self.cut(config, cuts).least_held(split=False)
+            return sum((num_bytes / limit) ** STEEP for num_bytes in held)
 
         for start in starts:
-            if sum(start.state_bytes) + sum(start.saved_bytes) <= limit * config.pipeline:
-                stages = descended(start, partial(self.moved_stages, config), fullness, looks)
-                if self.fits(stages):
+            stages = self.cut(config, start)
+            if sum(stages.state_bytes) + sum(stages.saved_bytes) > limit * config.pipeline:
+                continue
+            moved = farther(start, partial(self.moved_cuts, config), fullness)
+            for cuts in islice(moved, MOVES):
+                if self.fits(stages := self.cut(config, cuts)):
                     return [stages]
         return []
 

@@ -110,7 +110,10 @@ def certainty(found: Tuning) -> list[str]:
     if not best.extrapolated and waits > NOTED:
         schedule += f", if no message waits for another; that some do makes it {waits:.1%} longer"
     if found.proved:
-        rest = "proved: none that was left can be sooner than the best, as cut and simulated here"
+        rest = (
+            "proved: none that was left can be sooner than the best by the cuts that were found "
+            "for it; not all cuts were tried"
+        )
     else:
         better = 1 - found.bound_s / best.step_s
         most = f"none can take more than {better:.1%} off the best step"

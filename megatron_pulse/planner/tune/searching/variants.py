@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from heapq import heappop, heappush
-from itertools import batched, chain, islice
+from functools import partial
+from itertools import batched, chain
 
 from megatron_pulse.planner.layout.placement import Partition
+from megatron_pulse.planner.partition.moves import farther
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
@@ -166,20 +167,21 @@ class Variants:
         return dict(sorted(times.items(), key=lambda item: item[1]))
 
     def _farther(self, config: Config, cuts: Partition) -> Iterator[Partition]:
-        """Moves upon moves, without end: always of what is estimated to be the soonest so far, or
-        nearest to it that has no room."""
-        evaluator, found, known = self.evaluator, [(0.0, 0, cuts)], {cuts}
-        usable = evaluator.cluster.usable_bytes
-        while found:
-            _, _, at = heappop(found)
-            yield at
-            for moved in islice(evaluator.moved_cuts(config, at), TOGETHER):
-                if moved not in known:
-                    known.add(moved)
-                    stages = evaluator.cut(config, moved)
-                    over = max(1.0, max(stages.least_held(config.split)) / usable)
-                    seconds = over**STEEP * evaluator.cut_estimate(config, stages)
-                    heappush(found, (seconds, len(known), moved))
+        """Moves upon moves: always of what is estimated to be the soonest so far, or nearest to it
+        that has no room; of some together the soonest first, and what is close to it."""
+        evaluator, usable = self.evaluator, self.evaluator.cluster.usable_bytes
+
+        def seconds(cuts: Partition) -> float:
+            stages = evaluator.cut(config, cuts)
+            over = max(1.0, max(stages.least_held(config.split)) / usable)
+            return over**STEEP * evaluator.cut_estimate(config, stages)
+
+        least_s, moved = float("inf"), partial(evaluator.moved_cuts, config)
+        for some in batched(farther(cuts, moved, seconds), TOGETHER):
+            times = {each: seconds(each) for each in some}
+            least_s = min(least_s, *times.values())
+            promising = [each for each in some if times[each] < self._wider(CLOSE) * least_s]
+            yield from sorted(promising, key=times.__getitem__)
 
     def _twice(self, own: Config, cuts: Partition, most: float) -> list[Config]:
         """What differs in two things and may have these cuts, where it is estimated to take less
