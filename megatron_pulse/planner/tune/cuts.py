@@ -55,6 +55,10 @@ class Cuts(Sparing):
         needed activations are computed again, where it says so."""
         return self._cut_of(what_bears(config), partition)
 
+    def free_cuts(self, config: Config) -> Partition:
+        """Cuts of about the least load, whatever memory; raises UnfitError for none."""
+        return self._free_cuts(config, self._goal(config))
+
     def level_cuts(self, config: Config) -> list[Partition]:
         """Cuts with the least largest stage, whatever memory; raises UnfitError for none.
 

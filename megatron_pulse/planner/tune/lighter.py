@@ -11,6 +11,7 @@ long as the estimate gains.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from math import inf
 
@@ -18,7 +19,7 @@ from megatron_pulse.planner.layout.placement import Partition, Placement
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import PartitionError
 from megatron_pulse.planner.partition.moves import descended
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.cuts import spread
 from megatron_pulse.planner.tune.estimate import Estimator
 from megatron_pulse.planner.tune.stages import Stages
@@ -48,12 +49,17 @@ class LighterCuts(Estimator):
 
     def cheap_cuts(self, config: Config, near_s: float = float("inf")) -> list[Partition]:
         """Cuts of about the least load, whatever memory, and lighter ones where these promise a
-        shorter step, moved where it is one of less than ``near_s``; raises UnfitError for none."""
-        free = self._free_cuts(config, self._goal(config))
+        shorter step, moved where it is one of less than ``near_s``; where as much is computed again
+        as is needed, and something is, also those of the least load where all is. Raises UnfitError
+        for none."""
+        free = self.free_cuts(config)
+        found = [free]
+        if config.recompute.as_needed and self.cut(config, free).relief.computes:
+            found.append(self.free_cuts(replace(config, recompute=Recompute.ALWAYS)))
         lighter = self._lighter_of(config, free, spread(config.placement))
         if lighter and self.cut_estimate(config, self.cut(config, lighter[0])) < near_s:
             lighter = [self._descended(config, lighter[0], FIRST_MOVES)]
-        return list(dict.fromkeys((free, *lighter[:1])))
+        return list(dict.fromkeys((*found, *lighter[:1])))
 
     def light_cuts(self, config: Config) -> list[Partition]:
         """Cuts with fewer parameters on the heaviest device than the config's own, those of the

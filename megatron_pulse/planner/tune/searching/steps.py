@@ -24,7 +24,7 @@ from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.candidates import Candidate, KnownCuts, Reached
 from megatron_pulse.planner.tune.searching.corrections import Corrections
 from megatron_pulse.planner.tune.searching.hopes import Hopes
-from megatron_pulse.planner.tune.searching.kinds import has_several, num_stages
+from megatron_pulse.planner.tune.searching.kinds import Kind, has_several, num_stages
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, keep_soonest
 from megatron_pulse.planner.tune.searching.variants import Variants, recomputes_nothing
 from megatron_pulse.planner.tune.stages import Stages
@@ -76,6 +76,7 @@ class Steps:
         self.aside: list[Candidate] = []
         self.share = SHARE
         self._simulated: set[Config] = set()
+        self._as_needed: set[Kind] = set()
 
     @property
     def ended(self) -> bool:
@@ -112,13 +113,20 @@ class Steps:
 
     def liken(self, candidate: Candidate) -> Candidate:
         """Estimated from known cuts, the best of those that fit: by their load, and by how much
-        longer than that lets expect a step of them took."""
-        config, evaluator = candidate.config, self.evaluator
-        if not self.known.of(candidate.kind):
+        longer than that lets expect a step of them took. Where as few activations are computed
+        again as are needed, cuts of the least load must need some."""
+        config, evaluator, kind = candidate.config, self.evaluator, candidate.kind
+        nothing = UnfitError(Unfit.SAME, f"{config}: no activations need to be computed again")
+        if as_needed := config.recompute.as_needed:
+            free = self.found_by(evaluator.free_cuts, config)
+            if recomputes_nothing(config, evaluator.cut(config, free)):
+                raise nothing
+        if not self.known.of(kind) or (as_needed and kind not in self._as_needed):
             self.learn(candidate)
-        choices = [evaluator.cut(config, cuts) for cuts in self.known.of(candidate.kind)]
-        if any(recomputes_nothing(config, stages) for stages in choices):
-            raise UnfitError(Unfit.SAME, f"{config}: no activations need to be computed again")
+        known = (evaluator.cut(config, cuts) for cuts in self.known.of(kind))
+        choices = [stages for stages in known if not recomputes_nothing(config, stages)]
+        if not choices:
+            raise nothing
         estimates = [evaluator.cut_estimate(config, stages) for stages in choices]
         fitting = [i for i, stages in enumerate(choices) if evaluator.fits(stages, config.split)]
 
@@ -155,6 +163,8 @@ class Steps:
         near_s = CLOSE * self.listed.best[0].step_s if self.listed.best else float("inf")
         for cuts in self.found_by(self.evaluator.cheap_cuts, candidate.config, near_s):
             self.known.learn(candidate.kind, cuts)
+        if candidate.config.recompute.as_needed:
+            self._as_needed.add(candidate.kind)
 
     def own(self, candidate: Candidate) -> Stages:
         """The config's own stages, whose cuts are known from then on."""

@@ -26,7 +26,7 @@ type Alike = tuple[Kind, int, bool]
 CLOSE = 1.03
 """Times the best, up to which the best with microbatches of another size has variants too."""
 
-OVERFULL = 1.05
+OVERFULL = 1.2
 """Times what a device may use, up to which moved cuts may have room."""
 
 LEAST_SHARE = 0.1
