@@ -18,6 +18,7 @@ class FileKind(Enum):
     TRACE = "a trace"
     CLUSTER = "a cluster"
     ENCODERS = "a table of encoders"
+    TUNING = "what 'pulse tune --json' says"
     SCHEDULE = "a schedule"
     LATENTS = "the meta.json of latents"
     CAPTIONS = "a list of captions"
@@ -46,6 +47,7 @@ _USES = {
     FileKind.TRACE: "'pulse compare PLAN {path}' reads it",
     FileKind.CLUSTER: "'pulse tune --cluster {path} ...' reads it",
     FileKind.ENCODERS: "'pulse tune --encoders {path} ...' reads it",
+    FileKind.TUNING: "'pulse tune ... -o plan.json' writes the best of it as a plan",
     FileKind.SCHEDULE: "a plan holds it; 'pulse schedule --schedule' reads orders as CSV",
     FileKind.LATENTS: "--pulse-data latents:FOLDER reads its folder",
     FileKind.CAPTIONS: "--pulse-data captions:FOLDER reads its folder",
@@ -90,5 +92,6 @@ _KEYS = {
     FileKind.INDEX: {"weight_map"},
     FileKind.CHECKPOINT: {"sharded_backend"},
     FileKind.SCHEDULE: {"device_of_stage", "order"},
+    FileKind.TUNING: {"outcomes", "num_configs", "certainty"},
     FileKind.TIMES: {"forward", "backward"},
 }

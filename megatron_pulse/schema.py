@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 from jsonschema.validators import extend
 
-from megatron_pulse.faults import LOOKED_FOR, first_of
+from megatron_pulse.faults import LOOKED_FOR, first_of, meant
 
 COUNT: dict[str, Any] = {
     "type": "integer",
@@ -71,8 +71,13 @@ def record(
 def faults_of(schema: dict[str, Any], value: Any) -> list[str]:
     """Every fault of ``value``; every part of ``schema`` has a description of what is allowed."""
     errors = _VALIDATOR(schema).iter_errors(value)
-    ordered = sorted(islice(errors, LOOKED_FOR + 1), key=lambda error: list(map(str, error.path)))
+    ordered = sorted(islice(errors, LOOKED_FOR + 1), key=lambda e: list(map(_in_order, e.path)))
     return first_of(line for error in ordered for line in _lines(error))
+
+
+def _in_order(part: str | int) -> str:
+    """Places of a list in their order, before or after names."""
+    return f"{part:012d}" if isinstance(part, int) else part
 
 
 def _is_number(_: Any, value: Any) -> bool:
@@ -98,7 +103,8 @@ def _lines(error: ValidationError) -> Iterator[str]:
         prefix = f"{where}." if where else ""
         for name in error.instance:
             if name not in properties:
-                yield f"{prefix}{name} is unknown; allowed are {', '.join(properties)}"
+                like = meant(name, properties)
+                yield f"{prefix}{name} is unknown; {like}allowed are {', '.join(properties)}"
     else:
         shown = repr(error.instance)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -162,7 +162,7 @@ links:
         "nodes is 2.5; allowed is a whole number, 1 or more",
         "devices_per_node is missing; allowed is a whole number, 1 or more",
         "memory_gb is '.nan'; allowed is a number from 1e-6",
-        "memory is unknown; allowed are name, nodes",
+        "memory is unknown; did you mean memory_gb or usable_memory? allowed are name, nodes",
         "usable_memory is 1.5; allowed is a number above 0, at most 1",
         "device is {'tflops': 3}; allowed is one of V100-32GB",
         "links.intra_node.kind is 'string'; allowed is one of nvlink",
@@ -170,7 +170,7 @@ links:
         "links.intra_node.latency_us is -1; allowed is a number from 0 to 1e9",
         "links.intra_node.shared is 'both'; allowed is device",
         "links.intra_node.speed is unknown",
-        "links.internode is unknown; allowed are intra_node, inter_node",
+        "links.internode is unknown; did you mean inter_node or intra_node? allowed are intra_node",
     ):
         assert part in message
 

@@ -118,6 +118,17 @@ class Cluster:
         return self.memory_gb * 1e9 * self.usable_memory
 
     @property
+    def memory_caution(self) -> str:
+        """That plans may fill a device to the last byte; empty where some is left."""
+        if self.usable_memory < 1:
+            return ""
+        return (
+            f"{self.name} leaves nothing of a device's {self.memory_gb:g} GB to what no plan "
+            "counts (CUDA, NCCL, fragments): write 'usable_memory: 0.9' into its file, or what a "
+            "run of yours left free"
+        )
+
+    @property
     def to_host(self) -> Link | None:
         """From a device to the memory of its node, one way, while all its devices do so."""
         return None if self.host is None else self.host.used_by(self.devices_per_node)

@@ -53,7 +53,7 @@ _DEVICE = {
         ),
     ],
     "description": f"one of {', '.join(PRESETS)}; or the .json file that 'pulse profile' wrote; "
-    "or {tflops: above 0, bandwidth_gbs: above 0}, the peaks of a device and of its memory",
+    "or {tflops: from 1e-6 to 1e6, bandwidth_gbs: the same}, the peaks of a device and its memory",
 }
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

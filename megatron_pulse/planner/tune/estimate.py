@@ -15,8 +15,8 @@ from megatron_pulse.planner.schedule.bound.path import MicrobatchPath
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.step.replay import Edge, edges_of, link_bound
 from megatron_pulse.planner.tune.config import Config, Recompute
+from megatron_pulse.planner.tune.cuts.roomy import ChainOnCluster
 from megatron_pulse.planner.tune.memory.sparing import round_trips
-from megatron_pulse.planner.tune.roomy import ChainOnCluster
 from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
 from megatron_pulse.profile.devices import known_device
 from megatron_pulse.profile.profile import Profile

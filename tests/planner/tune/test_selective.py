@@ -27,6 +27,14 @@ from tests.plans import load_edited, shown
 CONFIG = Config(4, 1, 1, 1, LAYOUTS["sequential"], ample=True, recompute=Recompute.NEEDED)
 
 
+FEW = Choices(
+    pipeline=(4,),
+    tensor=(1,),
+    micro_batch_size=(1,),
+    layouts=(LAYOUTS["sequential"], LAYOUTS["interleaved"]),
+)
+
+
 def evaluator(dear: tuple[float, float] | None = (0.5, 0.6), memory_gb: float = 2.5) -> Evaluator:
     """Four stages in a row with room for about half of what they would hold."""
     chain = profile(random.Random(5), 24, 0, parameters=1_000_000, saved_mb=150.0, dear=dear)
@@ -55,7 +63,7 @@ def test_it_costs_less_than_whole_layers() -> None:
     assert whole.stages.recompute
     assert with_part.step_s < 0.97 * whole.step_s
     for of in (evaluator(), evaluator(None)):
-        found = search(of, of.candidates(Choices(pipeline=(4,), tensor=(1,))))
+        found = search(of, of.candidates(FEW))
         assert max(found.outcomes[0].memory_bytes) <= of.cluster.usable_bytes
         assert bool(found.outcomes[0].stages.selective) <= (of.profile.times[1][0].selective_s > 0)
 
@@ -66,7 +74,7 @@ def test_a_search_minds_what_weight_gradients_wait_with(seed: int) -> None:
     rng = random.Random(seed)
     chain = profile(rng, 16, 0, parameters=1_000_000, saved_mb=150.0, dear=(0.2, 0.6))
     of = Evaluator(chain, cluster(1, 4, rng.uniform(1.0, 2.5)), 24)
-    found = search(of, of.candidates(Choices(pipeline=(4,), tensor=(1,), split=(True,))))
+    found = search(of, of.candidates(replace(FEW, split=(True,))))
     for outcome in found.outcomes:
         assert max(outcome.memory_bytes) <= of.cluster.usable_bytes
         assert not faults_for(outcome.problem, outcome.synthesis.schedule)

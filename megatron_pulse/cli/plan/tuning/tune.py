@@ -49,9 +49,10 @@ gradients and the optimizer on top; its memory is that schedule's real peak and 
 for a parameter. Nothing is run. Times are as good as the profile: without --profile they are
 estimated from the device's peaks, and ratios are better than seconds.
 
-The search simulates one config of every degree and layout, then the most promising first, until
-nothing that is left can be better, or for --seconds, whole schedules from a solver for the best
-three among them; the profile, and compiling once on a machine, come before that. It says what is
+The search first simulates a config of every degree and layout that is not far from the best by its
+estimate, then the most promising, until nothing that is left can be better, or for --seconds, whole
+schedules from a solver for the best three among them; the profile (up to a minute), and compiling
+once on a machine, come before that. On a busy machine give it more seconds. It says what is
 proved of the best config: of its schedule, and among all configs; and what torch's FSDP2 would come
 to at its best, with ideal collectives, so that you can take that where it is faster.
 
@@ -190,14 +191,15 @@ def run(args: argparse.Namespace) -> None:
     with mending(ValueError):
         profile = given_profile(args, where)
     require(no_cascade(profile) + no_half_gradients(args, profile))
-    if parts:
-        tune_worlds(args, profile, parts)
-        return
     warn(
+        where.memory_caution,
         device_caution(profile, where.device),
         spread_caution(profile),
         thread_caution(profile.threads, rank_threads()),
     )
+    if parts:
+        tune_worlds(args, profile, parts)
+        return
     encoders = EncoderTable([]) if args.encoders is None else read_table(args.encoders)
     if encoders.origin is not None:
         warn(*encoders.origin.cautions(profile))

@@ -77,12 +77,12 @@ def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, 
             lines.append(f"  {found.opponent.beside(best.throughput)}")
         records[str(world)], best_of[world] = as_json(found, evaluator, None), best
     if best_of:
-        lines += _faster_with_fewer(best_of)
+        lines += _faster_with_fewer(best_of, args.seconds)
     answer(args, lines, lambda: records)
     require(faults)
 
 
-def _faster_with_fewer(best_of: Mapping[int, Outcome]) -> list[str]:
+def _faster_with_fewer(best_of: Mapping[int, Outcome], seconds: float) -> list[str]:
     """What to say where a part of the devices trains faster than more of them."""
     fastest = max(best_of, key=lambda world: best_of[world].throughput)
     most = max(best_of)
@@ -90,6 +90,7 @@ def _faster_with_fewer(best_of: Mapping[int, Outcome]) -> list[str]:
         return []
     more = best_of[fastest].throughput / best_of[most].throughput - 1
     return [
-        f"{fastest} devices are predicted to train this batch {more:.1%} faster than {most}: leave "
-        "the others to something else, or take a larger one"
+        f"{fastest} devices are predicted to train this batch {more:.1%} faster than {most}, by "
+        f"what was found in {seconds:g} s for each: give more --seconds, leave the others to "
+        "something else, or take a larger batch"
     ]

@@ -21,7 +21,7 @@ from megatron_pulse.planner.schedule.check.simulate import Timeline
 from megatron_pulse.planner.schedule.operations import Schedule
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.tune.config import Config
-from megatron_pulse.planner.tune.lighter import LighterCuts
+from megatron_pulse.planner.tune.cuts.lighter import LighterCuts
 from megatron_pulse.planner.tune.memory.peaks import most_in_use
 from megatron_pulse.planner.tune.stages import Stages
 

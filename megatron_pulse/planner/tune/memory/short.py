@@ -116,6 +116,7 @@ def _both(one: Tuning, other: Tuning, keep: int) -> Tuning:
         refused=one.refused + other.refused,
         examples={**other.examples, **one.examples},
         rivals=rivals,
+        simulated=one.simulated + other.simulated,
         degrees=degrees,
         num_configs=one.num_configs + other.num_configs,
         num_simulated=one.num_simulated + other.num_simulated,

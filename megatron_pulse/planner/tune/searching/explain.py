@@ -69,7 +69,11 @@ def explain(found: Tuning) -> list[str]:
         told.setdefault(rival.config, []).append(name)
     for config, names in told.items():
         rival = others[names[0]]
-        lines.append(f"  {', '.join(names)}: at best {config}: {against(best, rival)}")
+        sizes = ", ".join(f"{found.simulated[name]:,}" for name in names)
+        lines.append(
+            f"  {', '.join(names)}: the soonest of {sizes} simulated is {config}: "
+            f"{against(best, rival)}"
+        )
     for degree in sorted(found.degrees):
         if f"P={degree}" not in found.rivals:
             counts = found.degrees[degree].most_common(2)
@@ -89,11 +93,17 @@ def against(best: Outcome, rival: Outcome) -> str:
     }
     lost = rival.step_s / best.step_s - 1
     told = [
-        f"{name} {1e3 * delta:+.3g} ms"
+        f"{name} {1e3 * delta:+{',.0f' if abs(delta) >= 1 else '.3g'}} ms"
         for name, delta in sorted(deltas.items(), key=lambda item: -abs(item[1]))
         if abs(delta) > 0.002 * best.step_s
     ]
-    return f"{lost:.1%} slower ({', '.join(told) or 'by a little of everything'})"
+    where = ", ".join(told) or "by a little of everything"
+    if lost >= 0:
+        return f"{lost:.1%} slower ({where})"
+    return (
+        f"{-lost:.1%} sooner by the part of a step that was simulated ({where}); its whole step "
+        "was not, or devices have no room for it"
+    )
 
 
 def certainty(found: Tuning) -> list[str]:

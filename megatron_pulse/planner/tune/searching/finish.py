@@ -97,6 +97,7 @@ def finish(
     rounds.settle()
     rounds.move(1.0)
     found.outcomes = rounds.once()
+    found.rivals = {n: rounds.listed.get(tried(one), one) for n, one in found.rivals.items()}
     found.seconds += budget.spent
 
 

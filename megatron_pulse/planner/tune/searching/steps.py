@@ -241,6 +241,9 @@ class Steps:
         found = self.found
         with self.within(how, self.evaluator.size(config)):
             outcome = self.evaluator.evaluate(config, quick=how == "quick", stages=stages)
+        names = f"P={config.pipeline}", f"T={config.tensor}", config.layout.name
+        if config not in self._simulated:
+            found.simulated.update(names)
         self._simulated.add(config)
         (self.hopes.simulated if how == "quick" else self.hopes.searched)(outcome)
         found.num_simulated = len(self._simulated)
@@ -250,8 +253,8 @@ class Steps:
         if not self.evaluator.has_room(outcome):
             return outcome
         self.listed.add(outcome)
-        for rival in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name):
-            keep_soonest(found.rivals, rival, outcome)
+        for name in names:
+            keep_soonest(found.rivals, name, outcome)
         return outcome
 
     @contextmanager

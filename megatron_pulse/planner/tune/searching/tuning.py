@@ -27,9 +27,9 @@ class Tuning:
 
     ``bound_s`` is the least that any config could take that was left. ``examples`` has one refusal
     in full for each reason. ``rivals`` are the best of every degree and layout that was simulated,
-    by "P=4" or "fold exact", and ``degrees`` counts refusals by pipeline degree. ``opponent`` is
-    what FSDP2 would come to. ``near`` are the best with all their cuts. ``seconds`` do not have in
-    them the ``ready_s`` of compiling.
+    by "P=4" or "fold exact", ``simulated`` counts the configs of each that were, and ``degrees``
+    refusals by pipeline degree. ``opponent`` is what FSDP2 would come to. ``near`` are the best
+    with all their cuts. ``seconds`` do not have in them the ``ready_s`` of compiling.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)
@@ -37,6 +37,7 @@ class Tuning:
     refused: Counter[Unfit] = field(default_factory=Counter)
     examples: dict[Unfit, str] = field(default_factory=dict)
     rivals: dict[str, Outcome] = field(default_factory=dict)
+    simulated: Counter[str] = field(default_factory=Counter)
     degrees: dict[int, Counter[Unfit]] = field(default_factory=dict)
     num_configs: int = 0
     num_simulated: int = 0

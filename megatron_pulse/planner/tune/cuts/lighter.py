@@ -20,7 +20,7 @@ from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import PartitionError
 from megatron_pulse.planner.partition.moves import descended
 from megatron_pulse.planner.tune.config import Config, Recompute
-from megatron_pulse.planner.tune.cuts import spread
+from megatron_pulse.planner.tune.cuts.free import spread
 from megatron_pulse.planner.tune.estimate import Estimator
 from megatron_pulse.planner.tune.stages import Stages
 

@@ -15,7 +15,7 @@ from megatron_pulse.planner.partition.moves import descended, farther
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
-from megatron_pulse.planner.tune.cuts import Cuts, what_bears
+from megatron_pulse.planner.tune.cuts.free import Cuts, what_bears
 from megatron_pulse.planner.tune.stages import Stages
 
 SHARES = (1.0, 0.7, 0.4)

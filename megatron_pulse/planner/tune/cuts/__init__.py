@@ -1,0 +1,1 @@
+"""Where a config's chain is cut: freely, so that activations have room, and for fewer gradients."""
