@@ -16,8 +16,8 @@ from megatron_pulse.planner.step.replay import Edge, link_bound, replay
 from megatron_pulse.planner.tune.collectives import buckets
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
+from megatron_pulse.planner.tune.cuts.lower_caps import Caps, WithRoom
 from megatron_pulse.planner.tune.estimate import PARAMETER_BYTES
-from megatron_pulse.planner.tune.memory.room import Caps, WithRoom
 from megatron_pulse.planner.tune.queueing import schedules
 from megatron_pulse.planner.tune.stages import Stages
 

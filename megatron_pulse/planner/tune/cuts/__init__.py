@@ -1,1 +1,1 @@
-"""Where a config's chain is cut: freely, so that activations have room, and for fewer gradients."""
+"""Where a config's chain is cut: freely, for fewer gradients, and with room for what then runs."""

@@ -15,8 +15,8 @@ from megatron_pulse.planner.schedule.check.validate import faults_for
 from megatron_pulse.planner.schedule.problem import ScheduleProblem, Synthesis
 from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import UnfitError
+from megatron_pulse.planner.tune.cuts import lower_caps
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.memory import room
 from megatron_pulse.planner.tune.queueing import schedules
 from tests.planner.tune.problems import cluster, profile
 
@@ -83,7 +83,7 @@ def test_caps_are_lowered_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None
         tried.append(of)
         return schedules(problem, stages.edges, 0)
 
-    for over, times in ((1e-6 * limit, room.LOWERED + 1), (limit, 1)):
+    for over, times in ((1e-6 * limit, lower_caps.LOWERED + 1), (limit, 1)):
         monkeypatch.setattr(Evaluator, "held", lambda *of, much=limit + over: (much, 0.0))
         tried.clear()
         *_, caps = evaluator.with_room(config, stages, problem, make)
