@@ -100,7 +100,7 @@ def small_plan(
     evaluator = Evaluator(small_profile(), machine, samples, state=state)
     problem = evaluator.problem(config, MICROBATCHES)
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
-    return plan_of(outcome, evaluator, sequence_parallel=False)
+    return plan_of(outcome, evaluator)
 
 
 def with_other_parameters(plan: PlanFile) -> PlanFile:

@@ -161,9 +161,7 @@ def plans_of(case: Case, emulation: Emulation, pipeline: int) -> list[PlanFile]:
         recompute=(Recompute.NEVER,),
     )
     found = search(evaluator, evaluator.candidates(choices), keep=KEPT)
-    return [
-        plan_of(outcome, evaluator, False) for outcome in found.outcomes if not outcome.extrapolated
-    ]
+    return [plan_of(outcome, evaluator) for outcome in found.outcomes if not outcome.extrapolated]
 
 
 def enter(case: Case, model_s: float, seconds: float, factors: Sequence[float]) -> Entered:

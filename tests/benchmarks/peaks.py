@@ -199,7 +199,7 @@ def plan(case: Case) -> tuple[PlanFile, list[Peak]]:
         print(
             f"{case.name}: {again} of {len(profile.layers)} layers again, of {part} what is cheap"
         )
-    return plan_of(found, evaluator, sequence_parallel=False), list(planned)
+    return plan_of(found, evaluator), list(planned)
 
 
 def run(case: Case) -> list[Row]:

@@ -157,7 +157,7 @@ def predict(evaluator: Evaluator, config: Config, path: Path) -> tuple[Step, dic
     count = config.num_microbatches(evaluator.global_batch_size)
     found = synthesize(evaluator.problem(config, count), effort=20)
     outcome = evaluator.evaluate(config, found)
-    save_plan(plan_of(outcome, evaluator, False), path)
+    save_plan(plan_of(outcome, evaluator), path)
     parts = {k: v for k, v in outcome.figures().items() if k.endswith("_s") and type(v) is float}
     return Step(outcome.step_s, outcome.pipeline_s, max(outcome.timeline.busy)), parts
 

@@ -177,7 +177,7 @@ def test_pipelines_send_and_copy_what_is_counted(name: str, tmp_path: Path) -> N
     cluster = Cluster("tests", 1, 2, 8.0, DeviceFigures(0.1, 20.0), link)
     evaluator = Evaluator(profile, cluster, MICROBATCH * count, state=ParameterState(averages=True))
     outcome = evaluator.evaluate(config, synthesize(evaluator.problem(config, count), effort=1))
-    save_plan(plan_of(outcome, evaluator, False), tmp_path / "plan.json")
+    save_plan(plan_of(outcome, evaluator), tmp_path / "plan.json")
     flags = ["--pulse-plan", str(tmp_path / "plan.json"), "--pulse-data"]
     ranks = issued(2, [*flags, f"latents:{tmp_path / 'latents'}"], MICROBATCH * count)
 

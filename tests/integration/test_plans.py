@@ -78,7 +78,7 @@ def make_plan(
         evaluator = short_of_memory(evaluator, config)
     problem = evaluator.problem(config, config.num_microbatches(BATCH))
     outcome = evaluator.evaluate(config, synthesize(problem, effort=4))
-    plan = plan_of(outcome, evaluator, sequence_parallel=False)
+    plan = plan_of(outcome, evaluator)
     if encoders is not None:
         plan = recomputed(fill_plan(plan, read_table(encoders).components, 0.5).plan)
     save_plan(plan, path)

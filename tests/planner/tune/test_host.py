@@ -37,7 +37,7 @@ CONFIG = Config(8, 1, 1, 1, LAYOUTS["sequential"], split=True, ample=True, recom
 @pytest.fixture(scope="module")
 def plan() -> PlanFile:
     of = evaluator()
-    return plan_of(of.evaluate(CONFIG), of, False)
+    return plan_of(of.evaluate(CONFIG), of)
 
 
 def test_a_plan_says_what_waits_on_the_host(

@@ -73,7 +73,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Record:
     )
     found = tune(evaluator, choices, 2.0, 0.5, "none")
     path = tmp_path_factory.mktemp("sound") / "plan.json"
-    save_plan(plan_of(found.outcomes[0], evaluator, True), path)
+    save_plan(plan_of(found.outcomes[0], evaluator), path)
     record: Record = unsealed_record(path)
     assert (record["data"], record["placement"], record["num_chunks"]) == (2, "fold", 2)
     return record

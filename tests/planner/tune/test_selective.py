@@ -44,7 +44,7 @@ def evaluator(dear: tuple[float, float] | None = (0.5, 0.6), memory_gb: float = 
 @pytest.fixture(scope="module")
 def plan() -> PlanFile:
     of = evaluator()
-    return plan_of(of.evaluate(CONFIG), of, False)
+    return plan_of(of.evaluate(CONFIG), of)
 
 
 def test_a_plan_says_of_what_layers(

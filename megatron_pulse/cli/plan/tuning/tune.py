@@ -21,14 +21,13 @@ from megatron_pulse.cli.errors import (
 )
 from megatron_pulse.cli.output import add_json, answer, json_faults, overwritten
 from megatron_pulse.cli.plan.tuning.tune_input import (
-    backbone_of,
     choices_of,
+    evaluator_of,
     given_profile,
     no_cascade,
     no_half_gradients,
     no_prediction_taken,
     numbers,
-    state,
     tuned,
 )
 from megatron_pulse.cli.plan.tuning.tune_worlds import tune_worlds, worlds_of
@@ -166,7 +165,6 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.cluster.cluster import cluster
     from megatron_pulse.planner.fill.table import EncoderTable, read_table
     from megatron_pulse.planner.plan_file.plan_file import save_plan
-    from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.planner.tune.searching.fewer import fewer_devices
     from megatron_pulse.planner.tune.tune import UntunableError, check_choices
@@ -190,7 +188,9 @@ def run(args: argparse.Namespace) -> None:
     require(faults)
     with mending(ValueError):
         profile = given_profile(args, where)
-    require(no_cascade(profile) + no_half_gradients(args, profile))
+    require(
+        no_cascade(profile) + no_half_gradients(args, profile) + no_prediction_taken(args, profile)
+    )
     warn(
         where.memory_caution,
         device_caution(profile, where.device),
@@ -203,14 +203,7 @@ def run(args: argparse.Namespace) -> None:
     encoders = EncoderTable([]) if args.encoders is None else read_table(args.encoders)
     if encoders.origin is not None:
         warn(*encoders.origin.cautions(profile))
-    choices = choices_of(args)
-    of = profile, where, args.global_batch_size
-    backbone = backbone_of(profile) if any(t > 1 for t in choices.tensor) else None
-    divides = backbone is not None and backbone.divides_sequences
-    if args.self_conditioning is not None:
-        require(no_prediction_taken(profile))
-    heads = backbone.num_heads if backbone else ()
-    evaluator = Evaluator(*of, divides, heads, args.self_conditioning or 0.0, state(args))
+    choices, evaluator = choices_of(args), evaluator_of(args, profile, where)
     found = tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
     if (fewer := fewer_devices(evaluator, found.outcomes[0], choices)) is not None:
@@ -219,7 +212,7 @@ def run(args: argparse.Namespace) -> None:
     encoded: EncodedPlan | None = None
     if args.encoders is not None:
         plans = [
-            plan_of(outcome, evaluator, divides)
+            plan_of(outcome, evaluator)
             for outcome in found.outcomes[:_FILLED]
             if not outcome.extrapolated
         ]
@@ -227,7 +220,7 @@ def run(args: argparse.Namespace) -> None:
         lines += ["", *encoding(encoded)]
         made = encoded.figures()
     if args.output is not None:
-        plain = plan_of(found.outcomes[0], evaluator, divides)
+        plain = plan_of(found.outcomes[0], evaluator)
         save_plan(encoded.plan if encoded else plain, args.output)
         lines.append(f"plan written to {args.output}")
     answer(args, lines, partial(as_json, found, evaluator, made, fewer))

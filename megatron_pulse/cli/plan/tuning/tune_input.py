@@ -63,6 +63,22 @@ def backbone_of(profile: Profile) -> Backbone | None:
         return None
 
 
+def evaluator_of(args: argparse.Namespace, profile: Profile, where: Cluster) -> Evaluator:
+    """What configs on this cluster, or on a part of one, come to."""
+    from megatron_pulse.planner.tune.evaluate import Evaluator
+
+    backbone = backbone_of(profile) if any(t > 1 for t in choices_of(args).tensor) else None
+    return Evaluator(
+        profile,
+        where,
+        args.global_batch_size,
+        backbone is not None and backbone.divides_sequences,
+        backbone.num_heads if backbone else (),
+        args.self_conditioning or 0.0,
+        state(args),
+    )
+
+
 def no_cascade(profile: Profile) -> list[str]:
     if len(profile.at(profile.micro_batch_sizes[0]).starts) == 1:
         return []
@@ -78,7 +94,9 @@ def no_half_gradients(args: argparse.Namespace, profile: Profile) -> list[str]:
     return [f"--grad-reduce-in-bf16: for bfloat16, and the profile is of {profile.dtype}"]
 
 
-def no_prediction_taken(profile: Profile) -> list[str]:
+def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]:
+    if args.self_conditioning is None:
+        return []
     backbone = backbone_of(profile)
     if backbone is None or backbone.takes_prediction:
         return []

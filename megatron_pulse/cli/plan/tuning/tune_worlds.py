@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_pulse.cli.errors import mending, require
 from megatron_pulse.cli.output import answer
-from megatron_pulse.cli.plan.tuning.tune_input import backbone_of, choices_of, numbers, state, tuned
+from megatron_pulse.cli.plan.tuning.tune_input import choices_of, evaluator_of, numbers, tuned
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.cluster.cluster import Cluster
@@ -41,7 +41,6 @@ def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, 
     from megatron_pulse.cli.plan.tuning.tune_report import as_json
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.plan_file.worlds import optimizer_beside, world_file
-    from megatron_pulse.planner.tune.evaluate import Evaluator
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
     from megatron_pulse.planner.tune.tune import UntunableError
 
@@ -50,16 +49,12 @@ def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, 
         there = optimizer_beside(args.output, list(parts))
     if there is not None:
         choices = replace(choices, distributed_optimizer=(there,))
-    backbone = backbone_of(profile)
-    divides = backbone is not None and backbone.divides_sequences
-    heads = backbone.num_heads if backbone else ()
     lines: list[str] = []
     records: dict[str, Any] = {}
     best_of: dict[int, Outcome] = {}
     faults: list[str] = []
     for world, part in parts.items():
-        of = profile, part, args.global_batch_size, divides, heads
-        evaluator = Evaluator(*of, args.self_conditioning or 0.0, state(args))
+        evaluator = evaluator_of(args, profile, part)
         try:
             found = tuned(args, evaluator, choices)
         except UntunableError as error:
@@ -71,7 +66,7 @@ def tune_worlds(args: argparse.Namespace, profile: Profile, parts: Mapping[int, 
         best = found.outcomes[0]
         choices = replace(choices, distributed_optimizer=(best.config.distributed_optimizer,))
         file = world_file(args.output, world)
-        save_plan(plan_of(best, evaluator, divides), file)
+        save_plan(plan_of(best, evaluator), file)
         lines.append(f"{world} devices: {best.config}; {best.throughput:.4g} samples/s; {file}")
         if found.opponent is not None and found.opponent.throughput > best.throughput:
             lines.append(f"  {found.opponent.beside(best.throughput)}")

@@ -91,7 +91,7 @@ def recomputed(plan: PlanFile, bounds: bool = True) -> PlanFile:
         known.get("seconds", 0.0),
     )
     outcome = evaluator.evaluate(config, Synthesis(plan.schedule, certificate), stages=stages)
-    made = plan_of(outcome, evaluator, plan.sequence_parallel)
+    made = plan_of(outcome, evaluator)
     return replace(made, encoders=plan.encoders, in_front=plan.in_front, policies=plan.policies)
 
 

@@ -12,7 +12,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.profile.cautions import spread_caution
 
 
-def plan_of(outcome: Outcome, evaluator: Evaluator, sequence_parallel: bool) -> PlanFile:
+def plan_of(outcome: Outcome, evaluator: Evaluator) -> PlanFile:
     """The plan file of an outcome of ``evaluator``, whose schedule must be of all microbatches.
 
     It holds the costs of the profile at its own microbatch size.
@@ -29,7 +29,7 @@ def plan_of(outcome: Outcome, evaluator: Evaluator, sequence_parallel: bool) -> 
         pipeline=config.pipeline,
         data=config.data,
         tensor=config.tensor,
-        sequence_parallel=sequence_parallel and config.tensor > 1,
+        sequence_parallel=evaluator.sequence_parallel and config.tensor > 1,
         rank_order="tp-pp-dp" if config.pipeline_inside else "tp-dp-pp",
         global_batch_size=outcome.global_batch_size,
         micro_batch_size=config.micro_batch_size,
