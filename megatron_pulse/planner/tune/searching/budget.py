@@ -43,18 +43,14 @@ class Budget:
         return share * self.left > self.estimate(kind, size)
 
     def estimate(self, kind: str, size: float) -> float:
-        """Seconds that work of that size will take; where none of its kind was done, what the
-        slowest says that is called alike before a comma, or else after it, or 0."""
+        """Seconds that work of that size will take; where none of its kind was done, what all says
+        that is called alike before a comma, or else after it, or 0."""
         if self._sizes[kind]:
             return self._took[kind] / self._sizes[kind] * size
         for part in (0, -1):
-            rates = [
-                self._took[done] / size_done
-                for done, size_done in self._sizes.items()
-                if size_done and done.split(",")[part] == kind.split(",")[part]
-            ]
-            if rates:
-                return max(rates) * size
+            alike = [k for k in self._sizes if k.split(",")[part] == kind.split(",")[part]]
+            if sizes := sum(self._sizes[k] for k in alike):
+                return sum(self._took[k] for k in alike) / sizes * size
         return 0.0
 
     @contextmanager

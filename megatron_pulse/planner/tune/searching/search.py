@@ -53,6 +53,10 @@ SPARE, WIDER = 3.0, (2.0, 5.0)
 """When nothing is left: times what all took that may be taken again, and times as far from the best
 as variants, and what has some, otherwise are."""
 
+DOUBTED, LEAST = 0.3, 0.2
+"""Share of the time until which doubtful ones are looked at, and of what is left at the least
+(two waves of SD v2 on 16 of 24 GB, the best there, are among them)."""
+
 VARIED = 0.8
 """Share of the time after that which goes to variants of good configs."""
 
@@ -96,8 +100,9 @@ class _ConfigSearch:
         for configs in by_kind(candidates):
             for candidate in self.scouts.look(configs):
                 self.wait(candidate)
+        most_s = max(DOUBTED * steps.budget.seconds, steps.budget.spent + LEAST * steps.budget.left)
         for candidate in self.doubtful():
-            if steps.ended or self.late_s >= 0:
+            if steps.ended or steps.budget.spent > most_s:
                 break
             self.take(candidate)
         while self.queue and not steps.ended:
@@ -154,20 +159,22 @@ class _ConfigSearch:
 
     def doubtful(self) -> list[Candidate]:
         """Of each degree and layout what was the soonest, if it took much longer than is estimated
-        from its cuts, which is near the best, and is soon simulated again; the soonest first."""
+        from its cuts, which is near the best, and is soon simulated again; first what takes least
+        to simulate, of as much what is estimated to be soonest."""
         steps, first = self.steps, dict[Kind, Candidate]()
         most_s = FAR * steps.listed.best[0].step_s if steps.listed.best else 0.0
         for one in sorted(self.waiting.values(), key=lambda c: c.reached_s):
             if one.step is Reached.QUICK:
                 first.setdefault(one.kind, one)
-        found = []
+        found: list[tuple[float, Candidate]] = []  # by size times estimate
         for one in first.values():
             assert one.stages is not None
             seconds = steps.evaluator.cut_estimate(one.config, one.stages)
-            soon = steps.budget.fits("quick", steps.evaluator.size(one.config), SIMULATED_SHARE)
+            size = steps.evaluator.size(one.config)
+            soon = steps.budget.fits("quick", size, SIMULATED_SHARE)
             if soon and DOUBTFUL * seconds < one.reached_s and seconds < most_s:
-                found.append(one)
-        return found
+                found.append((size * seconds, one))
+        return [one for _, one in sorted(found)]
 
     def take(self, candidate: Candidate) -> None:
         """Let a candidate take its next step, or drop it."""
