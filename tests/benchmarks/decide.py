@@ -12,7 +12,7 @@ from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Clock
 from megatron_pulse.planner.tune.searching.tuning import Tuning
-from megatron_pulse.planner.tune.tune import FINISH_SHARE, UntunableError, tune
+from megatron_pulse.planner.tune.tune import UntunableError, tune
 
 
 def decide(
@@ -24,11 +24,8 @@ def decide(
 ) -> Tuning | None:
     """What is found in so many seconds by ``clock``, which of the process's time do not depend on
     what else runs; whole schedules are in them. None where nothing fits."""
-    finish_s = FINISH_SHARE * seconds
     with tempfile.TemporaryDirectory() as empty, patch.dict(os.environ, PULSE_CACHE_DIR=empty):
         try:
-            return tune(
-                evaluator, choices, seconds - finish_s, finish_s, "none", 10, progress, clock
-            )
+            return tune(evaluator, choices, seconds, None, "none", 10, progress, clock)
         except UntunableError:
             return None

@@ -104,7 +104,7 @@ synthesize.get_ready()
 replay.get_ready()
 before = known()
 evaluator = Evaluator(profile(random.Random(0), 14, 6), cluster(2, 4, inter_gbs=2.0), 64)
-tune(evaluator, Choices(), 4.0, 2.0, "none")
+tune(evaluator, Choices(), 6.0, 2.0, "none")
 assert known() == before, {name: n for name, n in known().items() if n != before.get(name)}
 assert before
 """

@@ -34,7 +34,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.plans.policies import Policy, encode_plan
 from megatron_pulse.planner.tune.plans.recompute import load_checked, recomputed
 from megatron_pulse.planner.tune.plans.to_plan import plan_of
-from megatron_pulse.planner.tune.tune import UntunableError, check_choices, tune
+from megatron_pulse.planner.tune.tune import DECISION_S, UntunableError, check_choices, tune
 from megatron_pulse.profile.devices import USABLE
 from megatron_pulse.profile.measuring.measure import measure
 from megatron_pulse.profile.memory_format import in_format_of, in_given_format
@@ -133,7 +133,7 @@ def _tune(
     evaluator = Evaluator(*of, divided, backbone.num_heads, own, state)
     seconds = options.solver_seconds
     with _refusing(backbone), HERE.during("tuning", patient=True, grants_s=seconds):
-        found = tune(evaluator, choices, finish_s=seconds, solver=options.solver)
+        found = tune(evaluator, choices, DECISION_S + seconds, seconds, options.solver)
     best = found.outcomes[0]
     plan = _filled(plan_of(best, evaluator), options, backbone)
     save_plan(plan, path)

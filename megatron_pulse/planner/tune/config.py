@@ -28,6 +28,15 @@ class Recompute(IntEnum):
         return self in (Recompute.NEEDED, Recompute.HOST)
 
 
+RECOMPUTED = {
+    Recompute.ALWAYS: "recompute",
+    Recompute.NEEDED: "recompute as needed",
+    Recompute.HOST: "host memory",
+    Recompute.SELECTIVE: "recompute what is cheap",
+}
+"""How it is called, but where nothing is."""
+
+
 @dataclass(frozen=True, order=True)
 class Config:
     """Degrees, microbatch size in samples, and how a step is run.
@@ -63,12 +72,8 @@ class Config:
         parts.append(self.layout.name)
         for name in ("split", "ample"):
             parts += [name] * getattr(self, name)
-        if self.recompute is Recompute.ALWAYS:
-            parts.append("recompute")
-        if self.recompute is Recompute.SELECTIVE:
-            parts.append("recompute what is cheap")
-        if self.recompute is Recompute.HOST:
-            parts.append("host memory")
+        if (recompute := RECOMPUTED.get(self.recompute)) is not None:
+            parts.append(recompute)
         if self.distributed_optimizer:
             parts.append("distributed optimizer")
         if self.pipeline > 1 and self.data > 1:

@@ -17,8 +17,8 @@ from megatron_pulse.planner.tune.searching.finish import finish
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.sharded.opponent import opponent
 
-FINISH_SHARE = 0.35
-"""Of the seconds of a decision, for whole schedules of the best."""
+DECISION_S, FINISH_SHARE = 28.0, 0.35
+"""Seconds of a decision, and the share of them for whole schedules of the best."""
 
 
 class UntunableError(UserError):
@@ -38,8 +38,8 @@ def check_choices(
 def tune(
     evaluator: Evaluator,
     choices: Choices,
-    search_s: float = 28.0,
-    finish_s: float = 10.0,
+    seconds: float = DECISION_S,
+    finish_s: float | None = None,
     solver: str = "auto",
     keep: int = 10,
     progress: Callable[[str, Tuning], None] = lambda what, found: None,
@@ -47,26 +47,27 @@ def tune(
 ) -> Tuning:
     """The ``keep`` best configs, the best of them with whole schedules, soonest first, and FSDP2.
 
-    ``search_s`` seconds by ``clock`` at most go to the search over configs, about ``finish_s`` to
-    schedules of all microbatches by ``solver``. ``progress`` is called after every step of the
-    search and once before the schedules, with what is being done. Compiling, once on a machine, is
-    not counted. Raises UntunableError.
+    It takes about ``seconds`` by ``clock``, of which ``finish_s`` (a share, where not said) go to
+    schedules of all microbatches by ``solver``, the others to the search over configs.
+    ``progress`` is called after every step of the search and once before the schedules, with what
+    is being done. Compiling, once on a machine, is not counted. Raises UntunableError.
     """
     began = clock()
+    finish_s = FINISH_SHARE * seconds if finish_s is None else finish_s
     candidates = evaluator.candidates(choices)
     if not candidates:
         has_skips = bool(evaluator.profile.skips)
         check_choices(evaluator.cluster, evaluator.global_batch_size, choices, has_skips)
-    seconds, looked = search_s - (clock() - began), partial(progress, "tuning")
-    found = search_short(evaluator, choices, candidates, keep, seconds, looked, finish_s, clock)
-    finish_s = max(0.0, finish_s - max(0.0, found.seconds - seconds))
+    search_s, looked = seconds - finish_s - (clock() - began), partial(progress, "tuning")
+    found = search_short(evaluator, choices, candidates, keep, search_s, looked, finish_s, clock)
+    finish_s = max(0.0, finish_s - max(0.0, found.seconds - search_s))
     if not found.outcomes and found.num_left:
         raise UntunableError(
             f"no config was simulated in {found.seconds:.1f} s, {found.num_left:,} were left: "
             "give it more seconds, or fewer choices"
         )
     if not found.outcomes:
-        rest = Budget(max(0.0, seconds - found.seconds) + finish_s, clock)
+        rest = Budget(max(0.0, search_s - found.seconds) + finish_s, clock)
         raise UntunableError(nothing_fits(evaluator, choices, candidates, rest))
     progress("whole schedules", found)
     searched = clock()

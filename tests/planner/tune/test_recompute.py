@@ -71,7 +71,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Record:
         (Recompute.NEVER,),
         distributed_optimizer=(True,),
     )
-    found = tune(evaluator, choices, 2.0, 0.5, "none")
+    found = tune(evaluator, choices, 2.5, 0.5, "none")
     path = tmp_path_factory.mktemp("sound") / "plan.json"
     save_plan(plan_of(found.outcomes[0], evaluator), path)
     record: Record = unsealed_record(path)

@@ -149,9 +149,9 @@ def tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> T
     """The best configs with whole schedules, beneath a bar of the time that they may take."""
     from tqdm import tqdm
 
-    from megatron_pulse.planner.tune.tune import FINISH_SHARE, tune
+    from megatron_pulse.planner.tune.tune import tune
 
-    total, finish_s = round(args.seconds), FINISH_SHARE * args.seconds
+    total = round(args.seconds)
     with tqdm(total=total, unit="s", delay=2, leave=False, disable=None) as bar:
 
         def progress(what: str, now: Tuning) -> None:
@@ -160,6 +160,4 @@ def tuned(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> T
             if now.outcomes:
                 bar.set_postfix_str(f"{now.outcomes[0].throughput:.4g} samples/s", refresh=False)
 
-        return tune(
-            evaluator, choices, args.seconds - finish_s, finish_s, args.solver, args.top, progress
-        )
+        return tune(evaluator, choices, args.seconds, None, args.solver, args.top, progress)

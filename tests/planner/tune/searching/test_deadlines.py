@@ -116,4 +116,4 @@ def test_time_is_left_for_a_whole_schedule(monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_time_at_all_is_said() -> None:
     evaluator = Evaluator(profile(random.Random(0), 12, 5), cluster(memory_gb=2.0), 16)
     with pytest.raises(UntunableError, match="no config was simulated in .* were left"):
-        tune(evaluator, Choices(), search_s=1e-9, finish_s=1e-9)
+        tune(evaluator, Choices(), seconds=1e-9)
