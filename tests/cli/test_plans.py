@@ -19,6 +19,7 @@ from megatron_pulse.planner.observe.trace import save_trace
 from megatron_pulse.planner.plan_file.plan_file import PlanFile, save_plan
 from megatron_pulse.planner.schedule.operations import Kind
 from megatron_pulse.profile.files import save_profile
+from megatron_pulse.seal import HASH
 from tests.by_hand import unsealed_record
 from tests.cli.conftest import Refused, of_class
 from tests.plans import small_plan, small_profile, trace_of, with_other_parameters
@@ -62,6 +63,13 @@ def test_check_says_what_it_looked_at(
     assert main(["check", "a.json"]) == 0
     out = capsys.readouterr().out
     assert "it can run: --pulse-plan a.json" in out and all(text in out for text in checked)
+
+
+def test_check_says_that_a_plan_has_no_hash(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = here / "a.json"
+    save_plan(small_plan("fold", True, 2), path)
+    path.write_text("".join(line for line in path.open() if HASH not in line))
+    assert f"without its line {HASH!r}" in as_json("check a.json", capsys)["checked"]["form"]
 
 
 def change(plan: PlanFile, **changes: Any) -> PlanFile:

@@ -11,6 +11,9 @@ from megatron_pulse.cli.backbone_flags import add_code_flag
 from megatron_pulse.cli.errors import add_parser, warn
 from megatron_pulse.cli.output import add_json, answer, columns
 from megatron_pulse.faults import UserError, told
+from megatron_pulse.file_kinds import FileKind
+from megatron_pulse.files import read_text
+from megatron_pulse.seal import HASH
 
 if TYPE_CHECKING:
     from megatron_pulse.planner.plan_file.plan_file import PlanFile
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         warn(*plan_cautions(record["provenance"], 0))
         legal = plan
         if plan is not None and not faults:
-            fine = {"form": "as it should be", "schedule": _schedule(plan)}
+            fine = {"form": _form(args.plan), "schedule": _schedule(plan)}
         elif plan is not None and faults_for(plan.problem, plan.schedule):
             legal = None
         more, found = _against_the_world(record, legal, args.count)
@@ -97,6 +100,12 @@ def run(args: argparse.Namespace) -> None:
 
 def _verdict(path: Path, faults: list[str], fine: dict[str, str]) -> dict[str, Any]:
     return {"plan": str(path), "can_run": not faults, "faults": faults, "checked": fine}
+
+
+def _form(path: Path) -> str:
+    if HASH in read_text(path, FileKind.PLAN)[: 2 * len(HASH)]:
+        return "as it should be"
+    return f"as it should be, but without its line {HASH!r}: not all edits show, nor all damage"
 
 
 def _schedule(plan: PlanFile) -> str:
