@@ -104,6 +104,12 @@ def test_only_what_is_asked_for(here: Path, capsys: pytest.CaptureFixture[str]) 
         assert not outcome["recompute"] and not outcome["split"]
 
 
+def test_what_no_config_can_have_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"{ASKED} {FAST} --pipeline 2,7 --micro-batch-size 1,5".split()) == 0
+    err = capsys.readouterr().err
+    assert "warning: --pipeline 7; --micro-batch-size 5: left out, for " in err
+
+
 def test_all_faults_at_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--layouts", "fold,sequential", "--pipeline", "2,x", "--seconds", "0", "--top", "0"]
     asked = f"{ASKED} --option a=1 --dtype float16 -o plan.txt".replace("p.json", "none.json")
@@ -178,5 +184,5 @@ def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(asked.split()) == 2
     error = capsys.readouterr().err
     assert "nothing fits: each device has 0.8 GB to use; the least that any config" in error
-    assert "with " in error.splitlines()[-1]
+    assert "recomputation were tried, and none fits; more nodes were not" in error.splitlines()[-1]
     assert not (here / "plan.json").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,12 +18,20 @@ from megatron_pulse.planner.layout.placement import (
     interleaved,
     sequential,
 )
+from megatron_pulse.planner.schedule.bound.bounds import lower_bound
 from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.classic.one_f_one_b import gpipe
 from megatron_pulse.planner.schedule.operations import Filler, Kind, Operation
 from megatron_pulse.planner.schedule.problem import ScheduleProblem
 from megatron_pulse.planner.schedule.search.synthesize import synthesize
-from megatron_pulse.planner.step.replay import Edge, Transfer, edges_of, link_bound, replay
+from megatron_pulse.planner.step.replay import (
+    Edge,
+    Transfer,
+    edges_of,
+    lags,
+    link_bound,
+    replay,
+)
 from tests.planner.slices import fill
 
 
@@ -117,6 +126,17 @@ def test_who_was_ready_first_is_received_first(split: bool) -> None:
                 for other in found.transfers
             )
     assert len({message.destination for message in found.transfers}) == 3
+
+
+def test_no_step_is_shorter_than_the_bound_where_a_gradient_is_not_sent_back() -> None:
+    edges = (Edge(0, 1, 1.0), Edge(0, 1, 5.0, wants=False))
+    plain = problem_of(sequential(2), 1, split=True)
+    problem = replace(plain, link=lags(edges, 2))
+    schedule = synthesize(problem, effort=1).schedule
+    took = replay(problem, schedule, edges).timeline.makespan
+    assert lower_bound(problem) == 5 + 2 * 1
+    assert took == 5 + 6 + 1
+    assert replay(problem, schedule, edges[:1]).timeline.makespan == 7
 
 
 def test_edges_of_a_partition() -> None:

@@ -145,6 +145,11 @@ def _size_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
                 f"profile.layers.{i}.boundary_bytes is {costs.boundary_bytes:,}; {layer.name!r} of "
                 f"{backbone.name} takes {wanted:,} bytes of a sample in {profile.dtype}"
             )
+        if costs.begins != (i > 0 and i in backbone.starts):
+            yield (
+                f"profile.layers.{i}.begins is {str(costs.begins).lower()}; chains of "
+                f"{backbone.name} begin at {', '.join(map(str, backbone.starts))}"
+            )
     yield from _gradient_faults(given, backbone)
     skips = [(s.source, s.destination, s.spec.bytes_per_sample(element)) for s in backbone.skips]
     costs_of = [(s.source, s.destination, s.num_bytes) for s in profile.skips]
@@ -153,6 +158,24 @@ def _size_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
             yield (
                 f"profile.skips.{number} (source, destination, bytes) is {have}; that of "
                 f"{backbone.name} is {want}"
+            )
+    yield from _conditioning_faults(given, backbone)
+
+
+def _conditioning_faults(given: PlanFile, backbone: Backbone) -> Iterator[str]:
+    """Conditioning that the plan's costs have otherwise than the backbone."""
+    profile, layers = given.profile, backbone.layers
+    element = ELEMENT_BYTES[profile.dtype]
+    costs = [(c.source, c.consumers, c.num_bytes, c.embedder) for c in profile.conditioning]
+    own = [
+        (c.source, c.consumers, c.spec.bytes_per_sample(element), layers[c.source].embedder)
+        for c in backbone.conditioning
+    ]
+    for number, (have, want) in enumerate(zip_longest(costs, own)):
+        if have != want:
+            yield (
+                f"profile.conditioning.{number} (source, consumers, bytes, embedder) is {have}; "
+                f"that of {backbone.name} is {want}"
             )
 
 

@@ -105,10 +105,12 @@ def edges_along(
 
 
 def lags(edges: Sequence[Edge], num_stages: int) -> tuple[float, ...]:
-    """Seconds from every stage to the next, as a ``ScheduleProblem`` has them: of all messages."""
+    """Seconds between every stage and the next, there as well as back, as a ``ScheduleProblem`` has
+    them: of all messages whose gradients are sent back, for its bounds count on both."""
     known: defaultdict[tuple[int, int], float] = defaultdict(float)
     for edge in edges:
-        known[edge.source, edge.destination] += edge.seconds
+        if edge.wants:
+            known[edge.source, edge.destination] += edge.seconds
     return tuple(known[s, s + 1] for s in range(num_stages - 1))
 
 

@@ -197,6 +197,25 @@ def why_none(
     return None
 
 
+def unused(candidates: Iterable[Config], choices: Choices) -> dict[str, list[object]]:
+    """Of fields of ``choices`` the values that were chosen and none of ``candidates`` has."""
+    known = list(candidates)
+    kept: dict[str, set[object]] = {
+        "layouts": {config.layout for config in known},
+        "pipeline": {config.pipeline for config in known},
+        "tensor": {config.tensor for config in known},
+        "micro_batch_size": {config.micro_batch_size for config in known},
+    }
+    chosen = {name: getattr(choices, name) for name in kept}
+    free = Choices()
+    return {
+        name: missing
+        for name, values in chosen.items()
+        if values != getattr(free, name)
+        and (missing := [value for value in values or () if value not in kept[name]])
+    }
+
+
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
 

@@ -281,6 +281,19 @@ EDITS: dict[str, tuple[Edit, str]] = {
     ),
     "deeper backbone": (put("backbone", "options", "depth", to=10), "uvit-tiny has"),
     "another backbone": (put("backbone", "name", to="uvit-s"), "backbone.name is 'uvit-s'"),
+    "option left out": (
+        lambda r: r["backbone"]["options"].pop("embed_dim"), "backbone.options.embed_dim is left"
+    ),
+    "what waits left out": (lambda r: r["times"].pop("waiting_bytes"), "times.waiting_bytes is"),
+    "conditioning": (
+        lambda r: r["profile"]["conditioning"].append(
+            {"name": "t", "source": 0, "consumers": [1], "num_bytes": 8, "embedder": True}
+        ),
+        "profile.conditioning.0 (source, consumers, bytes, embedder) is (0, (1,), 8, True); that",
+    ),
+    "chains": (put("profile", "layers", 3, "begins", to=True), "profile.layers.3.begins is true"),
+    "more microbatches": (put("schedule", "num_microbatches", to=5), "the schedule has 5 micro"),
+    "fewer microbatches": (put("schedule", "num_microbatches", to=2), "the schedule has 2 micro"),
     "operation lost": (lambda r: r["schedule"]["order"][0].pop(), "is missing on device 0"),
     "another order": (later, "provenance.schedule.makespan is"),
     "a filler": (filler, "provenance.schedule.makespan is"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations
 
@@ -84,6 +85,41 @@ def test_nothing_is_refused_that_some_cuts_have_room_for() -> None:
             with pytest.raises(UnfitError):
                 at(ample, 0.9999 * min(needs)).stages(config)
     assert cases > 100
+
+
+def test_split_backwards_have_cuts_where_what_waits_is_more_than_what_is_kept() -> None:
+    """Some cuts have room for a microbatch whose weight gradients wait with more than its
+    activations; others, as short, have not."""
+    found = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        chain = uneven(rng, 9, 3)
+        waits = [rng.choice([0.5, 1.0, 3.0]) for _ in chain.layers]
+        columns = {
+            size: tuple(
+                replace(layer, waiting_bytes=round(more * layer.saved_bytes))
+                for layer, more in zip(column, waits, strict=True)
+            )
+            for size, column in chain.times.items()
+        }
+        ample = Evaluator(replace(chain, times=columns), cluster(1, 3, memory_gb=1000.0), 4)
+        config = Config(3, 1, 1, 1, ROW, split=True)
+        needs = [max(ample.cut(config, cuts).least_held(True)) for cuts in legal(ample, config)]
+        short = at(ample, 1.02 * min(needs))
+        assert short.fits(short.stages(config), split=True)
+        found += not short.fits(short.stages(replace(config, split=False)), split=True)
+    assert found > 5
+
+
+def test_cuts_are_the_same_whatever_was_asked_for_before() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        chain, machine = uneven(rng, 10, 3), cluster(1, 3, memory_gb=1.2, intra_gbs=1.0)
+        never = Config(3, 1, 1, 1, ROW, split=True)
+        asked, fresh = (Evaluator(chain, machine, 4) for _ in range(2))
+        with suppress(UnfitError):
+            asked.free_cuts(replace(never, recompute=Recompute.NEEDED))
+        assert asked.free_cuts(never) == fresh.free_cuts(never)
 
 
 def test_of_equal_loads_the_cuts_hold_more_microbatches() -> None:

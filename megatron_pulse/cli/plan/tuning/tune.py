@@ -29,6 +29,7 @@ from megatron_pulse.cli.plan.tuning.tune_input import (
     no_prediction_taken,
     numbers,
     tuned,
+    unused_caution,
 )
 from megatron_pulse.cli.plan.tuning.tune_worlds import tune_worlds, worlds_of
 from megatron_pulse.flag_fields import ABOVE_ZERO, SHARE, TO_MILLION
@@ -204,6 +205,7 @@ def run(args: argparse.Namespace) -> None:
     if encoders.origin is not None:
         warn(*encoders.origin.cautions(profile))
     choices, evaluator = choices_of(args), evaluator_of(args, profile, where)
+    warn(unused_caution(args, evaluator, choices))
     found = tuned(args, evaluator, choices)
     lines = report(found, evaluator, args.explain)
     if (fewer := fewer_devices(evaluator, found.outcomes[0], choices)) is not None:

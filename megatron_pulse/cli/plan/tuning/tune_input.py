@@ -101,9 +101,10 @@ def no_prediction_taken(args: argparse.Namespace, profile: Profile) -> list[str]
     if backbone is None or backbone.takes_prediction:
         return []
     takes, predicts = backbone.input_spec.shape[0], backbone.output_spec.shape[0]
+    of = "a profile with" if args.profile is not None else "give"
     return [
         f"--self-conditioning: {backbone.name} takes {takes} channels and predicts {predicts}; who "
-        "conditions itself takes twice as many as it predicts (--option in_channels=8)"
+        f"conditions itself takes twice as many as it predicts ({of} --option in_channels=8)"
     ]
 
 
@@ -132,6 +133,20 @@ def choices_of(args: argparse.Namespace) -> Choices:
         (False,) if args.no_split else choices.split,
         choices.ample,
         recompute,
+    )
+
+
+def unused_caution(args: argparse.Namespace, evaluator: Evaluator, choices: Choices) -> str:
+    """What of lists of choices is in no config; empty for nothing."""
+    from megatron_pulse.planner.tune.config import unused
+
+    missing = unused(evaluator.candidates(choices), choices)
+    if not missing:
+        return ""
+    said = (f"--{name.replace('_', '-')} {', '.join(map(str, missing[name]))}" for name in missing)
+    return (
+        f"{'; '.join(said)}: left out, for {evaluator.cluster.num_devices} devices and a batch of "
+        f"{args.global_batch_size} allow none with it beside the other choices"
     )
 
 

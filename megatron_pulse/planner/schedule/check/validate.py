@@ -83,7 +83,8 @@ def faults_for(problem: ScheduleProblem, schedule: Schedule) -> list[str]:
     """All faults of ``schedule`` as an answer to ``problem``; empty when it is one."""
     faults = []
     numbers = {op.microbatch for o in schedule.order for op in o if op.kind is not Kind.FILLER}
-    if len(numbers) < schedule.num_microbatches:  # one that there is not is a fault of its own
+    beyond = max(numbers, default=0) >= problem.num_microbatches
+    if beyond and len(numbers) < schedule.num_microbatches:  # it is a fault of its own
         schedule = replace(schedule, num_microbatches=problem.num_microbatches)
     if schedule.placement != problem.placement:
         faults.append(

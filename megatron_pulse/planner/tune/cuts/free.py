@@ -14,7 +14,7 @@ from megatron_pulse.planner.layout.placement import Partition, Placement, fold, 
 from megatron_pulse.planner.partition.evaluate import MemoryRule
 from megatron_pulse.planner.partition.find import Goal, PartitionError, find_partition
 from megatron_pulse.planner.partition.moves import moves
-from megatron_pulse.planner.tune.config import Config
+from megatron_pulse.planner.tune.config import Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.memory.sparing import Sparing
 from megatron_pulse.planner.tune.stages import Stages, busiest_link_s
@@ -119,7 +119,9 @@ class Cuts(Sparing):
 
     def _weighed(self, config: Config, goal: Goal) -> Goal:
         """The goal, or the one that counts no messages where its cuts have less to do on what is
-        busiest."""
+        busiest; where some are computed again as needed, as if none were."""
+        if config.recompute.as_needed:
+            config = replace(config, recompute=Recompute.NEVER)
         key = self._costs_key(config), config.placement, goal
         if key not in self._goals:
             self._goals[key] = goal
@@ -141,7 +143,9 @@ class Cuts(Sparing):
         placement = config.placement
         if placement.num_chunks > 1:
             goal = replace(goal, order=("load",))
-        return Partition(placement, self._best_cuts(config, spread(placement), goal).cuts)
+            with suppress(UnfitError):  # twice as many devices may leave a skip no legal place
+                return Partition(placement, self._best_cuts(config, spread(placement), goal).cuts)
+        return self._best_cuts(config, placement, goal)
 
     def _under(
         self, rule: MemoryRule, costs: ChainCosts, placement: Placement, goal: Goal

@@ -47,7 +47,10 @@ class ChainOnCluster(Cuts):
 
     def stages(self, config: Config) -> Stages:
         """The config's own: of its best cuts. Raises UnfitError."""
-        found = self._stages_of(what_bears(config))
+        bears = what_bears(config)
+        found = self._stages_of(bears)
+        if config.split and isinstance(found, Stages) and not self.fits(found, split=True):
+            found = self._stages_of(replace(bears, split=True))  # what waits holds more than kept
         if isinstance(found, UnfitError):
             raise UnfitError(found.reason, found.detail)
         return found
@@ -77,7 +80,7 @@ class ChainOnCluster(Cuts):
         if isinstance(found, PartitionError):
             return UnfitError(Unfit.PARTITION, f"{config}: {found}")
         free = self.cut(config, found)
-        fitting = [free] * self.fits(free)
+        fitting = [free] * self.fits(free, config.split)
         if fitting and not (free.relief.computes and config.recompute.as_needed):
             return free
         why: object = "no cuts that were found leave room for a microbatch on every device"
@@ -85,7 +88,7 @@ class ChainOnCluster(Cuts):
             with_room = self._with_room(config, goal, free, share)
             if isinstance(with_room, Partition):
                 stages = self.cut(config, with_room)
-                fitting += [stages] * self.fits(stages)
+                fitting += [stages] * self.fits(stages, config.split)
                 if config.recompute.as_needed:
                     fitting += self._with_less_beside(config, goal, free, share)
                 break
@@ -94,7 +97,7 @@ class ChainOnCluster(Cuts):
             with suppress(PartitionError):
                 rule = self.optimizer_rule(config)
                 least = self.cut(config, self._under(rule, self.costs(config), placement, goal))
-                fitting += [least] * self.fits(least)
+                fitting += [least] * self.fits(least, config.split)
         if config.recompute.as_needed:
             fitting += self._as_if_all_again(config)
         roomier = [] if fitting else self._roomier(config, goal, free)
@@ -112,7 +115,7 @@ class ChainOnCluster(Cuts):
             with suppress(UnfitError):
                 of_all = self.stages(replace(config, recompute=again))
                 stages = self.cut(config, of_all.partition)
-                found += [stages] * self.fits(stages)
+                found += [stages] * self.fits(stages, config.split)
         return found
 
     def _roomier(self, config: Config, goal: Goal, free: Stages) -> list[Stages]:
@@ -125,7 +128,7 @@ class ChainOnCluster(Cuts):
         limit = self.cluster.usable_bytes
 
         def fullness(cuts: Partition) -> float:
-            held = self.cut(config, cuts).least_held(split=False)
+            held = self.cut(config, cuts).least_held(config.split)
             return sum((num_bytes / limit) ** STEEP for num_bytes in held)
 
         for start in starts:
@@ -134,7 +137,7 @@ class ChainOnCluster(Cuts):
                 continue
             moved = farther(start, partial(self.moved_cuts, config), fullness)
             for cuts in islice(moved, MOVES):
-                if self.fits(stages := self.cut(config, cuts)):
+                if self.fits(stages := self.cut(config, cuts), config.split):
                     return [stages]
         return []
 
@@ -154,7 +157,7 @@ class ChainOnCluster(Cuts):
             share = next((share for share in SHARES if self.holds(config, stages, share)), 0.0)
 
             def seconds(other: Stages) -> float:
-                fits = self.fits(other) and self.holds(config, other, share)
+                fits = self.fits(other, config.split) and self.holds(config, other, share)
                 return self._period_s(config, goal, other) if fits else inf
 
             return descended(stages, partial(self.moved_stages, config), seconds, looks)
@@ -169,7 +172,8 @@ class ChainOnCluster(Cuts):
         if not isinstance(found, Partition):
             return []
         stages = self.cut(config, found)
-        return [stages] if self.holds(config, stages, share) else []
+        fits = self.fits(stages, config.split) and self.holds(config, stages, share)
+        return [stages] * fits
 
     def _with_room(
         self,

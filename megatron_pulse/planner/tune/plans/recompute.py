@@ -140,7 +140,9 @@ def _differences(said: Any, again: Any, where: str) -> Iterator[str]:
                 yield f"{where}.{name}: the costs in the plan are of a backbone without it"
         for name, value in again.items():
             at = f"{where}.{name}" if where else name
-            if name in said and at not in _AS_GIVEN:
+            if name not in said and where.startswith(("backbone", "times")):
+                yield f"{at} is left out; from the costs in the plan it is {_shown(value)}"
+            elif name in said and at not in _AS_GIVEN:
                 yield from _differences(said[name], value, at)
     elif isinstance(again, list | tuple) and isinstance(said, list | tuple):
         if len(said) != len(again):

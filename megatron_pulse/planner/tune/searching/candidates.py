@@ -17,6 +17,11 @@ MOST_KNOWN = 4
 """Cuts that are kept for a degree and layout, the latest."""
 
 
+PROMISING = 1.25
+"""Times the shortest estimate, from which on the bounds of a kind are not promising: the estimate
+is made before anything is cut."""
+
+
 class Reached(IntEnum):
     """How far a config has come (``searching.steps`` has the table)."""
 
@@ -95,6 +100,14 @@ class Queue:
         if not alike:
             del self._alike[size]
         return soonest
+
+
+def promising_first(kinds: Iterable[list[Candidate]]) -> list[list[Candidate]]:
+    """Each kind's candidates, in their order but that kinds without a promising one come last
+    (three in a pipeline and two replicas over 1 GbE, beside six in a pipeline)."""
+    found = [alike for alike in kinds if alike]
+    most_s = PROMISING * min((min(alike).seconds for alike in found), default=0.0)
+    return sorted(found, key=lambda alike: min(each.bound for each in alike) > most_s)
 
 
 def by_ranks(candidates: Iterable[Candidate]) -> list[list[Candidate]]:

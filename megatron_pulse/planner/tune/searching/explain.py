@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
@@ -131,6 +132,9 @@ def certainty(found: Tuning) -> list[str]:
             f"not proved: {found.num_left:,} were left when the time was up; "
             f"{most if found.bound_s > 0 else 'how good they can be is not known'}"
         )
+        late = [degree for degree, counts in sorted(found.degrees.items()) if counts[Unfit.LATE]]
+        if unseen := [f"P={p}" for p in late if f"P={p}" not in found.simulated]:
+            rest += f"; none of {', '.join(unseen)} was simulated"
     return [
         f"its schedule: {schedule}",
         f"among the {found.num_simulated:,} simulated configs: the soonest{whole}",
@@ -160,11 +164,13 @@ def nothing_fits(
             else "in time one was found for"
         )
         said.append(f"{looked} {need[0] / 1e9:.3g} GB ({need[1]})")
+        if need[0] <= cluster.usable_bytes:
+            said.append("but all schedules that were simulated hold more at once")
     remedies: list[str] = []
     for words, state in _smaller_states(evaluator):
         lighter = evaluator.on(cluster, state)
         if budget.left and (fits := _first_fit(lighter, lighter.candidates(choices), budget)):
-            remedies.append(f"{words}: {fits} fits")
+            remedies.append(f"with {words}: {fits} fits")
     for words, relaxed in _relaxations(choices):
         if remedies and relaxed == Choices():
             break  # one change is enough
@@ -172,7 +178,7 @@ def nothing_fits(
             break
         fits = _first_fit(evaluator, evaluator.candidates(relaxed), budget)
         if fits is not None:
-            remedies.append(f"{words}: {fits} fits")
+            remedies.append(f"with {words}: {fits} fits")
     nodes = cluster.nodes
     most = MOST_NODES * cluster.nodes
     while not remedies and cluster.inter_node and nodes < most and budget.left:
@@ -181,16 +187,20 @@ def nothing_fits(
         grown = evaluator.on(larger)
         fits = _first_fit(grown, grown.candidates(choices), budget)
         if fits is not None:
-            remedies.append(f"{larger.num_devices} devices ({nodes} nodes): {fits} fits")
+            remedies.append(f"with {larger.num_devices} devices ({nodes} nodes): {fits} fits")
     if not remedies:
-        more = "more nodes" if cluster.inter_node else "the file names no link to more nodes"
-        tried = f"nothing that was tried: other degrees, sizes, recomputation, {more}"
-        remedies.append(
-            tried
-            if budget.left
-            else "more --seconds it is said what would fit: there was no time to try"
-        )
-    return "; ".join(said) + "".join(f"\n  with {remedy}" for remedy in remedies)
+        remedies.append(_no_remedy(cluster) if budget.left else _NO_TIME)
+    return "\n  ".join(("; ".join(said), *remedies))
+
+
+_NO_TIME = "with more --seconds it is said what would fit: there was no time to try"
+
+
+def _no_remedy(cluster: Cluster) -> str:
+    tried = "other degrees, microbatch sizes and recomputation were tried, and none fits"
+    if cluster.inter_node:
+        return f"{tried}, nor on {MOST_NODES} times the nodes"
+    return f"{tried}; more nodes were not, for the cluster's file names no link between nodes"
 
 
 def _reasons(evaluator: Evaluator, candidates: Iterable[Config]) -> str:
@@ -294,14 +304,14 @@ def _fullest(stages: Stages) -> float:
 def _first_fit(evaluator: Evaluator, candidates: Iterable[Config], budget: Budget) -> Config | None:
     """One of the closest configs that fits; None if none does, or the time is up."""
     for config in _by_need(evaluator, candidates)[:CLOSEST]:
-        if not budget.left:
-            break
-        try:
-            evaluator.refuse(config)
-            evaluator.problem(config, 1)
-        except UnfitError:
-            continue
-        return config
+        all_again = [replace(config, recompute=Recompute.ALWAYS)] * config.recompute.as_needed
+        for each in (config, *all_again):
+            if not budget.left:
+                return None
+            with suppress(UnfitError):
+                evaluator.refuse(each)
+                evaluator.problem(each, 1)
+                return each
     return None
 
 

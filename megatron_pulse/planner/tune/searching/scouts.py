@@ -27,13 +27,12 @@ class Scouts:
         self.steps = steps
         self.unseen = 0
 
-    def look(self, configs: Iterable[Config]) -> list[Candidate]:
-        """What to go on with: the most promising simulated, and the same with backwards whole for
-        split or split for whole, with ample memory or without, and with microbatches half or twice
-        as large, whichever is estimated to be sooner; where none of them fits, of smaller ones the
-        largest that does; the others' estimates corrected by what its cuts say of one of each way
-        to share nodes."""
-        candidates = self._estimated(configs)
+    def look(self, candidates: list[Candidate]) -> list[Candidate]:
+        """What to go on with of a kind's: the most promising simulated, and the same with backwards
+        whole for split or split for whole, with ample memory or without, and with microbatches half
+        or twice as large, whichever is estimated to be sooner; where none of them fits, of smaller
+        ones the largest that does; the others' estimates corrected by what its cuts say of one of
+        each way to share nodes."""
         if not candidates:
             return []
         first = min(candidates)
@@ -63,7 +62,7 @@ class Scouts:
             size //= 2
         return []
 
-    def _estimated(self, configs: Iterable[Config]) -> list[Candidate]:
+    def estimated(self, configs: Iterable[Config]) -> list[Candidate]:
         """All that are not refused at once, or those that there is time for."""
         steps, candidates = self.steps, []
         for number, config in enumerate(configs):
@@ -119,16 +118,17 @@ class Scouts:
 
     def _simulated(self, first: Candidate, rest: list[Candidate]) -> list[Candidate]:
         """The same, ``first`` simulated where that is soon done, and then of ``rest`` the best with
-        microbatches of half the size, as long as these are sooner: an estimate does not see all
-        that a pipeline of few microbatches idles."""
+        microbatches of half the size, as long as these are sooner (by their cuts, where these say
+        that it is far from the best): an estimate does not see all that a pipeline of few
+        microbatches idles, nor what the largest ones have to compute again."""
         steps, reached, left = self.steps, [first], list(rest)
         before_s = float("inf")
         while steps.budget.fits("quick", steps.evaluator.size(first.config), SIMULATED_SHARE):
             following = self._scout(first)
             reached = [*reached[:-1], following] if following is not None else reached[:-1]
-            if following is None or following.reached_s >= before_s:
+            if following is None or following.seconds >= before_s:
                 break
-            before_s, size = following.reached_s, first.config.micro_batch_size // 2
+            before_s, size = following.seconds, first.config.micro_batch_size // 2
             if not (own := [one for one in left if one.config.micro_batch_size == size]):
                 break
             left.remove(first := min(own))

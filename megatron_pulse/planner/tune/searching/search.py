@@ -27,7 +27,12 @@ from megatron_pulse.planner.tune.config import Config
 from megatron_pulse.planner.tune.costs import Unfit
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.searching.budget import Budget
-from megatron_pulse.planner.tune.searching.candidates import Candidate, Queue, Reached
+from megatron_pulse.planner.tune.searching.candidates import (
+    Candidate,
+    Queue,
+    Reached,
+    promising_first,
+)
 from megatron_pulse.planner.tune.searching.kinds import Kind, by_kind, neighbours
 from megatron_pulse.planner.tune.searching.scouts import SIMULATED_SHARE, Scouts
 from megatron_pulse.planner.tune.searching.steps import (
@@ -97,9 +102,11 @@ class _ConfigSearch:
     def run(self, candidates: Iterable[Config]) -> Tuning:
         """Look at ``candidates`` until all are ruled out or the budget is spent."""
         steps = self.steps
-        for configs in by_kind(candidates):
-            for candidate in self.scouts.look(configs):
-                self.wait(candidate)
+        kinds = by_kind(candidates)
+        for some in kinds[:1], kinds[1:]:  # an answer first, for all are some thousand estimates
+            for alike in promising_first(map(self.scouts.estimated, some)):
+                for candidate in self.scouts.look(alike):
+                    self.wait(candidate)
         most_s = max(DOUBTED * steps.budget.seconds, steps.budget.spent + LEAST * steps.budget.left)
         for candidate in self.doubtful():
             if steps.ended or steps.budget.spent > most_s:
@@ -119,9 +126,11 @@ class _ConfigSearch:
         return self.counted()
 
     def go_on(self) -> None:
-        """When nothing is left of a budget's: schedules for all that is close, then variants of
-        what is farther from the best, and farther variants; for some times as long as all took."""
+        """When nothing is left of a budget's: where nothing has room, cuts for less memory; then
+        schedules for all that is close, variants of what is farther from the best, and farther
+        variants, for some times as long as all took."""
         steps = self.steps
+        steps.look_for_room()
         until = (1 + SPARE) * steps.budget.spent
 
         def ended() -> bool:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from megatron_pulse.planner.layout.layouts import ROW
 from megatron_pulse.planner.layout.placement import Partition
-from megatron_pulse.planner.tune.config import Choices, Recompute, configs
-from megatron_pulse.planner.tune.searching.candidates import Candidate, Queue, Reached
+from megatron_pulse.planner.tune.config import Choices, Config, Recompute, configs
+from megatron_pulse.planner.tune.searching.candidates import (
+    Candidate,
+    Queue,
+    Reached,
+    promising_first,
+)
 from megatron_pulse.planner.tune.searching.corrections import Corrections
 from megatron_pulse.planner.tune.searching.kinds import kind_of
 
@@ -35,6 +40,17 @@ def test_estimates_count_with_what_others_of_a_placement_took() -> None:
     assert Candidate(1.0, (), four[0], 0.0).expected_s(corrections) == 1.0
     assert [queue.pop().config for _ in same[1:]] == same[1:]
     assert not queue
+
+
+def test_kinds_that_cannot_be_near_come_last() -> None:
+    """By their bounds, for what an estimate says before anything is cut may be far off."""
+
+    def kind(degree: int, seconds: float, bound: float) -> list[Candidate]:
+        return [Candidate(seconds, (), Config(degree, 1, 1, 1, ROW), bound)]
+
+    kinds = [kind(2, 9.0, 8.0), [], kind(4, 7.0, 2.0), kind(8, 4.0, 1.0)]
+    found = [alike[0].config.pipeline for alike in promising_first(kinds)]
+    assert found == [4, 8, 2]
 
 
 def test_of_cuts_the_latest_simulation_counts() -> None:
