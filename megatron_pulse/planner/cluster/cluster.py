@@ -330,6 +330,8 @@ def cluster(name_or_path: str | Path, nodes: int | None = None) -> Cluster:
         found = load_cluster(presets[text])
     elif Path(text).suffix in (".yaml", ".yml") or Path(text).is_file():
         found = load_cluster(text)
+    elif Path(text).is_dir():
+        raise ClusterError(f"{text} is a directory: give a .yaml file in it, or a preset's name")
     else:
         raise ClusterError(
             f"{unknown('cluster', text, presets)}; or give a .yaml file "

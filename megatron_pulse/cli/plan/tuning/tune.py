@@ -90,7 +90,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--cluster",
         required=True,
         metavar="NAME|FILE",
-        help="one of 'pulse clusters' or a file; NAME:4 is NAME with 4 nodes",
+        help="one of 'pulse clusters' or a file; NAME:4 or FILE:4 is with 4 nodes",
     )
     add("--global-batch-size", type=int, required=True, metavar="B", help="samples of a step")
     add(

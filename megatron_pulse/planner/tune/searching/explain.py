@@ -159,7 +159,7 @@ def nothing_fits(
         said = [f"nothing can run: {_reasons(evaluator, candidates)}"]
     elif need is not None:
         looked = (
-            "the least that any config needs is about"
+            "the least that any config was found to need is about"
             if looking.left
             else "in time one was found for"
         )

@@ -160,7 +160,7 @@ def test_says_what_would_fit() -> None:
     found = search(small, candidates)
     assert not found.outcomes and sum(found.refused.values()) == len(candidates)
     text = nothing_fits(small, choices, candidates)
-    assert "the least that any config needs is about" in text
+    assert "the least that any config was found to need is about" in text
     need = float(text.split("needs is about ")[1].split(" GB")[0])
     enough = Evaluator(chain, cluster(2, 2, memory_gb=1.01 * need), 8)
     assert search(enough, candidates).outcomes
