@@ -10,10 +10,10 @@ from megatron_pulse.faults import UserError
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.tune.config import Choices, why_none
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.memory.short import search_short
+from megatron_pulse.planner.tune.saying.nothing_fits import nothing_fits
 from megatron_pulse.planner.tune.searching.budget import Budget, Clock
-from megatron_pulse.planner.tune.searching.explain import nothing_fits
 from megatron_pulse.planner.tune.searching.finish import finish
+from megatron_pulse.planner.tune.searching.short import search_short
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.sharded.opponent import opponent
 

@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_pulse.planner.fill.table import EncoderTable, read_table
     from megatron_pulse.planner.plan_file.plan_file import save_plan
     from megatron_pulse.planner.tune.plans.to_plan import plan_of
-    from megatron_pulse.planner.tune.searching.fewer import fewer_devices
+    from megatron_pulse.planner.tune.saying.fewer import fewer_devices
     from megatron_pulse.planner.tune.tune import UntunableError, check_choices
     from megatron_pulse.profile.cautions import (
         device_caution,

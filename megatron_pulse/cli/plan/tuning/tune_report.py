@@ -9,8 +9,8 @@ from megatron_pulse.cli.output import columns, table
 from megatron_pulse.cli.plan.plan_text import filling_facts, homes, policies
 from megatron_pulse.planner.tune.evaluate import CORE, Evaluator, Outcome
 from megatron_pulse.planner.tune.plans.policies import EncodedPlan
-from megatron_pulse.planner.tune.searching.explain import certainty, explain
-from megatron_pulse.planner.tune.searching.fewer import Fewer
+from megatron_pulse.planner.tune.saying.explain import certainty, explain
+from megatron_pulse.planner.tune.saying.fewer import Fewer
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.profile.profile import Profile
 

@@ -15,9 +15,9 @@ from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
 from megatron_pulse.planner.tune.config import Choices, Recompute, configs
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.saying.fewer import fewer_devices
+from megatron_pulse.planner.tune.saying.nothing_fits import nothing_fits
 from megatron_pulse.planner.tune.searching.budget import Budget
-from megatron_pulse.planner.tune.searching.explain import nothing_fits
-from megatron_pulse.planner.tune.searching.fewer import fewer_devices
 from megatron_pulse.planner.tune.searching.kinds import neighbours
 from megatron_pulse.planner.tune.searching.search import search
 from megatron_pulse.planner.tune.searching.tuning import Tuning
@@ -161,7 +161,7 @@ def test_says_what_would_fit() -> None:
     assert not found.outcomes and sum(found.refused.values()) == len(candidates)
     text = nothing_fits(small, choices, candidates)
     assert "the least that any config was found to need is about" in text
-    need = float(text.split("needs is about ")[1].split(" GB")[0])
+    need = float(text.split("to need is about ")[1].split(" GB")[0])
     enough = Evaluator(chain, cluster(2, 2, memory_gb=1.01 * need), 8)
     assert search(enough, candidates).outcomes
     less = Evaluator(chain, cluster(2, 2, memory_gb=0.97 * need), 8)

@@ -1,27 +1,23 @@
-"""What a search found, in words: why the best is the best, and what to change if nothing fits."""
+"""Where nothing fits: what would have to change, each tried before it is said."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.tune.config import Choices, Config, Recompute
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
-from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
+from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.kinds import ranks_of
-from megatron_pulse.planner.tune.searching.tuning import Tuning
 from megatron_pulse.planner.tune.stages import Stages
 
 MOST_NODES = 64
 """Times as many nodes as there are, up to which it is tried whether something fits."""
-
-NOTED = 1e-3
-"""Share of a schedule's time from which on it is said that messages wait for each other."""
 
 CLOSEST, REFINED = 24, 3
 """Configs that are cut to see what memory they need: those with the least on the mean device; and
@@ -29,117 +25,6 @@ of these, with the least in all, that are cut again and again for less."""
 
 NEAR = 0.01
 """Share to which the least memory is found."""
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """Where the seconds of a step go."""
-
-    compute: float
-    idle: float
-    reduction: float
-    optimizer: float
-
-
-def parts(outcome: Outcome) -> StepParts:
-    """Computing of the mean device, its waiting in the pipeline, and what comes after."""
-    compute = outcome.pipeline_s * (1 - outcome.bubble)
-    idle = outcome.pipeline_s * outcome.bubble
-    return StepParts(compute, idle, outcome.reduce_s, outcome.optimizer_s)
-
-
-def explain(found: Tuning) -> list[str]:
-    """Lines about the winner, and about the best of every other degree and layout."""
-    best = found.outcomes[0]
-    mine = parts(best)
-    lines = [
-        f"why {best.config}:",
-        f"  of a step of {_ms(best.step_s)} the mean device computes {_share(mine.compute, best)}"
-        f" and waits {_share(mine.idle, best)}; gradients that nothing hides take "
-        f"{_share(mine.reduction, best)}, the optimizer {_share(mine.optimizer, best)}",
-    ]
-    least, most = min(best.memory_bytes), max(best.memory_bytes)
-    lines.append(f"  its devices hold {least / 1e9:.3g} to {most / 1e9:.3g} GB")
-    others = {
-        name: rival
-        for name, rival in sorted(found.rivals.items(), key=lambda item: item[1].step_s)
-        if not _shares(name, best.config)
-    }
-    told: dict[Config, list[str]] = {}
-    for name, rival in others.items():
-        told.setdefault(rival.config, []).append(name)
-    for config, names in told.items():
-        rival = others[names[0]]
-        sizes = ", ".join(f"{found.simulated[name]:,}" for name in names)
-        lines.append(
-            f"  {', '.join(names)}: the soonest of {sizes} simulated is {config}: "
-            f"{against(best, rival)}"
-        )
-    for degree in sorted(found.degrees):
-        if f"P={degree}" not in found.rivals:
-            counts = found.degrees[degree].most_common(2)
-            said = "; ".join(f"{n} x {reason}" for reason, n in counts)
-            lines.append(f"  P={degree}: none simulated ({said})")
-    return lines
-
-
-def against(best: Outcome, rival: Outcome) -> str:
-    """What ``rival`` loses, and where."""
-    ours, theirs = parts(best), parts(rival)
-    deltas = {
-        "computing": theirs.compute - ours.compute,
-        "waiting": theirs.idle - ours.idle,
-        "reduction": theirs.reduction - ours.reduction,
-        "optimizer": theirs.optimizer - ours.optimizer,
-    }
-    lost = rival.step_s / best.step_s - 1
-    told = [
-        f"{name} {1e3 * delta:+{',.0f' if abs(delta) >= 1 else '.3g'}} ms"
-        for name, delta in sorted(deltas.items(), key=lambda item: -abs(item[1]))
-        if abs(delta) > 0.002 * best.step_s
-    ]
-    where = ", ".join(told) or "by a little of everything"
-    if lost >= 0:
-        return f"{lost:.1%} slower ({where})"
-    return (
-        f"{-lost:.1%} sooner by the part of a step that was simulated ({where}); its whole step "
-        "was not, or devices have no room for it"
-    )
-
-
-def certainty(found: Tuning) -> list[str]:
-    """How sure the result is: of its schedule, among the simulated, and among all."""
-    best, certificate = found.outcomes[0], found.outcomes[0].synthesis.certificate
-    if best.extrapolated:
-        schedule = f"of {best.problem.num_microbatches} microbatches only"
-    elif certificate.proved:
-        schedule = "proved: these stages have none that is shorter within this memory"
-    else:
-        schedule = f"not proved: these stages may have one that is {certificate.gap:.1%} shorter"
-    whole = "" if best.extrapolated else " by whole steps"
-    waits = best.timeline.makespan / certificate.makespan - 1
-    if not best.extrapolated and waits > NOTED:
-        schedule += f", if no message waits for another; that some do makes it {waits:.1%} longer"
-    if found.proved:
-        rest = (
-            "proved: none that was left can be sooner than the best by the cuts that were found "
-            "for it; not all cuts were tried"
-        )
-    else:
-        better = 1 - found.bound_s / best.step_s
-        most = f"none can take more than {better:.1%} off the best step"
-        rest = (
-            f"not proved: {found.num_left:,} were left when the time was up; "
-            f"{most if found.bound_s > 0 else 'how good they can be is not known'}"
-        )
-        late = [degree for degree, counts in sorted(found.degrees.items()) if counts[Unfit.LATE]]
-        if unseen := [f"P={p}" for p in late if f"P={p}" not in found.simulated]:
-            rest += f"; none of {', '.join(unseen)} was simulated"
-    return [
-        f"its schedule: {schedule}",
-        f"among the {found.num_simulated:,} simulated configs: the soonest{whole}",
-        f"among all {found.num_configs:,} configs: {rest}",
-    ]
 
 
 def nothing_fits(
@@ -313,15 +198,3 @@ def _first_fit(evaluator: Evaluator, candidates: Iterable[Config], budget: Budge
                 evaluator.problem(each, 1)
                 return each
     return None
-
-
-def _shares(name: str, config: Config) -> bool:
-    return name in (f"P={config.pipeline}", f"T={config.tensor}", config.layout.name)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.4g} ms"
-
-
-def _share(seconds: float, outcome: Outcome) -> str:
-    return f"{seconds / outcome.step_s:.1%}"

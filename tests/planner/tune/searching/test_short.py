@@ -9,8 +9,8 @@ import pytest
 
 from megatron_pulse.planner.tune.config import Choices, Recompute
 from megatron_pulse.planner.tune.evaluate import Evaluator
-from megatron_pulse.planner.tune.memory.short import search_short
 from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.searching.short import search_short
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from tests.planner.tune.problems import cluster, profile
 
@@ -54,7 +54,7 @@ def test_all_is_tried_where_nothing_is_found_in_time(monkeypatch: pytest.MonkeyP
             progress(found)
         return found
 
-    monkeypatch.setattr("megatron_pulse.planner.tune.memory.short.search", slow)
+    monkeypatch.setattr("megatron_pulse.planner.tune.searching.short.search", slow)
     found = short(of, 30.0)
     assert [Recompute.ALWAYS in kinds for kinds in asked] == [False, True, False]
     kinds = {outcome.config.recompute for outcome in found.outcomes}
@@ -90,7 +90,7 @@ def test_all_has_its_time_while_any_of_the_best_computes_again(
             given.append(budget.seconds)
         return found
 
-    monkeypatch.setattr("megatron_pulse.planner.tune.memory.short.search", made)
+    monkeypatch.setattr("megatron_pulse.planner.tune.searching.short.search", made)
     stages = [[again], [none, again], [none]]
     short(of, 40.0)
     assert given == [40.0, 30.0, 30.0, 40.0], "given back, and no search for all"
