@@ -127,9 +127,13 @@ class Relayed(Evaluator):
     """Skips are handed on by every stage between their ends, as Megatron's pipeline would."""
 
     def _make_costs(
-        self, micro_batch_size: int, recompute: frozenset[int], tensor: int
+        self,
+        micro_batch_size: int,
+        recompute: frozenset[int],
+        tensor: int,
+        selective: frozenset[int] = frozenset(),
     ) -> ChainCosts:
-        return relayed(super()._make_costs(micro_batch_size, recompute, tensor))
+        return relayed(super()._make_costs(micro_batch_size, recompute, tensor, selective))
 
 
 def flops_per_sample(profile: Profile) -> float:
