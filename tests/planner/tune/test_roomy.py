@@ -114,9 +114,10 @@ def test_split_backwards_have_cuts_where_what_waits_is_more_than_what_is_kept() 
 def test_cuts_are_the_same_whatever_was_asked_for_before() -> None:
     for seed in range(20):
         rng = random.Random(seed)
-        chain, machine = uneven(rng, 10, 3), cluster(1, 3, memory_gb=1.2, intra_gbs=1.0)
-        never = Config(3, 1, 1, 1, ROW, split=True)
-        asked, fresh = (Evaluator(chain, machine, 4) for _ in range(2))
+        chain, never = uneven(rng, 10, 3), Config(3, 1, 1, 1, ROW, split=True)
+        ample = Evaluator(chain, cluster(1, 3, memory_gb=1000.0, intra_gbs=3.0), 4)
+        needs = 0.8 * max(ample.cut(never, ample.free_cuts(never)).least_held(True))
+        asked, fresh = at(ample, needs), at(ample, needs)
         with suppress(UnfitError):
             asked.free_cuts(replace(never, recompute=Recompute.NEEDED))
         assert asked.free_cuts(never) == fresh.free_cuts(never)

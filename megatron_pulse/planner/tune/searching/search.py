@@ -126,11 +126,9 @@ class _ConfigSearch:
         return self.counted()
 
     def go_on(self) -> None:
-        """When nothing is left of a budget's: where nothing has room, cuts for less memory; then
-        schedules for all that is close, variants of what is farther from the best, and farther
-        variants, for some times as long as all took."""
+        """When nothing is left of a budget's: schedules for all that is close, then variants of
+        what is farther from the best, and farther variants; for some times as long as all took."""
         steps = self.steps
-        steps.look_for_room()
         until = (1 + SPARE) * steps.budget.spent
 
         def ended() -> bool:

@@ -50,10 +50,6 @@ PROMISING = 0.95
 """Times the best by its estimate, up to which a config may be much sooner."""
 
 
-LESS = (0.9, 0.8, 0.7, 0.6, 0.5)
-"""Of the memory, for which cuts are looked for where nothing has room."""
-
-
 class TooLongError(Exception):
     """A piece of work would take too much of the time that is left."""
 
@@ -268,19 +264,6 @@ class Steps:
             raise TooLongError
         with self.budget.timed(work, size):
             yield
-
-    def look_for_room(self) -> None:
-        """Where nothing that was simulated has room: all of it with cuts for less memory, for
-        schedules hold more at once than cuts ask for."""
-        cluster = self.evaluator.cluster
-        for share in LESS:
-            smaller = self.evaluator.on(replace(cluster, memory_gb=share * cluster.memory_gb))
-            for config in sorted(self._simulated):
-                if self.listed.best or self.ended:
-                    return
-                with suppress(UnfitError, TooLongError):
-                    cuts = self.found_by(smaller.stages, config).partition
-                    self.evaluate(config, "quick", self.evaluator.cut(config, cuts))
 
     def tell(self) -> None:
         """What there is by now."""
