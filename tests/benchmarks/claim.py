@@ -46,9 +46,6 @@ RATES = (10.0, 2.5, 1.25)
 
 V100_GB, USABLE = 32.0, 0.9
 
-KEPT, FINISH_S = 4, 10.0
-"""Of the tuner's configs, which get whole schedules, and the process's seconds for these."""
-
 
 @dataclass(frozen=True)
 class Pick:
@@ -171,8 +168,8 @@ def tune(
     from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
     from megatron_pulse.planner.tune.config import Choices, Recompute
     from megatron_pulse.planner.tune.evaluate import Evaluator
-    from megatron_pulse.planner.tune.searching.finish import finish
-    from megatron_pulse.planner.tune.searching.search import search
+    from megatron_pulse.planner.tune.tune import DECISION_S
+    from tests.benchmarks.decide import decide
 
     link = ClusterLink("other", rate, 10.0, Shared.DEVICE)
     cluster = Cluster(
@@ -196,10 +193,8 @@ def tune(
         recompute=(Recompute.NEVER, *[Recompute.NEEDED] * bool(args.memory_gb)),
     )
     evaluator = Evaluator(emulation.profile, cluster, samples)
-    found = search(evaluator, evaluator.candidates(choices), KEPT)
-    if found.outcomes:
-        finish(evaluator, found, FINISH_S, "none", clock=time.process_time)
-    return found.outcomes[0] if found.outcomes else None
+    found = decide(evaluator, choices, DECISION_S)
+    return None if found is None else found.outcomes[0]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

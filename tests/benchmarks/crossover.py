@@ -1,6 +1,7 @@
 """The bandwidth at which FSDP2 at its best comes to the tuner's pick: below it the pick is ahead.
 
     python -m tests.benchmarks.crossover --json crossover.json
+    python -m tests.benchmarks.crossover --table layers.json --memory-gb 80 --samples 8
 
 Predicted, on analytic V100s under one cap on memory; nothing is run. Where FSDP2 would be as fast
 as the pick at one bandwidth, the tuner is asked again, until both agree.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +20,9 @@ from megatron_pulse.planner.cluster.cluster import Cluster, ClusterLink, Shared
 from megatron_pulse.planner.tune.config import Choices
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.sharded.opponent import opponent
+from megatron_pulse.profile.devices import PRESETS, Roofline
 from megatron_pulse.profile.profile import Profile
+from megatron_pulse.profile.table import read_table
 from tests.benchmarks.decide import decide
 from tests.benchmarks.emulation import BACKBONES, more_sizes, real_profile, setup_of
 
@@ -91,12 +95,26 @@ class Place:
         return rate, pick
 
 
+def chains(args: argparse.Namespace) -> Iterator[tuple[str, Profile, int]]:
+    """Name, profile and usual samples of each."""
+    if args.table is not None:
+        profile = read_table(args.table, Roofline(PRESETS["V100-32GB"], "float16"), (1,))
+        yield args.table.stem, profile, args.samples
+        return
+    for name in args.backbones:
+        setup = setup_of(name)
+        each = setup.micro_batch_size * setup.microbatches_per_device
+        yield name, real_profile(name, more_sizes(name)), each * args.ranks
+
+
 def main() -> None:
     """Predict and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backbones", type=lambda t: t.split(","), default=list(BACKBONES))
+    parser.add_argument("--table", type=Path, help="of layers, instead of backbones")
+    parser.add_argument("--samples", type=int, default=8, help="of a table's step, usually")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--memory-gb", type=float, default=32.0, help="of a device")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="times the usual")
@@ -108,11 +126,9 @@ def main() -> None:
     at = " | ".join(f"{rate:g} GB/s: pick, FSDP2" for rate in args.rates)
     print(f"| backbone | samples | crossover, GB/s | the pick there | {at} |")
     print("|" + "---|" * (4 + len(args.rates)))
-    for name in args.backbones:
-        setup, profile = setup_of(name), real_profile(name, more_sizes(name))
+    for name, profile, usual in chains(args):
         for batch in args.batches:
-            each = setup.micro_batch_size * setup.microbatches_per_device
-            samples = batch * each * args.ranks
+            samples = batch * usual
             place = Place(profile, args.ranks, args.memory_gb, samples, args.seconds)
             met, pick = place.crossover()
             both = {rate: (place.picked(rate)[0], place.sharded(rate)) for rate in args.rates}
