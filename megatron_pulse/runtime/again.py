@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
@@ -17,8 +17,9 @@ from megatron_pulse.runtime.failures import PulseError
 class Again:
     """One layer on one microbatch, of which only what it takes is kept.
 
-    ``layer`` computes it, and must come to the same whenever it is called: nothing random, and
-    nothing that others change. What its operations save is dropped, and numbered::
+    ``layer`` computes it, and must come to the same whenever it is called: it draws nothing at
+    random, and writes into none of the tensors that ``state`` names, or PulseError is raised. What
+    its operations save is dropped, and numbered::
 
         forward()    layer ----> 0, 1, 2, ...                       numbers in autograd's graph
         compute()    layer ----> saved tensors 0, 1, 2, ...         once more; ends with the last
@@ -28,8 +29,10 @@ class Again:
     gradient is awaited.
     """
 
-    def __init__(self, layer: Callable[[], Any]) -> None:
-        self._layer = layer
+    def __init__(
+        self, name: str, layer: Callable[[], Any], state: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
+        self._name, self._layer, self._state = name, layer, state
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, Tensor] | None = None
         self._within: tuple[Callable[[], AbstractContextManager[Any]], ...] = ()
@@ -37,8 +40,25 @@ class Again:
     def forward(self) -> Any:
         """What the layer returns."""
         self._within = tuple(_autocasts())
+        before = {what: (one, one._version) for what, one in self._state().items()}
+        drawn = list(_drawn())
         with saved_tensors_hooks(self._number, self._take):
-            return self._layer()
+            results = self._layer()
+        now = self._state()
+        faults = [
+            f"writes into {what}"
+            for what, (one, version) in before.items()
+            if one._version != version or now.get(what) is not one
+        ]
+        if not all(map(torch.equal, drawn, _drawn())):
+            faults.append("draws random numbers")
+        if faults:
+            raise PulseError(
+                f"layer {self._name} {' and '.join(faults)} while it runs, and would do it again: "
+                "its activations cannot be computed again (leave it out of --pulse-recompute, or "
+                "make the plan with --no-recompute)"
+            )
+        return results
 
     def compute(self) -> None:
         """Have all that was saved; nothing where it is there."""
@@ -93,6 +113,14 @@ class _Enough(Exception):
 
 def _never(number: int) -> Tensor:
     raise AssertionError(f"nobody goes back through what is computed again ({number})")
+
+
+def _drawn() -> Iterator[Tensor]:
+    """What tells whether random numbers were drawn since: of the CPU and of the current GPU."""
+    yield torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        yield torch.tensor(generator.get_offset())
 
 
 def _autocasts() -> list[Callable[[], AbstractContextManager[Any]]]:

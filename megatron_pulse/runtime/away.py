@@ -35,6 +35,21 @@ class _View:
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
+    conjugated: bool
+    negated: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, number: int) -> _View:
+        """As ``tensor`` is of its storage."""
+        shape = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return cls(number, tensor.dtype, *shape, tensor.is_conj(), tensor.is_neg())
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        """The tensor, of what came back."""
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conjugated else tensor
+        return torch._neg_view(tensor) if self.negated else tensor
 
 
 @dataclass(frozen=True)
@@ -145,8 +160,7 @@ class Away:
         if number == len(self._moved):
             self._moved.append(_Moved(storage))
         self._moved[number].left += 1
-        offset = tensor.storage_offset()
-        return _View(number, tensor.dtype, offset, tensor.size(), tensor.stride())
+        return _View.of(tensor, number)
 
     def _take(self, saved: Tensor | _View) -> Tensor:
         if isinstance(saved, Tensor):
@@ -157,8 +171,7 @@ class Away:
         moved.left -= 1
         if moved.left <= 0 and moved.host is not None:
             moved.here = None  # one that is taken again is brought again
-        tensor = torch.empty(0, dtype=saved.dtype, device=here.device)
-        return tensor.set_(here, saved.offset, saved.size, saved.stride)
+        return saved.on(here)
 
 
 def storages(tensors: Iterable[Tensor]) -> set[int]:

@@ -142,7 +142,8 @@ class Stage(Nest):
             inputs = tuple(_alias(tensor) for tensor in inputs)
             if recomputed and torch.is_grad_enabled():
                 given = inputs, popped, used
-                layer = Again(functools.partial(_run, spec.name, module, None, which, *given))
+                call = functools.partial(_run, spec.name, module, None, which, *given)
+                layer = Again(spec.name, call, functools.partial(_state, module, *given))
                 results = layer.forward()
                 if again is not None:
                     again.append(layer)
@@ -267,6 +268,19 @@ def _run(name: str, module: nn.Module, later: Later | None, which: int, *given: 
     except Exception as error:
         error.add_note(f"layer {name}")
         raise
+
+
+def _state(
+    module: nn.Module, inputs: tuple[Tensor, ...], popped: Tensors, used: Tensors
+) -> Tensors:
+    """What a layer must leave as it is to come to the same once more, by what it is."""
+    return {
+        **{f"its parameter {name}": parameter for name, parameter in module.named_parameters()},
+        **{f"its buffer {name}": buffer for name, buffer in module.named_buffers()},
+        **{f"its input {i}": tensor for i, tensor in enumerate(inputs)},
+        **{f"the skip {name}": tensor for name, tensor in popped.items()},
+        **{f"the conditioning {name}": tensor for name, tensor in used.items()},
+    }
 
 
 def _alias(tensor: Tensor) -> Tensor:

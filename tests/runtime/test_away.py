@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -81,3 +82,33 @@ def test_taken_twice_is_brought_twice() -> None:
     (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
     (second,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(first, second) and torch.equal(first, y)
+
+
+class _Conjugated(nn.Module):
+    """Saves tensors whose storages have other values than they."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(64, 32, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x @ torch.view_as_real(self.turned).flatten(1), dim=-1)
+        conjugated = spectrum.conj()
+        negated = conjugated.imag
+        return (conjugated * torch.exp(conjugated * 1e-3)).real * negated.sigmoid() * negated
+
+
+def test_conjugated_and_negated_views_are_so_again() -> None:
+    torch.manual_seed(0)
+    layer, x = _Conjugated(), torch.randn(16, 64)
+    found = []
+    for away in (None, Away(storages([x, *layer.parameters()]))):
+        with away.saving() if away is not None else nullcontext():
+            y = layer(x)
+        if away is not None:
+            away.leave()
+            away.let_go()
+        (gradient,) = torch.autograd.grad(y.sum(), layer.turned)
+        found.append(gradient)
+    assert away is not None and away.num_bytes > 0
+    assert torch.equal(*found)

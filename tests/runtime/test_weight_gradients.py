@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.parameters.later import Later
 from megatron_pulse.runtime.parameters.weight_gradients import deferring
 
@@ -353,3 +354,40 @@ def test_a_weight_that_is_first_used_under_autocast_does_not_wait_in_other_uses(
         second = F.linear(given, weight)
     (first.float() + second).sum().backward()
     assert not later.parameters
+
+
+class _Energy(nn.Module):
+    """Of which the gradient is a part of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.linear(point).tanh().sum(), point)
+        found: Tensor = self.linear(x)
+        return found + slope
+
+
+def test_gradients_that_a_layer_asks_for_while_it_runs_are_not_its_weights() -> None:
+    found = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        layer, later = _Energy(), Later()
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        with deferring(later if split else None):
+            y = layer(x)
+        y.square().sum().backward()
+        assert (layer.linear.weight in later.parameters) == split
+        later.compute()
+        found.append([x.grad, layer.linear.weight.grad, layer.linear.bias.grad])
+    for whole, parts in zip(*found, strict=True):
+        assert whole is not None and parts is not None and torch.equal(whole, parts)
+
+
+def test_a_layer_that_adds_to_gradients_while_it_runs_is_refused() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    with deferring(Later()), pytest.raises(PulseError, match="torch.autograd.grad"):
+        layer(torch.randn(3, WIDTH, requires_grad=True)).sum().backward()

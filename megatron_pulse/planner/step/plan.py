@@ -30,7 +30,7 @@ from megatron_pulse.planner.schedule.check.simulate import run
 from megatron_pulse.planner.schedule.check.validate import validate
 from megatron_pulse.planner.schedule.files import from_csv
 from megatron_pulse.planner.schedule.offload import all_leave
-from megatron_pulse.planner.schedule.operations import Kind, Schedule
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Schedule
 from megatron_pulse.planner.schedule.problem import (
     ScheduleProblem,
     boundary_s,
@@ -436,6 +436,8 @@ def _compile_step(
         )
     if forward_only:
         schedule = schedule.forward_only()
+    elif not any(op.kind in BACKWARDS for order in schedule.order for op in order):
+        raise PlanError(f"{schedule.name} has no backward: it is for an evaluation, not for a step")
     if faults := validate(schedule, plan.partition):
         raise PlanError(told("this plan would not run", faults))
     problem = plan.problem_of(num_microbatches)

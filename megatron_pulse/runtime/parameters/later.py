@@ -24,6 +24,7 @@ class Later:
         self._work: list[tuple[tuple[nn.Parameter, ...], Gradients]] = []
         self._waits: dict[nn.Parameter, bool] = {}
         self._hooks: Any = None
+        self._inside = False
 
     def takes(self, given: Tensor, weight: Tensor) -> bool:
         """Whether the gradient of ``weight`` in a product with ``given`` waits.
@@ -47,8 +48,10 @@ class Later:
         self._waits.update(dict.fromkeys(parameters, False))
 
     def add(self, parameters: tuple[nn.Parameter, ...], gradients: Gradients) -> None:
-        """``gradients()`` will give those of ``parameters``."""
-        self._work.append((parameters, gradients))
+        """``gradients()`` will give those of ``parameters``; a layer that asks for gradients while
+        it runs (``torch.autograd.grad``) asks for none of these."""
+        if not self._inside:
+            self._work.append((parameters, gradients))
 
     @property
     def parameters(self) -> set[nn.Parameter]:
@@ -72,11 +75,12 @@ class Later:
     def entered(self) -> Iterator[None]:
         """Within, operations under the hooks that are set now leave theirs; a layer's own
         checkpoint sets others, and runs them again elsewhere. A stage recomputes no layer here."""
-        before, self._hooks = self._hooks, _saving_hooks()
+        before = self._hooks, self._inside
+        self._hooks, self._inside = _saving_hooks(), True
         try:
             yield
         finally:
-            self._hooks = before
+            self._hooks, self._inside = before
 
 
 class _Sums:

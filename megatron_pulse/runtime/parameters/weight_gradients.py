@@ -27,11 +27,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
+from megatron_pulse.runtime.failures import PulseError
 from megatron_pulse.runtime.parameters.convolutions import CONVOLUTIONS, put_off_convolution
 from megatron_pulse.runtime.parameters.later import Later, alone
 from megatron_pulse.runtime.parameters.linear_maps import TORCH, put_off_linear
 
 _OPERATIONS = frozenset({F.linear, *CONVOLUTIONS})
+_BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward})
 _OPERANDS = ("input", "weight", "bias")
 """Each operation's first arguments; the last may be left out."""
 
@@ -130,6 +132,11 @@ class _Interception(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARDS:
+            raise PulseError(
+                "a layer adds to gradients while it runs (backward), which a backward pass in two "
+                "parts cannot count: ask for them with torch.autograd.grad"
+            )
         if func not in _OPERATIONS:
             return func(*args, **kwargs)
         rest = dict(kwargs)
