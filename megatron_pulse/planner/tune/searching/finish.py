@@ -33,6 +33,7 @@ from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.in_order import InOrder
 from megatron_pulse.planner.tune.queueing import schedules
 from megatron_pulse.planner.tune.searching.budget import Budget, Clock
+from megatron_pulse.planner.tune.searching.steps import FAR
 from megatron_pulse.planner.tune.searching.tuning import (
     Tried,
     Tuning,
@@ -140,13 +141,14 @@ class _Rounds:
 
     def settle(self) -> None:
         """Let what is the soonest be whole, as long as there is time, and for some a little more;
-        the first of all in any case."""
+        in any case where no whole step is near it."""
         for number in itertools.count():
             ranked = self.ranked()
             if not ranked or not ranked[0].extrapolated:
                 return
             until = self.budget.seconds * (1 if number >= UNTIMED else OVER)
-            some = not all(outcome.extrapolated for outcome in ranked)
+            near_s = FAR * ranked[0].step_s
+            some = any(not one.extrapolated and one.step_s < near_s for one in ranked)
             if some and not self.has_time(*self.making(ranked[0]), until):
                 return
             self.schedule(ranked[0], 0)

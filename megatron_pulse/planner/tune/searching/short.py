@@ -22,6 +22,7 @@ from megatron_pulse.planner.tune.costs import UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Budget, Clock
 from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.searching.steps import FAR
 from megatron_pulse.planner.tune.searching.tuning import Shortlist, Tuning, keep_soonest
 from megatron_pulse.planner.tune.searching.variants import recomputes_nothing
 
@@ -77,8 +78,10 @@ def search_short(
 
 
 def _is_short(found: Tuning) -> bool:
-    """Whether some of the best compute activations again."""
-    return any(outcome.stages.relief.computes for outcome in found.outcomes)
+    """Whether some that are near the best compute activations again."""
+    near_s = FAR * found.outcomes[0].step_s if found.outcomes else 0.0
+    near = (outcome for outcome in found.outcomes if outcome.step_s < near_s)
+    return any(outcome.stages.relief.computes for outcome in near)
 
 
 def _with_fewer(evaluator: Evaluator, found: Tuning, keep: int, clock: Clock) -> None:

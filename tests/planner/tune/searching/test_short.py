@@ -72,7 +72,7 @@ def test_where_nothing_is_computed_again_all_is_not_tried() -> None:
     assert all(not outcome.stages.recompute for outcome in never.outcomes)
 
 
-def test_all_has_its_time_while_any_of_the_best_computes_again(
+def test_all_has_its_time_while_any_that_is_near_the_best_computes_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As if a search first found what computes some again, and then something sooner beside it."""
@@ -91,10 +91,11 @@ def test_all_has_its_time_while_any_of_the_best_computes_again(
         return found
 
     monkeypatch.setattr("megatron_pulse.planner.tune.searching.short.search", made)
-    stages = [[again], [none, again], [none]]
+    near, far = (replace(again, step_s=times * none.step_s) for times in (1.05, 1.2))
+    stages = [[again], [none, near], [none, far]]
     short(of, 40.0)
     assert given == [40.0, 30.0, 30.0, 40.0], "given back, and no search for all"
     given.clear()
-    stages = [[none], [none, again]]
+    stages = [[none], [none, near]]
     short(of, 40.0)
     assert given[:3] == [40.0, 40.0, 30.0] and len(given) == 6, "all is tried"
