@@ -10,15 +10,16 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from megatron_pulse.cli import flags, run
 from megatron_pulse.cli.measure import compare, probe, profile
 from megatron_pulse.cli.models import backbones, checkpoint, curve, data, module, sample, weights
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show
 from megatron_pulse.cli.plan.tuning import tune
-from megatron_pulse.faults import UserError, unknown
+from megatron_pulse.faults import UserError, meant, unknown
 from megatron_pulse.full_disk import why_full
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams
 
@@ -98,14 +99,37 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _commands(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Those below ``parser``, by name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return cast(Mapping[str, argparse.ArgumentParser], action.choices)
+    return {}
+
+
+def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """What ``words`` say; what no flag takes is told by the command whose words they are, with the
+    flags that are like it."""
+    args, rest = parser.parse_known_args(words)
+    if not rest:
+        return args
+    for word in words:
+        if (of := _commands(parser).get(word)) is None:
+            break
+        parser = of
+    own = list(parser._option_string_actions)
+    faults = []
+    for word in rest:
+        if word.startswith("--memory") and "--cluster" in own:
+            faults.append(f"{word}: a device's memory is memory_gb in the file of --cluster")
+        elif word.startswith("--"):
+            faults.append(f"there is no {word.partition('=')[0]}; {meant(word, own)}".rstrip("; "))
+    parser.error("; ".join(faults) or f"what is {' '.join(rest)!r}? no flag takes it")
+
+
 def _no_command(parser: argparse.ArgumentParser, name: str) -> str:
     """Why there is no such command, and where what is meant is; empty if there is one."""
-    (commands,) = (
-        action.choices
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    if name in commands:
+    if name in (commands := _commands(parser)):
         return ""
     for guesses, instead in _ELSEWHERE.items():
         if name.lower().replace("_", "-") in guesses:
@@ -155,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and (reason := _no_command(parser, words[0])):
         print(f"pulse: error: {reason}", file=sys.stderr)
         return 2
-    args = parser.parse_args(words)
+    args = _parsed(parser, words)
     try:
         args.run(args)
         sys.stdout.flush()

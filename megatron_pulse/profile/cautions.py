@@ -69,6 +69,17 @@ def device_caution(profile: Profile, device: object) -> str:
     )
 
 
+def whole_caution(profile: Profile) -> str:
+    """That layers are computed again whole, for costs do not say what of them is cheap; empty where
+    they do."""
+    if profile.selects:
+        return ""
+    return (
+        "costs do not say what of a layer is cheap to compute again: layers are computed again "
+        "whole; profile anew, and less has to be"
+    )
+
+
 def plan_cautions(provenance: Mapping[str, Any], threads: int) -> list[str]:
     """The cautions that a plan's provenance has for a run with so many threads a rank (0: none)."""
     said = [str(provenance.get("unsteady") or "")]

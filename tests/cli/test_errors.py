@@ -149,6 +149,28 @@ def test_guessed_commands_are_shown_the_way(
     assert out == "" and err.startswith("pulse: error: ") and instead in err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("show plan.json --gird --w 1", "show: error: there is no --gird; did you mean --grid?; "),
+        ("data info mnist --dtyp x", "data info: error: there is no --dtyp"),
+        ("show plan.json more", "show: error: what is 'more'? no flag takes it"),
+        (
+            "tune --profile p.json --cluster c.yaml --global-batch-size 8 --memory-gb 12",
+            "tune: error: --memory-gb: a device's memory is memory_gb in the file of --cluster",
+        ),
+    ],
+)
+def test_unknown_flags_are_told_by_their_command(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2
+    err = capsys.readouterr().err
+    assert said in err and f"usage: pulse {words.split()[0]}" in err
+
+
 def test_a_group_of_flags_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["flags", "--group", "trainin"]) == 2
     assert "no group is called 'trainin'; did you mean training" in capsys.readouterr().err

@@ -154,6 +154,19 @@ def test_check_lists_every_fault(
     assert all(line in err for line in said)
 
 
+def test_a_layer_in_two_ways_or_unknown_has_no_consequences(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = unsealed_record(here / "plan.json")
+    layer = record["stages"][0][1]
+    record |= {"recompute": [layer, "in_blocks.0.mpl"], "offload": [], "selective": [layer]}
+    (here / "bad.json").write_text(json.dumps(record))
+    assert main(["check", "bad.json", "--json"]) == 2
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert len(faults) == 2 and f"selective: layer {layer!r} is in recompute too" in faults[1]
+    assert faults[0].startswith("recompute: no stage has a layer 'in_blocks.0.mpl'; did you mean")
+
+
 def test_check_lists_faults_of_form(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = unsealed_record(here / "plan.json")
     del record["tensor"]
@@ -372,3 +385,5 @@ def test_the_command_of_a_plan_can_be_pasted() -> None:
     from torch.distributed.run import parse_args
 
     assert parse_args(words[2:]).nproc_per_node == str(small_plan().world_size)
+    without = command(replace(small_plan(), averages=False), Path("plan.json"))
+    assert " --pulse-ema-decay 0 " in without and "--pulse-ema-decay" not in shlex.join(words)

@@ -184,5 +184,6 @@ def test_nothing_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(asked.split()) == 2
     error = capsys.readouterr().err
     assert "nothing fits: each device has 0.8 GB to use; the least that any config" in error
-    assert "recomputation were tried, and none fits; more nodes were not" in error.splitlines()[-1]
+    assert "recomputation were tried, and none fits; more nodes were not" in error.splitlines()[-2]
+    assert "(FSDP2, HSDP) fit" in error.splitlines()[-1]
     assert not (here / "plan.json").exists()

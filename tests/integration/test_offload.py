@@ -34,4 +34,6 @@ def test_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (fault,) = refuse(monkeypatch, 1, [*frozen, flag, "in_blocks.*"])
         assert f"{flag} in_blocks.*: what it matches keeps no activations" in fault
     (fault,) = refuse(monkeypatch, 1, [*ALL, "--recompute-granularity", "full"])
-    assert "computed again and so not kept" in fault
+    assert "--pulse-offload and --recompute-granularity full both match embed and" in fault
+    several = refuse(monkeypatch, 1, ["--pulse-offload", "nix", "--pulse-recompute", "blok.*"])
+    assert all(f"no layer matches {name!r}" in str(several) for name in ("nix", "blok.*"))

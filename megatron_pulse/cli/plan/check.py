@@ -47,7 +47,8 @@ examples:
 
 _REMEDY = (
     "make the plan anew with 'pulse tune', or take back what was edited: costs, decisions and "
-    "figures of a plan belong together"
+    "figures of a plan belong together (by hand it is chosen without a plan which layers compute "
+    "again, or wait on the host: --pulse-recompute, --pulse-recompute-selective, --pulse-offload)"
 )
 
 
@@ -62,6 +63,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> None:
     """Check, then print."""
+    from megatron_pulse.cli.plan.plan_text import NO_AVERAGES
     from megatron_pulse.planner.plan_file.plan_file import PlanFileError, read_plan
     from megatron_pulse.planner.schedule.check.validate import faults_for
     from megatron_pulse.profile.cautions import plan_cautions
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
             "",
             *columns(list(fine.items())),
             "",
-            f"it can run: --pulse-plan {args.plan}",
+            f"it can run: --pulse-plan {args.plan}" + f" {NO_AVERAGES}" * (not plan.averages),
         ]
     if lines or args.json:
         answer(args, lines, lambda: _verdict(args.plan, faults, fine))

@@ -13,7 +13,7 @@ from megatron_pulse.planner.fill.fillers import FilledSchedule
 from megatron_pulse.planner.plan_file.plan_file import PlanFile
 from megatron_pulse.planner.schedule.check.simulate import Timeline, grid
 from megatron_pulse.planner.schedule.check.validate import held_most
-from megatron_pulse.planner.schedule.operations import Kind, Schedule
+from megatron_pulse.planner.schedule.operations import BACKWARDS, Kind, Schedule
 from megatron_pulse.planner.step.replay import Replay
 from megatron_pulse.profile.memory_format import format_of
 
@@ -122,7 +122,8 @@ def homes(schedule: Schedule) -> list[tuple[str, str]]:
 
 
 def on_host(plan: PlanFile) -> list[tuple[str, str]]:
-    """Names of the devices whose activations wait on the host, and how many."""
+    """Names of the devices whose activations wait on the host, how many, and the most at once:
+    from the forward's end, when the copy begins, to the backward."""
     problem, rows = plan.problem, []
     for device, order in enumerate(plan.schedule.order):
         left = [op for op in order if op.kind is Kind.OFFLOAD]
@@ -132,11 +133,17 @@ def on_host(plan: PlanFile) -> list[tuple[str, str]]:
         may = sum(problem.offloaded[s] > 0 for s in stages) * plan.num_microbatches
         num_bytes = sum(problem.offloaded[op.stage] for op in left)
         seconds = sum(problem.copying_of(op.stage) for op in left)
+        leaving, held, most = {(op.stage, op.microbatch) for op in left}, 0.0, 0.0
+        for op in order:
+            if (op.stage, op.microbatch) in leaving:
+                sign = (op.kind is Kind.FORWARD) - (op.kind in BACKWARDS)
+                most = max(most, held := held + sign * problem.offloaded[op.stage])
         rows.append(
             (
                 f"device {device}",
                 f"those of {len(left)} of {may} forwards that may leave: {num_bytes / 1e9:.3g} GB "
-                f"in a step, {1e3 * seconds:.3g} ms each way, beside computing",
+                f"in a step, {most / 1e9:.3g} GB of pinned memory at most, {1e3 * seconds:.3g} ms "
+                "each way, beside computing",
             )
         )
     return rows
@@ -169,7 +176,8 @@ def command(plan: PlanFile, path: Path) -> str:
     return (
         f"pulse run {several}--nproc-per-node {per_node} launch/pretrain_diffusion.py --pulse-plan "
         f"{shlex.quote(str(path))} {_data(plan)} --train-iters 1000 --lr 1e-4 "
-        f"--save runs/{plan.backbone['name']}"
+        + f"{NO_AVERAGES} " * (not plan.averages)
+        + f"--save runs/{plan.backbone['name']}"
     )
 
 
@@ -203,6 +211,7 @@ def flags(plan: PlanFile) -> str:
             (f"--pulse-recompute-selective {shlex.quote(name)}", part < count)
             for name in plan.selective
         ),
+        (NO_AVERAGES, not plan.averages),
         ("--use-distributed-optimizer", plan.distributed_optimizer),
         ("--overlap-grad-reduce", plan.overlap_grad_reduce),
         ("--use-tp-pp-dp-mapping", plan.rank_order == "tp-pp-dp"),
@@ -233,6 +242,9 @@ def shown(numbers: Sequence[int]) -> str:
         return ", ".join(map(str, numbers[:4])) + f", ... {numbers[-1]}"
     return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
 
+
+NO_AVERAGES = "--pulse-ema-decay 0"
+"""What a run is given whose plan has no memory for averages of the weights."""
 
 DEVICE_COLUMNS = ("device", "ranks", "busy", "idle", "sends", "activations", "memory", "stages")
 

@@ -6,7 +6,8 @@ import argparse
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from megatron_pulse.backbone.chain import Backbone
 from megatron_pulse.backbone.costs import ChainCosts, SkipCost
 from megatron_pulse.backbone.gradients import wanted_gradients
 from megatron_pulse.backbone.named import matching_layers
-from megatron_pulse.faults import all_of
+from megatron_pulse.faults import Faults, all_of, collecting
 from megatron_pulse.integration.flags.arguments import PulseOptions
 from megatron_pulse.integration.planning.layers import require_own_layers, require_waiting_layers
 from megatron_pulse.planner.cluster.link import Link
@@ -173,58 +174,57 @@ def _by_file(given: PlanFile, backbone: Backbone) -> Plan:
     )
 
 
-def _recomputed(
-    args: argparse.Namespace, options: PulseOptions, backbone: Backbone
-) -> frozenset[int]:
-    """The layers whose activations flags say to compute again; raises ValueError."""
-    if args.recompute_granularity == "full":
-        if options.recompute:
-            raise ValueError(
-                "--recompute-granularity full computes all layers' activations again, "
-                "--pulse-recompute only some: give one of them"
+class _Unkept(NamedTuple):
+    """Of which layers activations are not kept: those that compute them again, have them on the
+    host, or compute again what is cheap."""
+
+    recompute: frozenset[int]
+    offload: frozenset[int]
+    selective: frozenset[int]
+
+
+def _unkept(args: argparse.Namespace, options: PulseOptions, backbone: Backbone) -> _Unkept:
+    """What flags say of layers' activations; raises ValueError with all that is wrong."""
+    faults: list[str] = []
+    found: dict[str, frozenset[int]] = {}
+    for flag, patterns in (
+        ("--pulse-recompute", options.recompute),
+        ("--pulse-offload", options.offload),
+        ("--pulse-recompute-selective", options.recompute_selective),
+    ):
+        found[flag] = frozenset()
+        with collecting(faults):
+            found[flag] = _keeping(flag, patterns, backbone)
+    every, part = "--pulse-recompute", "--pulse-recompute-selective"
+    match args.recompute_granularity:
+        case "full":
+            if options.recompute:
+                faults.append(
+                    "--recompute-granularity full computes all layers' activations again, "
+                    f"{every} only some: give one of them"
+                )
+            every = "--recompute-granularity full"
+            found[every] = frozenset(range(len(backbone.layers)))
+        case "selective":
+            if options.recompute_selective:
+                faults.append(
+                    "--recompute-granularity selective computes again what is cheap of all layers, "
+                    f"{part} of some: give one of them"
+                )
+    names = [layer.name for layer in backbone.layers]
+    for one, other in combinations((part, "--pulse-offload", every), 2):
+        if both := sorted(found[one] & found[other]):
+            more = f" and {len(both) - 1} more" * (len(both) > 1)
+            faults.append(
+                f"{one} and {other} both match {names[both[0]]}{more}: a layer is in one of them"
             )
-        return frozenset(range(len(backbone.layers)))
-    return _keeping("--pulse-recompute", options.recompute, backbone)
-
-
-def _offloaded(
-    options: PulseOptions, backbone: Backbone, recompute: frozenset[int]
-) -> frozenset[int]:
-    """The layers whose activations flags say to keep on the host; raises ValueError."""
-    found = _keeping("--pulse-offload", options.offload, backbone)
-    if both := found & recompute:
-        raise ValueError(
-            f"--pulse-offload {backbone.layers[min(both)].name}: its activations are computed "
-            "again and so not kept; give other layers"
-        )
-    return found
-
-
-def _selective(
-    args: argparse.Namespace,
-    options: PulseOptions,
-    backbone: Backbone,
-    recompute: frozenset[int],
-    offload: frozenset[int],
-) -> frozenset[int]:
-    """The layers of which flags say to compute again what is cheap, where they say nothing else of
-    them; raises ValueError."""
-    found = _keeping("--pulse-recompute-selective", options.recompute_selective, backbone)
+    if faults:
+        raise Faults(faults)
+    recompute, offload, selective = found[every], found["--pulse-offload"], found[part]
     if args.recompute_granularity == "selective":
-        if found:
-            raise ValueError(
-                "--recompute-granularity selective computes again what is cheap of all layers, "
-                "--pulse-recompute-selective of some: give one of them"
-            )
-        return _keeping("--recompute-granularity selective", ["*"], backbone) - recompute - offload
-    whole = "--pulse-recompute" if options.recompute else "--recompute-granularity full"
-    for other, layers in ((whole, recompute), ("--pulse-offload", offload)):
-        if both := found & layers:
-            raise ValueError(
-                f"--pulse-recompute-selective and {other} both match "
-                f"{backbone.layers[min(both)].name}: a layer is in one of them"
-            )
-    return found
+        every_kept = _keeping("--recompute-granularity selective", ["*"], backbone)
+        selective = every_kept - recompute - offload
+    return _Unkept(recompute, offload, selective)
 
 
 def _keeping(flag: str, patterns: Sequence[str], backbone: Backbone) -> frozenset[int]:
@@ -249,9 +249,7 @@ def _by_flags(args: argparse.Namespace, options: PulseOptions, backbone: Backbon
     placement = options.make_placement(args.pipeline_model_parallel_size)
     # Costs are those of the whole model; ``backbone`` may hold parts of its sequences.
     whole = load_recorded(backbone.record)
-    recompute = _recomputed(args, options, backbone)
-    offload = _offloaded(options, backbone, recompute)
-    selective = _selective(args, options, backbone, recompute, offload)
+    recompute, offload, selective = _unkept(args, options, backbone)
     profile = _profile(args, options, whole, RUNNING if selective else None)
     costs = _costs(args, profile, backbone, recompute, selective)
     return make_plan(

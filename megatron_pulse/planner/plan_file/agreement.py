@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_pulse.faults import meant
 from megatron_pulse.planner.layout.placement import PLACEMENTS, Placement
 from megatron_pulse.planner.plan_file.schema import MOVED, REDONE, WAITING
 from megatron_pulse.planner.step.replay import Edge
@@ -48,17 +49,21 @@ def sum_faults(record: Mapping[str, Any]) -> Iterator[str]:
     for name, count in names.items():
         if count > 1:
             yield f"stages: layer {name!r} is there {count} times"
-    for what in ("recompute", "offload", "selective"):
-        for name in record.get(what, ()):
-            if name not in names:
-                yield f"{what}: no stage has a layer {name!r}"
-        for name, count in Counter(record.get(what, ())).items():
-            if count > 1:
-                yield f"{what}: layer {name!r} is there {count} times"
     given = [name in record["times"] for name in MOVED] + [bool(record.get("offload"))]
     if any(given) and not all(given):
         names_of = ", ".join(f"times.{name}" for name in MOVED)
         yield f"offload, {names_of}: all of them or none, some are missing"
+
+
+def relief_faults(record: Mapping[str, Any]) -> Iterator[str]:
+    """Layers whose activations are not kept, that there are not, or of which that is said twice."""
+    names = [name for stage in record["stages"] for name in stage]
+    for what in ("recompute", "offload", "selective"):
+        for name, count in Counter(record.get(what, ())).items():
+            if name not in names:
+                yield f"{what}: no stage has a layer {name!r}; {meant(name, names)}".rstrip("; ")
+            elif count > 1:
+                yield f"{what}: layer {name!r} is there {count} times"
     if both := sorted({*record["recompute"]} & {*record.get("offload", ())}):
         yield f"offload: layer {both[0]!r} computes its activations again, and keeps none"
     for other in ("recompute", "offload"):

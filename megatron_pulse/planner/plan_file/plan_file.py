@@ -23,6 +23,7 @@ from megatron_pulse.planner.layout.placement import Partition, Placement, make_p
 from megatron_pulse.planner.partition.memory import ParameterState
 from megatron_pulse.planner.plan_file.agreement import (
     edge_faults,
+    relief_faults,
     shape_faults,
     sum_faults,
 )
@@ -246,6 +247,8 @@ def _from_record(record: dict[str, Any]) -> tuple[PlanFile | None, list[str]]:
     if shape := list(shape_faults(record)):
         return None, faults + shape
     times = record["times"]
+    if relief := list(relief_faults(record)):  # nothing can be worked out from it
+        return None, [*faults, *relief, *(f"schedule: {fault}" for fault in validate(schedule))]
     edges = tuple(Edge(int(a), int(b), float(s), *wants) for a, b, s, *wants in times["edges"])
     placement = make_placement(record["placement"], record["pipeline"], record["num_chunks"])
     faults += edge_faults(placement, edges)

@@ -203,8 +203,8 @@ SCHEMA = record(
     encoders=COMPONENTS,
     in_front=COMPONENTS,
     policies=list_of(_POLICY, "what was decided of each encoder"),
-    offload=list_of(TEXT, "names of layers"),
-    selective=list_of(TEXT, "names of layers"),
+    offload=list_of(TEXT, "names of layers", least=0),
+    selective=list_of(TEXT, "names of layers", least=0),
     self_conditioning=number("a number above 0, at most 1", exclusiveMinimum=0, maximum=1),
 )
 

@@ -48,6 +48,7 @@ def test_a_plan_says_what_waits_on_the_host(
     said = shown(plan, tmp_path, capsys)
     assert "on the host, where there is no room, of layers" in said
     assert "forwards that may leave: " in said and "ms each way, beside computing" in said
+    assert "GB of pinned memory at most" in said
     usable = evaluator().cluster.usable_bytes
     assert max(plan.predicted["memory_bytes"]) <= usable
     without = evaluator().evaluate(replace(CONFIG, recompute=Recompute.NEVER))

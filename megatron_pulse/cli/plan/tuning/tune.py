@@ -174,6 +174,7 @@ def run(args: argparse.Namespace) -> None:
         rank_threads,
         spread_caution,
         thread_caution,
+        whole_caution,
     )
 
     where = cluster(args.cluster)
@@ -207,6 +208,8 @@ def run(args: argparse.Namespace) -> None:
     choices, evaluator = choices_of(args), evaluator_of(args, profile, where)
     warn(unused_caution(args, evaluator, choices))
     found = tuned(args, evaluator, choices)
+    if any(outcome.stages.relief.computes for outcome in found.outcomes):
+        warn(whole_caution(profile))
     lines = report(found, evaluator, args.explain)
     if (fewer := fewer_devices(evaluator, found.outcomes[0], choices)) is not None:
         lines.append(fewer.beside(found.outcomes[0].throughput))

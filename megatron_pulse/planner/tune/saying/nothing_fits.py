@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from math import ceil
 
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.memory import ParameterState
@@ -14,6 +15,7 @@ from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator
 from megatron_pulse.planner.tune.searching.budget import Budget
 from megatron_pulse.planner.tune.searching.kinds import ranks_of
+from megatron_pulse.planner.tune.sharded.opponent import opponent
 from megatron_pulse.planner.tune.stages import Stages
 
 MOST_NODES = 64
@@ -39,7 +41,7 @@ def nothing_fits(
     cluster, candidates = evaluator.cluster, list(candidates)
     looking = Budget(budget.left / 2)  # the rest is for remedies
     need = _least_memory(evaluator, candidates, looking)
-    said = [f"nothing fits: each device has {cluster.usable_bytes / 1e9:.4g} GB to use"]
+    said = [f"nothing fits: each device has {_of_device(cluster, cluster.usable_bytes)} to use"]
     if not _by_need(evaluator, candidates):
         said = [f"nothing can run: {_reasons(evaluator, candidates)}"]
     elif need is not None:
@@ -48,7 +50,7 @@ def nothing_fits(
             if looking.left
             else "in time one was found for"
         )
-        said.append(f"{looked} {need[0] / 1e9:.3g} GB ({need[1]})")
+        said.append(f"{looked} {_of_device(cluster, need[0])}, by {need[1]}")
         if need[0] <= cluster.usable_bytes:
             said.append("but all schedules that were simulated hold more at once")
     remedies: list[str] = []
@@ -75,7 +77,30 @@ def nothing_fits(
             remedies.append(f"with {larger.num_devices} devices ({nodes} nodes): {fits} fits")
     if not remedies:
         remedies.append(_no_remedy(cluster) if budget.left else _NO_TIME)
-    return "\n  ".join(("; ".join(said), *remedies))
+    return "\n  ".join(("; ".join(said), *remedies, *_sharded(evaluator)))
+
+
+def _of_device(cluster: Cluster, num_bytes: float) -> str:
+    """So many usable bytes of a device, and how a cluster's file says that."""
+    gb = num_bytes / 1e9
+    if cluster.usable_memory == 1:
+        return f"{gb:.4g} GB"
+    return f"{gb:.3g} GB (memory_gb: {ceil(100 * gb / cluster.usable_memory) / 100:g})"
+
+
+def _sharded(evaluator: Evaluator) -> Iterator[str]:
+    """Whether FSDP2 or HSDP would fit, where that is known."""
+    cluster, samples = evaluator.cluster, evaluator.global_batch_size
+    known = cluster.num_devices > 1 and not samples % cluster.num_devices
+    if evaluator.self_conditioning or not known:
+        return
+    averages = evaluator.state.averages
+    found = opponent(evaluator.profile, cluster, samples, evaluator.adam_s, averages)
+    if found is None:
+        yield "nor would torch's fully_shard (FSDP2, HSDP) fit"
+    else:
+        rate = f"{found.throughput:.4g} samples/s predicted"
+        yield f"{found.name} fits: {rate} ({found.facts}); use it here"
 
 
 _NO_TIME = "with more --seconds it is said what would fit: there was no time to try"
