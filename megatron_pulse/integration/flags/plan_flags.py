@@ -83,7 +83,8 @@ def contradictions(
     for name, value in planned.items():
         flag, given = flag_name(name), getattr(args, name)
         if line.says(flag) and given != value:
-            yield f"{flag} {given}, but {by} says {value}: leave the flag out"
+            said = "has no such flag" if value is None else f"says {value}"
+            yield f"{flag} {given}, but {by} {said}: leave the flag out"
     if options.ema_decay and not plan.averages:
         yield (
             f"{by} has no memory for averages of the weights: give --pulse-ema-decay 0, or make it "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import replace
@@ -11,15 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW
+from megatron_pulse.planner.layout.layouts import FOLD_EXACT, FOLD_SOFT, ROW, TWO_WAVES
 from megatron_pulse.planner.tune.config import Choices, Recompute, configs
 from megatron_pulse.planner.tune.costs import Unfit, UnfitError
 from megatron_pulse.planner.tune.evaluate import Evaluator, Outcome
 from megatron_pulse.planner.tune.saying.fewer import fewer_devices
 from megatron_pulse.planner.tune.saying.nothing_fits import nothing_fits
 from megatron_pulse.planner.tune.searching.budget import Budget
-from megatron_pulse.planner.tune.searching.kinds import neighbours
+from megatron_pulse.planner.tune.searching.kinds import by_kind, neighbours
+from megatron_pulse.planner.tune.searching.scouts import Scouts
 from megatron_pulse.planner.tune.searching.search import search
+from megatron_pulse.planner.tune.searching.steps import Steps
 from megatron_pulse.planner.tune.searching.tuning import Tuning
 from tests.planner.tune.problems import cluster, profile, random_evaluator
 from tests.planner.tune.searching.clock import Clock
@@ -196,3 +199,18 @@ def test_fewer_devices_are_said_where_they_are_faster() -> None:
             alone = search(part, part.candidates(choices), 1).outcomes[0]
             assert found.outcome.throughput == alone.throughput > best.throughput
             assert f"predicted at {alone.throughput:.4g}" in found.beside(best.throughput)
+
+
+@pytest.mark.parametrize("seed", [46, 82])
+def test_a_kind_is_not_ruled_out_by_known_cuts_that_do_not_fit(seed: int) -> None:
+    """Two waves, whose cuts of the least load are long and have no room, are the soonest."""
+    chain = profile(random.Random(seed), 23, 11, 1.0, parameters=20_000_000, saved_mb=24.0)
+    evaluator = Evaluator(chain, cluster(1, 4, memory_gb=2.4, intra_gbs=2.0), 32)
+    choices = Choices(
+        pipeline=(4,), tensor=(1,), micro_batch_size=(1,), recompute=(Recompute.NEVER,)
+    )
+    steps = Steps(evaluator, 4, Budget(math.inf), lambda _: None, math.inf)
+    scouts = Scouts(steps)
+    for alike in by_kind(evaluator.candidates(choices)):
+        scouts.look(scouts.estimated(alike))
+    assert steps.listed.best[0].config.layout == TWO_WAVES
