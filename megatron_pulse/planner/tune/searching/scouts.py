@@ -99,7 +99,7 @@ class Scouts:
             judged = candidate if following.stages is None else following
             if steps.ended or (following.step > Reached.EVEN and steps.is_far(judged)):
                 break
-            following = steps.advance(following)
+            following = steps.advance(following, hoped_s=judged.expected_s(steps.corrections))
         return following
 
     def _corrected(self, candidates: list[Candidate]) -> list[Candidate]:

@@ -88,11 +88,14 @@ class Steps:
         needed = self.budget.estimate("quick", size)
         return self.budget.left <= max(0.0, needed - self.finish_s)
 
-    def advance(self, candidate: Candidate, near: bool = False) -> Candidate | None:
+    def advance(
+        self, candidate: Candidate, near: bool = False, hoped_s: float | None = None
+    ) -> Candidate | None:
         """The candidate after its next step; None if there is none, or no time for it. ``near``: it
-        differs from the best in one thing, and most of the time is up."""
+        differs from the best in one thing, and most of the time is up; ``hoped_s`` is what it may
+        take, if not what its estimate says."""
         following, best = None, self.listed.best
-        expected_s = candidate.expected_s(self.corrections)
+        expected_s = candidate.expected_s(self.corrections) if hoped_s is None else hoped_s
         promising = bool(best) and expected_s < PROMISING * best[0].step_s
         self.share = NEAR_SHARE if near else PROMISING_SHARE if promising else SHARE
         try:
