@@ -53,7 +53,11 @@ class Cuts(Sparing):
     def cut(self, config: Config, partition: Partition) -> Stages:
         """The config's stages by these cuts, whether or not they fit; of as few layers as are
         needed activations are computed again, where it says so."""
-        return self._cut_of(what_bears(config), partition)
+        bears = what_bears(config)
+        found = self._cut_of(bears, partition)
+        if config.split and config.recompute.as_needed and not self.fits(found, split=True):
+            found = self._cut_of(replace(bears, split=True), partition)  # for what waits
+        return found
 
     def free_cuts(self, config: Config) -> Partition:
         """Cuts of about the least load, whatever memory; raises UnfitError for none."""

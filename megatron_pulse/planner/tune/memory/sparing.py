@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from math import inf
 
@@ -66,8 +67,43 @@ class Sparing(Cut):
             found = _least_work(every, need, stages.working_bytes[device], link_s)
             if found is None:
                 found = Relief(frozenset(each.layer for each in every))
+            elif must := self._again_for_one(config, partition, device, every, found):
+                given = tuple(_whole(each) if each.layer in must else each for each in every)
+                found = _least_work(given, need, stages.working_bytes[device], link_s) or found
+                found = Relief(found.again | must, found.host - must, found.selective - must)
             chosen |= found
         return chosen
+
+    def _again_for_one(
+        self,
+        config: Config,
+        partition: Partition,
+        device: int,
+        layers: Iterable[Spared],
+        chosen: Relief,
+    ) -> frozenset[int]:
+        """Which of a device's ``layers`` must be computed again whole besides, if anything helps,
+        so that there is room for one microbatch whose weight gradients wait: with what is cheap
+        they wait with as much as without."""
+        if not config.split:
+            return frozenset()
+        stages, costs = self.cut_with(config, partition, chosen), self.costs(config, chosen)
+        short = stages.per_device(stages.kept_bytes(True))[device] - self.left(stages, device)
+        if short <= 0:
+            return frozenset()
+        may = tuple(
+            replace(
+                _whole(each),
+                seconds=each.seconds - (each.part_s if each.layer in chosen.selective else 0.0),
+                num_bytes=float(
+                    max(costs.saved_bytes[each.layer], costs.waiting_bytes[each.layer])
+                ),
+            )
+            for each in layers
+            if each.layer not in chosen.again and each.seconds < inf
+        )
+        found = _least_work(may, short, stages.working_bytes[device])
+        return frozenset() if found is None else found.again
 
     def holds(self, config: Config, stages: Stages, share: float) -> bool:
         """Whether there is room for that share of what is in flight at full rate."""
@@ -168,6 +204,11 @@ class Sparing(Cut):
                     times * max(0, less),
                     (held[i].most_bytes(True) - held[i].kept_bytes(True)) / self.parts(config, i),
                 )
+
+
+def _whole(layer: Spared) -> Spared:
+    """Computed again whole or not at all, at no cost."""
+    return replace(layer, seconds=0.0, part_s=inf, part_bytes=0.0, away_bytes=0.0, copying=inf)
 
 
 def round_trips(edges: Iterable[Edge]) -> Iterator[tuple[int, float]]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from math import ceil
+from math import ceil, floor, log10
 
 from megatron_pulse.planner.cluster.cluster import Cluster
 from megatron_pulse.planner.partition.memory import ParameterState
@@ -84,8 +84,14 @@ def _of_device(cluster: Cluster, num_bytes: float) -> str:
     """So many usable bytes of a device, and how a cluster's file says that."""
     gb = num_bytes / 1e9
     if cluster.usable_memory == 1:
-        return f"{gb:.4g} GB"
-    return f"{gb:.3g} GB (memory_gb: {ceil(100 * gb / cluster.usable_memory) / 100:g})"
+        return f"{_up(gb)} GB"
+    return f"{gb:.3g} GB (memory_gb: {_up(gb / cluster.usable_memory)})"
+
+
+def _up(number: float) -> str:
+    """To four digits, not below it but for rounding."""
+    step = 10.0 ** (floor(log10(number)) - 3)
+    return f"{ceil(number / step * (1 - 1e-9)) * step:.4g}"
 
 
 def _sharded(evaluator: Evaluator) -> Iterator[str]:

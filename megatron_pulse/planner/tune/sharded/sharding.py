@@ -24,6 +24,9 @@ STATE_BYTES = 16
 AVERAGE_BYTES = 4
 """Of a parameter's average, where one is kept, divided as well."""
 
+MOST = 3
+"""Microbatches of which the peak is that of any more."""
+
 REDUCING = 2
 """Units whose gradients may be on their way at once; FSDP2's own default is 1."""
 
@@ -254,9 +257,10 @@ def peak_bytes(way: Sharding) -> float:
     """Bytes of a device beyond its state at most: gathered units, gradients, activations.
 
     A gather's buffer counts from when it is asked for, gradients until as many reductions as may be
-    on their way have followed. Of many microbatches all behave as the second.
+    on their way have followed. Of many microbatches all behave as the second, but for the
+    last.
     """
-    way = replace(way, count=min(way.count, 2))
+    way = replace(way, count=min(way.count, MOST))
     program, units = passes(way), way.units
     held = most = 0.0
     asked = 0

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from megatron_pulse.backbone.costs import ChainCosts
 from megatron_pulse.planner.tune.sharded.sharding import (
     AVERAGE_BYTES,
+    MOST,
     STATE_BYTES,
     Gathering,
     ShardedUnit,
@@ -255,7 +256,7 @@ class Ways:
         held = sum(unit.state_bytes for unit in self.bare(way.about)) / way.group
         # Of a group and a microbatch nothing else bears on what parameters and gradients take.
         alike = way._replace(group=1, micro_batch_size=0)
-        return self.usable - held - self._peak(alike, min(2, self.count(way.micro_batch_size)))
+        return self.usable - held - self._peak(alike, min(MOST, self.count(way.micro_batch_size)))
 
     def _peak_of(self, way: Way, count: int) -> float:
         return peak_bytes(self._sharding(way, self.bare(way.about), count))
