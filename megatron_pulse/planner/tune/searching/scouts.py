@@ -91,12 +91,13 @@ class Scouts:
 
     def _scout(self, candidate: Candidate) -> Candidate | None:
         """The candidate simulated, unless it looks far from the best on the way there; what known
-        cuts let expect that do not fit says nothing of its own (two waves of SD v2 4.6B over four
-        of 32 GB and 1.25 GB/s: a third of what they come to)."""
+        cuts let expect that do not fit says nothing of its own, where these are soon found (two
+        waves of SD v2 4.6B over four of 32 GB and 1.25 GB/s: a third of what they come to)."""
         steps = self.steps
         following: Candidate | None = candidate
         while following is not None and following.step < Reached.QUICK:
-            judged = candidate if following.stages is None else following
+            unknown = following.stages is None and not candidate.config.recompute.as_needed
+            judged = candidate if unknown else following
             if steps.ended or (following.step > Reached.EVEN and steps.is_far(judged)):
                 break
             following = steps.advance(following, hoped_s=judged.expected_s(steps.corrections))
