@@ -19,7 +19,7 @@ from megatron_pulse.cli.measure import compare, probe, profile
 from megatron_pulse.cli.models import backbones, checkpoint, curve, data, module, sample, weights
 from megatron_pulse.cli.plan import check, clusters, partition, schedule, show
 from megatron_pulse.cli.plan.tuning import tune
-from megatron_pulse.faults import UserError, meant, unknown
+from megatron_pulse.faults import UserError, all_of, meant, unknown
 from megatron_pulse.full_disk import why_full
 from megatron_pulse.processes import NO_FOLDER, open_closed_streams
 
@@ -124,7 +124,7 @@ def _parsed(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.N
             faults.append(f"{word}: a device's memory is memory_gb in the file of --cluster")
         elif word.startswith("--"):
             faults.append(f"there is no {word.partition('=')[0]}; {meant(word, own)}".rstrip("; "))
-    parser.error("; ".join(faults) or f"what is {' '.join(rest)!r}? no flag takes it")
+    parser.error(all_of(faults or [f"what is {' '.join(rest)!r}? no flag takes it"]))
 
 
 def _no_command(parser: argparse.ArgumentParser, name: str) -> str:

@@ -45,16 +45,16 @@ class Again:
         with saved_tensors_hooks(self._number, self._take):
             results = self._layer()
         now = self._state()
-        faults = [
+        unlike = [
             f"writes into {what}"
             for what, (one, version) in before.items()
             if one._version != version or now.get(what) is not one
         ]
         if not all(map(torch.equal, drawn, _drawn())):
-            faults.append("draws random numbers")
-        if faults:
+            unlike.append("draws random numbers")
+        if unlike:
             raise PulseError(
-                f"layer {self._name} {' and '.join(faults)} while it runs, and would do it again: "
+                f"layer {self._name} {' and '.join(unlike)} while it runs, and would do it again: "
                 "its activations cannot be computed again (leave it out of --pulse-recompute, or "
                 "make the plan with --no-recompute)"
             )
