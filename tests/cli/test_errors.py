@@ -154,7 +154,8 @@ def test_guessed_commands_are_shown_the_way(
     [
         (
             "show plan.json --gird --w 1",
-            "show: error: 2 faults:\n  - there is no --gird; did you mean --grid?\n  - there is no --w",
+            "show: error: 2 faults:\n  - there is no --gird; did you mean --grid?\n"
+            "  - there is no --w",
         ),
         ("data info mnist --dtyp x", "data info: error: there is no --dtyp"),
         ("show plan.json more", "show: error: what is 'more'? no flag takes it"),
